@@ -40,7 +40,7 @@ from jaxrl_llm.bridge.transports.torch_pickle import pickle_bucket
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf.gather import gather_tensors
 from jaxrl_llm.hf.names import adapter_tensors
-from jaxrl_llm.hf.peft import peft_config
+from jaxrl_llm.hf.peft_config import peft_config
 from jaxrl_llm.models import LoraConfig, abstract, named_leaves, without_value_head
 from jaxrl_llm.models.config import TARGETS
 from jaxrl_llm.models.lora import base as without_effect

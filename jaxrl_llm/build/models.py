@@ -22,7 +22,6 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
-from jaxrl_llm.hf.names import INTERLEAVED
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.config import OptimConfig, RoutingConfig
@@ -270,11 +269,6 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
             f"--lora.rank is {lora.rank}: the model's {name} is {smallest}. "
             f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
         )
-    if lora.quantize != "none" and (model.moe or model.mla):
-        weights = "experts" if model.moe else "latent attention"
-        raise ConfigError(
-            f"--lora.quantize is {lora.quantize}: weights of {weights} are not quantized. Set it to none."
-        )
     if not (model.moe and lora.rank):
         return adapted
     if ("gate" in lora.adapted) != ("up" in lora.adapted):
@@ -283,11 +277,6 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
             "in one matrix. Name both or neither."
         )
     rank = rank_of_experts(adapted)
-    if rank and model.family in INTERLEAVED:
-        raise ConfigError(
-            f"--lora.targets: {model.family} has all experts of a layer in one tensor, which takes no "
-            "adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
-        )
     smallest = min(model.moe.expert_size, model.hidden_size)
     if rank and rank > smallest:
         raise ConfigError(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.hf.names import Encoding, HFTensor, Index, stored_dtype, to_hf
+from jaxrl_llm.hf.names import Encoding, HFTensor, Index, Join, join_parts, stored_dtype, to_hf
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.lora import adapter_scale, merged_names, merged_weight
 from jaxrl_llm.structs import Params
@@ -104,7 +104,8 @@ def _start(
     if isinstance(sharding, NamedSharding) and (replicated or not sharding.is_fully_addressable):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
     parts = tuple(zip(names, run[0].layouts, strict=True))
-    convert = _converter(parts, run[0].interleaved, len(run), scale, form, whole, replicated)
+    shape = (len(run), *run[0].shape)
+    convert = _converter(parts, run[0].join, shape, scale, form, whole, replicated)
     arrays, finite = convert(weights, index)
     if not replicated:
         arrays.copy_to_host_async()
@@ -114,14 +115,19 @@ def _start(
 @functools.cache
 def _converter(
     parts: tuple[tuple[str, str], ...],
-    interleaved: bool,
-    count: int,
+    join: Join,
+    shape: tuple[int, ...],
     scale: float,
     form: Encoding | str,
     sharding: NamedSharding | None,
     cut: bool,
 ):
-    """Return the jitted conversion: transposing and rounding a large matrix is fast on the device."""
+    """Return the jitted conversion: transposing and rounding a large matrix is fast on the device.
+
+    Args:
+        shape: of the result, the number of tensors first.
+    """
+    count = shape[0]
 
     def convert(weights: dict[str, jax.Array], index: Index) -> tuple[Any, Any]:
         for dim, i in enumerate(index):
@@ -132,9 +138,7 @@ def _converter(
             merged = merged_weight(weights, name, scale)
             stack = merged.reshape(count, *merged.shape[len(index) :])
             converted.append(jax.vmap(functools.partial(to_hf, layout=layout))(stack))
-        if interleaved:
-            converted = [jnp.stack(converted, axis=-1).reshape(*converted[0].shape[:-1], -1)]
-        whole = jnp.concatenate(converted, axis=1) if len(converted) > 1 else converted[0]
+        whole = join_parts(converted, join, shape)
         whole = jax.vmap(form.apply)(whole) if isinstance(form, Encoding) else whole.astype(form)
         finite = jnp.isfinite(whole).all(axis=tuple(range(1, whole.ndim)))
         return (tuple(whole), tuple(finite)) if cut else (whole, finite)

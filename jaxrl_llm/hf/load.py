@@ -87,18 +87,20 @@ def load_params(
     layouts = dict.fromkeys(parts, one_device) if shardings is None else dict(named_leaves(shardings))
     axes, leaves, weights = logical_axes(shapes), dict(named_leaves(shapes)), {}
     for name, rows in parts.items():
+        if not rows:  # scales come with their codes
+            continue
         own = jnp.dtype(copy_dtype(name, dtype))
         shape, sharding = leaves[name].shape, layouts[name]
         if stack_dims(name) and name + SCALE in leaves:
             names = (name, name + SCALE)
             stacks = [_make_zeros(layouts[n])(leaves[n].shape, leaves[n].dtype) for n in names]
-            axis = matrix_dims(axes[name])[0][-1] - 1
+            axis = matrix_dims(axes[name])[0][-1] - len(rows[0].index)
             convert = functools.partial(quantize_weight, kind=config.quantize, axis=axis)
             weights |= zip(names, _fill(stored, rows, stacks, jnp.dtype(jnp.float32), convert), strict=True)
-        elif stack_dims(name) and rows:
+        elif stack_dims(name):
             stack = _make_zeros(sharding)(shape, own)
             (weights[name],) = _fill(stored, rows, [stack], own, lambda layer: (layer,))
-        elif rows:
+        else:
             weights[name] = _read_global(stored, rows[0], shape, sharding, own)
     return jax.tree.unflatten(jax.tree.structure(shapes), [weights[name] for name in leaves])
 

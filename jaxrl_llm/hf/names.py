@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,14 +133,20 @@ class Encoding(NamedTuple):
     apply: Callable[[jax.Array], jax.Array]  # to one HF matrix
 
 
+Join = Literal["rows", "columns", "ranks", "blocks"]
+"""Arrangement of the parts of a tensor: one after the other; alternating along the last dim; and of adapters
+of all experts of a layer as A of a rank that is the sum of theirs, [(experts parts rank), inputs], and as B,
+block diagonal in that rank, [(outputs parts), (parts rank experts)]: the parts alternate in the outputs."""
+
+
 class HFTensor(NamedTuple):
-    """A tensor of an HF folder, and our weights that it is made of, by rows or interleaved."""
+    """A tensor of an HF folder, and our weights that it is made of."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, Index], ...]  # (our name, index in its stack)
     layouts: tuple[str, ...]  # of the parts
-    interleaved: bool = False  # the parts, along the last dim
+    join: Join = "rows"
     encoding: Encoding | None = None
 
 
@@ -152,7 +158,7 @@ def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
     """Return our names, in the order of the leaves -> rows of HF tensors, an entry a matrix."""
     by_name = {ours: [] for ours in _shapes(config)}
     for tensor in hf_tensors(config):
-        start, step = 0, len(tensor.parts) if tensor.interleaved else 1
+        start, step = 0, len(tensor.parts) if tensor.join == "columns" else 1
         for i, ((ours, index), layout) in enumerate(zip(tensor.parts, tensor.layouts, strict=True)):
             rows = _hf_shape(_matrix_shape(config, ours), layout)[0]
             by_name[ours].append(TensorRows(index, tensor.name, layout, start, rows, i % step, step))
@@ -169,17 +175,20 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
             layouts = tuple(tensor_layout(ours, config.family) for ours in members)
             pairs = zip(members, layouts, strict=True)
             shapes = [_hf_shape(_matrix_shape(config, ours), layout) for ours, layout in pairs]
-            shape = (sum(s[0] for s in shapes), *shapes[0][1:])
-            if interleaved := hf in INTERLEAVED.get(config.family, {}):
-                shape = (*shapes[0][:-1], sum(s[-1] for s in shapes))
+            shape, join = (sum(s[0] for s in shapes), *shapes[0][1:]), "rows"
+            if hf in INTERLEAVED.get(config.family, {}):
+                shape, join = (*shapes[0][:-1], sum(s[-1] for s in shapes)), "columns"
             for index in _indices(config, members[0], i):
                 parts = tuple((ours, index) for ours in members)
-                tensors.append(HFTensor(hf.format(layer, *index[1:]), shape, parts, layouts, interleaved))
+                tensors.append(HFTensor(hf.format(layer, *index[1:]), shape, parts, layouts, join))
     return tensors
 
 
 def hf_name(config: TransformerConfig, ours: str) -> str:
     """Return the HF name of one of our weights, with {} for the layer, and for the expert."""
+    for hf, members in INTERLEAVED.get(config.family, {}).items():
+        if ours in members:
+            return hf
     return FAMILY_NAMES.get(config.family, {}).get(ours, TABLE[_row(ours)][0])
 
 
@@ -233,41 +242,77 @@ def _indices(config: TransformerConfig, ours: str, layer: int | None) -> list[In
 def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
     """Return the tensors of a PEFT adapter, layer by layer: lora_A [R, inputs], lora_B [outputs, R].
 
+    Of experts that are one tensor, A of all of them is one, and B (`Join`): PEFT's adapters of parameters
+    (`target_parameters`). Gate and up, which share an A there, have the first and the last half of its rank.
+
     A value head, which is trained beside adapters, comes last, as PEFT's `modules_to_save` has it.
 
     Args:
         config: with adapters.
     """
-    adapters = [(ours, *ours.split(MARK)) for ours in _shapes(config) if MARK in ours]
+    adapters = [(*adapter, matrix) for adapter in _adapted(config) for matrix in "ab"]
     tensors = []
     for layer, (stack, i) in enumerate(_places(config)):
-        for ours, weight, matrix in adapters:
-            if ours.partition(".")[0] != stack:
+        for weights, module, matrix in adapters:
+            if weights[0].partition(".")[0] != stack:
                 continue
-            module = hf_name(config, weight).removesuffix(".weight")
-            layout = tensor_layout(ours, config.family)
-            shape = _hf_shape(_matrix_shape(config, ours), layout)
-            for index in _indices(config, ours, i):
-                full = module.format(layer, *index[1:])
-                name = f"base_model.model.{full}.lora_{matrix.upper()}.weight"
-                tensors.append(HFTensor(name, shape, ((ours, index),), (layout,)))
+            members = tuple(f"{weight}{MARK}{matrix}" for weight in weights)
+            layouts = tuple(tensor_layout(ours, config.family) for ours in members)
+            shape, join = _hf_shape(_matrix_shape(config, members[0]), layouts[0]), "rows"
+            if is_stacked(config, weights[0]) and matrix == "a":
+                shape, join = (len(members) * shape[0] * shape[1], shape[2]), "ranks"
+            elif is_stacked(config, weights[0]):
+                shape, join = tuple(len(members) * size for size in shape), "blocks"
+            for index in _indices(config, members[0], i):
+                name = f"base_model.model.{module.format(layer, *index[1:])}.lora_{matrix.upper()}.weight"
+                tensors.append(HFTensor(name, shape, tuple((m, index) for m in members), layouts, join))
     if config.value_head:
         shape, (name, layout) = _matrix_shape(config, "value"), TABLE["value"]
         tensors.append(HFTensor(f"base_model.model.{name}", shape, (("value", ()),), (layout,)))
     return tensors
 
 
+def _adapted(config: TransformerConfig) -> list[tuple[tuple[str, ...], str]]:
+    """Return (weights, PEFT's name of their adapter) of each matrix with an adapter.
+
+    Adapters of two parameters of one module are nested there: that of the last one, down_proj, is outside.
+    """
+    weights = [ours.removesuffix(f"{MARK}a") for ours in _shapes(config) if ours.endswith(f"{MARK}a")]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for weight in weights:
+        groups.setdefault((weight.partition(".")[0], hf_name(config, weight)), []).append(weight)
+
+    def module(hf, weight):
+        if not is_stacked(config, weight):
+            return hf.removesuffix(".weight")
+        is_nested = not hf.endswith("down_proj") and "layers.expert_down" in weights
+        return hf.rpartition(".")[0] + is_nested * ".base_layer"
+
+    return [(tuple(members), module(hf, members[0])) for (_, hf), members in groups.items()]
+
+
+def is_stacked(config: TransformerConfig, ours: str) -> bool:
+    """Return whether a weight of experts is, in files, one tensor of all experts of a layer."""
+    return ".expert_" in ours and stack_dims(ours, config.family) == 1
+
+
 def tensor_layout(ours: str, family: str = "") -> str:
     """Return the layout of one of our weights, ours -> HF; an adapter's follows from that of its weight.
 
-    "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> (d) r".
-    No weight has a dim r of its own.
+    "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> (d) r"; those of all
+    experts, "x d f -> x d f", have A "x d r -> x r d" and B "x r f -> f (r x)". No weight has a dim r of its
+    own.
     """
     weight, _, matrix = ours.partition(MARK)
     layout = FAMILY_LAYOUTS.get(family, {}).get(weight, TABLE[_row(weight)][1])
     if not matrix:
         return layout
-    outputs, inputs = (" ".join(group) for group in parse_layout(layout)[1])
+    groups = [" ".join(group) for group in parse_layout(layout)[1]]
+    if len(groups) == 3:
+        experts, inputs, outputs = groups
+        a, b = f"{inputs} r -> {experts} r {inputs}", f"r {outputs} -> {outputs} (r {experts})"
+        return f"{experts} {a if matrix == 'a' else b}"
+    outputs, inputs = groups
     return f"{inputs} r -> r ({inputs})" if matrix == "a" else f"r {outputs} -> ({outputs}) r"
 
 
@@ -291,6 +336,19 @@ def parse_layout(layout: str) -> tuple[list[str], list[list[str]]]:
     """Split "d h e -> (h e) d" into (["d", "h", "e"], [["h", "e"], ["d"]])."""
     source, target = layout.split(" -> ")
     return source.split(), [(a or b).split() for a, b in re.findall(r"\(([^)]*)\)|(\S+)", target)]
+
+
+def join_parts(parts: list[jax.Array], join: Join, shape: tuple[int, ...]) -> jax.Array:
+    """Return N tensors from their parts, [N, ...] each, in HF's layout; `shape` is that of the result."""
+    if join == "rows":
+        return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    if join == "ranks":
+        return jnp.concatenate(parts, axis=2).reshape(shape)
+    if join == "columns":
+        return jnp.stack(parts, axis=-1).reshape(shape)
+    row = lambda i: [part if i == j else jnp.zeros_like(part) for j, part in enumerate(parts)]
+    rows = [jnp.concatenate(row(i), axis=-1) for i in range(len(parts))]
+    return jnp.stack(rows, axis=-2).reshape(shape)
 
 
 def _hf_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:

@@ -1,48 +1,32 @@
-"""Adapters in the format of PEFT: adapter_config.json and adapter_model.safetensors, written and read."""
+"""Folders of adapters in the format of PEFT, written and read: adapter_model.safetensors, and its config."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import write_folder
 from jaxrl_llm.hf.folder import file_inside, list_mismatches, read_header
-from jaxrl_llm.hf.hub_name import parse_hub_name
-from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.load import read_slice
-from jaxrl_llm.hf.names import TensorRows, adapter_tensors, hf_name
+from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, from_hf
+from jaxrl_llm.hf.peft_config import (
+    CONFIG,
+    check_same_adapters,
+    file_factors,
+    peft_config,
+    read_adapter_config,
+    read_adapter_keys,
+    shares_a,
+    stored_factors,
+)
 from jaxrl_llm.host.files import write_json
-from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
-from jaxrl_llm.models.config import LATENT_TARGETS, MLP, TARGETS, check_lora_config
-from jaxrl_llm.models.lora import MARK, named_adapters, rank_of_experts, scale_b
+from jaxrl_llm.models import AdaptedConfig, abstract, named_leaves
+from jaxrl_llm.models.lora import MARK, scale_b
 from jaxrl_llm.structs import Params
-from jaxrl_llm.user_file import expand_home
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-PARAMETER = ".weight"  # ends the names of adapted parameters; modules have none
-MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-HEADS = ("score", "classifier")
-"""PEFT's `modules_to_save` of a classifier; ours is called score, as in every family's Hugging Face model."""
-
-_DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}  # PEFT's
-_READ = (
-    *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias"),
-    *("rank_pattern", "alpha_pattern", "target_parameters"),
-)
-_NO_EFFECT = (
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
-    *("exclude_modules", "layers_pattern"),  # the tensors show which layers have adapters
-    *("init_lora_weights", "eva_config"),
-)
-"""Keys that do not change what a trained adapter computes. Any other that is set is refused."""
-WITHOUT = "train the adapter without it, or merge it (peft: merge_and_unload) and give that model"
-_KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Initialisations that leave the base model as it is."""
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
 
 def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
@@ -63,38 +47,10 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
     """
     folder, config = Path(folder).absolute(), params.config
     raw = peft_config(config, base_name)
-    params = scale_b(params, _file_factors(config))
+    params = scale_b(params, file_factors(config))
     files = {WEIGHTS: adapter_tensors(config)}
     write_folder(params, folder, files, "float32", lambda path: write_json(path / CONFIG, raw), CONFIG)
     return folder
-
-
-def read_adapter_config(folder: Path | str, has_experts: bool = False) -> LoraConfig:
-    """Return the adapters that a PEFT folder holds. Dropout, which only training applies, is not read.
-
-    Args:
-        has_experts: the model is a mixture of experts, whose adapters have a rank of their own.
-
-    Raises:
-        UserError: no or broken adapter_config.json, or adapters that the decoder does not have (DoRA, ranks a
-            layer, a base changed by PiSSA ...). The message names the file, the key and what is supported.
-    """
-    file = Path(folder) / CONFIG
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; a PEFT adapter has one. Give the folder that holds it.")
-    keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
-    _check_supported(keys)
-    rank, targets = keys.integer("r", 2**31 - 1), _read_targets(keys)
-    others, _ = (_read_pattern(keys, key, has_experts) for key in ("rank_pattern", "alpha_pattern"))
-    lora = LoraConfig(
-        rank=others or rank,
-        expert_rank=rank if has_experts else None,
-        alpha=keys.number("lora_alpha", 8.0),
-        rank_stabilized=keys.flag("use_rslora"),
-        targets=targets,
-    )
-    check_lora_config(lora, str(file))
-    return lora
 
 
 def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndarray]:
@@ -110,187 +66,60 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
             has; tensors missing, unexpected, misshapen, damaged, pickled, or outside the folder; NaN or Inf.
     """
     folder = Path(folder)
-    _check_same(read_adapter_config(folder, config.moe is not None), config, folder / CONFIG)
-    tensors, file = adapter_tensors(config), _weight_file(folder)
-    stored = read_header(file)
-    expected = {tensor.name: tensor.shape for tensor in tensors}
+    check_same_adapters(read_adapter_config(folder, config.moe is not None), config, folder / CONFIG)
+    tensors, file, keys = adapter_tensors(config), _weight_file(folder), read_adapter_keys(folder / CONFIG)
+    stored, shared = read_header(file), shares_a(keys)
+    expected = {tensor.name: _stored_shape(tensor, shared) for tensor in tensors}
     if problem := list_mismatches(stored, expected, "the model"):
         raise UserError(
             f"{file}: not the adapters of this {config.family} model; {problem}. "
             "Give the base model that the adapter was trained on, or another adapter."
         )
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
-    trained = {tensor.parts[0][0] for tensor in tensors}
+    trained = {ours for tensor in tensors for ours, _ in tensor.parts}
     adapter = {ours: np.empty(shapes[ours], np.float32) for ours in shapes if ours in trained}
     for tensor in tensors:
-        ((ours, index),) = tensor.parts
-        out = adapter[ours]
-        shape = shapes[ours][len(index) :]
-        part = TensorRows(index, tensor.name, tensor.layouts[0], 0, tensor.shape[0])
+        shape = expected[tensor.name]
+        whole = TensorRows((), tensor.name, "o i -> o i", 0, shape[0])
         bounds = tuple((0, size) for size in shape)
-        out[index or ...] = read_slice(stored[tensor.name], part, shape, bounds, out.dtype)
-    for name, factor in _stored_factors(folder / CONFIG, config).items():
-        adapter[f"{name}{MARK}b"] /= np.float32(factor)
+        array = read_slice(stored[tensor.name], whole, shape, bounds, np.dtype(np.float32))
+        parts = _split(tensor, array, shared, config, file)
+        for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
+            adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])
+    for name, factor in stored_factors(keys, config).items():
+        adapter[f"{name}{MARK}b"] *= np.float32(factor)
     return adapter
 
 
-def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json; `base_name` as for `save_adapter`.
+def _stored_shape(tensor: HFTensor, shared: bool) -> tuple[int, ...]:
+    """Return the shape of a tensor in a file; `shared`: its parts have one A."""
+    (rows, columns), count = tensor.shape, len(tensor.parts) if shared else 1
+    by_join = {"ranks": (rows // count, columns), "blocks": (rows, columns // count)}
+    return by_join.get(tensor.join, tensor.shape)
 
-    Of a mixture of experts `r` is the rank of its experts: peft with transformers 5, which keeps the experts
-    of a layer in one parameter, reads no rank pattern for them. Other layers have their rank in
-    `rank_pattern`, and in `alpha_pattern` an alpha that gives them the factor of experts: SGLang and vLLM
-    read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B.
 
-    peft with transformers 5 takes every module called gate_proj, up_proj or down_proj for experts. Those of a
-    shared expert and of leading dense layers are therefore parameters to it ("mlp.up_proj.weight"), and no
-    modules; tensors have the same names either way.
+def _split(
+    tensor: HFTensor, array: np.ndarray, shared: bool, config: AdaptedConfig, file: Path
+) -> list[np.ndarray]:
+    """Return the parts of a tensor (`Join`); those with one A in the file get a copy of it each.
+
+    Raises:
+        UserError: a B that is not the block diagonal that exports have.
     """
-    lora, hub = config.lora, parse_hub_name(base_name)
-    rank, factors = _file_rank(config), _file_factors(config)
-    names = {name: _pattern(config, name) for name in named_adapters(config)}
-    others = [pattern for name, pattern in names.items() if name in factors]
-    parameters = [pattern for pattern in dict.fromkeys(names.values()) if pattern.endswith(PARAMETER)]
-    alpha = lora.alpha * lora.scale_at(rank) / lora.scale
-    if expand_home(base_name).exists():
-        hub = None
-    excluded = [name.removesuffix(PARAMETER) for name in parameters]
-    return {
-        "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if config.value_head else "CAUSAL_LM",
-        "base_model_name_or_path": hub.repo if hub else base_name,
-        "revision": hub.revision if hub else None,
-        "r": rank,
-        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
-        "use_rslora": lora.rank_stabilized,
-        "target_modules": list(dict.fromkeys(_leaf(pattern) for pattern in names.values())),
-        "modules_to_save": ["score"] if config.value_head else None,
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "use_dora": False,
-        "rank_pattern": dict.fromkeys(others, lora.rank),
-        "alpha_pattern": dict.fromkeys(others, alpha),
-        "layers_to_transform": None,
-    } | ({"target_parameters": parameters, "exclude_modules": excluded} if parameters else {})
-
-
-def _pattern(config: AdaptedConfig, name: str) -> str:
-    """Return the end of a linear layer's HF name that no layer of another rank has, and few others do.
-
-    "q_proj", "w1"; "shared_expert.up_proj.weight", and "mlp.up_proj.weight" of dense layers among experts.
-    """
-    end = hf_name(config, name).split(".")[-3:]
-    is_dense = rank_of_experts(config) and name.rpartition(".")[2] in MLP
-    return ".".join(end) if is_dense else end[1]
-
-
-def _leaf(pattern: str) -> str:
-    """Return the name of the module of a pattern: "up_proj" of "mlp.up_proj.weight"."""
-    return pattern.removesuffix(PARAMETER).rpartition(".")[2]
-
-
-def _file_rank(config: AdaptedConfig) -> int:
-    """Return `r` of adapter_config.json: that of experts where these have adapters."""
-    return rank_of_experts(config) or config.lora.rank
-
-
-def _file_factors(config: AdaptedConfig) -> dict[str, float]:
-    """Return weight -> factor of its B in a file, for adapters of another rank than the file's `r`."""
-    lora, rank = config.lora, _file_rank(config)
-    if rank == lora.rank:
-        return {}
-    names = [name for name in named_adapters(config) if ".expert_" not in name]
-    return dict.fromkeys(names, lora.scale / lora.scale_at(rank))
-
-
-def _stored_factors(file: Path, config: AdaptedConfig) -> dict[str, float]:
-    """Return `_file_factors` of a file, whose alphas may be others."""
-    keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
-    layers = [key.removesuffix(PARAMETER) for key in peft_config(config, "")["rank_pattern"]]
-    for name in ("rank_pattern", "alpha_pattern"):
-        stored = keys.raw.get(name)
-        if stored and {key.removesuffix(PARAMETER) for key in stored} != {*layers}:
-            known = f"patterns of {', '.join(layers)}" if layers else "none"
-            raise keys.wrong(name, stored, f"is not supported for this model; supported: {known}")
-    alpha = _read_pattern(keys, "alpha_pattern", config.moe is not None) or config.lora.alpha
-    return dict.fromkeys(_file_factors(config), config.lora.alpha / alpha)
-
-
-def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
-    """Return the one rank or alpha of all layers that are no experts; None = that of the experts."""
-    pattern = keys.raw.get(key)
-    if pattern in (None, {}):
-        return None
-    values = list(pattern.values()) if has_experts and isinstance(pattern, dict) else []
-    kinds = (int,) if key == "rank_pattern" else (int, float)
-    if not values or type(values[0]) not in kinds or values[0] <= 0 or values != values[:1] * len(values):
-        raise keys.wrong(key, pattern, f"is not supported; {WITHOUT}")
-    return values[0]
-
-
-def _check_supported(keys: JsonKeys) -> None:
-    """Refuse adapters that would load and then compute something else."""
-    keys.one_of("peft_type", ("LORA",), "")
-    keys.one_of("bias", ("none",))
-    start = keys.get("init_lora_weights")
-    if start not in _KEEP_BASE:
-        fix = "save it with path_initial_model_for_weight_conversion, which makes it plain LoRA"
-        raise keys.wrong("init_lora_weights", start, f"changes the base model, so is not supported; {fix}")
-    heads = keys.get("modules_to_save") or []
-    if not isinstance(heads, list) or any(name not in HEADS for name in heads):
-        needed = f"is not supported: only the head {HEADS[0]} of a reward model or critic can be saved beside"
-        raise keys.wrong("modules_to_save", heads, f"{needed} adapters; train it without modules_to_save")
-    for key, value in keys.raw.items():
-        if key not in (*_READ, *_NO_EFFECT) and value not in (None, False, "", [], {}):
-            raise keys.wrong(key, value, f"is not supported; {WITHOUT}")
-
-
-def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
-    """Return the adapted layers; PEFT also writes them with their paths ("model.layers.0.mlp.up_proj")."""
-    modules = keys.get("target_modules")
-    if modules == "all-linear":
-        return ("all",)
-    known = TARGETS | LATENT_TARGETS
-    supported = f"supported: a list of {', '.join(known)}, or all-linear"
-    if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
-        raise keys.wrong("target_modules", modules, f"is not supported; {supported}")
-    names = {_leaf(name) for name in (*modules, *_read_parameters(keys))}
-    names = {MIXTRAL.get(name, name) for name in names}
-    if unknown := sorted(names - known.keys()):
-        raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")
-    return ("all",) if names == TARGETS.keys() else tuple(name for name in known if name in names)
-
-
-def _read_parameters(keys: JsonKeys) -> list[str]:
-    """Return the adapted parameters: weights of linear layers, not those of all experts in one tensor."""
-    names = keys.get("target_parameters") or []
-    if not isinstance(names, list) or not all(str(name).endswith(PARAMETER) for name in names):
-        raise keys.wrong("target_parameters", names, f"is not supported; {WITHOUT}")
-    return names
-
-
-def _check_same(stored: LoraConfig, config: AdaptedConfig, file: Path) -> None:
-    """Refuse an adapter for a model whose adapters would give other outputs with its weights."""
-    for kind in ("rank", "scale", "adapted"):
-        theirs, ours = _summary(replace(config, lora=stored), kind), _summary(config, kind)
-        if theirs != ours:
-            experts = f", expert_rank={stored.expert_rank}" if stored.expert_rank else ""
-            raise UserError(
-                f"{file}: holds adapters of {kind}={theirs}, but the model's have {kind}={ours}; give the "
-                f"model rank={stored.rank}{experts}, alpha={stored.alpha:g}, "
-                f"rank_stabilized={stored.rank_stabilized}, targets={' '.join(stored.targets)}"
-            )
-
-
-def _summary(config: AdaptedConfig, kind: str) -> Any:
-    """Return the names of the adapted layers, or their ranks or scales: one, or also another of experts."""
-    if kind == "adapted":
-        return tuple(config.adapters)
-    values = dict.fromkeys(adapter[kind == "scale"] for adapter in config.adapters.values())
-    return next(iter(values)) if len(values) == 1 else tuple(values)
+    count = len(tensor.parts)
+    if tensor.join == "rows":
+        return [array]
+    ranks = 1 if shared else count  # parts of the rank
+    if tensor.join == "ranks":
+        array = array.reshape(config.moe.num_experts, ranks, -1, array.shape[1])
+        return [array[:, i % ranks] for i in range(count)]
+    array = array.reshape(-1, count, ranks, array.shape[1] // ranks)
+    if not shared and any(array[:, i, j].any() for i in range(count) for j in range(count) if i != j):
+        raise UserError(
+            f"{file}: {tensor.name} lets gate and up read each other's A, as PEFT trains them. "
+            "Merge the adapter (peft: merge_and_unload) and give that model."
+        )
+    return [array[:, i, i % ranks] for i in range(count)]
 
 
 def _weight_file(folder: Path) -> Path:

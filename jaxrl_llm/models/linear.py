@@ -47,6 +47,19 @@ def multiply(w: Layers, name: str, x: Float[Array, "B T *I"]) -> Float[Array, "B
     return jax.checkpoint(product, prevent_cse=False)(x, weight[...], scale[...])
 
 
+def read_weight(w: Layers, name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return a weight that only decoding reads as it is, dequantized to the type of x if it is quantized.
+
+    Args:
+        x: activations, for the barrier of `multiply`.
+    """
+    weight, scale = getattr(w, name)[...], getattr(w, name + SCALE, None)
+    if scale is None:
+        return weight
+    _, codes, scale = jax.lax.optimization_barrier((x, weight, scale[...]))
+    return dequantize_weight(codes, scale, x.dtype)
+
+
 def project(x: Float[Array, "B T *I"], w: Float[Array, "*I_and_O"]) -> Float[Array, "B T *O"]:
     """Multiply x w, contracting all dims of x but B and T; the other dims of w follow.
 

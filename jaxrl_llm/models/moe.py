@@ -16,7 +16,15 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
-from jaxrl_llm.sharding.experts import AdaptedMatrices, ExpertWeights, Gate, sharded_experts
+from jaxrl_llm.models.quantize import SCALE, dequantize_weight
+from jaxrl_llm.sharding.experts import (
+    AdaptedMatrices,
+    ExpertWeights,
+    Gate,
+    QuantizedMatrices,
+    dense_matrices,
+    sharded_experts,
+)
 from jaxrl_llm.sharding.rules import Rules
 
 if TYPE_CHECKING:
@@ -193,12 +201,14 @@ def sparse_mlp(
 
 
 def weights_of_experts(c: TransformerConfig, w: Layers) -> ExpertWeights:
-    """Return the weights of a layer's experts, with the biases and adapters that they have."""
+    """Return the weights of a layer's experts, with the biases, adapters and codes that they have."""
 
     def one(name):
         if not hasattr(w, name):
             return None
         weight = getattr(w, name)[...]
+        if hasattr(w, name + SCALE):
+            weight = QuantizedMatrices(weight, getattr(w, name + SCALE)[...], dequantize_weight)
         if not hasattr(w, f"{name}_lora_a"):
             return weight
         a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
@@ -223,8 +233,8 @@ def _all_experts(
 
     def product(x, matrix):
         if not isinstance(matrix, AdaptedMatrices):
-            return x @ matrix
-        return x @ matrix.weight + matrix.scale * (x @ matrix.a @ matrix.b)
+            return x @ dense_matrices(matrix, x)
+        return x @ dense_matrices(matrix.weight, x) + matrix.scale * (x @ matrix.a @ matrix.b)
 
     def add(total, expert):
         e, weight = expert

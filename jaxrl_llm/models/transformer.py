@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
-from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig, layer_stacks
+from jaxrl_llm.models.config import MLP, MoEConfig, TransformerConfig, layer_stacks, linear_layers
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.linear import apply_linear, rms_norm
 from jaxrl_llm.models.mla import DecodeLatents, add_latent_weights, decode_latents, expand_latents
@@ -71,8 +71,9 @@ class Layers(nnx.Module):
         if c.moe:
             self._add_experts(c.moe, d, init)
         if c.quantize != "none":
-            for name in TARGETS.values():
-                self._quantize(name, c.quantize)
+            for name in (*linear_layers(c).values(), *(f"expert_{name}" for name in MLP)):
+                if hasattr(self, name):
+                    self._quantize(name, c.quantize)
         if c.lora:
             for name, (rank, _) in c.adapters.items():
                 self._add_adapter(name, rank, init)

@@ -17,9 +17,8 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import trained_config
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.optim import make_optimizer
-from jaxrl_llm.models.flops import layer_weights
-from jaxrl_llm.models.lora import split_params
-from jaxrl_llm.models.quantize import TILE
+from jaxrl_llm.models.lora import frozen_config, split_params
+from jaxrl_llm.models.quantize import SCALE, TILE
 from jaxrl_llm.models.remat import REMAT
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import PhaseCost, Plan
@@ -81,7 +80,6 @@ def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
     if moments and not config.optim.offload and not worst.name.endswith("apply"):
         yield _saving("--optim.offload True", moments, over)
     frozen, requires = worst.memory["frozen models"], algos.requirements(config.algo)
-    model = planned_model(config.model)
     if frozen and not config.reference.offload and (requires.reference or requires.teachers):
         yield _saving("--reference.offload True", frozen, over)
     if saved := moments * (1 - _compressed(config)):
@@ -95,7 +93,7 @@ def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
         stored = 2 if config.optim.store_param_remainders else 4
         saved = worst.memory["parameters"] * (1 - itemsize / stored) + moments + worst.memory["gradients"]
         yield _saving("--lora.rank 32, which trains adapters in place of the weights", saved, over)
-    elif config.lora.quantize == "none" and not (model.moe or model.mla):
+    elif config.lora.quantize == "none":
         saved = worst.memory["parameters"] * _linear_fraction(config) * (1 - BITS / 8 / itemsize)
         yield _saving("--lora.quantize nf4, which holds linear layers in 4 bits", saved, over)
 
@@ -103,7 +101,8 @@ def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
 def _linear_fraction(config: TrainConfig) -> float:
     """Return the share of the policy's weights that is in linear layers."""
     model = planned_model(config.model)
-    linear = layer_weights(model)
+    sizes = {name: x.size for name, x in models.named_leaves(models.abstract(frozen_config(model, "nf4")))}
+    linear = sum(size for name, size in sizes.items() if name + SCALE in sizes)
     return linear / (linear + model.vocab_size * model.hidden_size * (2 - model.tie_embeddings))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,7 +40,19 @@ class AdaptedMatrices:
     scale: float
 
 
-ExpertMatrix = Float[Array, "X _ _"] | AdaptedMatrices
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["dequantize"]
+)
+@dataclasses.dataclass(frozen=True)
+class QuantizedMatrices:
+    """The matrices of all experts as codes, with a scale for each tile of their inputs."""
+
+    codes: Any
+    scale: Any
+    dequantize: Callable[[Array, Array, DTypeLike], Array]
+
+
+ExpertMatrix = Float[Array, "X _ _"] | QuantizedMatrices | AdaptedMatrices
 
 
 class ExpertWeights(NamedTuple):
@@ -81,6 +94,8 @@ def sharded_experts(
     expert_axes, tensor_axes = axes_of(owners), axes_of(mlp)
     gathered = tuple(name for name in axes_of(rows[0]) if name in expert_axes)
     summed = (*(name for name in expert_axes if name not in gathered), *tensor_axes)
+    inputs = embed, embed, mlp
+    experts = ExpertWeights(*map(_divide_tiles, experts[:3], inputs), *experts[3:])
     expert_specs = _specs_of_experts(experts, owners, embed, mlp)
 
     def local(h, chosen, weights, experts):
@@ -110,16 +125,30 @@ def _gather(x: Array, spec: PartitionSpec, axes: str | tuple[str, ...]) -> Array
     return checkpoint_name(jax.lax.all_gather(x, axes, axis=spec.index(axes), tiled=True), GATHERED)
 
 
+def _divide_tiles(matrix: ExpertMatrix, inputs: Any) -> ExpertMatrix:
+    """Return matrices with smaller tiles of the same scales, if the shards of their inputs need them."""
+    if isinstance(matrix, AdaptedMatrices):
+        return dataclasses.replace(matrix, weight=_divide_tiles(matrix.weight, inputs))
+    if not isinstance(matrix, QuantizedMatrices):
+        return matrix
+    sizes, tiles = jax.sharding.get_abstract_mesh().shape, matrix.scale.shape[1]
+    shards = math.prod(sizes[name] for name in axes_of(inputs))
+    scale = jnp.repeat(matrix.scale, math.lcm(tiles, shards) // tiles, axis=1)
+    return dataclasses.replace(matrix, scale=scale)
+
+
 def _specs_of_experts(experts: ExpertWeights, owners: Any, embed: Any, mlp: Any) -> ExpertWeights:
     """Return how the experts are sharded: over `owners`, their inputs and outputs over `embed`, hidden states
     over `mlp`."""
 
     def matrix(weight: ExpertMatrix, inner, outer):
         spec = PartitionSpec(owners, inner, outer)
+        if isinstance(weight, QuantizedMatrices):
+            return dataclasses.replace(weight, codes=spec, scale=spec)
         if not isinstance(weight, AdaptedMatrices):
             return spec
         a, b = PartitionSpec(owners, inner, None), PartitionSpec(owners, None, outer)
-        return dataclasses.replace(weight, weight=spec, a=a, b=b)
+        return dataclasses.replace(weight, weight=matrix(weight.weight, inner, outer), a=a, b=b)
 
     matrices = (
         matrix(experts.gate, embed, mlp),
@@ -164,7 +193,44 @@ def _product(
 ) -> Float[Array, "M O"]:
     """Return the grouped product of the rows with the matrices, and their adapters, of type `dtype`."""
     multiply = functools.partial(grouped_matmul, sizes=sizes)
-    if not isinstance(matrix, AdaptedMatrices):
-        return multiply(rows, matrix, preferred_element_type=dtype)
-    change = multiply(multiply(rows, matrix.a), matrix.b, preferred_element_type=dtype)
-    return multiply(rows, matrix.weight, preferred_element_type=dtype) + matrix.scale * change
+    if isinstance(matrix, AdaptedMatrices):
+        change = multiply(multiply(rows, matrix.a), matrix.b, preferred_element_type=dtype)
+        return _product(rows, matrix.weight, sizes, dtype) + matrix.scale * change
+    if isinstance(matrix, QuantizedMatrices):
+        return _quantized_product(rows, matrix, sizes, dtype)
+    return multiply(rows, matrix, preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _quantized_product(
+    rows: Float[Array, "M I"], matrix: QuantizedMatrices, sizes: Int[Array, "X"], dtype: DTypeLike | None
+) -> Float[Array, "M O"]:
+    """Return `_product` with dequantized matrices. The backward pass dequantizes them again, whatever the
+    rematerialization of a layer keeps: kept, they would be a stack of all layers."""
+    return grouped_matmul(rows, dense_matrices(matrix, rows), sizes, preferred_element_type=dtype)
+
+
+def _quantized_forward(rows, matrix, sizes, dtype):
+    return _quantized_product(rows, matrix, sizes, dtype), (rows, matrix, sizes)
+
+
+def _quantized_backward(dtype, residuals, gradient):
+    rows, matrix, sizes = residuals
+    matrices = dense_matrices(matrix, gradient.astype(rows.dtype))
+    multiply = functools.partial(grouped_matmul, sizes=sizes, preferred_element_type=dtype)
+    (gradient,) = jax.vjp(lambda rows: multiply(rows, matrices), rows)[1](gradient)
+    return gradient, None, None
+
+
+_quantized_product.defvjp(_quantized_forward, _quantized_backward)
+
+
+def dense_matrices(matrix: Array | QuantizedMatrices, x: Array) -> Array:
+    """Return matrices in the type of x, which the product reads next, dequantized if they are codes.
+
+    The barrier keeps XLA from dequantizing those of all layers before a loop over layers or tokens.
+    """
+    if not isinstance(matrix, QuantizedMatrices):
+        return matrix
+    _, codes, scale = jax.lax.optimization_barrier((x, matrix.codes, matrix.scale))
+    return matrix.dequantize(codes, scale, x.dtype)

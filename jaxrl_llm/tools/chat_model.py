@@ -15,7 +15,8 @@ from jaxrl_llm.build.models import with_new_adapters
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.peft import load_adapter, read_adapter_config
+from jaxrl_llm.hf.peft import load_adapter
+from jaxrl_llm.hf.peft_config import read_adapter_config
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
 from jaxrl_llm.models import TransformerConfig, lora

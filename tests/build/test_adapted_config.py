@@ -9,7 +9,7 @@ from jaxrl_llm.build.models import adapted_config, trained_config
 from jaxrl_llm.config import RolloutConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.config import MLAConfig, MoEConfig
 
 MODEL = TransformerConfig(
     hidden_size=64, head_dim=16, tie_embeddings=False, moe=MoEConfig(8, 4, expert_size=12)
@@ -31,6 +31,14 @@ def test_servers_get_no_adapters_of_experts():
     assert list(trained_config(MODEL, attention).adapters) == ["q"]
 
 
+def test_servers_get_no_latent_attention():
+    """Before a server is started; gpt-oss is in `test_moe_parity.py`."""
+    sizes = dict(num_heads=4, num_kv_heads=4, head_dim=12, qk_norm=False, mla=MLAConfig(16, 20, 8, 4, 6))
+    run = TrainConfig(rollout=RolloutConfig(engine="sglang"))
+    with pytest.raises(ConfigError, match=r"latent attention \(DeepSeek-V3\) are not .* Set it to native"):
+        trained_config(replace(MODEL, **sizes), run)
+
+
 def test_servers_get_no_experts_with_tied_embeddings():
     """SGLang's mixtures of experts have an LM head of their own, whatever `tie_word_embeddings` says."""
     run = TrainConfig(rollout=RolloutConfig(engine="sglang"))
@@ -41,12 +49,11 @@ def test_servers_get_no_experts_with_tied_embeddings():
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (LoraConfig(4, quantize="nf4"), "--lora.quantize is nf4: weights of experts are not quantized."),
         (LoraConfig(4, targets=("q_proj", "up_proj")), "--lora.targets has one of gate_proj and up_proj"),
         (LoraConfig(64), "--lora.expert_rank is 16: the model's experts have 12 inputs or outputs."),
         (LoraConfig(65), "--lora.rank is 65: the model's hidden_size is 64."),
     ],
-    ids=["quantize", "targets", "expert_rank", "rank"],
+    ids=["targets", "expert_rank", "rank"],
 )
 def test_what_experts_do_not_have_is_refused(lora, message):
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.export import check_export_folder
 from jaxrl_llm.hf.names import tensor_layout
-from jaxrl_llm.hf.peft import load_adapter, read_adapter_config, save_adapter
+from jaxrl_llm.hf.peft import load_adapter, save_adapter
+from jaxrl_llm.hf.peft_config import read_adapter_config
 from jaxrl_llm.models import LoraConfig, TransformerConfig, init, named_leaves, shardings, with_heads
 from jaxrl_llm.models.lora import split_params, with_lora
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh

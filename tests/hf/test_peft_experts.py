@@ -1,4 +1,4 @@
-"""Adapters of experts: peft on transformers' tiny Qwen3-MoE and DeepSeek-V3, files of every family."""
+"""Adapters of experts: peft on transformers' Qwen3-MoE, DeepSeek-V3 and gpt-oss, files of every family."""
 
 import dataclasses
 import functools
@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from hf_oracle import agree_in_greedy_text, hf_logits, our_logits, random_tokens, torch
 from lora_models import merged, replace_weights, with_random_adapters, with_stored_adapters
-from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import adapter_tensors, hf_tensors
-from jaxrl_llm.hf.peft import load_adapter, peft_config, read_adapter_config, save_adapter
+from jaxrl_llm.hf.peft import load_adapter, save_adapter
+from jaxrl_llm.hf.peft_config import peft_config, read_adapter_config
 from jaxrl_llm.models import LoraConfig, TransformerConfig, init, named_leaves
 from jaxrl_llm.models.config import MLP, MLAConfig, MoEConfig, linear_layers
 from jaxrl_llm.models.lora import with_lora
@@ -47,7 +48,11 @@ MODELS = {
     "deepseek_v3 without q_lora_rank": DeepseekV3Config(
         **COMMON, **LATENT, q_lora_rank=None, rope_interleave=False, attention_bias=True
     ),
-}
+    "gpt_oss": GptOssConfig(
+        **COMMON | {"intermediate_size": 24}, num_key_value_heads=2, head_dim=16, num_local_experts=6,
+        sliding_window=5, swiglu_limit=1.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -74,11 +79,16 @@ def in_peft(base, adapter):
     return peft.PeftModel.from_pretrained(torch_base(base), adapter, is_trainable=True).eval()
 
 
-def per_expert(tensors, experts=6):
+def per_expert(tensors, interleaved=False, experts=6):
     """Return peft's tensors by their names in files. It fuses a layer's experts: A of down_proj is
     [experts * R, inputs], B [outputs, R * experts]; gate_up_proj has 2 R, of which B of gate reads the first
-    R and B of up the others."""
-    found, split = {}, lambda x, parts: np.split(x, parts, axis=-2)
+    R and B of up the others. Their outputs alternate in gpt-oss."""
+    found = {}
+
+    def split(x, parts, is_a):
+        alternate = interleaved and not is_a
+        return [x[..., i::parts, :] for i in range(parts)] if alternate else np.split(x, parts, axis=-2)
+
     for name, x in tensors.items():
         name, matrix, _ = name.replace(".default", "").rsplit(".", 2)
         layer, is_expert, inner = name.partition(".experts")
@@ -91,7 +101,7 @@ def per_expert(tensors, experts=6):
         else:
             stack = x.reshape(x.shape[0], -1, experts).transpose(2, 0, 1)
         for part, i in parts.items():
-            one = split(stack, len(parts))[i]
+            one = split(stack, len(parts), is_a)[i]
             one = one if is_a else np.split(one, len(parts), axis=-1)[i]
             found |= {f"{layer}.experts.{e}.{part}.{matrix}.weight": one[e] for e in range(experts)}
     return found
@@ -120,13 +130,57 @@ def test_logits_and_gradients_are_pefts(base, tmp_path):
     grads = jax.jit(jax.grad(loss))(adapters, jnp.asarray(tokens))
     save_adapter(replace_weights(params, grads), tmp_path / "gradients", str(folder))
     written = load_file(tmp_path / "gradients/adapter_model.safetensors")
-    theirs = per_expert(theirs)
+    is_stacked = params.config.family == "gpt_oss"
+    theirs = per_expert(theirs, is_stacked)
+    written = per_expert(written, is_stacked) if is_stacked else written
     assert theirs.keys() == written.keys()
     factor = LORA.scale / LORA.scale_at(2)  # of B in the file, where they are no experts'
     for name, expected in theirs.items():
         in_file = ".lora_B." in name and ".experts." not in name
         expected = expected * factor**2 if in_file else expected
         assert np.linalg.norm(written[name] - expected) <= 1e-5 * np.linalg.norm(expected), name
+
+
+@pytest.mark.slow
+def test_rank_stabilized_adapters_have_our_logits(base, tmp_path):
+    """Alpha / sqrt(R) of each matrix; of gate and up together, of rank 2 R, peft makes it sqrt(2) of that."""
+    folder, params = base
+    lora, tokens = dataclasses.replace(LORA, rank_stabilized=True), random_tokens(1, 12)
+    params = with_random_adapters(params, lora)
+    save_adapter(params, tmp_path, str(folder))
+    ours = np.asarray(our_logits(params, tokens))
+    np.testing.assert_allclose(ours, hf_logits(in_peft(folder, tmp_path), tokens), atol=1e-4, rtol=0)
+    again = our_logits(with_stored_adapters(base[1], tmp_path), tokens)
+    np.testing.assert_allclose(again, ours, atol=1e-5 * np.abs(ours).max())
+    chosen = load_adapter(tmp_path, params.config)  # for a model with the settings of the run
+    for name, x in named_leaves(params):
+        np.testing.assert_allclose(chosen.get(name, x), x, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"target_modules": []}], ids=str)
+def test_adapters_of_parameters_from_peft_have_its_logits(tmp_path, settings):
+    """In gpt-oss gate and up have one A; the copies of it that are trained here are written as two."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(MODELS["gpt_oss"])
+    base.save_pretrained(tmp_path / "base")
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    defaults = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", "target_parameters": parameters}
+    model = peft.get_peft_model(base, peft.LoraConfig(**defaults | settings))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                weight.copy_(0.2 * torch.randn(weight.shape))
+    model.eval().save_pretrained(tmp_path / "theirs")
+    read = read_adapter_config(tmp_path / "theirs", has_experts=True)
+    assert (read.rank, read.expert_rank) == (3, 3) and {*MLP} <= {*read.adapted}
+    plain, tokens = load_params(tmp_path / "base", read_config(tmp_path / "base")), random_tokens()
+    ours = with_stored_adapters(plain, tmp_path / "theirs")
+    expected = hf_logits(model, tokens)
+    np.testing.assert_allclose(our_logits(ours, tokens), expected, atol=1e-4, rtol=0)
+    save_adapter(ours, tmp_path / "ours", str(tmp_path / "base"))
+    again = in_peft(tmp_path / "base", tmp_path / "ours")
+    np.testing.assert_allclose(hf_logits(again, tokens), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -231,6 +285,45 @@ def test_config_and_names_by_hand():
     assert list(peft_config(glm, "")["rank_pattern"]) == ["shared_experts.up_proj.weight"]
 
 
+def test_adapters_of_parameters_by_hand(tmp_path):
+    """Expert 1 of 3, R = 2: gate has rows 4 and 5 of A, up rows 6 and 7. B of hidden state 1 of gate is row
+    2, of up row 3; their columns are R numbers of 3 experts each."""
+    lora = LoraConfig(rank=4, alpha=10.0, rank_stabilized=True)
+    config, params = with_lora(GPT_OSS, lora), with_random_adapters(random_base(GPT_OSS), lora)
+    raw = peft_config(config, "base")
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert raw["target_modules"] == attention and "exclude_modules" not in raw
+    gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    assert sorted(raw["target_parameters"]) == [down, gate_up]
+    assert (raw["r"], raw["use_rslora"]) == (2, False)
+    assert raw["lora_alpha"] == pytest.approx(10 * 2**0.5) and config.adapters["expert_up"][0] == 2
+    assert raw["rank_pattern"] == {**dict.fromkeys(attention, 4), gate_up: 4}
+    assert raw["alpha_pattern"] == dict.fromkeys([*attention, gate_up], pytest.approx(20 * 2**0.5))
+    save_adapter(params, tmp_path, "base")
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    weights = {name: np.asarray(x)[0] for name, x in named_leaves(params) if ".expert_" in name}
+    name = "base_model.model.model.layers.0.mlp.experts.{}lora_{}.weight".format
+    a, b = stored[name("base_layer.", "A")], stored[name("base_layer.", "B")]
+    assert a.shape == (3 * 4, 16) and b.shape == (2 * 12, 4 * 3)
+    np.testing.assert_array_equal(a[4:6], weights["layers.expert_gate_lora_a"][1].T)
+    np.testing.assert_array_equal(a[6:8], weights["layers.expert_up_lora_a"][1].T)
+    np.testing.assert_array_equal(b[2, 1:6:3], weights["layers.expert_gate_lora_b"][1][:, 1])
+    np.testing.assert_array_equal(b[3, 7::3], weights["layers.expert_up_lora_b"][1][:, 1])
+    assert not b[::2, 6:].any() and not b[1::2, :6].any()
+    a, b = stored[name("", "A")], stored[name("", "B")]
+    np.testing.assert_array_equal(a[2:4], weights["layers.expert_down_lora_a"][1].T)
+    np.testing.assert_array_equal(b[:, 1::3], weights["layers.expert_down_lora_b"][1].T)
+
+    stored[name("base_layer.", "B")][0, 7] = 1.0
+    save_file(stored, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"gate and up read each other's A, as PEFT trains .* merge_and_unl"):
+        load_adapter(tmp_path, config)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**raw, "rank_pattern": {**raw["rank_pattern"], gate_up: 6}}))
+    with pytest.raises(UserError, match=r"rank_pattern=.*gate_up_proj must have 4, twice r; train"):
+        read_adapter_config(tmp_path, has_experts=True)
+
+
 def test_dense_layers_and_shared_experts_are_parameters_by_hand():
     """Their names end like those of experts, which have another rank."""
     raw = peft_config(with_lora(DEEPSEEK, LoraConfig(rank=8)), "base")
@@ -248,6 +341,7 @@ def test_dense_layers_and_shared_experts_are_parameters_by_hand():
     assert "target_parameters" not in some and "exclude_modules" not in some
 
 
+GPT_OSS = dataclasses.replace(tiny("gpt_oss"), moe=MoEConfig(3, 2, 12, bias=True), tie_embeddings=False)
 DEEPSEEK = dataclasses.replace(
     tiny("deepseek_v3"), mlp_size=24, num_layers=2, num_kv_heads=2, head_dim=12, qk_norm=False,
     mla=MLAConfig(kv_rank=16, q_rank=10, nope_dim=8, rope_dim=4, value_dim=6),
@@ -263,8 +357,14 @@ DEEPSEEK = dataclasses.replace(
         (tiny("qwen3_moe"), LoraConfig(rank=4, targets=("gate_proj", "up_proj", "down_proj"))),
         (DEEPSEEK, LORA),
         (DEEPSEEK, LoraConfig(rank=4, targets=("kv_b_proj", "q_a_proj"))),
+        (GPT_OSS, LORA),
+        (GPT_OSS, LoraConfig(rank=4, expert_rank=3, targets=("gate_proj", "up_proj"))),
+        (GPT_OSS, LoraConfig(rank=4, targets=("down_proj", "q_proj"))),
     ],
-    ids=["mixtral", "qwen2_moe", "experts alone", "deepseek_v3", "latents alone"],
+    ids=[
+        *("mixtral", "qwen2_moe", "experts alone", "deepseek_v3", "latents alone"),
+        *("gpt_oss", "gate and up of gpt_oss", "down of gpt_oss"),
+    ],
 )
 @pytest.mark.slow
 def test_a_round_trip(config, lora, tmp_path):
@@ -272,9 +372,11 @@ def test_a_round_trip(config, lora, tmp_path):
     params = with_random_adapters(base, lora)
     save_adapter(params, tmp_path, "base")
     again = with_stored_adapters(base, tmp_path)
-    assert again.config.adapters == params.config.adapters
-    for (name, x), (_, y) in zip(named_leaves(again), named_leaves(params), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6, err_msg=name)
+    for (name, x), (_, y) in zip(named_leaves(merged(again)), named_leaves(merged(params)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6, err_msg=name)
+    chosen = load_adapter(tmp_path, params.config)
+    for name, x in named_leaves(params):
+        np.testing.assert_allclose(chosen.get(name, x), x, rtol=1e-6, err_msg=name)
 
 
 @functools.cache

@@ -22,7 +22,8 @@ from lora_models import replace_weights, with_random_adapters, with_stored_adapt
 from safetensors.numpy import load_file
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from jaxrl_llm.hf.peft import load_adapter, read_adapter_config, save_adapter
+from jaxrl_llm.hf.peft import load_adapter, save_adapter
+from jaxrl_llm.hf.peft_config import read_adapter_config
 from jaxrl_llm.models import LoraConfig, named_leaves, with_heads
 
 peft = pytest.importorskip("peft")

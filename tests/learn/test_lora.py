@@ -285,11 +285,6 @@ def test_latent_attention_has_adapters_of_its_own_layers():
             LoraConfig(rank=2, targets=("q_proj",)),
             "has q_proj: .* Set it to all, .* of .* kv_b_proj",
         ),
-        (
-            dataclasses.replace(LATENTS, moe=None),
-            LoraConfig(rank=2, quantize="nf4"),
-            "--lora.quantize is nf4: weights of latent attention are not quantized",
-        ),
     ],
 )
 def test_layers_that_a_model_lacks_are_refused(model, lora_config, message):

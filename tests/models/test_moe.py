@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lora_models import merged, with_random_adapters
+from lora_models import merged, with_quantized_base, with_random_adapters
 from random_weights import random_params
 
 from jaxrl_llm import models
@@ -17,7 +17,7 @@ from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
-from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.models.lora import base, join_params, split_params, with_lora
 from jaxrl_llm.models.moe import choose_experts, expert_weights, gate_fn, router_logits, sparse_mlp
 from jaxrl_llm.models.remat import REMAT
 from jaxrl_llm.models.rope import apply_rope
@@ -205,6 +205,26 @@ def adapted_latents():
     return with_random_adapters(latents(), LoraConfig(rank=6, alpha=4.0))
 
 
+@functools.cache
+def adapted_gpt_oss():
+    return with_random_adapters(gpt_oss(), LoraConfig(rank=6, alpha=4.0))
+
+
+@functools.cache
+def quantized(of, kind="nf4"):
+    """With frozen weights of all linear layers and experts in codes."""
+    return with_quantized_base(of(), LoraConfig(rank=6, alpha=4.0, quantize=kind))
+
+
+@functools.cache
+def dequantized(of):
+    """The same with the weights of these codes."""
+    plain = dict(models.named_leaves(merged(base(quantized(of)))))
+    tree = with_random_adapters(of(), LoraConfig(rank=6, alpha=4.0))
+    leaves = [plain.get(name, x) for name, x in models.named_leaves(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
 def gpt_oss():
     return params(GPT_OSS)
 
@@ -231,6 +251,7 @@ def assert_close(got, expected):
         *((adapted, MESHES[i]) for i in (0, 3)),
         (latents, MeshConfig(fsdp=2, tensor=2)),
         *((adapted_latents, MESHES[i]) for i in (0, 2)),
+        (adapted_gpt_oss, MESHES[0]),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -281,7 +302,9 @@ def test_adapters_of_experts_by_hand():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("of", "base"), [(adapted, params), (adapted_latents, latents)])
+@pytest.mark.parametrize(
+    ("of", "base"), [(adapted, params), (adapted_latents, latents), (adapted_gpt_oss, gpt_oss)]
+)
 def test_adapters_equal_merged_weights_and_the_strict_pass(of, base):
     expected = np.asarray(params_forward(merged(of()), *rows()))[:, :12]
     assert np.abs(expected - params_forward(base(), *rows())[:, :12]).max() > 0.1
@@ -289,6 +312,44 @@ def test_adapters_equal_merged_weights_and_the_strict_pass(of, base):
         got = params_forward(of(), *rows(), strict=strict)
         np.testing.assert_allclose(got[:, :12], expected, atol=2e-5)
     assert_close(loss_and_gradient(of(), *rows(), strict=True), on_one_device(of))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of", "kind"), [(params, "nf4"), (params, "int8"), (latents, "nf4"), (gpt_oss, "nf4")]
+)
+def test_quantized_experts_and_latents_are_those_of_their_codes(of, kind):
+    params = quantized(of, kind)
+    integers = {name for name, x in models.named_leaves(params) if not jnp.issubdtype(x.dtype, jnp.floating)}
+    assert {f"layers.expert_{name}" for name in ("gate", "up", "down")} < integers
+    assert ("layers.kv_b" in integers) == (of is latents) and not {"layers.router", "embed"} & integers
+    expected = np.asarray(params_forward(merged(params), *rows()))[:, :12]
+    for strict in (False, True):
+        got = params_forward(params, *rows(), strict=strict)
+        np.testing.assert_allclose(got[:, :12], expected, atol=1e-5 * np.abs(expected).max())
+
+
+@jax.jit
+def gradient_of_adapters(params, *row):
+    trained, frozen = split_params(params)
+    loss = lambda trained: jnp.sum(jnp.sin(join_params(trained, frozen)(*row) * (row[2][..., None] > 0)))
+    return jax.grad(loss)(trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of", "mesh_config"), [(params, None), (params, MESHES[0]), (params, MESHES[3]), (latents, MESHES[0])]
+)
+def test_gradients_of_adapters_are_those_of_the_dequantized_experts(of, mesh_config):
+    """16 hidden states of an expert are one tile, which the mesh divides by 2; 32 inputs, divided by 4."""
+    expected, params = gradient_of_adapters(dequantized(of), *rows()), quantized(of)
+    if mesh_config is None:
+        return assert_close(gradient_of_adapters(params, *rows()), expected)
+    mesh = make_mesh(mesh_config, jax.devices()[:8])
+    sharded = jax.device_put(params, models.shardings(params.config, mesh, TRAIN))
+    with jax.set_mesh(mesh):
+        got = gradient_of_adapters(sharded, *put_rows(mesh, rows()))
+    assert_close(got, expected)
 
 
 @functools.partial(jax.jit, static_argnames="strict")
@@ -309,9 +370,15 @@ def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(of):
     [
         (CONFIG, None),
         pytest.param(GPT_OSS, MESHES[0], marks=pytest.mark.slow),
-        pytest.param(with_lora(DEEPSEEK, LoraConfig(rank=4, alpha=4.0)), MESHES[0], marks=pytest.mark.slow),
+        *(
+            pytest.param(with_lora(of, LoraConfig(4, 4.0, quantize=kind)), MESHES[0], marks=pytest.mark.slow)
+            for of, kind in ((DEEPSEEK, "none"), (DEEPSEEK, "nf4"), (GPT_OSS, "nf4"))
+        ),
     ],
-    ids=["one device", "gpt-oss on a mesh", "latents with adapters on a mesh"],
+    ids=[
+        *("one device", "gpt-oss on a mesh", "latents with adapters on a mesh"),
+        *("latents in nf4 on a mesh", "gpt-oss in nf4 on a mesh"),
+    ],
 )
 def test_decoding_gives_the_hidden_states_of_the_forward_pass(config, mesh_config):
     """The rollout's copy divides the experts over fsdp and expert."""

@@ -1,5 +1,6 @@
 """Quantized frozen weights: their numbers, what models compute with them, their memory and layouts."""
 
+import dataclasses
 import re
 import types
 
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import qwix
-from lora_models import merged, with_random_adapters
+from lora_models import merged, with_quantized_base, with_random_adapters
 from tiny_models import random_params
 
 from jaxrl_llm import models
@@ -20,6 +21,7 @@ from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig, decode, lora
+from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.models.quantize import dequantize_weight, quantize_weight, tile_size
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -251,6 +253,35 @@ def test_loading_quantizes_what_is_in_the_folder(kind, tmp_path):
             assert [x.sharding for x in jax.tree.leaves(loaded)] == jax.tree.leaves(shardings)
 
 
+EXPERTS = dataclasses.replace(BASE, family="qwen3_moe", moe=MoEConfig(4, 2, expert_size=48))
+LATENTS = dataclasses.replace(
+    BASE, family="deepseek_v3", num_kv_heads=4, head_dim=12, qk_norm=False, mla=MLAConfig(16, 20, 8, 4, 6),
+    moe=MoEConfig(4, 2, 48, 48, shared_gate=False, score="sigmoid", selection_bias=True, dense_layers=1),
+)  # fmt: skip
+GPT_OSS = dataclasses.replace(
+    BASE, family="gpt_oss", mlp_size=48, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True,
+    sliding_window=3, window_layers=(True, False),
+    moe=MoEConfig(4, 2, 48, score="softmax_of_chosen", bias=True, swiglu_limit=7.0),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [EXPERTS, LATENTS, GPT_OSS], ids=lambda config: config.family)
+def test_experts_and_latents_are_loaded_as_codes_and_exported(base, tmp_path):
+    base = dataclasses.replace(base, tie_embeddings=False)
+    save_model(random_params(base), base, tmp_path / "hf", dtype="float32")
+    params = with_quantized_base(random_params(base), dataclasses.replace(ADAPTED, quantize="nf4"))
+    expected, config = dict(models.named_leaves(params)), lora.frozen_config(params.config)
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
+    for shardings in (None, models.shardings(config, mesh, TRAIN)):
+        for name, x in models.named_leaves(load_params(tmp_path / "hf", config, shardings)):
+            np.testing.assert_array_equal(x, expected[name], err_msg=name)
+    save_model(params, base, tmp_path / "merged", dtype="float32")
+    exported = dict(models.named_leaves(load_params(tmp_path / "merged", base)))
+    for name, weight in models.named_leaves(jax.jit(merged)(params)):
+        np.testing.assert_allclose(exported[name], weight, atol=1e-6, err_msg=name)
+
+
 def test_an_export_is_merged_layer_by_layer(tmp_path):
     """Of any sharding, the file is that of the merged model."""
     params = quantized("nf4")
@@ -321,6 +352,20 @@ FLOAT_STACK = re.compile(r"\b(?:f32|bf16)\[6,(?:64,4,32|64,2,32|4,32,64|64,256|2
 )
 def test_a_backward_pass_never_holds_a_dequantized_stack(kind, remat):
     config = learner_of(kind, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])).model
+    assert bool(FLOAT_STACK.search(backward_pass(config, remat))) == (kind == "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "remat"), [("nf4", "none"), ("nf4", "dots"), ("none", "full")])
+def test_nor_a_stack_of_dequantized_experts(kind, remat):
+    moe = MoEConfig(4, 2, expert_size=48)
+    plain = dataclasses.replace(BASE, hidden_size=64, num_layers=6, moe=moe)
+    text = backward_pass(lora.with_lora(plain, LoraConfig(rank=2, quantize=kind)), remat)
+    assert bool(re.search(r"\b(?:f32|bf16)\[6,4,(?:64,48|48,64)\]", text)) == (kind == "none")
+
+
+def backward_pass(config, remat):
+    """Return the compiled text of the gradient of the adapters."""
     trained, frozen = lora.split_params(models.abstract(config))
     tokens = jnp.zeros((2, 16), jnp.int32)
 
@@ -328,8 +373,7 @@ def test_a_backward_pass_never_holds_a_dequantized_stack(kind, remat):
         model = lora.join_params(trained, frozen)
         return model(tokens, tokens, dtype=jnp.bfloat16, remat=remat).astype(jnp.float32).sum()
 
-    text = jax.jit(jax.grad(loss)).lower(trained, frozen).compile().as_text()
-    assert bool(FLOAT_STACK.search(text)) == (kind == "none")
+    return jax.jit(jax.grad(loss)).lower(trained, frozen).compile().as_text()
 
 
 def test_decoding_dequantizes_in_the_loop_over_tokens():

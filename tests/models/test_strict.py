@@ -47,6 +47,8 @@ GPT_OSS = dataclasses.replace(
 )  # fmt: skip
 ADAPTED = lora.with_lora(dataclasses.replace(QWEN, attention_sinks=True), models.LoraConfig(rank=4))
 ADAPTED_LATENTS = lora.with_lora(LATENTS, models.LoraConfig(rank=4))
+ADAPTED_GPT_OSS = lora.with_lora(GPT_OSS, models.LoraConfig(rank=4))
+QUANTIZED_LATENTS = lora.with_lora(LATENTS, models.LoraConfig(rank=4, quantize="nf4"))
 QUANTIZED = lora.with_lora(QWEN, models.LoraConfig(rank=4, quantize="nf4"))
 TEMPERATURE = 0.7
 
@@ -102,6 +104,8 @@ def one_update(config, dtype, strict=True):
         pytest.param(ADAPTED_LATENTS, "float32", marks=pytest.mark.slow),
         pytest.param(ADAPTED_LATENTS, "bfloat16", marks=pytest.mark.slow),
         pytest.param(QUANTIZED, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(ADAPTED_GPT_OSS, "float32", marks=pytest.mark.slow),
+        pytest.param(QUANTIZED_LATENTS, "bfloat16", marks=pytest.mark.slow),
     ],
     ids=[
         "qwen3",
@@ -114,6 +118,8 @@ def one_update(config, dtype, strict=True):
         "adapters of latents",
         "adapters of latents bfloat16",
         "nf4 bfloat16",
+        "adapters of gpt-oss",
+        "latents and experts in nf4 bfloat16",
     ],
 )
 def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):

@@ -1,0 +1,289 @@
+"""adapter_config.json of PEFT: adapters as it states them, written and read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.hub_name import parse_hub_name
+from jaxrl_llm.hf.json_file import JsonKeys, read_json
+from jaxrl_llm.hf.names import hf_name, is_stacked
+from jaxrl_llm.models import AdaptedConfig, LoraConfig
+from jaxrl_llm.models.config import LATENT_TARGETS, MLP, TARGETS, check_lora_config
+from jaxrl_llm.models.lora import named_adapters, rank_of_experts
+from jaxrl_llm.user_file import expand_home
+
+CONFIG = "adapter_config.json"
+PARAMETER = ".weight"  # ends the names of adapted parameters; modules have none
+GATE_UP, DOWN = STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""Parameters that hold all experts of a layer (gpt-oss); they have adapters of their own kind in PEFT."""
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+HEADS = ("score", "classifier")
+"""PEFT's `modules_to_save` of a classifier; ours is called score, as in every family's Hugging Face model."""
+
+_DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}  # PEFT's
+_READ = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias"),
+    *("rank_pattern", "alpha_pattern", "target_parameters"),
+)
+_NO_EFFECT = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    *("exclude_modules", "layers_pattern"),  # the tensors show which layers have adapters
+    *("init_lora_weights", "eva_config"),
+)
+"""Keys that do not change what a trained adapter computes. Any other that is set is refused."""
+WITHOUT = "train the adapter without it, or merge it (peft: merge_and_unload) and give that model"
+_KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Initialisations that leave the base model as it is."""
+
+
+def read_adapter_config(folder: Path | str, has_experts: bool = False) -> LoraConfig:
+    """Return the adapters that a PEFT folder holds. Dropout, which only training applies, is not read.
+
+    Args:
+        has_experts: the model is a mixture of experts, whose adapters have a rank of their own.
+
+    Raises:
+        UserError: no or broken adapter_config.json, or adapters that the decoder does not have (DoRA, ranks a
+            layer, a base changed by PiSSA ...). The message names the file, the key and what is supported.
+    """
+    file = Path(folder) / CONFIG
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; a PEFT adapter has one. Give the folder that holds it.")
+    keys = read_adapter_keys(file)
+    _check_supported(keys)
+    lora = _read_lora(keys, has_experts)
+    check_lora_config(lora, str(file))
+    return lora
+
+
+def read_adapter_keys(file: Path) -> JsonKeys:
+    """Return the content of an adapter_config.json, with PEFT's defaults."""
+    return JsonKeys(read_json(file), str(file), _DEFAULTS)
+
+
+def _read_lora(keys: JsonKeys, has_experts: bool) -> LoraConfig:
+    rank, targets = keys.integer("r", 2**31 - 1), _read_targets(keys)
+    others, _ = (_read_pattern(keys, key, has_experts) for key in ("rank_pattern", "alpha_pattern"))
+    shares_a(keys)
+    return LoraConfig(
+        rank=others or rank,
+        expert_rank=rank if has_experts else None,
+        alpha=keys.number("lora_alpha", 8.0),
+        rank_stabilized=keys.flag("use_rslora"),
+        targets=targets,
+    )
+
+
+def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json; `base_name` as for `save_adapter`.
+
+    Of a mixture of experts `r` is the rank of its experts: peft with transformers 5, which keeps the experts
+    of a layer in one parameter, reads no rank pattern for them. Other layers have their rank in
+    `rank_pattern`, and in `alpha_pattern` an alpha that gives them the factor of experts: SGLang and vLLM
+    read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B. The
+    parameter of gate and up of gpt-oss has patterns, too, for its rank is that of both together.
+
+    peft with transformers 5 takes every module called gate_proj, up_proj or down_proj for experts. Those of a
+    shared expert and of leading dense layers are therefore parameters to it ("mlp.up_proj.weight"), and no
+    modules; tensors have the same names either way.
+    """
+    lora, hub = _file_lora(config), parse_hub_name(base_name)
+    rank, factors = _file_rank(config), file_factors(config)
+    names = {name: _pattern(config, name) for name in named_adapters(config)}
+    others = [pattern for name, pattern in names.items() if name in factors]
+    parameters = [pattern for pattern in dict.fromkeys(names.values()) if _is_parameter(pattern)]
+    ranks = dict.fromkeys(others, lora.rank) | dict.fromkeys({GATE_UP} & {*parameters}, 2 * rank)
+    alphas = {name: lora.alpha * r / rank for name, r in ranks.items()}  # with experts they are plain
+    if expand_home(base_name).exists():
+        hub = None
+    excluded = [name.removesuffix(PARAMETER) for name in parameters if name not in STACKED]
+    modules = [_leaf(pattern) for pattern in names.values() if pattern not in STACKED]
+    optional = {"target_parameters": parameters, "exclude_modules": excluded}
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if config.value_head else "CAUSAL_LM",
+        "base_model_name_or_path": hub.repo if hub else base_name,
+        "revision": hub.revision if hub else None,
+        "r": rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "use_rslora": lora.rank_stabilized,
+        "target_modules": list(dict.fromkeys(modules)),
+        "modules_to_save": ["score"] if config.value_head else None,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_dora": False,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "layers_to_transform": None,
+    } | {key: value for key, value in optional.items() if value}
+
+
+def _is_parameter(pattern: str) -> bool:
+    return pattern.endswith(PARAMETER) or pattern in STACKED
+
+
+def _file_lora(config: AdaptedConfig) -> LoraConfig:
+    """Return the adapters as a file states them: rank-stabilized ones of experts by their plain alpha.
+
+    peft with transformers 5 makes one matrix of gate and up, of rank 2 R and twice the alpha: the factor
+    alpha / R stays the same, but alpha / sqrt(R) would become sqrt(2) times that.
+    """
+    lora, rank = config.lora, rank_of_experts(config)
+    if not (rank and lora.rank_stabilized):
+        return lora
+    return replace(lora, alpha=lora.scale_at(rank) * rank, rank_stabilized=False)
+
+
+def _pattern(config: AdaptedConfig, name: str) -> str:
+    """Return the end of a linear layer's HF name that no layer of another rank has, and few others do.
+
+    "q_proj", "w1"; "shared_expert.up_proj.weight", and "mlp.up_proj.weight" of dense layers among experts.
+    """
+    end = hf_name(config, name).split(".")[-3:]
+    if is_stacked(config, name):
+        return ".".join(end)
+    is_dense = rank_of_experts(config) and name.rpartition(".")[2] in MLP
+    return ".".join(end) if is_dense else end[1]
+
+
+def _leaf(pattern: str) -> str:
+    """Return the name of the module of a pattern: "up_proj" of "mlp.up_proj.weight"."""
+    return pattern.removesuffix(PARAMETER).rpartition(".")[2]
+
+
+def _file_rank(config: AdaptedConfig) -> int:
+    """Return `r` of adapter_config.json: that of experts where these have adapters."""
+    return rank_of_experts(config) or config.lora.rank
+
+
+def file_factors(config: AdaptedConfig) -> dict[str, float]:
+    """Return weight -> factor of its B in a file, for adapters of another rank than the file's `r`."""
+    lora, rank = config.lora, _file_rank(config)
+    if rank == lora.rank:
+        return {}
+    names = [name for name in named_adapters(config) if ".expert_" not in name]
+    return dict.fromkeys(names, lora.scale / lora.scale_at(rank))
+
+
+def stored_factors(keys: JsonKeys, config: AdaptedConfig) -> dict[str, float]:
+    """Return weight -> factor of ours by a file's B, for the weights of `file_factors`: the file's factor of
+    their outputs, by its patterns, over the model's."""
+    shared, ours = shares_a(keys), peft_config(config, "")["rank_pattern"]
+    layers = [key.removesuffix(PARAMETER) for key in ours if not (shared and key == GATE_UP)]
+    for name in ("rank_pattern", "alpha_pattern"):
+        stored = keys.raw.get(name)
+        if stored and {key.removesuffix(PARAMETER) for key in stored} != {*layers}:
+            known = f"patterns of {', '.join(layers)}" if layers else "none"
+            raise keys.wrong(name, stored, f"is not supported for this model; supported: {known}")
+    stored = _read_lora(keys, config.moe is not None)
+    alpha = _read_pattern(keys, "alpha_pattern", config.moe is not None) or stored.alpha
+    return dict.fromkeys(file_factors(config), replace(stored, alpha=alpha).scale / config.lora.scale)
+
+
+def shares_a(keys: JsonKeys) -> bool:
+    """Return whether gate and up of an expert have one A, as PEFT makes them, in adapters of parameters.
+
+    Exports have one of twice the rank, of which gate reads the first half.
+
+    Raises:
+        UserError: another rank or alpha than these.
+    """
+    ranks, alphas = (keys.raw.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    if GATE_UP not in ranks and GATE_UP not in alphas:
+        return GATE_UP in _read_parameters(keys)
+    for key, stored, own in (("rank_pattern", ranks, "r"), ("alpha_pattern", alphas, "lora_alpha")):
+        expected = 2 * keys.number(own, 8.0)
+        if stored.get(GATE_UP) != expected:
+            needed = f"{GATE_UP} must have {expected:g}, twice {own}"
+            raise keys.wrong(key, stored, f"is not supported: {needed}; {WITHOUT}")
+    return False
+
+
+def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
+    """Return the one rank or alpha of all layers that are no experts; None = that of the experts."""
+    pattern = keys.raw.get(key)
+    if pattern in (None, {}):
+        return None
+    is_known = has_experts and isinstance(pattern, dict)
+    values = [value for name, value in pattern.items() if name != GATE_UP] if is_known else []
+    if is_known and not values:
+        return None
+    kinds = (int,) if key == "rank_pattern" else (int, float)
+    if not values or type(values[0]) not in kinds or values[0] <= 0 or values != values[:1] * len(values):
+        raise keys.wrong(key, pattern, f"is not supported; {WITHOUT}")
+    return values[0]
+
+
+def _check_supported(keys: JsonKeys) -> None:
+    """Refuse adapters that would load and then compute something else."""
+    keys.one_of("peft_type", ("LORA",), "")
+    keys.one_of("bias", ("none",))
+    start = keys.get("init_lora_weights")
+    if start not in _KEEP_BASE:
+        fix = "save it with path_initial_model_for_weight_conversion, which makes it plain LoRA"
+        raise keys.wrong("init_lora_weights", start, f"changes the base model, so is not supported; {fix}")
+    heads = keys.get("modules_to_save") or []
+    if not isinstance(heads, list) or any(name not in HEADS for name in heads):
+        needed = f"is not supported: only the head {HEADS[0]} of a reward model or critic can be saved beside"
+        raise keys.wrong("modules_to_save", heads, f"{needed} adapters; train it without modules_to_save")
+    for key, value in keys.raw.items():
+        if key not in (*_READ, *_NO_EFFECT) and value not in (None, False, "", [], {}):
+            raise keys.wrong(key, value, f"is not supported; {WITHOUT}")
+
+
+def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
+    """Return the adapted layers; PEFT also writes them with their paths ("model.layers.0.mlp.up_proj")."""
+    modules = keys.get("target_modules")
+    if modules == "all-linear":
+        return ("all",)
+    known = TARGETS | LATENT_TARGETS
+    supported = f"supported: a list of {', '.join(known)}, or all-linear"
+    parameters = _read_parameters(keys)
+    modules = [] if modules is None and parameters else modules
+    is_list = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
+    if not is_list or not (modules or parameters):
+        raise keys.wrong("target_modules", modules, f"is not supported; {supported}")
+    names = {_leaf(name) for name in (*modules, *parameters)}
+    names = {MIXTRAL.get(name, name) for name in names}
+    if "gate_up_proj" in names:
+        names = names - {"gate_up_proj"} | {"gate_proj", "up_proj"}
+    if unknown := sorted(names - known.keys()):
+        raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")
+    return ("all",) if names == TARGETS.keys() else tuple(name for name in known if name in names)
+
+
+def _read_parameters(keys: JsonKeys) -> list[str]:
+    """Return the adapted parameters: weights of linear layers, and those of all experts of gpt-oss."""
+    names = keys.get("target_parameters") or []
+    if not isinstance(names, list) or not all(_is_parameter(str(name)) for name in names):
+        raise keys.wrong("target_parameters", names, f"is not supported; {WITHOUT}")
+    return names
+
+
+def check_same_adapters(stored: LoraConfig, config: AdaptedConfig, file: Path) -> None:
+    """Refuse an adapter for a model whose adapters would give other outputs with its weights."""
+    as_stated = config if stored.rank_stabilized else replace(config, lora=_file_lora(config))
+    for kind in ("rank", "scale", "adapted"):
+        theirs, ours = _summary(replace(config, lora=stored), kind), _summary(as_stated, kind)
+        if theirs != ours:
+            experts = f", expert_rank={stored.expert_rank}" if stored.expert_rank else ""
+            raise UserError(
+                f"{file}: holds adapters of {kind}={theirs}, but the model's have {kind}={ours}; give the "
+                f"model rank={stored.rank}{experts}, alpha={stored.alpha:g}, "
+                f"rank_stabilized={stored.rank_stabilized}, targets={' '.join(stored.targets)}"
+            )
+
+
+def _summary(config: AdaptedConfig, kind: str) -> Any:
+    """Return the names of the adapted layers, or their ranks or scales: one, or also another of experts."""
+    if kind == "adapted":
+        return tuple(config.adapters)
+    values = dict.fromkeys(adapter[kind == "scale"] for adapter in config.adapters.values())
+    return next(iter(values)) if len(values) == 1 else tuple(values)
