@@ -180,3 +180,15 @@ def test_commands_of_every_study_name_recipes_and_keys_that_exist(learn):
                     words[words.index("--model.path") + 1] = "org/model"
                 config = from_command_line([*words, "--run_dir", "x"], writes=False).config
                 assert config.seed == 0
+
+
+def test_claim_of_a_rise_needs_a_low_start(learn):
+    from learn_page import claim_verdict
+
+    study = learn.SUITES["tiny"].studies["experts"]
+
+    def ends(first):
+        return {label: [[(0, first), (100, 0.95)]] * 3 for label in study.runs}
+
+    assert claim_verdict(study, ends(0.4)) == "reproduced"
+    assert claim_verdict(study, ends(0.6)) == "not reproduced"
