@@ -200,8 +200,8 @@ TINY: dict[str, Study] = {
     "experts": Study(
         "A mixture of experts, 2 of 8 a token, goes from under 0.5 to at least 0.9 with every seed, and ends "
         "no more than 3 points below a dense model of as many active weights, which has an SFT warm-up of "
-        "its own. These are the recipes as they are: the 256 evaluated problems are the held-out sums of "
-        "three digits, in any order, many of them more than once.",
+        "its own. The recipes as they are; the 256 evaluated problems are drawn from the held-out sums of "
+        "three digits: 21 in 108 orders.",
         {"experts": EXPERTS, "dense": "--config grpo_tiny.py"},
         every(lambda results: min(results["experts"]) >= 0.9, within("dense", 0.03)),
         start="experts",
