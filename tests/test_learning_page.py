@@ -155,8 +155,8 @@ def test_a_run_is_measured_from_the_evaluation_after_its_warm_up(learn, tmp_path
 
     assert [row["step"] for row in read("start", "train", "train")] == [0, 1, 2]
     first, second = read("warm_start", "warm_start", "train")
-    assert first == {"step": 1, "kind": "warm_start", "time/step": 0.0, "eval/pass@1": 0.25}
-    assert second["step"] == 2 and second["loss"] == 1.0
+    assert first == {"step": 0, "kind": "warm_start", "time/step": 0.0, "eval/pass@1": 0.25}
+    assert second["step"] == 1 and second["loss"] == 1.0
 
 
 def test_runs_are_chosen_by_study_and_label(learn):
