@@ -321,14 +321,15 @@ def greedy_responses(model: str, rows: tuple[str, ...], max_tokens: int) -> list
 
 
 def rows_after_warm_up(path: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run from the end of its SFT warm-up on, of the warm-up its last evaluation."""
+    """Return the metrics of a run from the end of its SFT warm-up on: step 0, with its last evaluation."""
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     end = max((i for i, row in enumerate(rows) if row["kind"] == "warm_start"), default=None)
     if end is None:
         return rows
     evaluation = {key: value for key, value in rows[end].items() if key.startswith("eval/")}
-    last = {"step": rows[end]["step"], "kind": "warm_start", "time/step": 0.0, **evaluation}
-    return [last, *rows[end + 1 :]]
+    steps = rows[end]["step"]
+    later = [{**row, "step": row["step"] - steps} for row in rows[end + 1 :]]
+    return [{"step": 0, "kind": "warm_start", "time/step": 0.0, **evaluation}, *later]
 
 
 def points_of(rows: list[dict[str, Any]], metric: str) -> Points:

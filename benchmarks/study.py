@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import mean
@@ -22,6 +23,7 @@ class Study:
     metric: str = PASS
     start: str = "sums"  # key of the suite's starts; "" = none
     of: Literal["last", "run_mean", "gain"] = "last"  # of the metric, what `holds` takes; gain = last - first
+    starts_below: float = math.inf  # the claim needs every run's first value below it
     seeds: tuple[int, ...] = (0, 1, 2)
     also: tuple[str, ...] = ()  # further metrics of the report
     after: str = ""  # a study whose runs must exist before

@@ -155,8 +155,8 @@ def test_a_run_is_measured_from_the_evaluation_after_its_warm_up(learn, tmp_path
 
     assert [row["step"] for row in read("start", "train", "train")] == [0, 1, 2]
     first, second = read("warm_start", "warm_start", "train")
-    assert first == {"step": 1, "kind": "warm_start", "time/step": 0.0, "eval/pass@1": 0.25}
-    assert second["step"] == 2 and second["loss"] == 1.0
+    assert first == {"step": 0, "kind": "warm_start", "time/step": 0.0, "eval/pass@1": 0.25}
+    assert second["step"] == 1 and second["loss"] == 1.0
 
 
 def test_runs_are_chosen_by_study_and_label(learn):
@@ -180,3 +180,15 @@ def test_commands_of_every_study_name_recipes_and_keys_that_exist(learn):
                     words[words.index("--model.path") + 1] = "org/model"
                 config = from_command_line([*words, "--run_dir", "x"], writes=False).config
                 assert config.seed == 0
+
+
+def test_claim_of_a_rise_needs_a_low_start(learn):
+    from learn_page import claim_verdict
+
+    study = learn.SUITES["tiny"].studies["experts"]
+
+    def ends(first):
+        return {label: [[(0, first), (100, 0.95)]] * 3 for label in study.runs}
+
+    assert claim_verdict(study, ends(0.4)) == "reproduced"
+    assert claim_verdict(study, ends(0.6)) == "not reproduced"
