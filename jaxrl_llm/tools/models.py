@@ -101,8 +101,9 @@ def _model_of_run(run_dir: Path, step: int | None) -> StoredModel:
 
 def exported_config(run_dir: Path, saved: SavedParams) -> TransformerConfig:
     """Return the config of a run's model as the run exports it: a policy has no value head."""
-    trains_policy = run_settings(run_dir)["algo"]["name"] not in SCORE_ALGORITHMS
-    return dataclasses.replace(saved.config, value_head=saved.config.value_head and not trains_policy)
+    if not saved.config.value_head or run_settings(run_dir)["algo"]["name"] in SCORE_ALGORITHMS:
+        return saved.config
+    return dataclasses.replace(saved.config, value_head=False)
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
