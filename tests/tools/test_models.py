@@ -150,6 +150,18 @@ def test_a_run_whose_config_is_lost_is_named(runs, tmp_path):
         open_model(run_dir, ModelChoice())
 
 
+def test_a_chat_for_a_model_without_a_template_is_refused_with_flags_of_the_command(tmp_path, capsys):
+    tokenizer, out = make_tokenizer(), tmp_path / "o.jsonl"
+    tokenizer.chat_template = None
+    save_model(random_params(CONFIG), CONFIG, tmp_path / "base", tokenizer, "float32")
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    flags = ["--model", str(tmp_path / "base"), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(out)]
+    with pytest.raises(UserError, match=r"--chat.chat_template FILE, .* --chat.render plain"):
+        generate.main(flags)
+    assert generate.main([*flags, "--chat.render", "plain", "--max_tokens", "2"]) == 0
+    assert json.loads(out.read_text())["responses"]
+
+
 def test_the_export_of_a_policy_that_shares_its_critic_has_no_value_head(tmp_path, capsys):
     """As the run exports it: `transformers` would read a folder with one as a classifier."""
     shared = dataclasses.replace(CONFIG, value_head=True)
