@@ -154,7 +154,7 @@ def find_template(tokenizer: Any, config: ChatConfig, tools: Any = None) -> str:
     if not tokenizer.chat_template:
         raise UserError(
             "the tokenizer has no chat template: give one with --chat.chat_template FILE, or read messages "
-            "as plain text with --chat.render plain; in training --data.chat.chat_template, --data.chat.render"
+            "as plain text by --chat.render plain; in training --data.chat.chat_template and .render"
         )
     name = template_name(tokenizer, config)
     try:

@@ -258,6 +258,25 @@ def test_tensorboard_events_hold_the_numbers(tmp_path):
     assert b"kl" not in data
 
 
+def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path, monkeypatch, capsys):
+    """tensorboardX's own thread would end, and its queue of ten block the step for ever."""
+    from tensorboardX.event_file_writer import EventsWriter
+
+    log = RunLog(tmp_path, LogConfig(progress="plain"), 2)
+    logger = log.loggers["tensorboard"]
+
+    def full(self, event):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(EventsWriter, "write_event", full)
+    for step in (1, 2):
+        log.step(step, {f"m{i}": 0.5 for i in range(40)}, tokens=1)
+    log.finish()
+    out = capsys.readouterr().out
+    assert out.count("warning: tensorboard cannot be written (OSError") == 1 and "done: step 2 of 2" in out
+    logger.close()
+
+
 def test_no_secret_is_in_any_file_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hunter2hunter2")
     config = TrainConfig(run_dir=str(tmp_path), model=ModelConfig(path="https://user:hunter2@host/model"))
