@@ -23,7 +23,7 @@ from jaxrl_llm.host.signals import interruptible
 from jaxrl_llm.recipe.fields import check_fields
 from jaxrl_llm.recipe.load import with_settings
 from jaxrl_llm.report import jsonl
-from jaxrl_llm.tools.config import GenerateConfig
+from jaxrl_llm.tools.config import GenerateConfig, ModelChoice
 from jaxrl_llm.tools.generation import Generator
 from jaxrl_llm.train import execute
 
@@ -178,6 +178,9 @@ def refuse_other_reward(run_dir: Path, name: str, total: int) -> None:
 def generate(
     model: str | Path,
     prompts: Sequence[Prompt],
+    *,
+    step: int | None = None,
+    adapter: str | Path = "",
     **settings: Any,
 ) -> list[list[Response]]:
     """Return responses of a model to prompts, one list for each prompt.
@@ -185,7 +188,9 @@ def generate(
         generate("runs/grpo_tiny/hf", ["1 + 1 ="], n=4, max_tokens=16)
 
     Args:
-        model: Hugging Face folder, GGUF file or hub name.
+        model: Hugging Face folder, GGUF file, hub name, or directory of a run (its newest checkpoint).
+        step: of the run's checkpoint; None = the newest.
+        adapter: PEFT folder, or hub name, of adapters for the model.
         prompts: text, chats (lists of {"role", "content"}), or rows as a file of prompts has them.
         settings: fields of `GenerateConfig`: n, max_tokens, temperature, top_k, top_p, seed, ...
 
@@ -200,9 +205,10 @@ def generate(
     if isinstance(prompts, str | Mapping):
         raise UserError("generate: prompts is one prompt, a list of prompts is expected: [prompt]")
     examples = [_as_example(prompt, i) for i, prompt in enumerate(prompts)]
+    choice = ModelChoice(step=step, adapter=str(adapter))
     return [
         [Response(t.text, t.response_ids, t.logprobs, t.finish) for t in trajectories]
-        for _, responses, _ in Generator(str(model), examples, config).windows()
+        for _, responses, _ in Generator(str(model), examples, config, choice).windows()
         for trajectories in responses
     ]
 

@@ -183,10 +183,12 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
     """
     run_dir, missing = Path(run.config.run_dir), []
     if not checkpoints.has(ended.step):
+        newest = checkpoints.latest()
+        there = "there is no checkpoint" if newest is None else f"the newest checkpoint there is {newest}"
         missing.append(
-            f"step {ended.step}, the last, is not saved: the disk of {checkpoints.folder} was full, and the "
-            f"newest checkpoint there is {checkpoints.latest()}. Free some space, or lower "
-            "--checkpoint.keep, and run the same command again: it continues from there."
+            f"step {ended.step}, the last, is not saved: the disk of {checkpoints.folder} was full, and "
+            f"{there}. Free some space, or lower --checkpoint.keep, and run the same command again: it "
+            f"{'begins anew' if newest is None else 'continues from there'}."
         )
     if not ended.reason:
         try:

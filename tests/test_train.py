@@ -2,14 +2,19 @@
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from jaxrl_llm.algos import prm, reward_model
 from jaxrl_llm.build.describe import next_command
+from jaxrl_llm.build.run import Run
+from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.train import main
+from jaxrl_llm.report.log import RunLog
+from jaxrl_llm.structs import TrainState
+from jaxrl_llm.train import Ended, UnsavedError, finish, main
 
 TINY = [
     *("--config", "grpo_tiny.py", "--prompts_per_step", "4", "--responses_per_prompt", "4"),
@@ -204,3 +209,12 @@ def test_bad_input_is_one_clear_message(flags, message, tmp_path, capsys):
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
+
+
+def test_a_run_whose_saves_all_failed_is_told_to_begin_anew(tmp_path):
+    """There is no checkpoint to continue from."""
+    nothing = mock.Mock(spec=Checkpointer, folder=tmp_path)
+    nothing.has.return_value, nothing.latest.return_value = False, None
+    run = mock.Mock(spec=Run, config=TrainConfig(run_dir=str(tmp_path)))
+    with pytest.raises(UnsavedError, match=r"there is no checkpoint\. .* run the same .*: it begins anew\.$"):
+        finish(run, nothing, mock.Mock(spec=RunLog), Ended(mock.Mock(spec=TrainState), 6, ""))

@@ -39,7 +39,7 @@ def check_initial_moments(config: TrainConfig, stage: Stage) -> None:
     def check() -> None:
         if not checkpoint_folder.steps(Path(config.run_dir).absolute() / "checkpoints"):
             for key, optim, learner in _with_donor(config, stage):
-                folder = find_checkpoint(expand_home(optim.init_from), checksums=False)
+                folder = _donor_checkpoint(optim.init_from, key, checksums=False)
                 check_moments(folder, learner.abstract_state().opt_state, optim.name, key)
 
     on_first(check)
@@ -54,7 +54,7 @@ def adopt_moments(config: TrainConfig, stage: Stage, state: TrainState) -> Train
         UserError: as `check_initial_moments`.
     """
     for key, optim, learner in _with_donor(config, stage):
-        folder, own = find_checkpoint(expand_home(optim.init_from)), state.critic if key else state
+        folder, own = _donor_checkpoint(optim.init_from, key), state.critic if key else state
         target = learner.abstract_state().opt_state
         prefix = check_moments(folder, target, optim.name, key)
         with jax.set_mesh(learner.mesh):
@@ -63,6 +63,13 @@ def adopt_moments(config: TrainConfig, stage: Stage, state: TrainState) -> Train
         own = replace(own, opt_state=_with_innermost(own.opt_state, loaded))
         state = replace(state, critic=own) if key else own
     return state
+
+
+def _donor_checkpoint(run_dir: str, key: str, checksums: bool = True) -> Path:
+    try:
+        return find_checkpoint(expand_home(run_dir), checksums=checksums)
+    except UserError as error:
+        raise UserError(f"--{key}optim.init_from {run_dir}: {error}") from error
 
 
 def check_moments(folder: Path, target: Any, name: str, key: str) -> str:

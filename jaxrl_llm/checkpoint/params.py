@@ -76,7 +76,9 @@ def find_checkpoint(run_dir: Path, step: int | None = None, checksums: bool = Tr
     folder = Path(run_dir).resolve() / "checkpoints"
     there = folders.steps(folder)
     if not there:
-        raise UserError(f"{folder}: no checkpoint; give the run_dir of a run that has saved one")
+        above = next((p for p in folder.parent.parents if folders.steps(p / "checkpoints")), None)
+        such = f": {above}" if above else ""
+        raise UserError(f"{folder}: no checkpoint; give the run_dir of a run that has saved one{such}")
     if step is not None and step not in there:
         raise UserError(f"{folder}: no checkpoint of step {step}; there are {there}")
     chosen = folders.newest_valid(folder, there if step is None else [step], checksums).step

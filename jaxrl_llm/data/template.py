@@ -153,8 +153,8 @@ def find_template(tokenizer: Any, config: ChatConfig, tools: Any = None) -> str:
         return _read_template(path, status.st_mtime_ns, status.st_size)
     if not tokenizer.chat_template:
         raise UserError(
-            "the tokenizer has no chat template: give one with --data.chat.chat_template FILE, or train on "
-            "plain text with --data.chat.render plain"
+            "the tokenizer has no chat template: give one with --chat.chat_template FILE, or read messages "
+            "as plain text by --chat.render plain; in training --data.chat.chat_template and .render"
         )
     name = template_name(tokenizer, config)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,13 @@ def check_repository(repo: str, private: bool) -> None:
         PushError: the hub cannot be reached.
     """
     api = _hub_api(repo)
-    _retried(repo, lambda: api.create_repo(repo, private=private, exist_ok=True))
+    try:
+        _retried(repo, lambda: api.create_repo(repo, private=private, exist_ok=True))
+    except PushError as error:
+        raise PushError(
+            f"{error}. The hub ({api.endpoint}) cannot be reached; without --hub.push the run is uploaded "
+            "later by python -m jaxrl_llm export --push"
+        ) from error
 
 
 def push_folder(folder: Path, repo: str, private: bool, card: str, message: str) -> str:
@@ -95,13 +102,15 @@ def _retried(repo: str, call: Callable[[], Result]) -> Result:
     Raises:
         UserError: the hub refuses the name or the token. PushError: any other error, repeatedly.
     """
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     for wait in (*RETRY_SECONDS, None):
         try:
             return call()
         except HFValidationError as error:
             raise UserError(f"{repo}: not the name of a repository, such as org/model ({error})") from error
+        except OfflineModeIsEnabled as error:
+            raise UserError(f"{repo}: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it") from error
         except (*HfHubHTTPError.__bases__, OSError) as error:  # of the hub, its transport, the network
             code = getattr(getattr(error, "response", None), "status_code", None)
             if code in DENIED:
@@ -111,6 +120,7 @@ def _retried(repo: str, call: Callable[[], Result]) -> Result:
                 ) from error
             if wait is None or (code is not None and code < 500 and code not in (408, 409, 429)):
                 raise PushError(f"{repo}: {_first_line(error)}") from error
+            print(f"{repo}: {_first_line(error)}; tried again in {wait:.0f} s", file=sys.stderr)
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
 

@@ -66,7 +66,7 @@ def other_folder(path: Path) -> str:
         has_merged = merged != path and (merged / "config.json").is_file()
         return (
             "adapters (PEFT) without their model: give the base model, with --model.adapter in training or "
-            f"--adapter in chat{f'; merged they are {merged}' * has_merged}"
+            f"--adapter in chat, generate and score{f'; merged they are {merged}' * has_merged}"
         )
     run = next((parent.parent for parent in (path, *path.parents) if parent.name == "checkpoints"), None)
     if run and (run / "metrics.jsonl").is_file():

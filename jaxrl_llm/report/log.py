@@ -85,9 +85,10 @@ class RunLog:
         self.progress = Progress(
             config.progress if self.is_writer else "none", total_steps, max(resume_step, 0)
         )
-        self.started = self.step_started = time.perf_counter()
+        self.step_started = time.perf_counter()
         self.clock, self.goodput = clock or PhaseClock(), Goodput(self.run_dir)
         self.startup = clock and Counter(clock.take())  # seconds by phase; None = after the first step
+        self.started = self.step_started - sum((self.startup or {}).values())  # with the command
         self.times: Counter[str] = Counter()  # of the step
         self.profiler = Profiler(self.run_dir / "profile", profile, self.message, self.clock.phase)
         self._try("run directory", lambda: self.run_dir.mkdir(parents=True, exist_ok=True))
@@ -206,7 +207,9 @@ class RunLog:
         self.message(f"\n{head}, {format_duration(seconds)} since the start")
         self._try("summary", lambda: self.message(summary(self.run_dir)))
         if stopped:
-            self.message("The same command again continues from the last checkpoint.")
+            saved = any((self.run_dir / "checkpoints").glob("[0-9]*"))
+            what = "continues from the last checkpoint" if saved else "begins anew: there is no checkpoint"
+            self.message(f"The same command again {what}.")
         if next_command:
             self.message(f"\nnext:  {next_command}")
 

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from jaxrl_llm.report.config import LogConfig
 Row = dict[str, Any]
 
 RUNS_FILE = "loggers.json"
+FLUSH_INTERVAL = 30.0  # seconds between the writes of TensorBoard's events to the disk
 EXTRAS = ("wandb", "mlflow", "swanlab")
 """Loggers whose packages come with the extras of these names."""
 SAMPLE_COLUMNS = (
@@ -114,27 +116,41 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 class Tensorboard:
-    """Event files in run_dir/tensorboard; events after the restored step are hidden on resume."""
+    """Event files in run_dir/tensorboard; events after the restored step are hidden on resume.
+
+    They are written in the calling thread: that of tensorboardX's `SummaryWriter` ends when the disk is full,
+    and its queue then blocks the run for ever.
+    """
 
     id = ""
 
     def __init__(self, run_dir: Path, resume_step: int):
         with _hidden("torch"):  # whose import takes seconds, for arguments that are not used here
-            from tensorboardX import SummaryWriter
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+            from tensorboardX.summary import scalar
 
-        self.last_step = resume_step
-        folder = str(run_dir / "tensorboard")
-        self.writer = SummaryWriter(folder, purge_step=resume_step + 1, flush_secs=30)
+        self.last_step, self.event, self.scalar = resume_step, Event, scalar
+        folder = run_dir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.writer, self.flushed = EventsWriter(str(folder / "events")), 0.0
+        self._write(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def config(self, tree: dict[str, Any]) -> None:
         """Do nothing: config.json is in the run directory."""
 
     def step(self, step: int, row: Row, samples: Sequence[Row]) -> None:
         for key, value in _numbers(row).items():
-            self.writer.add_scalar(key, value, step)
+            self._write(step, summary=self.scalar(key, value))
+        if time.monotonic() > self.flushed + FLUSH_INTERVAL:
+            self.writer.flush()
+            self.flushed = time.monotonic()
 
     def close(self) -> None:
         self.writer.close()
+
+    def _write(self, step: int, **content: Any) -> None:
+        self.writer.write_event(self.event(step=step, wall_time=time.time(), **content))
 
 
 class Wandb:

@@ -13,7 +13,7 @@ from dataclasses import fields
 
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig
-from jaxrl_llm.rewards.sample import RewardResult, RewardSample
+from jaxrl_llm.rewards.sample import RewardLoadError, RewardResult, RewardSample
 from jaxrl_llm.user_file import split_name
 
 SECRET_NAME = re.compile(
@@ -90,6 +90,23 @@ def is_certain_failure(result: RewardResult, keep_env: Sequence[str]) -> bool:
         return False
     unavoidable = result.error in CERTAIN or not result.error  # no exception: it crashed or took too long
     return unavoidable or OF_SAMPLE in result.reason or bool(key_hint(result.reason, os.environ, keep_env))
+
+
+def check_trial(name: str, results: Sequence[RewardResult], keep_env: Sequence[str]) -> None:
+    """Refuse a reward that failed on all rows that were tried, independently of the responses.
+
+    One that failed otherwise, such as a judge that cannot be reached, is warned of.
+
+    Raises:
+        RewardLoadError: with the reason.
+    """
+    if not results or any(r.outcome is not Outcome.FAILED or r.abstained for r in results):
+        return
+    tried = f"every row that was tried ({len(results)}, with the row's answer as response)"
+    reason = results[0].reason
+    if all(is_certain_failure(result, keep_env) for result in results):
+        raise RewardLoadError(f"the reward {name} fails on {tried}: {reason}")
+    log.warning("the reward %s failed on %s: %s", name, tried, reason)
 
 
 def warn_of_keys(config: RewardConfig, function: bytes) -> None:

@@ -24,7 +24,7 @@ from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.rewards.builtin import COMPARING, REWARDS
 from jaxrl_llm.rewards.config import MAX_CHUNK, URL, RewardConfig
-from jaxrl_llm.rewards.environment import explain_failure, is_certain_failure, mask_kept, warn_of_keys
+from jaxrl_llm.rewards.environment import check_trial, explain_failure, mask_kept, warn_of_keys
 from jaxrl_llm.rewards.load import PICKLED, pickle_function, resolve_reward
 from jaxrl_llm.rewards.messages import (
     Broken,
@@ -180,11 +180,7 @@ class RewardPool:
                 if not samples:
                     round_.queue.append(Chunk(name, []))
                 results = self._run(round_)
-            if results and all(is_certain_failure(result, self.config.keep_env) for result in results):
-                raise RewardLoadError(
-                    f"the reward {name} fails on every row that was tried ({len(results)}, with the row's "
-                    f"answer as response): {results[0].reason}"
-                )
+            check_trial(name, results, self.config.keep_env)
 
     def close(self) -> None:
         """End all workers and wait until they are gone."""

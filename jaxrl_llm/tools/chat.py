@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from jaxrl_llm.data.config import ChatConfig
-from jaxrl_llm.ranges import LARGEST, Count, CountOrZero, Range
+from jaxrl_llm.ranges import LARGEST, Count, Range
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools.arguments import parse_arguments
-from jaxrl_llm.tools.config import Dtype
+from jaxrl_llm.tools.config import Dtype, ModelChoice
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatArguments(SamplingConfig):
+class ChatArguments(ModelChoice, SamplingConfig):
     """Talk to a model in the terminal; /help lists the commands. In a pipe each line of stdin is a message.
 
     A model without a chat template continues the text (plain).
@@ -22,10 +22,6 @@ class ChatArguments(SamplingConfig):
 
     model: str
     """Hugging Face folder, GGUF file, hub name, or directory of a run (its newest checkpoint)."""
-    step: CountOrZero | None = None
-    """Step of the run's checkpoint; None = the newest."""
-    adapter: str = ""
-    """PEFT folder, or hub name, of adapters for the model."""
     temperature: Annotated[float, Range(0.0, 100.0, usual="0.7 is usual, 0 is greedy")] = 0.7
     """0 = greedy."""
     max_tokens: Count = 1024

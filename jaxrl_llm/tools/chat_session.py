@@ -24,8 +24,8 @@ from jaxrl_llm.recipe.keys import parse_value, type_hints, type_words
 from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
 from jaxrl_llm.rollout.partial import new_responses
 from jaxrl_llm.tools.chat import ChatArguments
-from jaxrl_llm.tools.chat_model import CONTROLS, ConversationEngine, TextStream, chat_mesh, open_chat_model
-from jaxrl_llm.tools.models import pick_dtype
+from jaxrl_llm.tools.chat_model import CONTROLS, ConversationEngine, TextStream, chat_mesh
+from jaxrl_llm.tools.models import open_model, pick_dtype
 from jaxrl_llm.tools.output import print_progress
 from jaxrl_llm.user_file import did_you_mean, expand_home
 
@@ -57,12 +57,13 @@ def open_session(args: ChatArguments) -> Session:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     mesh, dtype = chat_mesh(args.mesh), pick_dtype(args.dtype)
-    model = open_chat_model(args.model, args.step, args.adapter, mesh, dtype)
-    set_template(model.tokenizer, args.chat)
-    longest = min(args.context, model.architecture.max_position)
+    model = open_model(args.model, args)
+    tokenizer = model.read_tokenizer()
+    set_template(tokenizer, args.chat)
+    longest = min(args.context, model.config.max_position)
     args = dataclasses.replace(args, context=longest, max_tokens=min(args.max_tokens, longest - 1))
-    engine = ConversationEngine(model, mesh, dtype, args.context, args.max_tokens)
-    return Session(args, model.tokenizer, engine, terminal_lines())
+    engine = ConversationEngine(model, tokenizer, mesh, dtype, args.context, args.max_tokens)
+    return Session(args, tokenizer, engine, terminal_lines())
 
 
 class AnswerStoppedError(Exception):

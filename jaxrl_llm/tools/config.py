@@ -6,11 +6,21 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxrl_llm.data.config import ChatConfig
-from jaxrl_llm.ranges import LARGEST, Count, Finite, Positive, Range
+from jaxrl_llm.ranges import LARGEST, Count, CountOrZero, Finite, Positive, Range
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.sharding.config import MeshConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """Checkpoint and adapters of the model that a command names."""
+
+    step: CountOrZero | None = None
+    """Step of the checkpoint, where --model is the directory of a run; None = the newest."""
+    adapter: str = ""
+    """PEFT folder, or hub name, of adapters for the model."""
 
 
 @dataclass(frozen=True)

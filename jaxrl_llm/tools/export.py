@@ -49,10 +49,12 @@ def main(argv: list[str]) -> int:
     from jaxrl_llm.checkpoint.params import restore_params
     from jaxrl_llm.hf.export import save_model
     from jaxrl_llm.models.lora import base_config
-    from jaxrl_llm.tools.models import run_tokenizer, with_base
+    from jaxrl_llm.models.params import with_heads
+    from jaxrl_llm.tools.models import exported_config, run_tokenizer, with_base
 
     saved = restore_params(args.checkpoint, args.step, args.ema)
-    params, config = with_base(args.checkpoint, saved), base_config(saved.config)
+    params = with_heads(with_base(args.checkpoint, saved), exported_config(args.checkpoint, saved))
+    config = base_config(params.config)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
     folder = save_model(params, config, args.out, tokenizer, args.dtype)
     size = sum(file.stat().st_size for file in folder.iterdir())

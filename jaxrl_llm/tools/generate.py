@@ -7,12 +7,12 @@ from pathlib import Path
 
 from jaxrl_llm.ranges import Count
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
-from jaxrl_llm.tools.config import GenerateConfig, SelectConfig
+from jaxrl_llm.tools.config import GenerateConfig, ModelChoice, SelectConfig
 from jaxrl_llm.tools.reward_flags import check_selection, gives_rewards, split_reward_flags
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateArguments(GenerateConfig, SelectConfig):
+class GenerateArguments(ModelChoice, GenerateConfig, SelectConfig):
     """Generate responses to the prompts of a file, and reward and select them.
 
     Rewards have the flags of training: --reward.name math (or my_rewards.py:f, or a URL),
@@ -20,7 +20,7 @@ class GenerateArguments(GenerateConfig, SelectConfig):
     """
 
     model: str
-    """Hugging Face folder, GGUF file or hub name."""
+    """Hugging Face folder, GGUF file, hub name, or directory of a run (its newest checkpoint)."""
     prompts: Path
     """JSONL (or JSON, CSV, Parquet, Arrow) with "prompt" (text) or "messages" (a chat, to be rendered with
     the chat template), such as samples.jsonl of a run."""

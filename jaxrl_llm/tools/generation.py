@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,6 @@ from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.resolve import resolve_model
-from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.rewards.config import RewardConfig
@@ -26,9 +24,9 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT
 from jaxrl_llm.structs import Trajectory
-from jaxrl_llm.tools.config import GenerateConfig
+from jaxrl_llm.tools.config import GenerateConfig, ModelChoice
 from jaxrl_llm.tools.generate import GenerateArguments
-from jaxrl_llm.tools.models import load_sharded, pick_dtype
+from jaxrl_llm.tools.models import open_model, pick_dtype
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, print_progress, settings_of
 from jaxrl_llm.tools.response_rewards import ResponseScorer
 from jaxrl_llm.tools.reward_flags import gives_rewards
@@ -44,9 +42,9 @@ def write_responses(args: GenerateArguments, reward: RewardConfig) -> None:
     show_warnings()
     examples = read_examples(args.prompts)
     with contextlib.ExitStack() as closing:
-        generator = Generator(args.model, examples, args)
+        generator = Generator(args.model, examples, args, args)
         scorer = open_scorer(args, reward, generator, examples, closing)
-        settings = settings_of(args, reward, args.prompts)
+        settings = settings_of(replace(args, step=generator.model.step), reward, args.prompts)
         output = closing.enter_context(ResumableOutput(args.out, settings, args.resume))
         bar, summary = ProgressBar(len(examples), "prompts", output.rows_done), RewardSummary()
         for part, groups, speed in generator.windows(output.rows_done):
@@ -65,16 +63,21 @@ class Generator:
         UserError: a model or prompt that cannot be used, with the fix.
     """
 
-    def __init__(self, model: str, examples: Sequence[Example], config: GenerateConfig):
+    def __init__(
+        self,
+        model: str,
+        examples: Sequence[Example],
+        config: GenerateConfig,
+        choice: ModelChoice = ModelChoice(),  # noqa: B008  frozen
+    ):
         check_kernels_setting()
         self.examples, self.config, self.mesh = examples, config, make_mesh(config.mesh)
-        self.folder = resolve_model(model)
-        self.architecture = read_config(self.folder)
-        self.tokenizer = load_tokenizer(self.folder, self.architecture)
+        self.model = open_model(model, choice)
+        self.tokenizer = self.model.read_tokenizer()
         self.dtype = pick_dtype(config.dtype)
         if warning := plain_text_warning(self.tokenizer, examples, config.chat, "--chat.render"):
             print_progress(f"warning: {warning}")
-        positions = self.architecture.max_position
+        positions = self.model.config.max_position
         self.requests = [
             make_request(config, positions, self.tokenizer, i, example) for i, example in enumerate(examples)
         ]
@@ -88,10 +91,8 @@ class Generator:
         config, rollout = self.config, RolloutConfig(slots=self.config.slots, dtype=self.dtype)
         if start >= len(self.requests):
             return
-        ends = generation_end_ids(self.folder)
-        engine = NativeEngine(rollout, self.architecture, self.mesh, self.tokenizer, ends)
-        params = load_sharded(self.folder, self.architecture, self.mesh, ROLLOUT, self.dtype)
-        engine.publish(params, version=0)
+        engine = NativeEngine(rollout, self.model.config, self.mesh, self.tokenizer, self.model.end_ids)
+        engine.publish(self.model.load(self.mesh, ROLLOUT, self.dtype), version=0)
         window = max(1, 8 * config.slots // config.n)  # prompts between two results
         for first in range(start, len(self.requests), window):
             part = self.requests[first : first + window]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +15,29 @@ from jax.sharding import Mesh
 from jaxrl_kernels.chips import lacks_bfloat16
 from jaxrl_kernels.dispatch import device
 from jaxrl_llm import models
-from jaxrl_llm.build.models import check_frozen, load_model_config
-from jaxrl_llm.checkpoint.params import SavedParams
+from jaxrl_llm.build.models import check_frozen, load_model_config, with_new_adapters
+from jaxrl_llm.checkpoint.params import SavedParams, restore_params
 from jaxrl_llm.config import ChatConfig, ModelConfig
 from jaxrl_llm.data.template import set_template
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.peft import load_adapter
+from jaxrl_llm.hf.peft_config import read_adapter_config
 from jaxrl_llm.hf.resolve import resolve_model
+from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.transformer import cast_weights
-from jaxrl_llm.sharding.rules import Rules
+from jaxrl_llm.sharding.placement import reshard
+from jaxrl_llm.sharding.rules import TRAIN, Rules
 from jaxrl_llm.structs import Params
-from jaxrl_llm.tools.config import Dtype
+from jaxrl_llm.tools.config import Dtype, ModelChoice
 from jaxrl_llm.tools.output import print_progress
+from jaxrl_llm.user_file import expand_home
+
+SCORE_ALGORITHMS = ("prm", "reward_model")
+"""Algorithms that train a value head and no policy."""
 
 
 def pick_dtype(dtype: Dtype) -> str:
@@ -44,10 +55,93 @@ def load_sharded(folder: Path, config: TransformerConfig, mesh: Mesh, rules: Rul
     return load_params(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
 
 
-def with_base(run_dir: Path, saved: SavedParams) -> Params:
+class StoredModel(NamedTuple):
+    """A model that a command names; its weights are not read yet."""
+
+    config: TransformerConfig
+    read_tokenizer: Callable[[], Any]
+    end_ids: tuple[int, ...]  # of generation_config.json
+    step: int | None  # of the run's checkpoint; None = the model is no run's
+    load: Callable[[Mesh, Rules, str], Params]  # (mesh, rules, dtype) -> the sharded weights
+
+
+def open_model(name: str, choice: ModelChoice) -> StoredModel:
+    """Return the model of a folder, GGUF file, hub name or run, with the adapters of a PEFT folder.
+
+    Raises:
+        UserError: it cannot be used, with the fix; `load` raises it of weights.
+    """
+    path = expand_home(name)
+    if (path / "checkpoints").is_dir():
+        model = _model_of_run(path, choice.step)
+    elif choice.step is not None:
+        raise UserError(f"--step {choice.step}: {path} is no directory of a run, which has checkpoints")
+    else:
+        folder = resolve_model(name)
+        config, ends = read_config(folder), generation_end_ids(folder)
+        tokenizer = functools.partial(load_tokenizer, folder, config)
+        model = StoredModel(config, tokenizer, ends, None, functools.partial(load_sharded, folder, config))
+    if model.config.value_head:
+        raise UserError(f"--model {name}: a model with a score head, such as a reward model, has no text")
+    return _with_adapter(model, choice.adapter) if choice.adapter else model
+
+
+def _model_of_run(run_dir: Path, step: int | None) -> StoredModel:
+    saved = restore_params(run_dir, step)
+    print_progress(f"step {saved.step} of {run_dir}")
+    config, base = exported_config(run_dir, saved), run_settings(run_dir)["model"]["path"]
+
+    def load(mesh: Mesh, rules: Rules, dtype: str) -> Params:
+        params = models.with_heads(with_base(run_dir, saved, mesh, rules), config)
+        return cast_weights(jax.device_put(params, models.shardings(config, mesh, rules)), dtype)
+
+    ends = generation_end_ids(resolve_model(base)) if base else ()
+    tokenizer = functools.partial(run_tokenizer, run_dir, lora.base_config(config))
+    return StoredModel(config, tokenizer, ends, saved.step, load)
+
+
+def exported_config(run_dir: Path, saved: SavedParams) -> TransformerConfig:
+    """Return the config of a run's model as the run exports it: a policy has no value head."""
+    if not saved.config.value_head or run_settings(run_dir)["algo"]["name"] in SCORE_ALGORITHMS:
+        return saved.config
+    return dataclasses.replace(saved.config, value_head=False)
+
+
+def run_settings(run_dir: Path) -> dict[str, Any]:
+    """Return the config of a run, as nested dicts.
+
+    Raises:
+        UserError: its config.json is missing or damaged.
+    """
+    file = run_dir / "config.json"
+    config = read_json(file).get("config")
+    if not isinstance(config, dict):
+        raise UserError(f'{file}: has no "config", which a run writes')
+    return config
+
+
+def _with_adapter(model: StoredModel, name: str) -> StoredModel:
+    """Return the model with the adapters of a PEFT folder."""
+    folder = resolve_model(name, adapter=True)
+    if model.config.lora is not None:
+        raise UserError(f"--adapter {name}: the run has adapters of its own; give its base model")
+    config = lora.with_lora(model.config, read_adapter_config(folder, model.config.moe is not None))
+    weights = load_adapter(folder, config)
+
+    def load(mesh: Mesh, rules: Rules, dtype: str) -> Params:
+        params = with_new_adapters(model.load(mesh, TRAIN, dtype), config, mesh, seed=0)
+        return reshard(lora.replace_weights(params, weights), models.shardings(config, mesh, rules))
+
+    return model._replace(config=config, load=load)
+
+
+def with_base(run_dir: Path, saved: SavedParams, mesh: Mesh | None = None, rules: Rules = TRAIN) -> Params:
     """Return the model of a run with the pretrained weights that its adapters were trained on.
 
     Other models are returned as they are.
+
+    Args:
+        mesh: of the pretrained weights; None = all on one device.
 
     Raises:
         UserError: the run started from random weights, of which there is no copy, or the folder has other
@@ -56,7 +150,7 @@ def with_base(run_dir: Path, saved: SavedParams) -> Params:
     config = saved.config
     if config.lora is None:
         return saved.params
-    settings = read_json(run_dir / "config.json")["config"]["model"]
+    settings = run_settings(run_dir)["model"]
     if not (path := settings["path"]):
         raise UserError(
             f"{run_dir}: its adapters belong to random weights, which no checkpoint holds. The run's last "
@@ -64,7 +158,8 @@ def with_base(run_dir: Path, saved: SavedParams) -> Params:
         )
     folder = resolve_model(path)
     stored = lora.frozen_config(read_config(folder), config.quantize)
-    base = cast_weights(load_params(folder, stored), settings["dtype"])  # as it was in the run
+    shardings = mesh and models.shardings(stored, mesh, rules)
+    base = cast_weights(load_params(folder, stored, shardings), settings["dtype"])  # as it was in the run
     trained = jax.tree.map(jnp.asarray, saved.params)
     params = lora.join_params(trained, models.with_heads(base, config))
     check_frozen(saved.frozen, lora.frozen_fingerprint(params), path, run_dir)

@@ -11,12 +11,12 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import Count, Range
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
-from jaxrl_llm.tools.config import Dtype, SelectConfig
+from jaxrl_llm.tools.config import Dtype, ModelChoice, SelectConfig
 from jaxrl_llm.tools.reward_flags import check_selection, gives_rewards, split_reward_flags
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreArguments(SelectConfig):
+class ScoreArguments(ModelChoice, SelectConfig):
     """Write log-probabilities under a model (--model), or rewards (--reward.name, --reward.models.0.path).
 
     A row of the data gives a row, in order; --select writes rows to train on instead. Rewards have the flags
@@ -25,7 +25,8 @@ class ScoreArguments(SelectConfig):
     """
 
     model: str = ""
-    """Hugging Face folder, GGUF file or hub name of the model whose log-probabilities are written."""
+    """Model whose log-probabilities are written: Hugging Face folder, GGUF file, hub name, or directory of a
+    run (its newest checkpoint)."""
     data: Path
     """Rows with a prompt and "responses" (of generate), a response, or chosen and rejected. For log-probs
     also "tokens" (ids), or "messages" alone (a chat, to be rendered with the chat template)."""
@@ -66,6 +67,9 @@ def main(argv: list[str]) -> int:
             f"score writes log-probs of a model (--model FOLDER) or rewards (--reward.name NAME, "
             f"--reward.models.0.path FOLDER); {problem}. Give one of them."
         )
+    if not args.model and (args.adapter or args.step is not None):
+        flag = f"--adapter {args.adapter}" if args.adapter else f"--step {args.step}"
+        raise UserError(f"{flag} is of the model whose log-probs are written, and --model is not given")
     check_output_path(args.out, args.data)
     from jaxrl_llm.tools.scoring import write_scores  # imports jax: --help and bad flags end before
 

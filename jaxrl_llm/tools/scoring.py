@@ -19,9 +19,6 @@ from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import RESPONSE_KEYS, Example, RowError, check_row, check_text, first_column
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.resolve import resolve_model
-from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import check_kernels_setting
@@ -30,7 +27,7 @@ from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
-from jaxrl_llm.tools.models import load_sharded, pick_dtype
+from jaxrl_llm.tools.models import StoredModel, open_model, pick_dtype
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of
 from jaxrl_llm.tools.response_rewards import ResponseScorer, encode_response
 from jaxrl_llm.tools.score import ScoreArguments
@@ -56,7 +53,11 @@ def write_scores(args: ScoreArguments, reward: RewardConfig) -> None:
     check_kernels_setting()
     rows = RawRows(args.data)
     with contextlib.ExitStack() as closing:
-        score = logprob_scores(args, rows) if args.model else reward_scores(args, reward, rows, closing)
+        if args.model:
+            model = open_model(args.model, args)
+            score, args = logprob_scores(args, model, rows), replace(args, step=model.step)
+        else:
+            score = reward_scores(args, reward, rows, closing)
         settings = settings_of(args, reward, args.data)
         output = closing.enter_context(ResumableOutput(args.out, settings, args.resume))
         bar = ProgressBar(len(rows), "rows", output.rows_done)
@@ -99,19 +100,17 @@ Scores = Callable[[range], tuple[list[str], str]]
 """(numbers of rows) -> (lines of the output, note for the progress)."""
 
 
-def logprob_scores(args: ScoreArguments, rows: RawRows) -> Scores:
-    """Return the function that computes log-probs; all rows are read before the model is loaded."""
-    mesh, folder = make_mesh(args.mesh), resolve_model(args.model)
-    config = read_config(folder)
-    tokenizer = None
+def logprob_scores(args: ScoreArguments, model: StoredModel, rows: RawRows) -> Scores:
+    """Return the function that computes log-probs; all rows are read before the weights are loaded."""
+    mesh, config, tokenizer = make_mesh(args.mesh), model.config, None
     for row, where in (rows[i] for i in range(len(rows))):
         if "tokens" in row:
             check_tokens(row["tokens"], where, config)
         else:
             read_sequences(row, where)
-            tokenizer = tokenizer or load_tokenizer(folder, config)
+            tokenizer = tokenizer or model.read_tokenizer()
     dtype = pick_dtype(args.dtype)
-    params = load_sharded(folder, config, mesh, TRAIN, dtype)
+    params = model.load(mesh, TRAIN, dtype)
     forward = make_scorer(config, args.temperature, dtype, mesh)
 
     def logprobs_of(sequences: list[list[int]]) -> list[list[float]]:

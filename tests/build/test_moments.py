@@ -126,7 +126,11 @@ def test_moments_that_do_not_fit_are_refused_before_anything_is_read(tmp_path):
     adapters = stage_of(model=lora.with_lora(MODEL, LoraConfig(rank=2)))
     with pytest.raises(UserError, match=rf"q_lora_a: not in the checkpoint(.|\n)*{fix}"):
         check_initial_moments(config_of(tmp_path, other), adapters)
-    with pytest.raises(UserError, match="no checkpoint; give the run_dir of a run"):
+    with pytest.raises(
+        UserError, match=rf"--optim.init_from {other}/hf: .*give the run_dir .* saved one: {other}$"
+    ):
+        check_initial_moments(config_of(tmp_path, other / "hf"), stage)
+    with pytest.raises(UserError, match=r"no checkpoint; give the run_dir of a run that has saved one$"):
         check_initial_moments(config_of(tmp_path, tmp_path / "none"), stage)
     (tmp_path / "new" / "checkpoints" / "3").mkdir(parents=True)  # the run continues: nothing is needed
     check_initial_moments(config_of(tmp_path, tmp_path / "none"), stage)

@@ -253,7 +253,7 @@ def test_missing_template_and_refusing_template_and_missing_eos(tokenizer):
     ):
         encode_prompt(tokenizer, chat(user("a")), ChatConfig())
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"--data.chat.chat_template FILE.*--data.chat.render plain"):
+    with pytest.raises(ValueError, match=r"--chat.chat_template FILE.*--chat.render plain.*--data.chat.chat"):
         encode_prompt(tokenizer, chat(user("a")), ChatConfig())
     with pytest.raises(ValueError, match=r"f.jsonl:12: the prompt has no tokens"):
         encode_prompt(tokenizer, plain(""), ChatConfig())

@@ -359,6 +359,10 @@ def test_exports_that_cannot_be(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ValueError, match=r"out: the export needs [\d,]+ bytes, but 1,000 are free"):
         save_model(params, config, tmp_path / "out")
+    weights = sum(2 * leaf.size for leaf in jax.tree.leaves(params))  # in bfloat16
+    usage = usage._replace(free=weights + 1)
+    with pytest.raises(ValueError, match=rf"needs {weights + 2**20:,} bytes, but {weights + 1:,} are free"):
+        save_model(params, config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -428,9 +428,12 @@ def test_folders_of_a_run_that_are_no_models_name_what_to_give(tmp_path):
         (tmp_path / file).write_text("{}")
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     refused(tmp_path / "exports/10", rf"no model itself, but has one: {tmp_path}/exports/10/hf$")
-    merged = rf"adapters \(PEFT\) .* --adapter in chat; merged they are {tmp_path}/exports/10/hf$"
+    merged = rf"adapters \(PEFT\) .* --adapter in chat, .*; merged they are {tmp_path}/exports/10/hf$"
     refused(tmp_path / "exports/10/adapter", merged)
-    refused(tmp_path / "adapter", r"adapters \(PEFT\) .* --model.adapter in training or --adapter in chat$")
+    refused(
+        tmp_path / "adapter",
+        r"adapters \(PEFT\) .* --model.adapter in training or --adapter in chat, generate and score$",
+    )
     export = rf"a checkpoint of the run {tmp_path}, .*export --checkpoint {tmp_path} --out FOLDER\)"
     refused(tmp_path / "checkpoints", export)
     refused(tmp_path / "checkpoints/30", export)

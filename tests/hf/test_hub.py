@@ -6,7 +6,7 @@ from unittest import mock
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from jaxrl_llm.__main__ import main
 from jaxrl_llm.build.push import model_card, push_run
@@ -82,6 +82,19 @@ def test_a_card_has_base_algorithm_recipe_and_metrics_and_no_local_path(run_dir)
     assert "| eval/pass@1 | 0.25 | 0.75 |" in card and "| reward/mean | 0.5 | 0.5 |" in card
     assert "/home" not in card and "license" not in card
     assert "base_model" not in model_card(run_dir / "nowhere", "me/model")
+
+
+def test_a_hub_that_cannot_be_reached_is_named_before_any_work(api, capsys):
+    api.create_repo.side_effect = ConnectionError("refused")
+    with pytest.raises(
+        PushError, match=r"me/model: ConnectionError: refused. The hub \(https://hf.example\)"
+    ):
+        check_repository("me/model", private=False)
+    assert "me/model: ConnectionError: refused; tried again in 0 s" in capsys.readouterr().err
+    api.create_repo.side_effect = OfflineModeIsEnabled("offline")
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set, so nothing can be uploaded"):
+        check_repository("me/model", private=False)
+    assert api.create_repo.call_count == 5  # the second time once
 
 
 def test_errors_that_may_pass_are_tried_again(api, tmp_path):

@@ -138,7 +138,7 @@ def test_logits_and_gradients_are_pefts(base, tmp_path):
     for name, expected in theirs.items():
         in_file = ".lora_B." in name and ".experts." not in name
         expected = expected * factor**2 if in_file else expected
-        assert np.linalg.norm(written[name] - expected) <= 1e-5 * np.linalg.norm(expected), name
+        assert np.linalg.norm(written[name] - expected) <= 3e-5 * np.linalg.norm(expected), name
 
 
 @pytest.mark.slow

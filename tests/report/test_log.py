@@ -18,6 +18,7 @@ from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.dump import describe_run
 from jaxrl_llm.report import curve, jsonl, log, progress
 from jaxrl_llm.report.config import LogConfig
+from jaxrl_llm.report.goodput import PhaseClock
 from jaxrl_llm.report.log import RunLog, json_value, sample_rows
 from jaxrl_llm.structs import Outcome, Trajectory
 
@@ -255,6 +256,25 @@ def test_tensorboard_events_hold_the_numbers(tmp_path):
     assert b"tokens_per_second" in data
     assert b"note" not in data
     assert b"kl" not in data
+
+
+def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path, monkeypatch, capsys):
+    """tensorboardX's own thread would end, and its queue of ten block the step for ever."""
+    from tensorboardX.event_file_writer import EventsWriter
+
+    log = RunLog(tmp_path, LogConfig(progress="plain"), 2)
+    logger = log.loggers["tensorboard"]
+
+    def full(self, event):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(EventsWriter, "write_event", full)
+    for step in (1, 2):
+        log.step(step, {f"m{i}": 0.5 for i in range(40)}, tokens=1)
+    log.finish()
+    out = capsys.readouterr().out
+    assert out.count("warning: tensorboard cannot be written (OSError") == 1 and "done: step 2 of 2" in out
+    logger.close()
 
 
 def test_no_secret_is_in_any_file_of_the_run(tmp_path, monkeypatch):
@@ -522,6 +542,15 @@ def test_the_end_says_what_was_reached_and_where_things_lie(tmp_path, monkeypatc
     )
 
 
+def test_the_time_at_the_end_counts_from_the_command_on(tmp_path, monkeypatch, capsys):
+    """As that of the first step does: 37 seconds until the log, and 83 after it."""
+    clock = Clock(monkeypatch)
+    log = RunLog(tmp_path, QUIET, 3, clock=PhaseClock("import", began=clock.now - 37))
+    clock.now += 83
+    log.finish(stopped="SIGTERM")
+    assert "step 0 of 3, 2:00 since the start\n" in capsys.readouterr().out
+
+
 def test_the_end_of_a_reward_model_tells_its_held_out_accuracy(tmp_path, capsys):
     log = RunLog(tmp_path, QUIET, 2)
     log.step(1, {"loss": 2.0, "eval/pass@1": 0.4}, tokens=1, kind="warm_start")
@@ -534,10 +563,13 @@ def test_an_early_end_says_why_and_how_to_go_on(tmp_path, monkeypatch, capsys):
     Clock(monkeypatch)
     log = RunLog(tmp_path, QUIET, 3)
     log.step(1, {"loss": 2.0}, tokens=1)
+    (tmp_path / "checkpoints/1").mkdir(parents=True)
     log.finish(stopped="SIGTERM")
     out = capsys.readouterr().out
     assert out.startswith("\nstopped by SIGTERM: step 1 of 3, 0:00 since the start\n  loss           2.000")
     assert out.endswith("The same command again continues from the last checkpoint.\n")
 
     RunLog(tmp_path / "new", QUIET, 3, resume_step=-1).finish(stopped="SIGTERM")
-    assert "stopped by SIGTERM: step 0 of 3" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "stopped by SIGTERM: step 0 of 3" in out
+    assert out.endswith("The same command again begins anew: there is no checkpoint.\n")

@@ -73,6 +73,15 @@ def test_what_another_response_could_avoid_is_no_mistake(write, text):
     check_reward(RewardConfig(name=write(text)), ROWS)
 
 
+def test_a_reward_that_failed_for_now_is_warned_of_before_a_model_is_loaded(write, caplog):
+    """A judge that refuses the key, or is not there yet: the run may still work."""
+    check_reward(RewardConfig(name=write("def reward(s): raise OSError('HTTP Error 401')")), ROWS)
+    assert re.search(r"the reward .* failed on every row that was tried \(.*HTTP Error 401", caplog.text)
+    caplog.clear()
+    check_reward(RewardConfig(name=write("def reward(s): return 1.0")), ROWS)
+    assert "failed" not in caplog.text
+
+
 def test_without_rows_it_is_loaded_only(write):
     path = write("def reward(s): raise NameError")
     check_reward(RewardConfig(name=path))

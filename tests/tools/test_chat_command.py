@@ -11,8 +11,6 @@ import subprocess
 import sys
 import time
 
-import jax
-import numpy as np
 import pytest
 from random_weights import random_params
 
@@ -22,16 +20,14 @@ from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.hf.peft import save_adapter
-from jaxrl_llm.models import LoraConfig, lora
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools import chat_session
 from jaxrl_llm.tools.chat import ChatArguments
-from jaxrl_llm.tools.chat_model import ConversationEngine, TextStream, chat_mesh, open_chat_model
+from jaxrl_llm.tools.chat_model import ConversationEngine, TextStream, chat_mesh
 from jaxrl_llm.tools.config import GenerateConfig
 from jaxrl_llm.tools.generation import Generator
+from jaxrl_llm.tools.models import open_model
 from jaxrl_llm.tools.scoring import NO_SOURCE
 
 CONFIG = models.TransformerConfig(
@@ -50,10 +46,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
+    model = open_model(str(folder), ARGS)
     mesh = chat_mesh(MeshConfig(fsdp=1))
-    return ConversationEngine(
-        open_chat_model(str(folder), None, "", mesh, "float32"), mesh, "float32", 256, 6
-    )
+    return ConversationEngine(model, model.read_tokenizer(), mesh, "float32", 256, 6)
 
 
 @pytest.fixture
@@ -203,31 +198,6 @@ def test_messages_of_several_lines(monkeypatch):
     text = 'one\ntwo \\\nlines\n"""\na\nb\n"""\n"""c\nd"""\nlast'
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert list(chat_session.terminal_lines()) == ["one", "two \nlines", "a\nb", "c\nd", "last"]
-
-
-def test_an_adapter_is_added_to_the_model(folder, tmp_path):
-    adapters = LoraConfig(rank=2, alpha=4.0, targets=("q_proj",))
-    config = lora.with_lora(CONFIG, adapters)
-    params = random_params(config, seed=3)
-    save_adapter(jax.tree.map(jax.numpy.asarray, params), tmp_path / "adapter", str(folder))
-    model = open_chat_model(
-        str(folder), None, str(tmp_path / "adapter"), chat_mesh(MeshConfig(fsdp=1)), "float32"
-    )
-    expected, base = dict(models.named_leaves(params)), dict(models.named_leaves(random_params(CONFIG)))
-    for name, leaf in models.named_leaves(model.params):
-        value = expected[name] if "_lora_" in name else base[name]
-        np.testing.assert_allclose(np.asarray(leaf), value, atol=1e-6)
-    assert model.architecture.lora == adapters
-
-
-def test_models_that_cannot_talk_are_refused(folder, tmp_path):
-    scorer = dataclasses.replace(CONFIG, value_head=True, tie_embeddings=True)
-    save_model(random_params(scorer), scorer, tmp_path / "scorer", make_tokenizer(), "float32")
-    mesh = chat_mesh(MeshConfig(fsdp=1))
-    with pytest.raises(UserError, match="a model with a score head, such as a reward model, cannot talk"):
-        open_chat_model(str(tmp_path / "scorer"), None, "", mesh, "float32")
-    with pytest.raises(UserError, match=r"--step 3: .* is no directory of a run"):
-        open_chat_model(str(folder), 3, "", mesh, "float32")
 
 
 @pytest.mark.slow
