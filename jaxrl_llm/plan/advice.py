@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import trained_config
+from jaxrl_llm.build.sizes import derived
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.models.lora import frozen_config, split_params
@@ -59,10 +60,13 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
     smaller = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
     if smaller and any("accumulate" in phase.name for phase in over):
         yield f"--model.remat {', then '.join(smaller)}: may be enough ({limit})."
-    row, key, tokens = config.row_tokens, "tokens_per_device", config.tokens_per_device
+    row, key, rows = config.row_tokens, "tokens_per_device", "rows_per_microbatch"
     if not any("accumulate" in phase.name for phase in over):  # scoring alone
-        key, tokens = f"score.{key}", config.score.tokens_per_device or tokens
+        key, rows = f"score.{key}", "rows_per_scored_microbatch"
     least = -(-row // num_shards("sequence", plan.mesh))
+    # A mini-batch may have fewer tokens than the budget of a micro-batch.
+    sizes = derived(config, math.prod(plan.mesh.values()))
+    tokens = sizes[rows] // num_shards("batch", plan.mesh) * least
     if tokens // least > 1:
         scaled = (plan.memory - fixed) / worst.memory["activations"] * tokens
         tokens = max(int(scaled) // least, 1) * least

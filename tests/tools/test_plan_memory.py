@@ -34,7 +34,7 @@ def cost(name, **memory):
 
 
 def advice(*costs, memory=16.0, **changes):
-    config = dataclasses.replace(CONFIG, tokens_per_device=64, **changes)
+    config = dataclasses.replace(CONFIG, **{"tokens_per_device": 64, "prompts_per_step": 64} | changes)
     mesh = {"data": 1, "fsdp": 4, "expert": 1, "tensor": 1, "sequence": 1}
     plan = advise(Plan("a model", "v5e-4", mesh, memory * GIB, list(costs), {}, {}), config)
     return plan.fits, plan.advice
@@ -54,6 +54,12 @@ def test_activations_that_do_not_fit():
     assert lines[1].startswith("  2. --tokens_per_device 32: may be enough if activations grow with tokens")
     assert "--mesh.sequence or --mesh.tensor" in lines[2]
     assert "does not help" in lines[3]
+
+
+def test_advice_of_smaller_micro_batches_counts_the_tokens_they_have():
+    """An update of 64 x 4 responses of 8 tokens is 512 tokens of each of 4 devices, whatever the budget."""
+    _, lines = advice(cost("update: accumulate", parameters=8, activations=16), tokens_per_device=1 << 20)
+    assert lines[1].startswith("  2. --tokens_per_device 256: may be enough")
 
 
 def test_scores_that_do_not_fit_take_a_budget_of_their_own():
