@@ -64,13 +64,16 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
     if not any("accumulate" in phase.name for phase in over):  # scoring alone
         key, rows = f"score.{key}", "rows_per_scored_microbatch"
     least = -(-row // num_shards("sequence", plan.mesh))
-    # A mini-batch may have fewer tokens than the budget of a micro-batch.
+    # A mini-batch may have fewer tokens than the budget of a micro-batch; in several it needs a second gradient.
     sizes = derived(config, math.prod(plan.mesh.values()))
     tokens = sizes[rows] // num_shards("batch", plan.mesh) * least
-    if tokens // least > 1:
-        scaled = (plan.memory - fixed) / worst.memory["activations"] * tokens
+    is_whole = sizes["microbatches_per_update_at_most"] == 1
+    available = plan.memory - fixed - is_whole * worst.memory["gradients"]
+    if tokens // least > 1 and available > 0:
+        scaled = available / worst.memory["activations"] * tokens
         tokens = max(int(scaled) // least, 1) * least
         yield f"--{key} {tokens}: may be enough if activations grow with tokens ({limit})."
+    yield from (line for line in _state(plan, config, worst) if line.endswith("would fit."))
     yield (
         "--mesh.sequence or --mesh.tensor above 1: both shard activations; the smallest micro-batch is one "
         f"row of {row} tokens."

@@ -60,6 +60,16 @@ def test_advice_of_smaller_micro_batches_counts_the_tokens_they_have():
     """An update of 64 x 4 responses of 8 tokens is 512 tokens of each of 4 devices, whatever the budget."""
     _, lines = advice(cost("update: accumulate", parameters=8, activations=16), tokens_per_device=1 << 20)
     assert lines[1].startswith("  2. --tokens_per_device 256: may be enough")
+    phase = cost("update: accumulate", parameters=4, gradients=4, activations=16)  # and a second gradient
+    assert "--tokens_per_device 128: may" in advice(phase, tokens_per_device=1 << 20)[1][1]
+
+
+def test_a_smaller_state_that_makes_room_for_the_activations():
+    """3 GiB are missing; 8-bit moments of so small a model save 3.5 of 8 GiB."""
+    _, lines = advice(cost("update: accumulate", parameters=4, optimizer=8, gradients=4, activations=3))
+    assert [line.split("--")[1].split()[0] for line in lines if line.endswith("would fit.")] == [
+        *("optim.offload", "optim.moments", "lora.rank")
+    ]
 
 
 def test_scores_that_do_not_fit_take_a_budget_of_their_own():
