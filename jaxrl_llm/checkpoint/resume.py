@@ -71,8 +71,8 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[st
         lines.append(f"{key}: was {_spell(was)}, now {_spell(now)}")
     if refused:
         raise UserError(
-            "the checkpoints in this run directory were made with other settings, which a run cannot change:"
-            f"{_shown(refused)}\nPut the old values back, or start a new run with another --run_dir."
+            f"the checkpoints in {new.get('run_dir', 'run_dir')} were made with other settings, which a run "
+            f"cannot change:{_shown(refused)}\nPut the old values back, or start a new run with another --run_dir."
         )
     return harmless
 

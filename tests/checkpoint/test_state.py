@@ -246,11 +246,12 @@ def test_changed_settings_are_printed_or_refused(tmp_path, capsys):
     ]
     other = json.loads(json.dumps(old))
     old["optim"]["name"], other["optim"]["name"] = "adamw", "sgd"
-    other |= {"seed": 1, "steps": 20}
+    other |= {"seed": 1, "steps": 20, "run_dir": "runs/a"}
     other["model"] |= {"dtype": "bfloat16", "architecture": {"num_layers": 3}}
     other["data"]["train"][0]["path"] = "b"
     with pytest.raises(ValueError) as error:
         check_resume(old, other, 5)
+    assert str(error.value).startswith("the checkpoints in runs/a were made with other settings")
     assert str(error.value).splitlines()[1:] == [
         '  data.train.0.path: was "a", now "b"',
         "  model.architecture.num_layers: was 2, now 3",
