@@ -23,6 +23,10 @@ STARTS = {
         "sums are held out, with either order of their terms",
         FLAWED,
     ),
+    "sums_long": Start(
+        "as sums, with 1500 steps of SFT in place of 600",
+        f"--warm_start.steps 1500 {FLAWED}",
+    ),
     "countdown": Start(
         "reach a number with three others; 200 combinations of numbers and target are held out",
         f"--warm_start.steps 400 {COUNTDOWN}",
@@ -46,8 +50,7 @@ PPO = f"--config ppo_tiny.py {FROM} {SUMS}"
 SEARCH = f"--config grpo_tiny.py {FROM} {COUNTDOWN}"
 PAIRS = f"--config dpo_tiny.py {FROM} {SUMS}"
 RANKED = (
-    f"--config reward_model_tiny.py --data.train.0.options {options(**TWO_DIGITS)} "
-    f"--warm_start.sources.0.options {options(**TWO_DIGITS)} "
+    f"--config reward_model_tiny.py {FROM} --data.train.0.options {options(**TWO_DIGITS)} "
     f"{unseen('task:preference', 500, **TWO_DIGITS)}"
 )
 DAPO = f"--config dapo_tiny.py {FROM} {SUMS}"
@@ -117,11 +120,12 @@ TINY: dict[str, Study] = {
         also=("margin", "accuracy"),
     ),
     "reward_model": Study(
-        "A reward model ranks at least 95% of held-out pairs correctly.",
+        "A reward model, from the SFT warm-up, ranks at least 95% of held-out pairs correctly. (The length "
+        "of the warm-up was chosen on seed 3.)",
         {"reward_model": RANKED},
         all_at_least(0.95),
         metric="eval/accuracy",
-        start="",
+        start="sums_long",
     ),
     "ppo_on_reward_model": Study(
         "PPO raises accuracy by at least 30 points with that reward model as its only reward.",
@@ -131,6 +135,7 @@ TINY: dict[str, Study] = {
         },
         all_at_least(0.3),
         of="gain",
+        start="sums_long",
         after="reward_model",
     ),
     "token_loss": Study(
