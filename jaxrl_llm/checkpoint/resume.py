@@ -72,7 +72,8 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[st
     if refused:
         raise UserError(
             f"the checkpoints in {new.get('run_dir', 'run_dir')} were made with other settings, which a run "
-            f"cannot change:{_shown(refused)}\nPut the old values back, or start a new run with another --run_dir."
+            f"cannot change:{_shown(refused)}\n"
+            "Put the old values back, or start a new run with another --run_dir."
         )
     return harmless
 

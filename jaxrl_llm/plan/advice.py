@@ -64,7 +64,7 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
     if not any("accumulate" in phase.name for phase in over):  # scoring alone
         key, rows = f"score.{key}", "rows_per_scored_microbatch"
     least = -(-row // num_shards("sequence", plan.mesh))
-    # A mini-batch may have fewer tokens than the budget of a micro-batch; in several it needs a second gradient.
+    # A mini-batch may have fewer tokens than a micro-batch may; several micro-batches need a second gradient.
     sizes = derived(config, math.prod(plan.mesh.values()))
     tokens = sizes[rows] // num_shards("batch", plan.mesh) * least
     is_whole = sizes["microbatches_per_update_at_most"] == 1
