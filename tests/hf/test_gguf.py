@@ -161,6 +161,7 @@ def test_logits_are_those_of_transformers(tmp_path, family, quantize, tied):
 )
 def test_tokens_are_those_of_transformers(tmp_path, family, vocabulary, hello, add_bos, add_eos):
     """SentencePiece vocabularies begin texts unless the file says that they do not."""
+    pytest.importorskip("torch")  # transformers 5.24 reads no GGUF without it
     from transformers import AutoTokenizer
 
     is_pieces = vocabulary is add_sentencepiece

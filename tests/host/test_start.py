@@ -98,6 +98,7 @@ def test_gke(environment, tpu_vm):
     assert find_cluster() is None
 
 
+@pytest.mark.filterwarnings("ignore:'maxsplit' is passed:DeprecationWarning")  # jax's own, on Python 3.13
 def test_gce_tpu_vms_ask_their_metadata_server(environment, tpu_vm, monkeypatch):
     assert find_cluster() is None  # TPU chips, and no such metadata
     tpu_vm(METADATA)
