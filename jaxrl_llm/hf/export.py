@@ -30,8 +30,8 @@ from jaxrl_llm.structs import Params
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _STORED = DTYPES | {"float8_e4m3fn": "F8_E4M3"}
 _MAX_STACK = 2**30
-OTHER_FILES = 2**20  # bytes of config and tokenizer, at most
 """Bytes of a layer's experts that are gathered at once; a larger stack is gathered in pieces."""
+_OTHER_FILES = 2**20  # bytes of config and tokenizer, at most
 _EXPORTED = {
     "config.json": ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"),
     "adapter_config.json": ("adapter_config.json", "adapter_model.safetensors"),
@@ -181,7 +181,7 @@ def _export_problem(folder: Path, size: int, config_name: str) -> str | None:
     parent = next(path for path in folder.parents if path.exists())
     if not os.access(parent, os.W_OK):
         return f"{parent}: cannot be written to; choose another folder for the export"
-    free, needed = shutil.disk_usage(parent).free, size + OTHER_FILES
+    free, needed = shutil.disk_usage(parent).free, size + _OTHER_FILES
     if size and free < needed:
         return f"{folder}: the export needs {needed:,} bytes, but {free:,} are free on that disk"
     return None

@@ -47,13 +47,13 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
     if not over:
         return
     worst = max(over, key=lambda phase: phase.peak)
-    fixed = worst.peak - worst.memory["activations"]
+    fixed, missing = worst.peak - worst.memory["activations"], worst.peak - plan.memory
     if fixed > plan.memory:
         yield (
             f"Activations are not the bottleneck: the rest of {worst.name} takes {format_bytes(fixed)} "
             "(see below)."
         )
-        yield from _state(plan, config, worst)
+        yield from (_saving(*change, over=missing) for change in _state(config, worst))
         return
     free, used = format_bytes(plan.memory - fixed), format_bytes(worst.memory["activations"])
     limit = f"activations of {worst.name} may take {free}, now {used}"
@@ -73,36 +73,37 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
         scaled = available / worst.memory["activations"] * tokens
         tokens = max(int(scaled) // least, 1) * least
         yield f"--{key} {tokens}: may be enough if activations grow with tokens ({limit})."
-    yield from (line for line in _state(plan, config, worst) if line.endswith("would fit."))
+    changes = (change for change in _state(config, worst) if change[1] >= missing)
+    yield from (_saving(*change, over=missing) for change in changes)
     yield (
         "--mesh.sequence or --mesh.tensor above 1: both shard activations; the smallest micro-batch is one "
         f"row of {row} tokens."
     )
 
 
-def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
-    """Yield advice for scoring and update: less optimizer state and fewer frozen weights on the devices."""
-    over, moments = worst.peak - plan.memory, worst.memory["optimizer"]
+def _state(config: TrainConfig, worst: PhaseCost) -> Iterator[tuple[str, float]]:
+    """Yield (change, bytes it saves) for scoring and update: less optimizer state, fewer frozen weights."""
+    moments = worst.memory["optimizer"]
     itemsize = jnp.dtype(config.model.dtype).itemsize
     if moments and not config.optim.offload and not worst.name.endswith("apply"):
-        yield _saving("--optim.offload True", moments, over)
+        yield "--optim.offload True", moments
     frozen, requires = worst.memory["frozen models"], algos.requirements(config.algo)
     if frozen and not config.reference.offload and (requires.reference or requires.teachers):
-        yield _saving("--reference.offload True", frozen, over)
+        yield "--reference.offload True", frozen
     if saved := moments * (1 - _compressed(config)):
-        yield _saving("--optim.moments int8", saved, over)
+        yield "--optim.moments int8", saved
     if config.optim.grad_dtype == "float32" and worst.memory["gradients"]:
-        yield _saving("--optim.grad_dtype bfloat16", worst.memory["gradients"] / 2, over)
+        yield "--optim.grad_dtype bfloat16", worst.memory["gradients"] / 2
     possible = config.model.dtype == "bfloat16" and not config.lora.rank
     if possible and config.optim.offload and not config.optim.store_param_remainders:
-        yield _saving("--optim.store_param_remainders True", worst.memory["parameters"] / 2, over)
+        yield "--optim.store_param_remainders True", worst.memory["parameters"] / 2
     if not config.lora.rank:
         stored = 2 if config.optim.store_param_remainders else 4
         saved = worst.memory["parameters"] * (1 - itemsize / stored) + moments + worst.memory["gradients"]
-        yield _saving("--lora.rank 32, which trains adapters in place of the weights", saved, over)
+        yield "--lora.rank 32, which trains adapters in place of the weights", saved
     elif config.lora.quantize == "none":
         saved = worst.memory["parameters"] * _linear_fraction(config) * (1 - BITS / 8 / itemsize)
-        yield _saving("--lora.quantize nf4, which holds linear layers in 4 bits", saved, over)
+        yield "--lora.quantize nf4, which holds linear layers in 4 bits", saved
 
 
 def _linear_fraction(config: TrainConfig) -> float:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_kernels.chips import lacks_bfloat16
 from jaxrl_kernels.dispatch import device
-from jaxrl_llm import models
+from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import check_frozen, load_model_config, with_new_adapters
 from jaxrl_llm.checkpoint.params import SavedParams, restore_params
 from jaxrl_llm.config import ChatConfig, ModelConfig
@@ -35,9 +35,6 @@ from jaxrl_llm.structs import Params
 from jaxrl_llm.tools.config import Dtype, ModelChoice
 from jaxrl_llm.tools.output import print_progress
 from jaxrl_llm.user_file import expand_home
-
-SCORE_ALGORITHMS = ("prm", "reward_model")
-"""Algorithms that train a value head and no policy."""
 
 
 def pick_dtype(dtype: Dtype) -> str:
@@ -102,9 +99,11 @@ def _model_of_run(run_dir: Path, step: int | None) -> StoredModel:
 
 def exported_config(run_dir: Path, saved: SavedParams) -> TransformerConfig:
     """Return the config of a run's model as the run exports it: a policy has no value head."""
-    if not saved.config.value_head or run_settings(run_dir)["algo"]["name"] in SCORE_ALGORITHMS:
+    if not saved.config.value_head:
         return saved.config
-    return dataclasses.replace(saved.config, value_head=False)
+    name = run_settings(run_dir)["algo"]["name"]
+    is_policy = name not in algos.ALGOS or algos.requirements(algos.ALGOS[name].Config()).policy
+    return dataclasses.replace(saved.config, value_head=not is_policy)
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
