@@ -88,7 +88,11 @@ CASES = [
     Case("Qwen/Qwen3-235B-A22B", "v5p-128", "--rollout.slots 256 --mesh.expert 8 --optim.moments int8"),
     Case("Qwen/Qwen3-235B-A22B", "h200x64", "--rollout.slots 256 --mesh.expert 8 --optim.moments int8"),
     Case("deepseek-ai/DeepSeek-V3", "v5p-512", "--rollout.slots 512 --mesh.expert 16"),
-    Case("deepseek-ai/DeepSeek-V3", "tpu7x-256", "--rollout.slots 512 --mesh.expert 16"),
+    Case(
+        "deepseek-ai/DeepSeek-V3",
+        "tpu7x-256",
+        "--rollout.slots 512 --mesh.expert 16 --rollout.mesh.tensor 4 --optim.moments int8",
+    ),
     Case("meta-llama/Llama-3.1-70B", "v5p-256", "--rollout.slots 256 --mesh.tensor 8"),
     Case("meta-llama/Llama-3.1-70B", "v6e-256", "--rollout.slots 256 --mesh.tensor 8"),
 ]

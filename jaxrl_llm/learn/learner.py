@@ -32,6 +32,7 @@ from jaxrl_llm.learn.update import (
 )
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.transformer import cast_weights
+from jaxrl_llm.sharding.compile import compiler_options
 from jaxrl_llm.sharding.rules import TRAIN, on_device, on_host, with_shardings
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, TrainState
 
@@ -62,6 +63,7 @@ class Learner(ScoringModel):
             functools.partial(accumulate, algo=algo, config=config),
             donate_argnames=("grads",),
             out_shardings=(self.grad_shardings, self.replicated, self.replicated),
+            compiler_options=compiler_options(mesh),
         )
         self._measure = jax.jit(functools.partial(loss_and_metrics, algo=algo, config=config))
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))

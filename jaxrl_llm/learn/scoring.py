@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.data.packing import PackItem, arrange, empty_batch, pack, unpack
 from jaxrl_llm.learn.routing import ROUTES
 from jaxrl_llm.learn.update import StepConfig, model_outputs
+from jaxrl_llm.sharding.compile import compiler_options
 from jaxrl_llm.sharding.rules import put_rows, row_sharding, with_shardings
 from jaxrl_llm.structs import Batch, Metrics, Params, Program
 
@@ -30,6 +31,7 @@ class ScoringModel:
             functools.partial(model_outputs, config=config),
             static_argnames=("names",),
             out_shardings=self.replicated,  # every process reads all of it
+            compiler_options=compiler_options(mesh),
         )
 
     def abstract_batch(self, signals: Sequence[str], rows: int, replay: bool = True) -> Batch:

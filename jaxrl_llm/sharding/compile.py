@@ -1,4 +1,4 @@
-"""Compilation of jitted functions before they are called, several at a time."""
+"""Compilation of jitted functions before they are called, several at a time, and options of the compiler."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 MAX_THREADS = 16  # each holds the memory of a compilation
+TPU7X_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
+"""Without it the compiler tiles 16-bit weights by 16 rows within a program and by 8 rows where they enter it,
+so that decoding, prefill and scoring begin with a copy of all of them (libtpu 0.0.50; docs/fit.md)."""
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    """Return the `compiler_options` of `jax.jit` for programs that run a model on these devices."""
+    return TPU7X_OPTIONS if mesh.devices.flat[0].device_kind == "TPU7x" else None
 
 
 class ParallelCompiler:

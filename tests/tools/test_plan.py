@@ -532,3 +532,34 @@ def test_a_program_too_large_for_the_chip_does_not_fit(tmp_path):
     (phase,) = json.loads(out.read_text())["phases"]
     assert phase["error"].startswith("RESOURCE_EXHAUSTED") and phase["peak"] > 16 * GIB
     assert "--rollout.slots" in done.stdout
+
+
+@pytest.mark.compilers
+def test_decoding_on_a_tpu7x_copies_no_weights(tmp_path):
+    out, experts = tmp_path / "plan.json", "--model.architecture.moe."
+    argv = [
+        "-m",
+        "jaxrl_llm",
+        "plan",
+        "--config",
+        "grpo_moe_tiny.py",
+        "--topology",
+        "tpu7x-8",
+        "--json",
+        str(out),
+    ]
+    argv += ["--only", "decode", "--rollout.dtype", "bfloat16", "--model.architecture.num_layers", "4"]
+    argv += [
+        "--model.architecture.hidden_size",
+        "2048",
+        f"{experts}expert_size",
+        "768",
+        f"{experts}num_experts",
+        "64",
+    ]
+    pytest.importorskip("libtpu")
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (phase,) = json.loads(out.read_text())["phases"]
+    assert phase["memory"]["activations"] < 0.25 * phase["memory"]["rollout weights"]

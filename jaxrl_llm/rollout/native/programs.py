@@ -17,6 +17,7 @@ from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.native.drafts import accept_drafts, propose_drafts
 from jaxrl_llm.rollout.native.sampling import SamplingParams, sample_tokens, sample_tokens_strict, uniforms
+from jaxrl_llm.sharding.compile import compiler_options
 from jaxrl_llm.sharding.rules import ROLLOUT, sharding_for, with_shardings
 from jaxrl_llm.structs import Params
 
@@ -120,9 +121,10 @@ class Programs:
         self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1), out_shardings=cache)
         self.write_pages = jax.jit(self._write_pages, donate_argnums=0, out_shardings=cache)
         self.copy_pages = jax.jit(self._copy_pages, donate_argnums=0, out_shardings=cache)
-        forward = {"donate_argnums": 1, "out_shardings": (cache, replicated)}
+        options = compiler_options(mesh)
+        forward = {"donate_argnums": 1, "out_shardings": (cache, replicated), "compiler_options": options}
         self.extend = jax.jit(self._extend, **forward)
-        self.prefill = jax.jit(self._prefill, out_shardings=(prompts, replicated))
+        self.prefill = jax.jit(self._prefill, out_shardings=(prompts, replicated), compiler_options=options)
         self.gather = jax.jit(self._gather, static_argnames="length", out_shardings=cache[:2])
         self.insert = jax.jit(self._insert, donate_argnums=0, out_shardings=cache)
         self.resize = jax.jit(self._resize, static_argnames="length", out_shardings=cache)
