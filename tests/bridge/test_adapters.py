@@ -242,6 +242,7 @@ def test_a_name_whose_load_had_no_known_outcome_is_not_loaded_twice(make, server
     assert loads.count(name) == 2 and loads.count(f"{engine.publisher.base}-test") == 2
 
 
+@pytest.mark.slow
 def test_a_restarted_server_gets_the_base_and_the_adapters_again(make, servers):
     engine = make(urls=[servers[0].url])
     engine.pool.start(run_health_checks(engine.pool))

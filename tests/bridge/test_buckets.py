@@ -43,7 +43,7 @@ def sharded(config):
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
-        (MODEL, "float32"),
+        pytest.param(MODEL, "float32", marks=pytest.mark.slow),
         (EXPERTS, "bfloat16"),
         (BIASED, "float32"),
         (BAICHUAN, "bfloat16"),

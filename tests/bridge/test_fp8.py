@@ -97,7 +97,9 @@ def sent(config, limit=200_000):
     return {t.name: a for p in parts for t, a in zip(p.content.tensors, p.content.arrays, strict=True)}, parts
 
 
-@pytest.mark.parametrize("config", [MODEL, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(MODEL, marks=pytest.mark.slow), EXPERTS], ids=["dense", "experts"]
+)
 def test_a_push_of_sharded_weights_has_blocks_of_linear_layers_and_all_else_as_it_is(config):
     found, parts = sent(config)
     plain = tensors_of(config, jax.device_get(sharded(config)))

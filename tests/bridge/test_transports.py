@@ -266,6 +266,7 @@ print(Reading(io.BytesIO(base64.b64decode(made))).load())
 """
 
 
+@pytest.mark.slow
 def test_handles_name_a_gpu_by_its_uuid():
     """torch's reduction of CUDA memory is a fake; the pickle around it is the real one."""
     pytest.importorskip("torch")

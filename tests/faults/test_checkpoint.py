@@ -93,7 +93,7 @@ saver.wait()
     "where, step",
     [
         ("while Orbax writes", 1),
-        ("before the manifest", 1),
+        pytest.param("before the manifest", 1, marks=pytest.mark.slow),
         ("before the rename", 1),
         ("while the old one is deleted", 2),
     ],

@@ -212,7 +212,16 @@ def test_critic_and_policy_share_one_base(adapted):
 # --- configuration
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "sft", "dpo", "kto", "reward_model", "online_dpo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo",
+        "ppo",
+        "dpo",
+        "reward_model",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "kto", "online_dpo")),
+    ],
+)
 def test_every_kind_of_algorithm_trains_adapters(name):
     """Its update is traced, not compiled; gradients and moments are of the adapters (and a value head)."""
     config = TrainConfig(

@@ -63,7 +63,7 @@ def gradient(algo, items, devices=1, **settings):
 
 @pytest.mark.parametrize(
     "name",
-    ["dpo", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward_model", "distill"))],
+    ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "reward_model", "distill"))],
 )
 def test_rows_packing_order_and_devices_change_nothing(name):
     algo, tasks = CASES[name]

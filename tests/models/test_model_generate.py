@@ -22,7 +22,9 @@ LLAMA3 = {
         ),
         pytest.param(raw_config("mistral", sliding_window=4), marks=pytest.mark.slow),
         pytest.param(raw_config("llama", rope_scaling=LLAMA3), marks=pytest.mark.slow),
-        raw_config("llama", rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
+        pytest.param(
+            raw_config("llama", rope_scaling={"rope_type": "dynamic", "factor": 4.0}), marks=pytest.mark.slow
+        ),
     ],
     ids=["qwen3", "qwen2 window in one layer", "mistral window", "llama3 rope", "dynamic rope"],
 )

@@ -123,7 +123,9 @@ def computed(loaded):
     return logits, dict(named_leaves(gradients))
 
 
-@pytest.mark.parametrize("loaded", cases(SLOW[1:]), indirect=True)
+@pytest.mark.parametrize(
+    "loaded", cases(set(FAMILIES) - {"qwen3_moe", "deepseek_v3", "gpt_oss"}), indirect=True
+)
 def test_logits(loaded, computed):
     expected = hf_logits(loaded[0], random_tokens())
     assert np.abs(expected).max() > 1

@@ -348,7 +348,13 @@ FLOAT_STACK = re.compile(r"\b(?:f32|bf16)\[6,(?:64,4,32|64,2,32|4,32,64|64,256|2
 
 
 @pytest.mark.parametrize(
-    ("kind", "remat"), [("nf4", "none"), ("nf4", "dots"), ("int8", "full"), ("none", "full")]
+    ("kind", "remat"),
+    [
+        pytest.param("nf4", "none", marks=pytest.mark.slow),
+        ("nf4", "dots"),
+        ("int8", "full"),
+        ("none", "full"),
+    ],
 )
 def test_a_backward_pass_never_holds_a_dequantized_stack(kind, remat):
     config = learner_of(kind, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])).model

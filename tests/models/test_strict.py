@@ -99,7 +99,7 @@ def one_update(config, dtype, strict=True):
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
         pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
-        (ADAPTED, "float32"),
+        pytest.param(ADAPTED, "float32", marks=pytest.mark.slow),
         pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
         pytest.param(ADAPTED_LATENTS, "float32", marks=pytest.mark.slow),
         pytest.param(ADAPTED_LATENTS, "bfloat16", marks=pytest.mark.slow),

@@ -172,6 +172,7 @@ def test_a_verifier_and_two_models_are_added_by_their_weights(judges, write, tmp
     assert rows[3]["reward"] == pytest.approx(total(chat, "5!"), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_process_model_ranks_by_the_worst_step(judges, write, tmp_path):
     (folder, weights), _ = judges
     out, text = tmp_path / "out.jsonl", "a\nb"

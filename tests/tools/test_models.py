@@ -82,6 +82,7 @@ def test_a_step_of_a_run_and_an_adapter_score_as_the_merged_model(runs, tmp_path
     assert f"step 1 of {runs / 'run'}" in messages and f"step 2 of {runs / 'run'}" in messages
 
 
+@pytest.mark.slow
 def test_a_step_of_a_run_generates_as_the_merged_model(runs, tmp_path):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     prompts.write_text('{"prompt": "1 + 1 ="}\n')

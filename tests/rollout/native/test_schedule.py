@@ -157,7 +157,7 @@ def random_requests(rng, max_prompt, max_response):
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize(
     ("page_size", "kept", "draft_tokens"),
-    [(0, 0, 0), (0, 8, 0), (8, 0, 0), (8, 0, 2)],
+    [(0, 0, 0), (0, 8, 0), pytest.param(8, 0, 0, marks=pytest.mark.slow), (8, 0, 2)],
     ids=["ring", "kept", "paged", "drafts"],
 )
 def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(

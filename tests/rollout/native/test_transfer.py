@@ -43,7 +43,12 @@ def new_engine(model, devices, mesh):
     return NativeEngine(RolloutConfig(slots=4, chunk=8), model, mesh, make_tokenizer())
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"same devices", "some of the policy's"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_any_placement_gives_the_text_of_one_device(case):
     devices, mesh, keeps_weights = CASES[case]
     engine, trainer = new_engine(MODEL, devices, mesh), trainer_mesh()

@@ -33,6 +33,7 @@ def test_the_meter_integrates_requests_over_time():
     assert meter.read(4) == {"servers/occupancy": 0.0, "servers/idle_fraction": 1.0}
 
 
+@pytest.mark.slow
 def test_a_snapshot_has_what_is_written_and_the_writing_goes_on(make, servers):
     engine, params = make(urls=[servers[0].url]), weights()
     engine.publish(params, 3)
