@@ -507,8 +507,8 @@ def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
     plan = json.loads(out.read_text())
     assert plan["fits"] and plan["step_seconds"] > 0
     kernels = {  # the recipe's float32 is no type of wgmma, nor of cuDNN
-        "h100": "attention blockwise (wgmma",
-        "h200": "attention blockwise (wgmma",
+        "h100": "attention blockwise, log-probs chunked (wgmma",
+        "h200": "attention blockwise, log-probs chunked (wgmma",
         "a100": "attention blockwise (cuDNN attention takes bfloat16 and float16, not float32)",
         "t4": "attention blockwise, log-probs chunked (Tesla T4: plain JAX",
     }
@@ -524,7 +524,8 @@ def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
 def test_a_program_too_large_for_the_chip_does_not_fit(tmp_path):
     out = tmp_path / "plan.json"
     argv = ["-m", "jaxrl_llm", "plan", "--config", "grpo_tiny.py", "--topology", "v5e-1", "--json", str(out)]
-    argv += ["--rollout.slots", "8388608", "--only", "decode"]
+    argv += ["--rollout.slots", "65536", "--max_response_tokens", "8000", "--tokens_per_device", "8192"]
+    argv += ["--model.architecture.max_position", "8192", "--only", "decode"]
     pytest.importorskip("libtpu")
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, cwd=ROOT)
