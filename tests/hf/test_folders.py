@@ -89,7 +89,7 @@ def assert_same_bytes(theirs, ours):
     "extra, dtype, in_memory",
     [
         ({}, "bfloat16", "bfloat16"),
-        pytest.param({}, "bfloat16", "float32", marks=pytest.mark.slow),
+        ({}, "bfloat16", "float32"),
         ({"tie_word_embeddings": True, "attention_bias": True}, "float32", "float32"),
         ({"model_type": "qwen2"}, "float16", "float32"),
         ({"model_type": "llama", "attention_bias": True, "mlp_bias": True}, "bfloat16", "float32"),
@@ -107,11 +107,7 @@ def test_every_byte_survives_import_and_export(tmp_path, extra, dtype, in_memory
 
 @pytest.mark.parametrize(
     "mesh",
-    [
-        pytest.param(MeshConfig(fsdp=8), marks=pytest.mark.slow),
-        MeshConfig(data=2, fsdp=2, tensor=2),
-        MeshConfig(fsdp=1, tensor=8),
-    ],
+    [MeshConfig(fsdp=8), MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(fsdp=1, tensor=8)],
     ids=["fsdp8", "2x2x2", "tensor8"],  # tensor=8 divides neither the 4 heads nor the 2 kv heads
 )
 def test_every_mesh_gets_the_same_weights_in_the_layout_asked_for(tmp_path, mesh):
