@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from lora_models import merged
+from slow_cases import with_slow
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, value
@@ -214,13 +215,9 @@ def test_critic_and_policy_share_one_base(adapted):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "grpo",
-        "ppo",
-        "dpo",
-        "reward_model",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "kto", "online_dpo")),
-    ],
+    with_slow(
+        ["grpo", "ppo", "sft", "dpo", "kto", "reward_model", "online_dpo"], {"sft", "kto", "online_dpo"}
+    ),
 )
 def test_every_kind_of_algorithm_trains_adapters(name):
     """Its update is traced, not compiled; gradients and moments are of the adapters (and a value head)."""

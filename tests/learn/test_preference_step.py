@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from slow_cases import with_slow
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos import distill, dpo, kto, reward_model
@@ -62,8 +63,7 @@ def gradient(algo, items, devices=1, **settings):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "reward_model", "distill"))],
+    "name", with_slow(["dpo", "kto", "reward_model", "distill"], {"kto", "reward_model", "distill"})
 )
 def test_rows_packing_order_and_devices_change_nothing(name):
     algo, tasks = CASES[name]

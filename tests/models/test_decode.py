@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_weights import random_params
+from slow_cases import with_slow
 
 from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
@@ -64,9 +65,7 @@ def stepper(config, weights):
 SLOW = {"scanned", "latents", "latents, scanned", "latents, adapters", "nf4", "nf4, scanned"}
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS]
-)
+@pytest.mark.parametrize("variant", with_slow(VARIANTS, SLOW))
 def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     """And prefill writes what decode writes. The ring is shorter than what passes through it."""
     config = VARIANTS[variant]

@@ -357,8 +357,8 @@ def params_forward(params, *row, strict=False):
     return params(*row, strict=strict)
 
 
-@pytest.mark.parametrize("of", [params, pytest.param(gpt_oss, marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.parametrize("of", [params, gpt_oss])
 def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(of):
     assert_close(loss_and_gradient(of(), *rows(), strict=True), on_one_device(of))
     forward = jax.jit(lambda *row: of()(*row, strict=True))

@@ -10,6 +10,7 @@ import pytest
 from hf_oracle import agree_in_greedy_text, hf_logits, our_logits, random_tokens, torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from slow_cases import with_slow
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -95,14 +96,11 @@ def theirs(family):
     return model
 
 
-SLOW = ("deepseek_v3", "deepseek_v3 without q_lora_rank", "glm4_moe")
+SLOW = {"deepseek_v3", "deepseek_v3 without q_lora_rank", "glm4_moe"}
+QUICK_LOGITS = {"qwen3_moe", "deepseek_v3", "gpt_oss"}
 
 
-def cases(slow):
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in FAMILIES]
-
-
-@pytest.fixture(scope="module", params=cases(SLOW))
+@pytest.fixture(scope="module", params=with_slow(FAMILIES, SLOW))
 def loaded(request, tmp_path_factory):
     """(transformers' model, the folder of several files that it wrote, ours)."""
     folder = tmp_path_factory.mktemp("model")
@@ -123,9 +121,7 @@ def computed(loaded):
     return logits, dict(named_leaves(gradients))
 
 
-@pytest.mark.parametrize(
-    "loaded", cases(set(FAMILIES) - {"qwen3_moe", "deepseek_v3", "gpt_oss"}), indirect=True
-)
+@pytest.mark.parametrize("loaded", with_slow(FAMILIES, FAMILIES.keys() - QUICK_LOGITS), indirect=True)
 def test_logits(loaded, computed):
     expected = hf_logits(loaded[0], random_tokens())
     assert np.abs(expected).max() > 1

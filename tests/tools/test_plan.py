@@ -491,20 +491,24 @@ def test_the_predicted_peak_is_within_a_tenth_of_what_the_process_measures():
         assert measured == pytest.approx(planned, rel=0.1), phase
 
 
+def run_plan(out: Path, flags: str, expected_code: int = 0) -> tuple[dict, str]:
+    """Return (the plan, what was printed) of the command with a real compiler."""
+    argv = [sys.executable, "-m", "jaxrl_llm", "plan", *flags.split(), "--json", str(out)]
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == expected_code, done.stdout + done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
 @pytest.mark.compilers
 @pytest.mark.parametrize(
     "topology", ["v5e-4", "v4-8", "v5p-8", "v6e-4", "tpu7x-8", "h100x8", "h200", "h200x16", "a100", "t4"]
 )
 def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
-    out = tmp_path / "plan.json"
     _, platform, kind, _ = parse_topology(topology)
     if problem := missing_compiler(platform):
         pytest.skip(problem)
-    argv = ["-m", "jaxrl_llm", "plan", "--config", "grpo_tiny.py", "--topology", topology, "--json", str(out)]
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    plan = json.loads(out.read_text())
+    plan, _ = run_plan(tmp_path / "plan.json", f"--config grpo_tiny.py --topology {topology}")
     assert plan["fits"] and plan["step_seconds"] > 0
     kernels = {  # the recipe's float32 is no type of wgmma, nor of cuDNN
         "h100": "attention blockwise, log-probs chunked (wgmma",
@@ -522,45 +526,25 @@ def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
 
 @pytest.mark.compilers
 def test_a_program_too_large_for_the_chip_does_not_fit(tmp_path):
-    out = tmp_path / "plan.json"
-    argv = ["-m", "jaxrl_llm", "plan", "--config", "grpo_tiny.py", "--topology", "v5e-1", "--json", str(out)]
-    argv += ["--rollout.slots", "65536", "--max_response_tokens", "8000", "--tokens_per_device", "8192"]
-    argv += ["--model.architecture.max_position", "8192", "--only", "decode"]
     pytest.importorskip("libtpu")
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1, done.stdout + done.stderr
-    (phase,) = json.loads(out.read_text())["phases"]
+    sizes = "--rollout.slots 65536 --max_response_tokens 8000 --tokens_per_device 8192"
+    flags = (
+        f"--config grpo_tiny.py --topology v5e-1 --only decode {sizes} --model.architecture.max_position 8192"
+    )
+    plan, printed = run_plan(tmp_path / "plan.json", flags, expected_code=1)
+    (phase,) = plan["phases"]
     assert phase["error"].startswith("RESOURCE_EXHAUSTED") and phase["peak"] > 16 * GIB
-    assert "--rollout.slots" in done.stdout
+    assert "--rollout.slots" in printed
 
 
 @pytest.mark.compilers
 def test_decoding_on_a_tpu7x_copies_no_weights(tmp_path):
-    out, experts = tmp_path / "plan.json", "--model.architecture.moe."
-    argv = [
-        "-m",
-        "jaxrl_llm",
-        "plan",
-        "--config",
-        "grpo_moe_tiny.py",
-        "--topology",
-        "tpu7x-8",
-        "--json",
-        str(out),
-    ]
-    argv += ["--only", "decode", "--rollout.dtype", "bfloat16", "--model.architecture.num_layers", "4"]
-    argv += [
-        "--model.architecture.hidden_size",
-        "2048",
-        f"{experts}expert_size",
-        "768",
-        f"{experts}num_experts",
-        "64",
-    ]
     pytest.importorskip("libtpu")
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (phase,) = json.loads(out.read_text())["phases"]
+    sizes = {"num_layers": 4, "hidden_size": 2048, "moe.expert_size": 768, "moe.num_experts": 64}
+    architecture = " ".join(f"--model.architecture.{name} {size}" for name, size in sizes.items())
+    flags = (
+        f"--config grpo_moe_tiny.py --topology tpu7x-8 --only decode --rollout.dtype bfloat16 {architecture}"
+    )
+    plan, _ = run_plan(tmp_path / "plan.json", flags)
+    (phase,) = plan["phases"]
     assert phase["memory"]["activations"] < 0.25 * phase["memory"]["rollout weights"]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import with_slow
 from small_engine import (
     KEY,
     MODEL,
@@ -32,6 +33,7 @@ CASES = {
     "some of the policy's": ((1, 3), MeshConfig(), False),
     "more than the policy's": ((0, 8), MeshConfig(data=2, tensor=2), False),
 }
+SLOW = {"same devices", "some of the policy's"}
 
 
 def trainer_mesh():
@@ -43,12 +45,7 @@ def new_engine(model, devices, mesh):
     return NativeEngine(RolloutConfig(slots=4, chunk=8), model, mesh, make_tokenizer())
 
 
-SLOW = {"same devices", "some of the policy's"}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
-)
+@pytest.mark.parametrize("case", with_slow(CASES, SLOW))
 def test_any_placement_gives_the_text_of_one_device(case):
     devices, mesh, keeps_weights = CASES[case]
     engine, trainer = new_engine(MODEL, devices, mesh), trainer_mesh()
