@@ -65,7 +65,10 @@ class Learner(ScoringModel):
             out_shardings=(self.grad_shardings, self.replicated, self.replicated),
             compiler_options=compiler_options(mesh),
         )
-        self._measure = jax.jit(functools.partial(loss_and_metrics, algo=algo, config=config))
+        self._measure = jax.jit(
+            functools.partial(loss_and_metrics, algo=algo, config=config),
+            compiler_options=compiler_options(mesh),
+        )
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
         self._apply = jax.jit(
             self._on_devices(

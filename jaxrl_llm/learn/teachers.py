@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.sharding.compile import compiler_options
 from jaxrl_llm.sharding.placement import reshard
 from jaxrl_llm.sharding.rules import TRAIN, row_sharding, sharding_for, with_shardings
 from jaxrl_llm.structs import Batch, Params
@@ -43,7 +44,7 @@ class PlacedTeachers:
     def __init__(self, model: ScoringModel, teachers: Sequence[Params], mesh: Mesh):
         self.model, self.teachers, self.mesh = model, teachers, mesh
         self._heads: list[jax.Array] = []
-        self._forward = jax.jit(self._hidden)
+        self._forward = jax.jit(self._hidden, compiler_options=compiler_options(model.mesh))
 
     def outputs(self, batch: Batch) -> tuple[TeacherOutputs, ...]:
         """Return the outputs of all teachers for a micro-batch of the policy."""

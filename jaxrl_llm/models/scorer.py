@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.sharding.compile import compiler_options
 from jaxrl_llm.sharding.rules import logprob_specs
 
 
@@ -33,4 +34,5 @@ def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh:
             partition_specs=logprob_specs(hidden, head),
         )[0]
 
-    return jax.jit(forward, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(forward, out_shardings=replicated, compiler_options=compiler_options(mesh))

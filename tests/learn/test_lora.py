@@ -213,12 +213,10 @@ def test_critic_and_policy_share_one_base(adapted):
 # --- configuration
 
 
-@pytest.mark.parametrize(
-    "name",
-    with_slow(
-        ["grpo", "ppo", "sft", "dpo", "kto", "reward_model", "online_dpo"], {"sft", "kto", "online_dpo"}
-    ),
-)
+ALGORITHMS = ("grpo", "ppo", "sft", "dpo", "kto", "reward_model", "online_dpo")
+
+
+@pytest.mark.parametrize("name", with_slow(ALGORITHMS, {"sft", "kto", "online_dpo"}))
 def test_every_kind_of_algorithm_trains_adapters(name):
     """Its update is traced, not compiled; gradients and moments are of the adapters (and a value head)."""
     config = TrainConfig(
