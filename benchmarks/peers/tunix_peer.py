@@ -7,6 +7,7 @@ from serve import open_channel
 
 channel = open_channel()
 
+import dataclasses
 import logging
 import os
 import warnings
@@ -48,10 +49,18 @@ MODEL = qwen3.ModelConfig(
     dtype=jnp.float32,
     param_dtype=jnp.float32,
 )
+MIXTURE = dataclasses.replace(
+    MODEL, num_experts=work.EXPERTS, num_experts_per_tok=work.EXPERTS_PER_TOKEN, hidden_dim=work.EXPERT_SIZE
+)
+"""On a CPU Tunix passes every token through every expert (its grouped kernel is for TPUs)."""
 
 
-def model():
-    return qwen3.Qwen3(MODEL, rngs=nnx.Rngs(0))
+def model(config=MODEL):
+    return qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+
+
+def mixture():
+    return model(MIXTURE)
 
 
 def adapted():
@@ -68,7 +77,7 @@ def adapted():
     return policy
 
 
-def rollout(most_new_tokens: int, new_tokens_of):
+def rollout(most_new_tokens: int, new_tokens_of, make=model):
     """Return the rollout: the batch decodes until its longest response has ended, in a cache for the cap."""
     cache = sampler_lib.CacheConfig(
         cache_size=SMALL.prompt_tokens + most_new_tokens + SPARE,
@@ -76,7 +85,7 @@ def rollout(most_new_tokens: int, new_tokens_of):
         num_kv_heads=SMALL.kv_heads,
         head_dim=SMALL.head_dim,
     )
-    sampler = sampler_lib.Sampler(model(), work.tokenizer(), cache)
+    sampler = sampler_lib.Sampler(make(), work.tokenizer(), cache)
 
     def run(repetition: int) -> None:
         steps = new_tokens_of(repetition)
@@ -185,5 +194,8 @@ if __name__ == "__main__":
             "grpo_step": grpo_step,
             "lora_train_step": lambda: train_step(adapted),
             "lora_grpo_step": lambda: grpo_step(adapted),
+            "moe_rollout_fixed": lambda: rollout(SMALL.new_tokens, lambda _: SMALL.new_tokens, mixture),
+            "moe_train_step": lambda: train_step(mixture),
+            "moe_grpo_step": lambda: grpo_step(mixture),
         },
     )
