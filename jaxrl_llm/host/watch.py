@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -49,6 +50,7 @@ def watched_processes() -> Iterator[None]:
         yield
         return
     _delay_aborts()
+    hide_raised_errors()
     watch = _First() if jax.process_index() == 0 else _Other()
     try:
         yield
@@ -56,6 +58,14 @@ def watched_processes() -> Iterator[None]:
         watch.fail(error)
         raise
     watch.finish()
+
+
+def hide_raised_errors() -> None:
+    """Hide the traceback that a thread of Orbax logs: it raises the same error where it is waited for.
+
+    A save that is cut off by a lost process would end in that traceback and not in our message.
+    """
+    logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in str(record.msg))
 
 
 def _delay_aborts() -> None:

@@ -5,9 +5,11 @@ import time
 
 import pytest
 from distributed import start_processes
+from orbax.checkpoint._src.futures.future import _SignalingThread
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.processes import on_first, show_warnings
+from jaxrl_llm.host.watch import hide_raised_errors
 
 
 def test_warnings_are_lines_of_this_program(capsys):
@@ -16,6 +18,26 @@ def test_warnings_are_lines_of_this_program(capsys):
     show_warnings()
     logging.getLogger("jaxrl_llm.data.loader").warning("%d rows skipped", 2)
     assert capsys.readouterr().err == "warning: 2 rows skipped\n"
+
+
+def test_an_error_of_a_saving_thread_is_raised_once(caplog):
+    """Orbax logs its traceback beside raising it, which a run that lost a process showed now and then."""
+    absl = logging.getLogger("absl")
+    filters = list(absl.filters)
+
+    def save():
+        raise OSError("disk full")
+
+    try:
+        hide_raised_errors()
+        thread = _SignalingThread(send_signals=[], receive_signals=[], operation_id="0", target=save)
+        thread.start()
+        with pytest.raises(OSError, match="disk full"):
+            thread.result()
+        logging.getLogger("absl").error("another error")
+    finally:
+        absl.filters[:] = filters
+    assert [record.getMessage() for record in caplog.records] == ["another error"]
 
 
 FIRST = """
