@@ -16,7 +16,7 @@ Each system runs each case in a process of its own; the driver requests one repe
 ratios peer / ours, of wall time and of CPU seconds of the process; and the process's peak of resident memory,
 compilation included. "floor" is the matrix products of the work alone (peers/floor.py). On a busy machine use
 `--core 0`: threads that wait for each other cost CPU seconds, those of OpenMP (torch) most; one thread on one
-core does not wait.
+core does not wait. All systems have their arrays in huge pages, as `make` and `doctor` advise.
 
 The peers' environments:
 
@@ -50,6 +50,7 @@ from machine import git_commit, processor_name
 from paired import paired_ratios
 
 HERE = Path(__file__).parent
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 CASES = {
     "rollout_fixed": "rollout, 32 x 128 new tokens",
     "rollout_ragged": "rollout, 32 ragged lengths",
@@ -97,6 +98,7 @@ class Peer:
             stderr=self.log,
             text=True,
             bufsize=1,
+            env={**os.environ, **HUGE_PAGES},
             preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
         )
         self.versions = self._answer()
@@ -173,7 +175,7 @@ def measure_suite(suite: str, cases: list[str], arguments: argparse.Namespace) -
 def reproducing_command(suite: str, arguments: argparse.Namespace) -> str:
     """Return the command of this suite, with the paths of the environments as in the docstring above."""
     words = [f"python benchmarks/cpu_peers.py --suites {suite}"]
-    words += ["--tunix tunix/bin/python"] * bool(arguments.tunix and suite in ("dense", "lora"))
+    words += ["--tunix tunix/bin/python"] * bool(arguments.tunix and suite != "smollm2")
     words += ["--torch trl/bin/python"] * bool(arguments.torch)
     words += [f"--core {arguments.core}"] * (arguments.core is not None)
     words += [f"--cases {' '.join(arguments.cases or ())}"] * bool(arguments.cases)

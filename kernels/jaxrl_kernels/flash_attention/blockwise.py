@@ -24,6 +24,8 @@ from jaxrl_kernels.flash_attention.spec import (
 CPU_BLOCK, BLOCK = 64, 256
 """Maximum tokens of a block of queries or keys, on a CPU and elsewhere. Larger ones skip less and do not fit
 a CPU's cache; more of them cost an accelerator more starts."""
+ALIGNMENT = 8
+"""Divides the tokens of a block, which the vector units of a CPU process 8 or 16 at a time."""
 MAX_SCORES = 2**18
 """Scores in memory at once, about 1 MiB of float32: sets how many rows of the batch are computed together."""
 
@@ -160,16 +162,23 @@ def _split(x: Shaped[Array, "B T H E"], kv_heads: int) -> Shaped[Array, "N B K X
     batched matrix products."""
     batch, length, heads, dim = x.shape
     blocks = -(-length // _block())
-    x = jnp.pad(x, ((0, 0), (0, -length % blocks), (0, 0), (0, 0)))
-    x = x.reshape(batch, blocks, -1, kv_heads, heads // kv_heads, dim)
+    block = _block_length(length, blocks)
+    x = jnp.pad(x, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
+    x = x.reshape(batch, blocks, block, kv_heads, heads // kv_heads, dim)
     x = x.transpose(1, 0, 3, 2, 4, 5)
     return x.reshape(*x.shape[:3], -1, dim)
+
+
+def _block_length(length: int, blocks: int) -> int:
+    """Return the tokens of each of the blocks that a row of `length` tokens is padded to."""
+    return -(-length // (blocks * ALIGNMENT)) * ALIGNMENT
 
 
 def _join(x: Shaped[Array, "N B K X E"], length: int) -> Shaped[Array, "B T H E"]:
     """Invert `_split`."""
     blocks, batch, kv_heads, _, dim = x.shape
-    x = x.reshape(blocks, batch, kv_heads, -(-length // blocks), -1, dim).transpose(1, 0, 3, 2, 4, 5)
+    x = x.reshape(blocks, batch, kv_heads, _block_length(length, blocks), -1, dim)
+    x = x.transpose(1, 0, 3, 2, 4, 5)
     return x.reshape(batch, -1, kv_heads * x.shape[4], dim)[:, :length]
 
 
