@@ -1,8 +1,9 @@
 """The matrix products of the shared work alone: what no implementation in float32 on these cores goes below.
 
-Products with weights only: attention, norms, activations, sampling and the optimizer are left out. A train
-step has three for each weight (forward, gradient of the inputs, gradient of the weight), with adapters two;
-decoding has one a token for all responses at once, prefill one for the prompts. Distinct tokens count once.
+Products with weights, and of attention with the keys that a token sees: norms, activations, softmax, sampling
+and the optimizer are left out. A train step has three for each weight (forward, gradient of the inputs,
+gradient of the weight), with adapters two, and six of attention; decoding has one a token for all
+responses, prefill one for the prompts. Distinct tokens count once.
 """
 
 # ruff: noqa: E402  (stdout is taken before anything can print)
@@ -13,6 +14,7 @@ from serve import open_channel
 channel = open_channel()
 
 import os
+from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -80,8 +82,49 @@ def backward(
     return d, gradients
 
 
+class Attended(NamedTuple):
+    """Queries of some rows, and as many keys as each of them sees on average."""
+
+    rows: int
+    queries: int
+    keys: int
+
+
+def attention_inputs(size: Work, attended: Attended) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return q [rows, heads of keys, queries of their heads, E], k [.. E, keys] and v [.. keys, E]."""
+    rows, queries, keys = attended
+    shapes = (
+        (queries * size.heads // size.kv_heads, size.head_dim),
+        (size.head_dim, keys),
+        (keys, size.head_dim),
+    )
+    draw = lambda i, shape: jax.random.normal(jax.random.key(i), (rows, size.kv_heads, *shape))
+    return tuple(draw(i, shape) for i, shape in enumerate(shapes))
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the scores and the outputs."""
+    scores = q @ k
+    return scores, scores @ v
+
+
+def attend_both_ways(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the outputs and the results of the four products of the gradients."""
+    scores, out = attend(q, k, v)
+    transposed = lambda x: jnp.swapaxes(x, -1, -2)
+    d_scores = out @ transposed(v)
+    return out, d_scores @ transposed(k), transposed(q) @ d_scores, transposed(scores) @ out
+
+
+def train_attention(size: Work, parts: list[Attended]):
+    """Return the products of attention of an update, one row at a time: its scores stay in a core's cache."""
+    inputs = [attention_inputs(size, part) for part in parts]
+    one_layer = jax.jit(lambda *qkv: jax.lax.map(lambda row: attend_both_ways(*row), qkv))
+    return lambda: [jax.block_until_ready(one_layer(*qkv)) for _ in range(size.layers) for qkv in inputs]
+
+
 def train(weights: list[jax.Array], tokens: int, trained: bool):
-    """Return the products of an update on so many tokens."""
+    """Return the products with weights of an update on so many tokens."""
     counts = [MICROBATCH] * (tokens // MICROBATCH) + [tokens % MICROBATCH] * (tokens % MICROBATCH > 0)
     inputs = {count: activations(weights, count) for count in set(counts)}
 
@@ -97,13 +140,21 @@ def decode(weights: list[jax.Array], size: Work):
     """Return the products of a rollout: the prompts at once, then a token of each response at a time."""
     prompts = activations(weights[:-1], size.prompts * size.prompt_tokens)
     responses = activations(weights, size.batch)
+    seen = Attended(size.batch, 1, size.prompt_tokens + size.new_tokens // 2)
+    inputs = attention_inputs(size, seen)
+    caches = [tuple(x + layer for x in inputs) for layer in range(size.layers)]
 
     @jax.jit
-    def generate(weights, prompts, x):
-        step = lambda _, x: forward(weights, x)
-        return forward(weights[:-1], prompts), jax.lax.fori_loop(0, size.new_tokens, step, x)
+    def generate(weights, caches, prompts, x):
+        def step(_, carry):
+            x, outs = carry
+            layers = zip(caches, outs, strict=True)
+            return forward(weights, x), [attend(q + 1e-6 * out, k, v)[1] for (q, k, v), out in layers]
 
-    return lambda: jax.block_until_ready(generate(weights, prompts, responses))
+        start = x, [jnp.zeros_like(q) for q, _, _ in caches]
+        return forward(weights[:-1], prompts), jax.lax.fori_loop(0, size.new_tokens, step, start)
+
+    return lambda: jax.block_until_ready(generate(weights, caches, prompts, responses))
 
 
 def rollout(size: Work = SMALL, experts: bool = False):
@@ -112,15 +163,21 @@ def rollout(size: Work = SMALL, experts: bool = False):
 
 
 def train_step(size: Work = SMALL, experts: bool = False, trained: bool = True):
-    tokens = size.batch * (size.prompt_tokens + size.new_tokens)
-    run = train(make_weights(size, experts), tokens, trained)
-    return lambda repetition: run()
+    length = size.prompt_tokens + size.new_tokens
+    products = train(make_weights(size, experts), size.batch * length, trained)
+    attention = train_attention(size, [Attended(size.batch, length, length // 2)])
+    return lambda repetition: [products(), attention()]
 
 
 def grpo_step(size: Work = SMALL, experts: bool = False, trained: bool = True):
     weights = make_weights(size, experts)
-    tokens = size.prompts * (size.prompt_tokens + size.group * size.new_tokens)
-    parts = decode(weights, size), train(weights, tokens, trained)
+    prompt, response = size.prompt_tokens, size.new_tokens
+    tokens = size.prompts * (prompt + size.group * response)
+    seen = [
+        Attended(size.prompts, prompt, prompt // 2),
+        Attended(size.batch, response, prompt + response // 2),
+    ]
+    parts = decode(weights, size), train(weights, tokens, trained), train_attention(size, seen)
     return lambda repetition: [part() for part in parts]
 
 
