@@ -49,8 +49,9 @@ from typing import Any
 from machine import git_commit, processor_name
 from paired import paired_ratios
 
+from jaxrl_llm.tools.devices import HUGE_PAGES_SETTING
+
 HERE = Path(__file__).parent
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 CASES = {
     "rollout_fixed": "rollout, 32 x 128 new tokens",
     "rollout_ragged": "rollout, 32 ragged lengths",
@@ -78,6 +79,7 @@ NOT_DONE = {"floor": {"rollout_ragged"}, "tunix": {*SMOLLM2_CASES}}
 HISTORY_EXPLANATION = """\
 Medians of the paired ratios of each run of [cpu_peers.py](cpu_peers.py), of wall time (of CPU seconds): above
 1 ours is faster. "floor" is the matrix products alone, so below 1: the share of our time that they take.
+From commit 7dec2a6 on those of attention are among them, and huge pages are set for all systems.
 Versions and machine of each run are in [results/cpu_history.jsonl](results/cpu_history.jsonl); a "+" after a
 commit says that files had changed since.
 """
@@ -98,7 +100,7 @@ class Peer:
             stderr=self.log,
             text=True,
             bufsize=1,
-            env={**os.environ, **HUGE_PAGES},
+            env={**os.environ, "GLIBC_TUNABLES": HUGE_PAGES_SETTING},
             preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
         )
         self.versions = self._answer()
@@ -175,7 +177,9 @@ def measure_suite(suite: str, cases: list[str], arguments: argparse.Namespace) -
 def reproducing_command(suite: str, arguments: argparse.Namespace) -> str:
     """Return the command of this suite, with the paths of the environments as in the docstring above."""
     words = [f"python benchmarks/cpu_peers.py --suites {suite}"]
-    words += ["--tunix tunix/bin/python"] * bool(arguments.tunix and suite != "smollm2")
+    words += ["--tunix tunix/bin/python"] * bool(
+        arguments.tunix and not SUITES[suite].keys() <= NOT_DONE["tunix"]
+    )
     words += ["--torch trl/bin/python"] * bool(arguments.torch)
     words += [f"--core {arguments.core}"] * (arguments.core is not None)
     words += [f"--cases {' '.join(arguments.cases or ())}"] * bool(arguments.cases)

@@ -1,9 +1,9 @@
-"""The matrix products of the shared work alone: what no implementation in float32 on these cores goes below.
+"""The matrix products of the shared work alone, in float32, as XLA computes them on these cores.
 
 Products with weights, and of attention with the keys that a token sees: norms, activations, softmax, sampling
 and the optimizer are left out. A train step has three for each weight (forward, gradient of the inputs,
 gradient of the weight), with adapters two, and six of attention; decoding has one a token for all
-responses, prefill one for the prompts. Distinct tokens count once.
+responses, prefill one for the prompts, without their attention. Distinct tokens count once.
 """
 
 # ruff: noqa: E402  (stdout is taken before anything can print)
@@ -140,15 +140,16 @@ def decode(weights: list[jax.Array], size: Work):
     """Return the products of a rollout: the prompts at once, then a token of each response at a time."""
     prompts = activations(weights[:-1], size.prompts * size.prompt_tokens)
     responses = activations(weights, size.batch)
-    seen = Attended(size.batch, 1, size.prompt_tokens + size.new_tokens // 2)
-    inputs = attention_inputs(size, seen)
+    inputs = attention_inputs(size, Attended(size.batch, 1, size.prompt_tokens + size.new_tokens // 2))
     caches = [tuple(x + layer for x in inputs) for layer in range(size.layers)]
 
     @jax.jit
     def generate(weights, caches, prompts, x):
         def step(_, carry):
             x, outs = carry
-            layers = zip(caches, outs, strict=True)
+            layers = zip(
+                caches, outs, strict=True
+            )  # queries that change, or the loop would compute them once
             return forward(weights, x), [attend(q + 1e-6 * out, k, v)[1] for (q, k, v), out in layers]
 
         start = x, [jnp.zeros_like(q) for q, _, _ in caches]

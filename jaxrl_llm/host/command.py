@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from jaxrl_llm.errors import RunError, UserError, exit_code
 from jaxrl_llm.host.signals import Interrupted, show_cursor, unwinding
@@ -30,8 +31,19 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> 
 
 def quiet_transformers() -> None:
     """Hide the warning of transformers that torch, which is not needed, is not installed."""
-    logging.getLogger("transformers").addFilter(_is_relevant)
+    hide_records("transformers", "PyTorch was not found")
 
 
-def _is_relevant(record: logging.LogRecord) -> bool:
-    return "PyTorch was not found" not in record.getMessage()
+def hide_records(logger: str, text: str) -> None:
+    """Hide the records of a logger whose message, before its arguments, has the text."""
+    logging.getLogger(logger).addFilter(_Without(text))
+
+
+@dataclass(frozen=True)
+class _Without:
+    """Filter of a logger; equal ones are added once."""
+
+    text: str
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.text not in str(record.msg)

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import ctypes
 import json
-import logging
 import os
 import secrets
 import selectors
@@ -28,6 +27,7 @@ import jax
 from jax._src import distributed  # the coordinator's key-value store has no public name
 
 from jaxrl_llm.errors import RunError, UserError, exit_code
+from jaxrl_llm.host.command import hide_records
 from jaxrl_llm.host.signals import Interrupted
 
 KEEP_ALIVE = (10, 5, 3)  # seconds until the first packet, seconds between packets, packets: lost after 25 s
@@ -65,7 +65,7 @@ def hide_raised_errors() -> None:
 
     A save that is cut off by a lost process would end in that traceback and not in our message.
     """
-    logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in str(record.msg))
+    hide_records("absl", "_SignalingThread.run() raised")
 
 
 def _delay_aborts() -> None:

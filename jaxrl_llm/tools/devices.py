@@ -21,6 +21,8 @@ TIMEOUT = 120.0  # seconds for a subprocess: importing jax and opening a TPU tak
 DRIVERS = {"jax-cuda13-plugin": 580, "jax-cuda12-plugin": 525}
 """Plugin -> major version of the oldest NVIDIA driver with its CUDA (docs.nvidia.com, CUDA compatibility)."""
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES_SETTING = "glibc.malloc.hugetlb=1"
+"""GLIBC_TUNABLES with which the allocator requests them."""
 TPU_DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 DEVICES = """
 import json, jax
@@ -123,10 +125,10 @@ def describe_devices(devices: list[dict], gpus: list[tuple[str, str, int]]) -> I
 
 
 def check_huge_pages() -> Iterator[Finding]:
-    """Note that arrays on a CPU have small pages: they cost a tenth of the processor time of a step."""
+    """Note that arrays on a CPU have small pages: up to a quarter of the processor time of a step."""
     on_request = HUGE_PAGES.exists() and "[madvise]" in HUGE_PAGES.read_text()
-    if on_request and "malloc.hugetlb=1" not in os.environ.get("GLIBC_TUNABLES", ""):
-        fix = "export GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
+    if on_request and HUGE_PAGES_SETTING not in os.environ.get("GLIBC_TUNABLES", ""):
+        fix = f"export GLIBC_TUNABLES={HUGE_PAGES_SETTING}"
         yield Finding("huge pages", "note", f"the system gives them on request: {fix} makes steps faster")
 
 

@@ -34,7 +34,7 @@ def test_an_error_of_a_saving_thread_is_raised_once(caplog):
         thread.start()
         with pytest.raises(OSError, match="disk full"):
             thread.result()
-        logging.getLogger("absl").error("another error")
+        absl.error("another error")
     finally:
         absl.filters[:] = filters
     assert [record.getMessage() for record in caplog.records] == ["another error"]

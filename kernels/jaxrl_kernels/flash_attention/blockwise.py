@@ -161,23 +161,23 @@ def _split(x: Shaped[Array, "B T H E"], kv_heads: int) -> Shaped[Array, "N B K X
     """Return N blocks of equal length; X = tokens of a block times the query heads of a key head, for plain
     batched matrix products."""
     batch, length, heads, dim = x.shape
-    blocks = -(-length // _block())
-    block = _block_length(length, blocks)
-    x = jnp.pad(x, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
-    x = x.reshape(batch, blocks, block, kv_heads, heads // kv_heads, dim)
+    block = _block_length(length)
+    x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+    x = x.reshape(batch, -1, block, kv_heads, heads // kv_heads, dim)
     x = x.transpose(1, 0, 3, 2, 4, 5)
     return x.reshape(*x.shape[:3], -1, dim)
 
 
-def _block_length(length: int, blocks: int) -> int:
-    """Return the tokens of each of the blocks that a row of `length` tokens is padded to."""
+def _block_length(length: int) -> int:
+    """Return the tokens of a block of a row of `length` tokens, which is cut into equal ones."""
+    blocks = -(-length // _block())
     return -(-length // (blocks * ALIGNMENT)) * ALIGNMENT
 
 
 def _join(x: Shaped[Array, "N B K X E"], length: int) -> Shaped[Array, "B T H E"]:
     """Invert `_split`."""
     blocks, batch, kv_heads, _, dim = x.shape
-    x = x.reshape(blocks, batch, kv_heads, _block_length(length, blocks), -1, dim)
+    x = x.reshape(blocks, batch, kv_heads, _block_length(length), -1, dim)
     x = x.transpose(1, 0, 3, 2, 4, 5)
     return x.reshape(batch, -1, kv_heads * x.shape[4], dim)[:, :length]
 
