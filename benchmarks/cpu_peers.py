@@ -49,7 +49,7 @@ from typing import Any
 from machine import git_commit, processor_name
 from paired import paired_ratios
 
-from jaxrl_llm.tools.devices import HUGE_PAGES_SETTING
+from jaxrl_llm.host import huge_pages
 
 HERE = Path(__file__).parent
 CASES = {
@@ -100,7 +100,7 @@ class Peer:
             stderr=self.log,
             text=True,
             bufsize=1,
-            env={**os.environ, "GLIBC_TUNABLES": HUGE_PAGES_SETTING},
+            env={**os.environ, "GLIBC_TUNABLES": huge_pages.SETTING},
             preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
         )
         self.versions = self._answer()

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import sys
 
+from jaxrl_llm.host import huge_pages
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.signals import handled_signals, install_handlers
 
@@ -26,12 +27,18 @@ COMMANDS = {
     "view": ("jaxrl_llm.tools.view", "Write runs as one HTML page: curves, evaluation, samples, configs."),
     "export": ("jaxrl_llm.tools.export", "Write the model of a checkpoint as a Hugging Face folder."),
 }
+COMPUTING = {"train", "chat", "generate", "score"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; a mistake of the user is one message and exit code 2, not a traceback."""
-    argv = sys.argv[1:] if argv is None else argv
-    command, *rest = argv or ["--help"]
+    """Run the command; a mistake of the user is one message and exit code 2, not a traceback.
+
+    Args:
+        argv: None = those of this process, which may start again for huge pages (`host.huge_pages`).
+    """
+    command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if argv is None and command in COMPUTING:
+        huge_pages.restart_with_them()
     if command in ("-h", "--help", "help"):
         print(command_table())
         return 0

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import glob
 import importlib.metadata
 import json
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from jaxrl_llm.host import huge_pages
+from jaxrl_llm.host.huge_pages import TPU_DEVICES, has_devices
+
 GIB = 2**30
 TIMEOUT = 120.0  # seconds for a subprocess: importing jax and opening a TPU takes long
 DRIVERS = {"jax-cuda13-plugin": 580, "jax-cuda12-plugin": 525}
 """Plugin -> major version of the oldest NVIDIA driver with its CUDA (docs.nvidia.com, CUDA compatibility)."""
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-HUGE_PAGES_SETTING = "glibc.malloc.hugetlb=1"
-"""GLIBC_TUNABLES with which the allocator requests them."""
-TPU_DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 DEVICES = """
 import json, jax
 limit = lambda device: (device.memory_stats() or {}).get("bytes_limit", 0)
@@ -126,10 +122,9 @@ def describe_devices(devices: list[dict], gpus: list[tuple[str, str, int]]) -> I
 
 def check_huge_pages() -> Iterator[Finding]:
     """Note that arrays on a CPU have small pages: up to a quarter of the processor time of a step."""
-    on_request = HUGE_PAGES.exists() and "[madvise]" in HUGE_PAGES.read_text()
-    if on_request and HUGE_PAGES_SETTING not in os.environ.get("GLIBC_TUNABLES", ""):
-        fix = f"export GLIBC_TUNABLES={HUGE_PAGES_SETTING}"
-        yield Finding("huge pages", "note", f"the system gives them on request: {fix} makes steps faster")
+    if huge_pages.are_missing():
+        fix = f"train, generate, score and chat ask; for others, export GLIBC_TUNABLES={huge_pages.SETTING}"
+        yield Finding("huge pages", "note", f"the system gives them on request, for faster steps: {fix}")
 
 
 def _plugin_fix(gpus: list) -> str:
@@ -138,7 +133,7 @@ def _plugin_fix(gpus: list) -> str:
 
 def has_tpu() -> bool:
     """Return whether this machine has a TPU: VFIO devices from v5e on, /dev/accel before."""
-    return any(glob.glob(pattern) for pattern in TPU_DEVICES)
+    return has_devices(TPU_DEVICES)
 
 
 def nvidia_gpus() -> list[tuple[str, str, int]]:

@@ -320,24 +320,11 @@ def test_a_tpu_without_its_plugin(device, monkeypatch, tmp_path):
     assert ("pip install 'jaxrl-llm[tpu]'" in finding.text) == bool(device)
 
 
-@pytest.mark.parametrize(
-    "setting, tunables, noted",
-    [
-        ("always [madvise] never", "", True),
-        ("always [madvise] never", "glibc.malloc.hugetlb=1", False),
-        ("[always] madvise never", "", False),
-        (None, "", False),
-    ],
-)
-def test_huge_pages_that_the_system_gives_on_request(monkeypatch, tmp_path, setting, tunables, noted):
-    monkeypatch.setattr(devices, "HUGE_PAGES", tmp_path / "enabled")
-    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
-    if setting:
-        devices.HUGE_PAGES.write_text(setting + "\n")
-    found = list(devices.check_huge_pages())
-    assert ["export GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in finding.text for finding in found] == [
-        True
-    ] * noted
+def test_huge_pages_that_the_allocator_does_not_request(monkeypatch):
+    monkeypatch.setattr(devices.huge_pages, "are_missing", lambda: True)
+    (finding,) = devices.check_huge_pages()
+    assert finding.status == "note"
+    assert "export GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in finding.text
 
 
 def test_the_list_of_gpus(monkeypatch):
