@@ -25,7 +25,7 @@ from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import format_bytes
 from jaxrl_llm.sharding.config import MeshConfig
-from jaxrl_llm.sharding.rules import ROLLOUT, axes_of, bytes_per_device, num_shards
+from jaxrl_llm.sharding.rules import ROLLOUT, axes_of, bytes_per_device, dividing_spec, num_shards
 
 SHARDED = ("parameters", "optimizer", "gradients", "frozen models")
 """Kinds of memory that fsdp and tensor shard."""
@@ -157,11 +157,15 @@ def _rollout(plan: Plan, config: TrainConfig, phases: list[PhaseCost]) -> Iterat
 
 def _sharded_by(plan: Plan, config: TrainConfig) -> str:
     """Return a clause on what shards the rollout's copy of the weights (`sharding.rules.ROLLOUT`)."""
-    if not planned_model(config.model).moe:
+    model = planned_model(config.model)
+    if not model.moe:
         return "which only tensor parallelism shards"
-    axes = " or ".join(f"--rollout.mesh.{axis}" for axis in axes_of(ROLLOUT["experts"]))
-    count = num_shards("experts", rollout_sizes(plan), ROLLOUT)
-    return f"which tensor parallelism shards; experts are divided over {count} devices, more with {axes}"
+    sizes = rollout_sizes(plan)
+    shape = model.moe.num_experts, model.hidden_size, model.moe.expert_size
+    owners, _, mlp = dividing_spec(sizes, ("experts", "expert_embed", "expert_mlp"), shape, ROLLOUT)
+    count = math.prod(sizes[axis] for axis in (*axes_of(owners), *axes_of(mlp)))
+    devices = math.prod(sizes.values())
+    return f"which tensor parallelism shards; experts are divided over {count} of {devices} devices"
 
 
 def rollout_sizes(plan: Plan) -> Mapping[str, int]:

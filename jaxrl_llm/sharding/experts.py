@@ -3,6 +3,7 @@
 Every device gathers the tokens of the axes that divide the experts, computes those that chose its experts by
 grouped matrix products, and the sums are scattered back: all-gather and reduce-scatter, of static shapes. If
 the matrices of an expert are sharded, too, each device gathers its experts, and their gradient is scattered.
+An axis that does not divide the number of experts divides their hidden states, which is the same sum.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ def sharded_experts(
         return grouped_experts(h, chosen, weights, experts, gated).astype(h.dtype)
     shape = jax.tree.leaves(experts.gate)[0].shape
     owners, embed, mlp = current_spec(("experts", "expert_embed", "expert_mlp"), shape, rules)
-    expert_axes, tensor_axes = axes_of(owners), axes_of(mlp)
-    gathered = tuple(name for name in axes_of(rows[0]) if name in expert_axes)
-    summed = (*(name for name in expert_axes if name not in gathered), *tensor_axes)
+    expert_axes, mlp_axes = axes_of(owners), axes_of(mlp)
+    divided = (*expert_axes, *mlp_axes)
+    gathered = [tuple(name for name in axes_of(dim) if name in divided) for dim in rows[:2]]
+    summed = tuple(name for name in divided if name not in (*gathered[0], *gathered[1]))
     inputs = embed, embed, mlp
     experts = ExpertWeights(*map(_divide_tiles, experts[:3], inputs), *experts[3:])
     expert_specs = _specs_of_experts(experts, owners, embed, mlp)
@@ -101,21 +103,38 @@ def sharded_experts(
     def local(h, chosen, weights, experts):
         if embed:  # the transpose is a reduce-scatter; that of a gather by the partitioner is an all-reduce
             experts = jax.tree.map(functools.partial(_gather, axes=embed), experts, expert_specs)
-        gather = lambda x: jax.lax.all_gather(x, gathered, axis=0, tiled=True) if gathered else x
+        gather = lambda x: _over_dims(_all_gather, gathered, x)
         first = jax.lax.axis_index(expert_axes) * experts.count if expert_axes else 0
         chosen = gather(chosen) - first
-        if tensor_axes and experts.down_bias is not None:  # or the sum over them would have it several times
-            is_first = jax.lax.axis_index(tensor_axes) == 0
+        if mlp_axes and experts.down_bias is not None:  # or the sum over them would have it several times
+            is_first = jax.lax.axis_index(mlp_axes) == 0
             experts = experts._replace(down_bias=jnp.where(is_first, experts.down_bias, 0))
         out = grouped_experts(gather(h), chosen, gather(weights), experts, gated)
         out = jax.lax.psum(out, summed) if summed else out
-        if gathered:
-            out = jax.lax.psum_scatter(out, gathered, scatter_dimension=0, tiled=True)
-        return out.astype(h.dtype)
+        return _over_dims(_reduce_scatter, gathered, out).astype(h.dtype)
 
     specs = rows, rows, rows, expert_specs
     mapped = jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)
     return mapped(h, chosen, weights, experts)
+
+
+def _all_gather(x: Array, names: tuple[str, ...], dim: int) -> Array:
+    return jax.lax.all_gather(x, names, axis=dim, tiled=True)
+
+
+def _reduce_scatter(x: Array, names: tuple[str, ...], dim: int) -> Array:
+    return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+
+
+def _over_dims(
+    collective: Callable[[Array, tuple[str, ...], int], Array],
+    names_of_dims: list[tuple[str, ...]],
+    x: Array,
+) -> Array:
+    """Return x after the collective over the mesh axes of each of its first dims."""
+    for dim, names in enumerate(names_of_dims):
+        x = collective(x, names, dim) if names else x
+    return x
 
 
 def _gather(x: Array, spec: PartitionSpec, axes: str | tuple[str, ...]) -> Array:

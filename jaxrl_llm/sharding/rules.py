@@ -46,10 +46,10 @@ GATHERED: Rules = {**TRAIN, **{"embed": None, "latent": None, "expert_embed": No
 ROLLOUT: Rules = {
     **TRAIN,
     **{"embed": None, "latent": None},
-    **{"experts": ("fsdp", "expert"), "expert_embed": None},
+    **{"experts": ("data", "fsdp", "sequence", "expert"), "expert_embed": None},
 }
 """Decoding reads every weight for every token: each replica holds all of them, sharded over tensor only.
-Experts are divided among the replicas: a token is sent to those that it chooses."""
+Experts are divided among all replicas: a token is sent to those that it chooses."""
 
 
 def num_shards(axis: str, sizes: Mapping[str, int], rules: Rules = TRAIN) -> int:
@@ -83,8 +83,30 @@ def sharding_for(
     mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules
 ) -> NamedSharding:
     """Return the sharding of one array; a dim that its mesh axes do not divide evenly is replicated (2 kv
-    heads on tensor=4)."""
-    return NamedSharding(mesh, _divisible(mesh, axes, shape, rules))
+    heads on tensor=4).
+
+    Mesh axes that do not divide the experts (60 on fsdp=8) divide the hidden states of each in their place.
+    """
+    return NamedSharding(mesh, dividing_spec(mesh.shape, axes, shape, rules))
+
+
+def dividing_spec(
+    sizes: Mapping[str, int], axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules
+) -> PartitionSpec:
+    """Return the PartitionSpec of `sharding_for` on a mesh of these axis sizes."""
+    names = dict(zip(axes, map(axes_of, partition_spec(axes, rules)), strict=True))
+    dims = dict(zip(axes, shape, strict=True))
+    divides = lambda axis, by: dims[axis] % math.prod(sizes[name] for name in by) == 0
+    if "experts" in names:
+        owners: tuple[str, ...] = ()
+        for name in names["experts"]:
+            owners += (name,) * divides("experts", (*owners, name))
+        others = tuple(name for name in names["experts"] if name not in owners)
+        names["experts"] = owners
+        if "expert_mlp" in names and divides("expert_mlp", (*names["expert_mlp"], *others)):
+            names["expert_mlp"] += others
+    fitting = (names[axis] if divides(axis, names[axis]) else () for axis in axes)
+    return PartitionSpec(*(by[0] if len(by) == 1 else by or None for by in fitting))
 
 
 def current_spec(
@@ -92,7 +114,7 @@ def current_spec(
 ) -> PartitionSpec | None:
     """Return the spec of `sharding_for` under the current mesh (`jax.set_mesh`); None on one device."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.size == 1 else _divisible(mesh, axes, shape, rules)
+    return None if mesh.empty or mesh.size == 1 else dividing_spec(mesh.shape, axes, shape, rules)
 
 
 def constrain(x: jax.Array, *axes: str | None, rules: Rules = TRAIN) -> jax.Array:
@@ -211,15 +233,6 @@ def bytes_per_device(
 
 def _on_cpu(sharding) -> bool:
     return next(iter(sharding.device_set)).platform == "cpu"
-
-
-def _divisible(mesh, axes, shape, rules: Rules) -> PartitionSpec:
-    """Return the PartitionSpec without the entries that do not divide their dim."""
-    entries = [
-        entry if size % math.prod(mesh.shape[name] for name in axes_of(entry)) == 0 else None
-        for size, entry in zip(shape, partition_spec(axes, rules), strict=True)
-    ]
-    return PartitionSpec(*entries)
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -382,7 +382,7 @@ def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(of):
     ],
 )
 def test_decoding_gives_the_hidden_states_of_the_forward_pass(config, mesh_config):
-    """The rollout's copy divides the experts over fsdp and expert."""
+    """The rollout's copy divides the experts over all axes but tensor, which divides their hidden states."""
     tokens = rows()[0][:, :6]
     positions = np.tile(np.arange(6), (8, 1))
     expected = params(config)(jnp.asarray(tokens), jnp.asarray(positions))

@@ -194,13 +194,11 @@ def test_a_rollout_that_does_not_fit():
     ("moe", "sharded_by"),
     [
         (None, "which only tensor parallelism shards."),
-        (
-            MoEConfig(8, 2, 16),
-            "which tensor parallelism shards; experts are divided over 4 devices, more with "
-            "--rollout.mesh.fsdp or --rollout.mesh.expert.",
-        ),
+        (MoEConfig(8, 2, 16), "which tensor parallelism shards; experts are divided over 4 of 4 devices."),
+        (MoEConfig(6, 2, 16), "which tensor parallelism shards; experts are divided over 4 of 4 devices."),
+        (MoEConfig(6, 2, 18), "which tensor parallelism shards; experts are divided over 1 of 4 devices."),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "experts", "hidden states of experts", "neither"],
 )
 def test_what_shards_the_rollouts_weights(moe, sharded_by):
     """fsdp is 4."""

@@ -1,0 +1,89 @@
+"""Experts divided over a mesh, also where their number does not divide: the sums of one device."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.sharding.experts import AdaptedMatrices, ExpertWeights, grouped_experts, sharded_experts
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, sharding_for
+
+AXES = ("experts", "expert_embed", "expert_mlp")
+MESHES = [
+    MeshConfig(fsdp=8),
+    MeshConfig(data=2, fsdp=4),
+    MeshConfig(fsdp=1, sequence=8),
+    MeshConfig(fsdp=2, expert=2, tensor=2),
+    MeshConfig(fsdp=1, expert=4, sequence=2),
+]
+
+CASES = [(mesh, *case) for mesh in MESHES for case in ((6, ROLLOUT), (6, TRAIN), (8, ROLLOUT))]
+QUICK = [(MESHES[1], 6, ROLLOUT), (MESHES[4], 6, TRAIN)]
+
+
+def name_of(value):
+    """Return the id of a parameter: the axes of a mesh, or which rules they are."""
+    if isinstance(value, MeshConfig):
+        return " x ".join(f"{axis} {size}" for axis, size in value.sizes.items() if size > 1)
+    return {id(ROLLOUT): "rollout", id(TRAIN): "train"}.get(id(value))
+
+
+def mesh_of(config):
+    return make_mesh(config, jax.devices()[:8])
+
+
+@pytest.mark.parametrize("mesh_config", MESHES, ids=name_of)
+@pytest.mark.parametrize("count", [60, 64])
+def test_a_device_decodes_with_an_eighth_of_the_experts(mesh_config, count):
+    """Qwen2-MoE has 60 experts of 1,408 hidden states: 4 divides the former, 8 the latter."""
+    shape = (count, 2048, 1408)
+    shards = sharding_for(mesh_of(mesh_config), AXES, shape, ROLLOUT).shard_shape(shape)
+    assert math.prod(shards) == math.prod(shape) // 8 and shards[1] == 2048
+
+
+def test_axes_that_do_not_divide_the_experts_divide_their_hidden_states():
+    """6 experts on 2 x 4 devices: three each over data, and a quarter of each over fsdp."""
+    spec = lambda config, rules, shape=(6, 32, 16): sharding_for(mesh_of(config), AXES, shape, rules).spec
+    assert spec(MESHES[1], ROLLOUT) == P(("data", "sequence", "expert"), None, ("tensor", "fsdp"))
+    assert spec(MESHES[1], ROLLOUT, (6, 32, 6)) == P(("data", "sequence", "expert"), None, "tensor")
+    assert spec(MeshConfig(fsdp=1, expert=8), TRAIN)[2] == ("tensor", "expert")
+    bias = sharding_for(mesh_of(MESHES[1]), ("experts", "expert_mlp"), (6, 16), ROLLOUT).spec
+    assert bias == P(("data", "sequence", "expert"), ("tensor", "fsdp"))
+
+
+def drawn(count):
+    """Return tokens [8, 8, 32], choices of 2 (`count` = none), weights, experts with biases and adapters."""
+    draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(jax.random.key(0), i), shape)
+    chosen = jax.random.randint(jax.random.key(1), (8, 8, 2), 0, count + 1)
+    up = AdaptedMatrices(draw(0, count, 32, 16), draw(1, count, 32, 2), draw(2, count, 2, 16), 0.5)
+    biases = draw(5, count, 16), draw(6, count, 16), draw(7, count, 32)
+    experts = ExpertWeights(draw(3, count, 32, 16), up, draw(4, count, 16, 32), *biases)
+    return draw(8, 8, 8, 32), chosen, jax.nn.sigmoid(draw(9, 8, 8, 2)), experts
+
+
+@pytest.mark.parametrize(
+    ("mesh_config", "count", "rules"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    ids=name_of,
+)
+def test_every_division_gives_the_sums_and_gradients_of_one_device(mesh_config, count, rules):
+    """Tokens are divided over data, fsdp and expert, and over sequence."""
+    h, chosen, weights, experts = drawn(count)
+
+    def loss(compute, h, weights, experts):
+        out = compute(h, chosen, weights, experts, lambda gate, up: jnp.tanh(gate) * up)
+        return jnp.sum(jnp.sin(out)), out
+
+    def results(compute):
+        return jax.jit(jax.grad(functools.partial(loss, compute), argnums=(0, 1, 2), has_aux=True))
+
+    expected = results(grouped_experts)(h, weights, experts)
+    with jax.set_mesh(mesh_of(mesh_config)):
+        got = results(functools.partial(sharded_experts, rules=rules))(h, weights, experts)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), rtol=0)
