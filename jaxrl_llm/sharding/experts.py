@@ -3,7 +3,8 @@
 Every device gathers the tokens of the axes that divide the experts, computes those that chose its experts by
 grouped matrix products, and the sums are scattered back: all-gather and reduce-scatter, of static shapes. If
 the matrices of an expert are sharded, too, each device gathers its experts, and their gradient is scattered.
-An axis that does not divide the number of experts divides their hidden states, which is the same sum.
+An axis that does not divide the number of experts divides their hidden states, which is the same sum. Of the
+gathered assignments a device has few, and computes these in parts: buffers are of a part, not of all.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
 
 GATHERED = "gathered_experts"
 """Name of the weights of experts that are gathered for a layer: no rematerialization keeps them."""
+NamesOfDims = tuple[tuple[str, ...], ...]
+MIN_PART = 1024
+"""Rows from which on a part is worth a loop (`_in_parts`)."""
 Gate = Callable[[Array, Array], Array]
 """Hidden state of an expert from its gate and up projection."""
 
@@ -94,7 +98,7 @@ def sharded_experts(
     owners, embed, mlp = current_spec(("experts", "expert_embed", "expert_mlp"), shape, rules)
     expert_axes, mlp_axes = axes_of(owners), axes_of(mlp)
     divided = (*expert_axes, *mlp_axes)
-    gathered = [tuple(name for name in axes_of(dim) if name in divided) for dim in rows[:2]]
+    gathered = tuple(tuple(name for name in axes_of(dim) if name in divided) for dim in rows[:2])
     summed = tuple(name for name in divided if name not in (*gathered[0], *gathered[1]))
     inputs = embed, embed, mlp
     experts = ExpertWeights(*map(_divide_tiles, experts[:3], inputs), *experts[3:])
@@ -109,9 +113,10 @@ def sharded_experts(
         if mlp_axes and experts.down_bias is not None:  # or the sum over them would have it several times
             is_first = jax.lax.axis_index(mlp_axes) == 0
             experts = experts._replace(down_bias=jnp.where(is_first, experts.down_bias, 0))
-        out = grouped_experts(gather(h), chosen, gather(weights), experts, gated)
+        devices = math.prod(map(jax.lax.axis_size, expert_axes))
+        out = grouped_experts(gather(h), chosen, gather(weights), experts, gated, devices)
         out = jax.lax.psum(out, summed) if summed else out
-        return _over_dims(_reduce_scatter, gathered, out).astype(h.dtype)
+        return _scattered(out, gathered, h.dtype)
 
     specs = rows, rows, rows, expert_specs
     mapped = jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)
@@ -122,19 +127,36 @@ def _all_gather(x: Array, names: tuple[str, ...], dim: int) -> Array:
     return jax.lax.all_gather(x, names, axis=dim, tiled=True)
 
 
-def _reduce_scatter(x: Array, names: tuple[str, ...], dim: int) -> Array:
-    return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-
-
 def _over_dims(
     collective: Callable[[Array, tuple[str, ...], int], Array],
-    names_of_dims: list[tuple[str, ...]],
+    names_of_dims: NamesOfDims,
     x: Array,
 ) -> Array:
     """Return x after the collective over the mesh axes of each of its first dims."""
     for dim, names in enumerate(names_of_dims):
         x = collective(x, names, dim) if names else x
     return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _scattered(x: Float[Array, "B T D"], names_of_dims: NamesOfDims, dtype: DTypeLike) -> Array:
+    """Return float32 sums over devices, scattered over the mesh axes of each of the first dims, as `dtype`.
+
+    The backward pass gathers gradients of that type; XLA would gather float32 where a loop reads them next.
+    """
+    scatter = lambda x, names, dim: jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    return _over_dims(scatter, names_of_dims, x).astype(dtype)
+
+
+def _scattered_forward(x, names_of_dims, dtype):
+    return _scattered(x, names_of_dims, dtype), None
+
+
+def _scattered_backward(names_of_dims, dtype, _, gradient):
+    return (_over_dims(_all_gather, names_of_dims, gradient).astype(jnp.float32),)
+
+
+_scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
 def _gather(x: Array, spec: PartitionSpec, axes: str | tuple[str, ...]) -> Array:
@@ -184,10 +206,15 @@ def grouped_experts(
     weights: Float[Array, "B T K"],
     experts: ExpertWeights,
     gated: Gate,
+    devices: int = 1,
 ) -> Float[Array, "B T D"]:
     """Return the weighted sum of the outputs of these experts, float32; numbers outside [0, X) add 0.
 
-    Assignments are sorted by expert, so that each expert's tokens are rows of one grouped product.
+    Assignments are sorted by expert, so that each expert's tokens are rows of one grouped product. Where many
+    devices divide the experts, the rows are computed in parts (`_in_parts`).
+
+    Args:
+        devices: that divide the experts, and so the assignments.
     """
     count, per_token = experts.count, chosen.shape[-1]
     tokens = h.reshape(-1, h.shape[-1])
@@ -195,16 +222,108 @@ def grouped_experts(
     numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)
     order = jnp.argsort(numbers, stable=True)
     sizes = jnp.bincount(numbers, length=count + 1)[:count].astype(jnp.int32)
-    inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
-    expert_of_row = jnp.minimum(numbers[order], count - 1)
-    product = functools.partial(_product, sizes=sizes)
-    biased = lambda y, bias: y if bias is None else jnp.where(inside, y + bias[expert_of_row], 0)
-    rows = tokens[order // per_token]
-    gate = biased(product(rows, experts.gate), experts.gate_bias)
-    hidden = gated(gate, biased(product(rows, experts.up), experts.up_bias))
-    out = biased(product(hidden, experts.down, dtype=jnp.float32), experts.down_bias)[jnp.argsort(order)]
+    tokens, shares = h.reshape(-1, h.shape[-1]), weights.reshape(-1)
+    if length := _part_length(len(order), devices):
+        order = jnp.pad(order, (0, -len(order) % length))
+        total = _in_parts(per_token, length, gated, tokens, shares, experts, order, numbers, sizes)
+        return total.reshape(h.shape)
+    out = _outputs(tokens[order // per_token], numbers[order], sizes, experts, gated)[jnp.argsort(order)]
     out = out.reshape(*chosen.shape, -1) * weights[..., None]
     return jnp.sum(out, axis=-2)
+
+
+def _outputs(
+    rows: Float[Array, "M D"],
+    numbers: Int[Array, " M"],
+    sizes: Int[Array, " X"],
+    experts: ExpertWeights,
+    gated: Gate,
+) -> Float[Array, "M D"]:
+    """Return the outputs of these experts, float32, each for as many rows as `sizes` has; of others 0."""
+    inside = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
+    expert_of_row = jnp.minimum(numbers, experts.count - 1)
+    product = functools.partial(_product, sizes=sizes)
+    biased = lambda y, bias: y if bias is None else jnp.where(inside, y + bias[expert_of_row], 0)
+    gate = biased(product(rows, experts.gate), experts.gate_bias)
+    hidden = gated(gate, biased(product(rows, experts.up), experts.up_bias))
+    return biased(product(hidden, experts.down, dtype=jnp.float32), experts.down_bias)
+
+
+def _part_length(rows: int, devices: int) -> int:
+    """Return the rows of a part, twice those of an even load: mostly one is computed. 0 = no parts."""
+    length = -(-2 * rows // devices)
+    return length if MIN_PART <= length < rows else 0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _in_parts(
+    per_token: int,
+    length: int,
+    gated: Gate,
+    tokens: Float[Array, "T D"],
+    shares: Float[Array, " M"],
+    experts: ExpertWeights,
+    order: Int[Array, " N"],
+    numbers: Int[Array, " M"],
+    sizes: Int[Array, " X"],
+) -> Float[Array, "T D"]:
+    """Return `grouped_experts` of sorted assignments, `length` at a time and only as many as there are.
+
+    All of them at once would be buffers for every assignment of the devices that divide the experts, of which
+    this device has few. The backward pass computes a part again, so none is kept.
+    """
+
+    def add(i, total):
+        picks, sizes_here = _part(i, length, order, sizes)
+        owners = picks // per_token
+        out = _outputs(tokens[owners], numbers[picks], sizes_here, experts, gated)
+        return total.at[owners].add(out * shares[picks][:, None])
+
+    return jax.lax.fori_loop(0, -(-jnp.sum(sizes) // length), add, jnp.zeros(tokens.shape, jnp.float32))
+
+
+def _part(i: Array, length: int, order: Array, sizes: Array) -> tuple[Array, Array]:
+    """Return the assignments of the i-th part, and how many of them each expert has."""
+    ends, begin = jnp.cumsum(sizes), i * length
+    before = lambda row: jnp.clip(row - begin, 0, length)
+    return jax.lax.dynamic_slice_in_dim(order, begin, length), before(ends) - before(ends - sizes)
+
+
+def _in_parts_forward(per_token, length, gated, *operands):
+    return _in_parts(per_token, length, gated, *operands), operands
+
+
+def _in_parts_backward(per_token, length, gated, operands, gradient):
+    tokens, shares, experts, order, numbers, sizes = operands
+    leaves, tree = jax.tree.flatten(experts)
+    is_real = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]  # codes have no gradient
+    real = [leaf for leaf, chosen in zip(leaves, is_real, strict=True) if chosen]
+
+    def merged(real, others):
+        real = iter(real)
+        return tree.unflatten(next(real) if chosen else x for x, chosen in zip(others, is_real, strict=True))
+
+    def add(i, sums):
+        picks, sizes_here = _part(i, length, order, sizes)
+        owners = picks // per_token
+
+        def compute(rows, share, real):
+            out = _outputs(rows, numbers[picks], sizes_here, merged(real, leaves), gated)
+            return out * share[:, None]
+
+        d_rows, d_share, d_real = jax.vjp(compute, tokens[owners], shares[picks], real)[1](gradient[owners])
+        of_tokens, of_shares, of_real = sums
+        of_real = [total + part for total, part in zip(of_real, d_real, strict=True)]
+        return of_tokens.at[owners].add(d_rows), of_shares.at[picks].add(d_share), of_real
+
+    primals = tokens, shares, real
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), primals)
+    sums = jax.lax.fori_loop(0, -(-jnp.sum(sizes) // length), add, sums)
+    d_tokens, d_shares, d_real = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, primals)
+    return d_tokens, d_shares, merged(d_real, [None] * len(leaves)), None, None, None
+
+
+_in_parts.defvjp(_in_parts_forward, _in_parts_backward)
 
 
 def _product(

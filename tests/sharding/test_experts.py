@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.sharding.experts import AdaptedMatrices, ExpertWeights, grouped_experts, sharded_experts
+from jaxrl_llm.models.quantize import dequantize_weight
+from jaxrl_llm.sharding import experts as experts_module
+from jaxrl_llm.sharding.experts import (
+    AdaptedMatrices,
+    ExpertWeights,
+    QuantizedMatrices,
+    grouped_experts,
+    sharded_experts,
+)
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, sharding_for
 
@@ -73,17 +81,50 @@ def drawn(count):
 )
 def test_every_division_gives_the_sums_and_gradients_of_one_device(mesh_config, count, rules):
     """Tokens are divided over data, fsdp and expert, and over sequence."""
-    h, chosen, weights, experts = drawn(count)
+    check_on_mesh(mesh_config, rules, *drawn(count))
+
+
+@pytest.mark.parametrize(
+    ("mesh_config", "choice"),
+    [
+        (MeshConfig(fsdp=1, expert=8), None),
+        pytest.param(MeshConfig(fsdp=1, expert=8), 3, marks=pytest.mark.slow),
+        pytest.param(MeshConfig(fsdp=2, expert=4), 3, marks=pytest.mark.slow),
+    ],
+    ids=["even load", "all tokens to one expert", "all tokens to one expert of sharded ones"],
+)
+def test_rows_in_parts(mesh_config, choice, monkeypatch):
+    """A part is a quarter, or half, of the 128 assignments; an expert that all tokens choose has at least 64.
+    Of codes and scales there is no gradient."""
+    monkeypatch.setattr(experts_module, "MIN_PART", 1)
+    h, chosen, weights, experts = drawn(8)
+    codes, scale = jnp.arange(8 * 32 * 16, dtype=jnp.int8).reshape(8, 32, 16), jnp.full((8, 2, 16), 0.01)
+    experts = experts._replace(gate=QuantizedMatrices(codes, scale, dequantize_weight))
+    chosen = chosen if choice is None else chosen.at[..., 0].set(choice)
+    check_on_mesh(mesh_config, TRAIN, h, chosen, weights, experts)
+
+
+def test_the_length_of_a_part():
+    assert experts_module._part_length(65_536, 16) == 8192
+    assert experts_module._part_length(65_536, 2) == 0  # all of them
+    assert experts_module._part_length(4096, 16) == 0  # 512: decoding
+
+
+def check_on_mesh(mesh_config, rules, h, chosen, weights, experts):
+    """Compare the sums and the gradients of tokens, weights and experts with those of one device."""
 
     def loss(compute, h, weights, experts):
         out = compute(h, chosen, weights, experts, lambda gate, up: jnp.tanh(gate) * up)
         return jnp.sum(jnp.sin(out)), out
 
     def results(compute):
-        return jax.jit(jax.grad(functools.partial(loss, compute), argnums=(0, 1, 2), has_aux=True))
+        return jax.jit(
+            jax.grad(functools.partial(loss, compute), argnums=(0, 1, 2), has_aux=True, allow_int=True)
+        )
 
     expected = results(grouped_experts)(h, weights, experts)
     with jax.set_mesh(mesh_of(mesh_config)):
         got = results(functools.partial(sharded_experts, rules=rules))(h, weights, experts)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), rtol=0)
+        if b.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), rtol=0)
