@@ -275,6 +275,10 @@ def test_what_the_decoder_lacks_is_refused_by_name(changes, message):
             r"quantization_config is set; .*Mxfp4Config\(dequantize=True\)\)\.save_pretrained",
         ),
         ({"model_type": "gpt_oss", "swiglu_limit": "7"}, r"swiglu_limit='7' must be a number"),
+        (
+            {"model_type": "mixtral", "router_jitter_noise": 0.01},
+            r"router_jitter_noise=0.01 is not .*to 0\.0",
+        ),
     ],
 )
 def test_families_refuse_what_they_lack(raw, message):
