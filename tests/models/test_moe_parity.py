@@ -185,7 +185,8 @@ def gradients_of(model, layer):
     mlp = model.model.layers[layer].mlp
     down, both = mlp.experts.down_proj.grad.numpy(), mlp.experts.gate_up_proj.grad.numpy()
     if not hasattr(mlp, "router"):
-        experts = {"expert_down": down.transpose(0, 2, 1), "expert_gate": both[:, :24].transpose(0, 2, 1)}
+        parts = {"expert_down": down, "expert_gate": both[:, :24], "expert_up": both[:, 24:]}
+        experts = {name: part.transpose(0, 2, 1) for name, part in parts.items()}
         return {"router": mlp.gate.weight.grad.numpy().T, **experts, **latent_gradients(model, layer)}
     bias = mlp.experts.gate_up_proj_bias.grad.numpy()
     return {
