@@ -67,7 +67,8 @@ def load_params(
     """Return the weights of an HF folder, each device's shard read straight from the files.
 
     Beyond the weights themselves the host holds one layer of one weight at a time: at most 1.2 times the
-    largest tensor. In a multi-process run each process reads only what its own devices hold.
+    largest tensor. In a multi-process run each process reads only what its own devices hold, and with the
+    mesh axis `expert` all experts.
 
     Args:
         folder: config.json and safetensors, one file or sharded; bf16, fp16 or fp32.
