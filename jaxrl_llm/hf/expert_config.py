@@ -134,10 +134,13 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     """Return the experts of a family that has them.
 
     Raises:
-        UserError: some of its layers are dense.
+        UserError: some of its layers are dense, or its router has noise.
     """
     if family not in EXPERT_DEFAULTS:
         return None
+    if family == "mixtral" and (noise := keys.number("router_jitter_noise", 0.0)):
+        fix = "is not supported: noise in training changes the choice of experts; set it to 0.0"
+        raise keys.wrong("router_jitter_noise", noise, fix)
     if family in GROUPED:
         return _read_grouped(keys)
     integer = lambda key: keys.integer(key, LARGEST[key])

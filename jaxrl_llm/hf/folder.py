@@ -22,16 +22,26 @@ FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Types of weights that are read, in the spelling of safetensors, and their bytes an element."""
 
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers that old checkpoints carry along
+FUSED_EXPERTS = {
+    "layers.router": ("gate.weight", 0, 1),
+    "layers.expert_gate": ("experts.gate_up_proj", 0, 2),
+    "layers.expert_up": ("experts.gate_up_proj", 1, 2),
+    "layers.expert_down": ("experts.down_proj", 0, 1),
+}
+"""Our weights -> name in a fused MLP; index and number of an expert's parts, one after the other."""
 _SHOWN = 8
 MAX_PREDICTORS = 64  # of any model
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as its file declares it."""
+    """A tensor as its file declares it, or one expert's part of such a tensor."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str  # "BF16", ...
+    source: str = ""  # name in the file, where that is another one
+    expert: int | None = None  # of a tensor of all experts of a layer
+    start: int = 0  # first row
 
 
 def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTensor]:
@@ -49,6 +59,7 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
                     f"{file}: {name} is also in {stored[name].file.name}; one of the files is stale"
                 )
             stored[name] = entry
+    stored = _split_experts(stored, config)
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     ignored |= {name for name in stored if _DERIVED.fullmatch(name)}
@@ -59,6 +70,29 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     if unused:
         print_on_first(f"{folder}: {len(unused)} weights of multi-token prediction are not used")
     return {name: stored[name] for name in expected}
+
+
+def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -> dict[str, StoredTensor]:
+    """Return the tensors, those of all experts of a layer as one of each expert, under their usual names.
+
+    Transformers 5 fuses experts in memory, and so does `save_pretrained(..., save_original_format=False)` in
+    files.
+    """
+    model = [tensor for tensor in hf_tensors(config) if tensor.parts[0][0] in FUSED_EXPERTS]
+    if any(tensor.name in stored for tensor in model if ".experts." in tensor.name):
+        return stored
+    out = dict(stored)
+    for tensor in model:
+        ours, (_, *expert) = tensor.parts[0]
+        module, part, parts = FUSED_EXPERTS[ours]
+        name = f"{'.'.join(tensor.name.split('.')[:3])}.mlp.{module}"  # "model.layers.3.mlp.gate.weight"
+        rows, *columns = tensor.shape
+        shape = (*[config.moe.num_experts for _ in expert], parts * rows, *columns)
+        if name in stored and stored[name].shape == shape:
+            file, _, dtype, *_ = stored[name]
+            out.pop(name, None)
+            out[tensor.name] = StoredTensor(file, tensor.shape, dtype, name, *(expert or [None]), part * rows)
+    return out
 
 
 def _predictor_weights(folder: Path, config: TransformerConfig, stored: Collection[str]) -> set[str]:

@@ -67,7 +67,8 @@ def load_params(
     """Return the weights of an HF folder, each device's shard read straight from the files.
 
     Beyond the weights themselves the host holds one layer of one weight at a time: at most 1.2 times the
-    largest tensor. In a multi-process run each process reads only what its own devices hold.
+    largest tensor. In a multi-process run each process reads only what its own devices hold, and with the
+    mesh axis `expert` all experts.
 
     Args:
         folder: config.json and safetensors, one file or sharded; bf16, fp16 or fp32.
@@ -165,11 +166,13 @@ def read_slice(
     row_bytes = inner[0] * int(np.prod(stored.shape[1:])) * FLOATS[stored.dtype]
     budget = min(max(row_bytes * (last - first) // 16, _MIN_READ), _MAX_READ)
     step = max(1, budget // row_bytes)
+    expert = () if stored.expert is None else (stored.expert,)
     for start in range(first, last, step):
         stop = min(start + step, last)
-        rows = slice(part.start + start * inner[0], part.start + stop * inner[0])
+        rows = slice(*(part.start + stored.start + row * inner[0] for row in (start, stop)))
         with safe_open(stored.file, framework="np") as handle:
-            block = handle.get_slice(part.name)[(rows, *columns)][..., part.column :: part.step]
+            block = handle.get_slice(stored.source or part.name)[(*expert, rows, *columns)]
+        block = block[..., part.column :: part.step]
         if not _all_finite(block):
             raise UserError(
                 f"{stored.file}: {part.name} holds NaN or Inf. Download the model again, or take another."

@@ -18,6 +18,7 @@ from jaxrl_llm import models
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.models import RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
 
 pytestmark = pytest.mark.slow
 
@@ -142,7 +143,7 @@ def test_lm_eval_measures_the_accuracy_of_our_evaluation(tuned, tmp_path):
 def of_family(family, **changes):
     sizes = {"vocab_size": 128, "hidden_size": 32, "mlp_size": 48, "num_layers": 2, "max_position": 256}
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "initializer_range": 0.3}
-    return TransformerConfig(family=family, qk_norm=family == "qwen3", **sizes | heads | changes)
+    return TransformerConfig(family=family, qk_norm=family[:5] == "qwen3", **sizes | heads | changes)
 
 
 LLAMA3 = RopeConfig(5e5, "llama3", 8.0, original_max_position=64, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -152,12 +153,15 @@ FAMILIES = [
     of_family("llama", rope=LLAMA3, tie_embeddings=False),
     of_family("mistral", sliding_window=8, rope=RopeConfig(1e4)),
     of_family("baichuan", num_kv_heads=4, rope=RopeConfig(1e4), tie_embeddings=False),
+    of_family("qwen3_moe", moe=MoEConfig(8, 2, expert_size=16), tie_embeddings=False),
+    of_family("mixtral", moe=MoEConfig(8, 2, expert_size=48), mlp_size=48, tie_embeddings=False),
 ]
 
 
 @needs("transformers 5", "transformers 4")
 def test_transformers_4_reads_every_family_as_transformers_5_does(tmp_path):
-    """By token ids: the logits of 5 are compared with ours in tests/models/test_model_parity.py."""
+    """By token ids: the logits of 5 are compared with ours in tests/models, test_model_parity.py and
+    test_moe_parity.py."""
     jobs, prompts = [], np.random.default_rng(0).integers(2, 128, (8, 20)).tolist()
     for config in FAMILIES:
         folder = tmp_path / config.family

@@ -46,6 +46,8 @@ TINY = {
     "head_dim": 8,
     "max_position_embeddings": 256,
 }
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+BOTH = pytest.mark.parametrize("extra", [{}, EXPERTS], ids=["dense", "experts"])
 SMALL_SHARD = 20_000
 
 
@@ -71,8 +73,7 @@ def write_folder(folder, config, dtype=np.float32, files=2):
 
 
 def read_back(folder):
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: value for file in files for name, value in load_file(file).items()}
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
 def assert_same_bytes(theirs, ours):
@@ -107,14 +108,14 @@ def test_every_byte_survives_import_and_export(tmp_path, extra, dtype, in_memory
 
 @pytest.mark.parametrize(
     "mesh",
-    [MeshConfig(fsdp=8), MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(fsdp=1, tensor=8)],
-    ids=["fsdp8", "2x2x2", "tensor8"],  # tensor=8 divides neither the 4 heads nor the 2 kv heads
+    [dict(fsdp=8), dict(data=2, fsdp=2, tensor=2), dict(fsdp=1, tensor=8), dict(expert=2, fsdp=2, tensor=2)],
+    ids=["fsdp8", "2x2x2", "tensor8", "experts"],  # tensor=8 divides neither the 4 heads nor the 2 kv heads
 )
 def test_every_mesh_gets_the_same_weights_in_the_layout_asked_for(tmp_path, mesh):
-    config = tiny()
+    config = tiny(**(EXPERTS if "expert" in mesh else {}))
     theirs = write_folder(tmp_path / "in", config, ml_dtypes.bfloat16)
     whole = load_params(tmp_path / "in", config)
-    layout = shardings(config, make_mesh(mesh), TRAIN)
+    layout = shardings(config, make_mesh(MeshConfig(**mesh)), TRAIN)
     params = load_params(tmp_path / "in", config, layout)
     for (name, one), (_, many), wanted in zip(
         named_leaves(whole), named_leaves(params), jax.tree.leaves(layout), strict=True
@@ -126,8 +127,9 @@ def test_every_mesh_gets_the_same_weights_in_the_layout_asked_for(tmp_path, mesh
     assert_same_bytes(theirs, read_back(tmp_path / "out"))
 
 
-def test_each_shard_reads_its_own_part_and_copies_share_one_reading(tmp_path, monkeypatch):
-    config = tiny()
+@BOTH
+def test_each_shard_reads_its_own_part_and_copies_share_one_reading(tmp_path, monkeypatch, extra):
+    config = tiny(**extra)
     theirs = write_folder(tmp_path, config)
     read = {}
 
@@ -141,15 +143,15 @@ def test_each_shard_reads_its_own_part_and_copies_share_one_reading(tmp_path, mo
     assert read == {name: value.size for name, value in theirs.items()}
 
 
-def test_rows_are_read_in_pieces(tmp_path, monkeypatch):
-    config = tiny()
+@BOTH
+def test_rows_are_read_in_pieces(tmp_path, monkeypatch, extra):
+    config = tiny(**extra)
     write_folder(tmp_path, config)
     whole = load_params(tmp_path, config)
     monkeypatch.setattr(load, "_MIN_READ", 1)
     monkeypatch.setattr(load, "_MAX_READ", 300)  # two rows of 32 floats
-    for (name, a), (_, b) in zip(
-        named_leaves(whole), named_leaves(load_params(tmp_path, config)), strict=True
-    ):
+    pieces = load_params(tmp_path, config)
+    for (name, a), (_, b) in zip(named_leaves(whole), named_leaves(pieces), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
@@ -217,9 +219,10 @@ save_model(params, config, target, dtype="bfloat16", max_shard_bytes=20_000)
 """
 
 
+@BOTH
 @pytest.mark.slow
-def test_two_processes_each_read_their_half_and_write_one_folder(tmp_path):
-    theirs = write_folder(tmp_path / "in", tiny(), ml_dtypes.bfloat16)
+def test_two_processes_each_read_their_half_and_write_one_folder(tmp_path, extra):
+    theirs = write_folder(tmp_path / "in", tiny(**extra), ml_dtypes.bfloat16)
     run_processes(TWO_PROCESSES, 2, [str(tmp_path / "in"), str(tmp_path / "out")], devices=1)
     assert_same_bytes(theirs, read_back(tmp_path / "out"))
 

@@ -36,9 +36,11 @@ from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.folder import read_headers
 from jaxrl_llm.hf.load import load_params, read_slice
 from jaxrl_llm.hf.names import adapter_tensors, tensor_rows
-from jaxrl_llm.models import LoraConfig, abstract, named_leaves
+from jaxrl_llm.models import LoraConfig, abstract, named_leaves, shardings
 from jaxrl_llm.models.lora import split_params, with_lora
 from jaxrl_llm.rollout.config import RolloutConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
 
 COMMON = dict(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -153,12 +155,38 @@ def test_files_come_back_byte_for_byte(loaded, tmp_path):
         np.testing.assert_array_equal(narrow.get_tensor(name), stored[name])
 
 
+def test_fused_experts_of_transformers_5_are_read(loaded, tmp_path):
+    """Files in which all experts of a layer are one tensor: the same weights, also in shards of a mesh."""
+    model, _, params = loaded
+    model.save_pretrained(tmp_path, save_original_format=False)
+    stored, config = load_file(tmp_path / "model.safetensors"), read_config(tmp_path)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in stored
+    assert not any(".experts.0." in name for name in stored)
+    layout = shardings(config, make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2)), TRAIN)
+    got = named_leaves(load_params(tmp_path, config, layout))
+    for (name, whole), (_, sharded) in zip(named_leaves(params), got, strict=True):
+        np.testing.assert_array_equal(sharded, whole, err_msg=name)
+
+
+def test_fused_experts_of_another_shape_or_beside_single_ones_are_refused(tmp_path):
+    model, file = theirs("qwen3_moe"), tmp_path / "model.safetensors"
+    model.save_pretrained(tmp_path, save_original_format=False)
+    config, name, stored = read_config(tmp_path), "model.layers.1.mlp.experts.down_proj", load_file(file)
+    save_file(stored | {name: stored[name][:, :, :23].copy()}, file)
+    with pytest.raises(UserError, match=r"6 missing.* 1 unexpected: .*experts\.down_proj \[6, 32, 23\]"):
+        read_headers(tmp_path, config)
+    save_file(stored | {"model.layers.1.mlp.experts.0.down_proj.weight": stored[name][0].copy()}, file)
+    with pytest.raises(UserError, match=r"35 missing: .*; 4 unexpected: .*experts\.down_proj \[6, 32, 24\]"):
+        read_headers(tmp_path, config)
+
+
 def gradients_of(model, layer):
     """Our name -> gradient of transformers' model. Experts are fused; gpt-oss's alternate gate and up."""
     mlp = model.model.layers[layer].mlp
     down, both = mlp.experts.down_proj.grad.numpy(), mlp.experts.gate_up_proj.grad.numpy()
     if not hasattr(mlp, "router"):
-        experts = {"expert_down": down.transpose(0, 2, 1), "expert_gate": both[:, :24].transpose(0, 2, 1)}
+        parts = {"expert_down": down, "expert_gate": both[:, :24], "expert_up": both[:, 24:]}
+        experts = {name: part.transpose(0, 2, 1) for name, part in parts.items()}
         return {"router": mlp.gate.weight.grad.numpy().T, **experts, **latent_gradients(model, layer)}
     bias = mlp.experts.gate_up_proj_bias.grad.numpy()
     return {
@@ -275,6 +303,10 @@ def test_what_the_decoder_lacks_is_refused_by_name(changes, message):
             r"quantization_config is set; .*Mxfp4Config\(dequantize=True\)\)\.save_pretrained",
         ),
         ({"model_type": "gpt_oss", "swiglu_limit": "7"}, r"swiglu_limit='7' must be a number"),
+        (
+            {"model_type": "mixtral", "router_jitter_noise": 0.01},
+            r"router_jitter_noise=0.01 is not .*to 0\.0",
+        ),
     ],
 )
 def test_families_refuse_what_they_lack(raw, message):
