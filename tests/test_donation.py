@@ -1,4 +1,4 @@
-"""Donated arguments of compiled programs: every byte of them is a result's memory, so that there is no copy."""
+"""Donated arguments of compiled programs: all their bytes are reused by results, so nothing is copied."""
 
 import jax
 import numpy as np

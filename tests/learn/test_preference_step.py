@@ -51,7 +51,7 @@ def weights(built, seed):
 
 def gradient(algo, items, devices=1, **settings):
     """(metrics, gradients by name) of one update."""
-    model = replace(MODEL, value_head=algos.requirements(algo).values)
+    model = replace(MODEL, initializer_range=0.3, value_head=algos.requirements(algo).values)
     mesh = make_mesh(MeshConfig(fsdp=devices), jax.devices()[:devices])
     built = Learner(algo, model, SUM, StepConfig(max_grad_norm=0.0, **settings), mesh)
     with jax.set_mesh(mesh):
