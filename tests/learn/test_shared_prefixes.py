@@ -65,7 +65,7 @@ def trajectories(moe=None):
 
 
 def experience(stage):
-    """The trajectories as the rollouts hand them over; two teachers take turns."""
+    """The trajectories as the rollouts hand them over; the prompts alternate between two teachers."""
     replay = stage.policy.config.replay
     found = trajectories(stage.policy.model.moe if replay and replay.source == "rollout" else None)
     items = [from_trajectory(trajectory) for trajectory in found]
