@@ -276,3 +276,20 @@ def test_templates_that_refuse_the_policys_chats_are_found_at_the_start(other, t
 def test_a_process_model_of_another_vocabulary_is_refused(other):
     with pytest.raises(UserError, match="a process reward model scores the policy's own tokens"):
         judge(other, kind="process")
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+def test_responses_that_share_a_prompt_get_the_scores_of_rows_of_their_own(folder, kind):
+    """Two prompts, three responses each, of one line and of several; a row has each prompt once."""
+    texts = ("3\n4\n5", "3\n", "12")
+    batch = [trajectory(text, prompt) for prompt in ("1+2+3+4+5=", "7*8*9=") for text in texts]
+    config = RewardModelConfig(path=str(folder), kind=kind)
+    shared, alone = (
+        load_reward_model(config, dataclasses.replace(STEP, share_prefixes=share), mesh(), TOKENIZER, CHAT)
+        for share in (True, False)
+    )
+    items = [shared._item(t, SUM) for t in batch]
+    assert shared.model.shared_tokens(items) == [9, 9, 5, 5]  # all but the last token of a prompt
+    for row, expected in zip(shared(batch, [SUM] * 6), alone(batch, [SUM] * 6), strict=True):
+        assert np.abs(expected).max() > 0.01
+        np.testing.assert_allclose(row, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

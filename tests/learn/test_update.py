@@ -1,7 +1,6 @@
 """The layout never changes the answer: meshes, micro-batches, packing and padding give one gradient."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -117,49 +116,6 @@ def test_every_mesh_gives_the_gradient_of_one_device(mesh, reference_update):
 )
 def test_microbatches_packing_and_padding_change_nothing(rows, row_tokens, reference_update):
     assert_same(one_update(learner(rows=rows, row_tokens=row_tokens, max_grad_norm=0.0)), reference_update)
-
-
-def groups(prompts=4, responses=4):
-    """Return trajectories of which four each have the same prompt."""
-    items = trajectories(prompts * responses)
-    for i, item in enumerate(items):
-        item.tokens[:3] = items[i // responses * responses].tokens[:3]
-        prompt = np.arange(1, 10, dtype=np.int32) * (1 + i // responses)
-        item.tokens = np.concatenate([prompt, item.tokens])
-        item.mask = np.concatenate([np.zeros(9, np.float32), item.mask])
-        item.signals = {name: np.concatenate([np.zeros(9), x]) for name, x in item.signals.items()}
-    return items
-
-
-@functools.cache
-def unshared_update(algo):
-    return one_update(learner(algo=algo, rows=4, row_tokens=64, max_grad_norm=0.0), groups(), 2)
-
-
-@pytest.mark.parametrize(
-    ("algo", "mesh", "settings"),
-    [
-        (grpo.Config(), ONE, {"rows": 1, "row_tokens": 80}),
-        pytest.param(grpo.Config(), MeshConfig(fsdp=2, sequence=2), {}, marks=pytest.mark.slow),
-        pytest.param(
-            grpo.Config(), MeshConfig(tensor=2, fsdp=1, sequence=2), {"sequence_parallel": "ulysses"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(algos.gspo.Config(), ONE, {"rows": 2, "row_tokens": 40}, marks=pytest.mark.slow),
-        pytest.param(algos.dr_grpo.Config(), ONE, {"remat": "dots"}, marks=pytest.mark.slow),
-        pytest.param(algos.dapo.Config(), ONE, {"remat": "full"}, marks=pytest.mark.slow),
-        pytest.param(algos.otb.Config(), ONE, {"chunk": 7}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_prompt_that_responses_share_changes_nothing(algo, mesh, settings):
-    """Two updates with scores before them: a row has each prompt once, or one for each response."""
-    built = learner(mesh, algo=algo, **{"rows": 4, "row_tokens": 128, "max_grad_norm": 0.0, **settings},
-                    share_prefixes=True)  # fmt: skip
-    items = groups()
-    metrics, gradient = one_update(built, items, 2)
-    assert metrics["packing/shared_fraction"] > 0.1
-    assert_same((metrics, gradient), unshared_update(algo), rel=2e-5)
 
 
 def test_the_update_writes_the_logprobs_that_its_metrics_compare():

@@ -1,0 +1,196 @@
+"""A prompt that a row has once for all its responses changes no loss and no gradient of a whole step."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+from gradients import SUM, assert_same, gradients_of
+from random_weights import random_params
+
+from jaxrl_llm import algos
+from jaxrl_llm.algos.contract import old_logprobs
+from jaxrl_llm.build.models import config_with_heads
+from jaxrl_llm.data.packing import from_trajectory
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.routing import Replay
+from jaxrl_llm.learn.stage import Experience, Stage
+from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.config import LoraConfig, MoEConfig
+from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.models.moe import route_spec
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.structs import Trajectory
+
+MODEL = TransformerConfig(
+    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    initializer_range=0.3,
+)  # fmt: skip
+EXPERTS = dataclasses.replace(MODEL, moe=MoEConfig(num_experts=4, experts_per_token=2, expert_size=16))
+ADAPTED, ADAPTED_EXPERTS = (with_lora(model, LoraConfig(rank=4, alpha=8.0)) for model in (MODEL, EXPERTS))
+ONE = MeshConfig(fsdp=1)
+PROMPT, RESPONSES = 12, 4  # tokens of a prompt, responses to it
+
+
+def trajectories(moe=None):
+    """Responses of 3 to 18 tokens to four prompts, most with two tokens of an observation.
+
+    Args:
+        moe: of a model whose routes are replayed: they are equal on the prompt, and any.
+    """
+    rng, result = np.random.default_rng(0), []
+    ids = lambda n: rng.integers(0, MODEL.vocab_size, n).astype(np.int32)
+
+    def routes(n):
+        chosen = [rng.permutation(moe.num_experts)[: moe.experts_per_token] for _ in range(2 * n)]
+        return np.sort(chosen).reshape(n, 2, -1).astype(np.uint8)
+
+    for index in range(4 * RESPONSES):
+        if index % RESPONSES == 0:
+            prompt, of_prompt = ids(PROMPT), moe and routes(PROMPT)
+        length = int(rng.integers(3, 19))
+        mask = np.ones(length, np.int8)
+        mask[2:4] = index % 3 > 0
+        rewards = rng.integers(0, 4, 2) / 2
+        result.append(Trajectory(
+            prompt_ids=prompt, response_ids=ids(length), mask=mask, versions=np.zeros(length, np.int32),
+            logprobs=rng.normal(-4, 0.1, length).astype(np.float32), prompt_index=index // RESPONSES,
+            response_index=index % RESPONSES, finish="stop", reward=float(rewards.sum()),
+            routes=moe and np.concatenate([of_prompt, routes(length)]),
+        ))  # fmt: skip
+    return result
+
+
+def experience(stage):
+    """The trajectories as the rollouts hand them over; the prompts alternate between two teachers."""
+    replay = stage.policy.config.replay
+    found = trajectories(stage.policy.model.moe if replay and replay.source == "rollout" else None)
+    items = [from_trajectory(trajectory) for trajectory in found]
+    for item, trajectory in zip(items, found, strict=True):
+        if stage.teachers:
+            item.signals["labels"] = np.full(len(item.tokens), trajectory.prompt_index % 2, np.float32)
+    return Experience(items, {}, 0, [], found)
+
+
+def make_stage(algo, model, mesh=ONE, replay=None, **settings):
+    """Two updates a step, with the critic and the teachers of the algorithm."""
+    requires = algos.requirements(algo)
+    step = StepConfig(
+        **{"rows": 4, "row_tokens": 64, "max_grad_norm": 0.0, **settings},
+        old=old_logprobs(algos.of(algo), requires, 2),
+        replay=replay and Replay(replay, route_spec(model)),
+    )
+    mesh, others = make_mesh(mesh, jax.devices()[: math.prod(mesh.sizes.values())]), {}
+    policy = Learner(algo, config_with_heads(model, algo), SUM, step, mesh)
+    if requires.critic:
+        value = algos.value.Config()
+        critic = Learner(value, config_with_heads(model, value), SUM, step, mesh)
+        others = {"critic": critic, "critic_params": weights(critic, 2)}
+    if requires.teachers:
+        others["teachers"] = (weights(policy, 3), weights(policy, 4))
+    return Stage(policy, minibatches=2, **others)
+
+
+def weights(built, seed):
+    """Random weights on the learner's mesh, which may be donated."""
+    return jax.device_put(jax.tree.map(np.array, random_params(built.model, seed)), built.param_shardings)
+
+
+def one_step(algo, model, **settings):
+    """(metrics, gradients) of scores, advantages and the updates of policy and critic."""
+    stage = make_stage(algo, model, **settings)
+    with jax.set_mesh(stage.policy.mesh):
+        state = stage.init_state(weights(stage.policy, 0))
+        reference = weights(stage.policy, 1) if stage.needs_reference else None
+        minibatches = stage.prepare(state, experience(stage), reference, seed=0)
+        state, metrics = stage.update(state, minibatches, step=0)
+    gradients = gradients_of(state)
+    if stage.critic:
+        gradients |= {f"critic/{name}": x for name, x in gradients_of(state.critic).items()}
+    return {name: float(value) for name, value in metrics.items()}, gradients
+
+
+@functools.cache
+def unshared_step(algo, model, **settings):
+    """Each response in a sequence of its own, on one device."""
+    return one_step(algo, model, **settings)
+
+
+def check(algo, model=MODEL, of_both=(), least=0.25, **settings):
+    """Compare a step with shared prefixes with one without.
+
+    Args:
+        of_both: settings of both.
+        least: share of the tokens that are not computed.
+    """
+    expected = unshared_step(algo, model, **dict(of_both))
+    shared = {"row_tokens": 96, "share_prefixes": True, **dict(of_both), **settings}
+    metrics, gradients = one_step(algo, model, **shared)
+    for name in [name for name in metrics if name.endswith("packing/shared_fraction")]:
+        assert least < metrics.pop(name) < least + 0.1
+    assert_same((metrics, gradients), expected)
+
+
+GRPO = algos.grpo.Config()
+SLOW = {
+    "grpo, data 2, fsdp 2": (GRPO, {"mesh": MeshConfig(data=2, fsdp=2)}),
+    "grpo, tensor 2": (GRPO, {"mesh": MeshConfig(fsdp=1, tensor=2)}),
+    "grpo, ring": (GRPO, {"mesh": MeshConfig(fsdp=2, sequence=2)}),
+    "grpo, ulysses": (
+        GRPO, {"mesh": MeshConfig(fsdp=1, tensor=2, sequence=2), "sequence_parallel": "ulysses"}
+    ),
+    # The responses to one prompt are too long for a row: the prompt is copied.
+    "gspo, prompts cut": (algos.gspo.Config(), {"rows": 2, "row_tokens": 40, "least": 0.1}),
+    "dr_grpo": (algos.dr_grpo.Config(), {"remat": "dots"}),
+    "dapo": (algos.dapo.Config(), {"remat": "full"}),
+    "otb": (algos.otb.Config(), {"chunk": 7}),
+    "ppo with a critic": (algos.ppo.Config(), {}),
+    "rloo": (algos.rloo.Config(), {}),
+    "passk": (algos.passk.Config(), {"rows": 1}),
+    "gkd": (algos.gkd.Config(teachers=("a", "b"), reward_coef=0.5), {}),
+    "gkd by policy gradient": (algos.gkd.Config(teachers=("a", "b"), form="policy_gradient"), {}),
+    "adapters": (GRPO, {"model": ADAPTED}),
+    "experts, balance": (GRPO, {"model": EXPERTS, "of_both": (("balance_coef", 0.5),)}),
+    "experts, replay of the rollout": (GRPO, {"model": EXPERTS, "of_both": (("replay", "rollout"),)}),
+    "experts with adapters, replay of old": (
+        GRPO, {"model": ADAPTED_EXPERTS, "of_both": (("replay", "old"), ("balance_coef", 0.5))}
+    ),
+}  # fmt: skip
+
+
+def test_one_row_with_each_prompt_once_gives_the_step_of_rows_with_copies():
+    check(GRPO, rows=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_every_algorithm_mesh_and_model_keeps_its_step(name):
+    algo, settings = SLOW[name]
+    check(algo, **settings)
+
+
+OWN = """"Reward-weighted log-likelihood near old log-probs; a response's mean entropy is a metric."
+from dataclasses import dataclass
+import jax.numpy as jnp
+from jaxrl_llm.algos.config import AlgoConfig
+INPUT = "rollouts"
+@dataclass(frozen=True)
+class Config(AlgoConfig):
+    needs_old: bool = True
+def advantages(rollouts, config):
+    return rollouts.rewards[:, None] * rollouts.mask
+def loss(inputs, config):
+    each = (jnp.square(inputs.policy - inputs.old) - inputs.policy * inputs.advantages) * inputs.mask
+    means = inputs.entropy * inputs.mask / inputs.lengths
+    return (each / inputs.lengths).sum() / inputs.num_sequences, {"mean": means.sum() / inputs.num_sequences}
+"""
+
+
+@pytest.mark.slow
+def test_an_algorithm_of_a_file_keeps_its_step(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    check(algos.load_algorithm(str(file)).Config())
