@@ -1,23 +1,32 @@
-"""Tests of benchmarks/cpu_peers.py: tables, and the page of ratios over the commits."""
+"""Tests of benchmarks: tables of cpu_peers.py and its page of ratios by commit, what start.py reads."""
 
 import json
+import os
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from jaxrl_llm.report.goodput import startup_line
 
 MACHINE = "2 cores of AMD EPYC 7B13, 64-Core, Linux; load average at the start 0.1, at the end 1.0, 0.5, 0.2."
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def peers():
+def run_script(name):
+    """Return the globals of a benchmark's module."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        return runpy.run_path(str(BENCHMARKS / "cpu_peers.py"))
+        return runpy.run_path(str(BENCHMARKS / name))
     finally:
         sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def peers():
+    return run_script("cpu_peers.py")
 
 
 def report(peers, ours, floor, machine=MACHINE):
@@ -90,3 +99,12 @@ def test_every_script_with_results_writes_the_commit():
         text = script.read_text()
         if "json.dumps(" in text and "write_text(" in text:
             assert "report_head(" in text or "git_commit(" in text, script.name
+
+
+def test_start_reads_the_line_of_the_first_step_and_the_seconds_of_a_process():
+    start = run_script("start.py")
+    line = "12:00:00 " + startup_line({"import": 2.0, "compile": 1.25, "data": 0.01})
+    assert start["FIRST_STEP"].search(line)[1] == "import 2.0, compile 1.2"
+    assert start["cpu_seconds"](os.getpid()) == pytest.approx(time.process_time(), abs=0.2)
+    runs = [{"wall": wall, "cpu": cpu} for wall, cpu in ((3.0, 1.0), (1.0, 5.0), (2.0, 2.0))]
+    assert start["median_run"](runs) == {"wall": 2.0, "cpu": 2.0}
