@@ -60,7 +60,7 @@ def measure_command(
         lines.append(line)
         if first_step and (found := FIRST_STEP.search(line)):
             result = {**seconds(), "phases": found[1].strip()}
-    result = result or seconds()  # of a process that nobody has waited for
+    result = result or seconds()  # before `wait`, after which it has no entry in /proc
     if process.wait() or (first_step and "phases" not in result):
         raise SystemExit(f"{' '.join(words)} failed:\n{''.join(lines[-20:])}")
     return result
