@@ -23,6 +23,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from machine import report_head
+
 from jaxrl_llm.configs import grpo_async
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_description
@@ -115,13 +117,15 @@ def main() -> None:
         "--window", type=int, default=2, help="--rollout.max_staleness of the asynchronous runs"
     )
     options = parser.parse_args()
+    head = report_head(computes=False)
     real = options.sglang
     fake = contextlib.nullcontext(("--sglang.python", sys.executable))
     with pinned_servers(real) if real else fake as servers:
         results = compare_rollouts(servers, options.window)
     seconds = {label: [run[TOTAL_SECONDS] for run in runs] for label, runs in results.items()}
     ratios = [slow / fast for slow, fast in zip(*seconds.values(), strict=True)]
-    report = {"pace_seconds": None if real else float(TOKEN_SECONDS), "max_staleness": options.window}
+    pace = None if real else float(TOKEN_SECONDS)
+    report = {**head, "pace_seconds": pace, "max_staleness": options.window}
     report |= {"speedup": ratios, "runs": results}
     text = json.dumps(report, indent=2)
     (RESULTS / (f"ahead_real_{options.window}.json" if real else "ahead.json")).write_text(text + "\n")

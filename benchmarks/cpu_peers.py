@@ -27,9 +27,11 @@ Run (20 to 40 minutes a suite; --smoke: one repetition):
 
     make bench TUNIX_PYTHON=tunix/bin/python TRL_PYTHON=trl/bin/python      # all suites
     python benchmarks/cpu_peers.py --suites smollm2 --torch trl/bin/python
+    python benchmarks/cpu_peers.py --report                       # the pages anew from the results, no runs
 
-Writes results/cpu_SUITE.json, the tables in README.md beside this file, a line for each case into
-results/cpu_history.jsonl and from it HISTORY.md: the ratios over the commits.
+Writes results/cpu_SUITE_PROCESSOR.json, so that each processor keeps its results, the tables of all of them
+in README.md beside this file, a line for each case into results/cpu_history.jsonl and from it HISTORY.md: the
+ratios over the commits.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -83,7 +86,8 @@ From commit 7dec2a6 on those of attention are among them, and huge pages are set
 Versions and machine of each run are in [results/cpu_history.jsonl](results/cpu_history.jsonl); a "+" after a
 commit says that files had changed since.
 """
-HISTORY = HERE / "results/cpu_history.jsonl"
+RESULTS = HERE / "results"
+HISTORY = RESULTS / "cpu_history.jsonl"
 Timing = dict[str, float]  # wall, cpu: seconds; peak_mb
 
 
@@ -133,16 +137,18 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--core", type=int, help="run on this core alone, with one thread")
     parser.add_argument("--smoke", action="store_true", help="one repetition, nothing is written")
+    parser.add_argument("--report", action="store_true", help="only write the pages from the results")
     arguments = parser.parse_args()
-    for suite in arguments.suites:
+    commit = git_commit()  # before anything is written, which would count as a change
+    for suite in () if arguments.report else arguments.suites:
         cases = [case for case in SUITES[suite] if case in (arguments.cases or SUITES[suite])]
         if cases:
-            measure_suite(suite, cases, arguments)
+            measure_suite(suite, cases, commit, arguments)
     if not arguments.smoke:
-        (HERE / "HISTORY.md").write_text(history_page(read_history()))
+        write_tables()
 
 
-def measure_suite(suite: str, cases: list[str], arguments: argparse.Namespace) -> None:
+def measure_suite(suite: str, cases: list[str], commit: str, arguments: argparse.Namespace) -> None:
     """Run the cases of one suite; after each, print its results and write them."""
     pythons = {
         "ours": sys.executable,
@@ -160,18 +166,42 @@ def measure_suite(suite: str, cases: list[str], arguments: argparse.Namespace) -
             peer.close()
         report = {
             "command": reproducing_command(suite, arguments),
-            "commit": git_commit(),
+            "commit": commit,
             "machine": describe_machine(load),
             "versions": versions,
             "cases": results,
         }
         print(peers_table(report), flush=True)
         if not arguments.smoke:
-            path = HERE / f"results/cpu_{suite}.json"
-            path.write_text(json.dumps(report, indent=1) + "\n")
-            replace_table(HERE / "README.md", f"cpu_{suite}", peers_table(report))
+            results_path(suite, report).write_text(json.dumps(report, indent=1) + "\n")
+            replace_table(HERE / "README.md", f"cpu_{suite}", suite_tables(suite))
             with HISTORY.open("a") as history:
                 history.write(json.dumps(history_row(case, report)) + "\n")
+
+
+def write_tables() -> None:
+    """Write the tables of README.md and HISTORY.md from the results."""
+    for suite in SUITES:
+        replace_table(HERE / "README.md", f"cpu_{suite}", suite_tables(suite))
+    (HERE / "HISTORY.md").write_text(history_page(read_history()))
+
+
+def results_path(suite: str, report: dict[str, Any]) -> Path:
+    """Return the file of a suite's results on the processor of the report."""
+    slug = re.sub("[^a-z0-9]+", "-", processor_of(report).lower()).strip("-")
+    return RESULTS / f"cpu_{suite}_{slug}.json"
+
+
+def processor_of(report: dict[str, Any]) -> str:
+    """Return the processor of a report or of a row of the history, without cores, system and load."""
+    cores_and_processor = report["machine"].rpartition("; load average")[0].rpartition(", ")[0]
+    return cores_and_processor.partition(" cores of ")[2]
+
+
+def suite_tables(suite: str, folder: Path = RESULTS) -> str:
+    """Return the tables of a suite on all processors that have results, sorted by processor."""
+    reports = [json.loads(path.read_text()) for path in folder.glob(f"cpu_{suite}_*.json")]
+    return "\n\n".join(peers_table(report) for report in sorted(reports, key=processor_of))
 
 
 def reproducing_command(suite: str, arguments: argparse.Namespace) -> str:
@@ -277,14 +307,14 @@ def history_page(rows: list[dict[str, Any]]) -> str:
             lines += [
                 f"## {description}",
                 "",
-                f"| date | commit | {heads} |",
-                "|" + "---|" * (2 + len(names)),
+                f"| date | commit | processor | {heads} |",
+                "|" + "---|" * (3 + len(names)),
             ]
         for row in chosen:
             ratios = " | ".join(
                 seconds_text(row["ratio"][name]) if name in row["ratio"] else "" for name in names
             )
-            lines.append(f"| {row['date']} | {row['commit']} | {ratios} |")
+            lines.append(f"| {row['date']} | {row['commit']} | {processor_of(row)} | {ratios} |")
         lines += [""] * bool(chosen)
     return "\n".join(lines).rstrip() + "\n"
 

@@ -201,7 +201,7 @@ def compile_for(kind: str) -> dict[str, Any]:
     """Compile all parts for a GPU that this machine need not have."""
     target = open_target(parse_topology(kind))
     mesh = make_mesh(MeshConfig(), target.devices)
-    results: dict[str, Any] = {"label": "compiled, not run", "device": kind, "jax": jax.__version__}
+    results: dict[str, Any] = {**report_head(), "label": "compiled, not run", "device": kind}
     replicated = NamedSharding(mesh, PartitionSpec())
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=replicated)
     for packed in (1, 4):
@@ -253,7 +253,6 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny shapes; nothing is written")
     options = parser.parse_args()
     results = compile_for(options.compile) if options.compile else measure_all(options.small)
-    results["command"] = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
     print(json.dumps(results, indent=1))
     if not options.small:
         name = f"gpu_compiled_{options.compile}.json" if options.compile else "gpu.json"

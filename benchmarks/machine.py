@@ -14,11 +14,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def report_head() -> dict[str, Any]:
-    """Return command, device, commit, load (of one minute, before) and versions."""
+def report_head(computes: bool = True) -> dict[str, Any]:
+    """Return command, device, commit, load (of one minute, before) and versions.
+
+    Args:
+        computes: False = only child processes do, on a CPU; accelerators are not taken from them.
+    """
     return {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "device": processor_name(),
+        "device": processor_name(computes),
         "commit": git_commit(),
         "load": os.getloadavg()[0],
         "versions": {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "jaxlib")},
@@ -34,10 +38,16 @@ def git_commit() -> str:
     return git("rev-parse", "--short", "HEAD").stdout.strip() + "+" * bool(changed)
 
 
-def processor_name() -> str:
+def sglang_version(python: str) -> str:
+    """Return the version of SGLang in the environment of an interpreter."""
+    script = "import importlib.metadata as m; print(m.version('sglang'))"
+    return subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def processor_name(accelerators: bool = True) -> str:
     """Return the processor, or where jax is in use, which takes them, the accelerators."""
     jax = sys.modules.get("jax")
-    if jax and jax.default_backend() != "cpu":
+    if accelerators and jax and jax.default_backend() != "cpu":
         return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]

@@ -21,6 +21,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from machine import report_head
+
 ROOT = Path(__file__).parents[1]
 OUT, RESULTS = Path("runs/own_devices"), ROOT / "benchmarks/results"
 STEPS, SKIPPED = 12, 2
@@ -71,6 +73,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
+    head = report_head()
     common = ("--steps", str(STEPS), "--warm_start.steps", "5", "--eval.every", "0")
     runs: dict[str, list] = {}
     for seed in range(options.seeds):
@@ -83,7 +86,7 @@ def main() -> None:
     speedup = {
         label: [ratio(a, b) for a, b in zip(runs[synchronous], runs[label], strict=True)] for label in others
     }
-    report = {"simulated_seconds_per_token": options.delay, "devices": DEVICES, "cores": os.cpu_count()}
+    report = {**head, "simulated_seconds_per_token": options.delay, "devices": DEVICES}
     report["load_average"] = os.getloadavg()[2]  # of 15 minutes: other jobs take cores from both sides
     text = json.dumps({**report, "speedup": speedup, "runs": runs}, indent=2)
     (RESULTS / "own_devices.json").write_text(text + "\n")

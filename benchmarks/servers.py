@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from machine import report_head, sglang_version
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
@@ -76,13 +76,10 @@ def main() -> None:
     parser.add_argument("--bucket_mb", type=int, default=32)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    head = report_head()
     with contextlib.ExitStack() as closing:
         transports, tokens = measure_servers(options, closing)
-    chosen = (
-        f"--servers {options.servers} --repetitions {options.repetitions} --bucket_mb {options.bucket_mb}"
-    )
-    command = f"python benchmarks/servers.py --sglang .venv-sglang/bin/python {chosen}"
-    result = {"command": command, "machine": describe_versions(options.sglang)}
+    result = {**head, "machine": describe_versions(options.sglang)}
     result |= {"transports": transports, "tokens_per_second": tokens}
     print(servers_table(result))
     if options.output:
@@ -148,11 +145,9 @@ def tokens_per_second(engine: Engine, params: models.Transformer, repetitions: i
 
 def describe_versions(python: str) -> str:
     """Return cores, load and versions, those of SGLang from its own interpreter."""
-    script = "import importlib.metadata as m; print(m.version('sglang'))"
-    sglang = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
     ours = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "aiohttp", "torch")]
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
-    versions = [f"python {platform.python_version()}", *ours, f"sglang {sglang}"]
+    versions = [f"python {platform.python_version()}", *ours, f"sglang {sglang_version(python)}"]
     return f"{os.cpu_count()} cores, load average at the end {load}; {', '.join(versions)}"
 
 

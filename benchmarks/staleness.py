@@ -11,13 +11,13 @@ About 4 minutes a run on two quiet cores.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from machine import report_head, sglang_version
 
 FLAGS = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --max-total-tokens 16384 "
@@ -50,14 +50,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    results = {}
+    head, results = report_head(), {}
+    head["versions"] |= {"sglang": sglang_version(options.sglang)}
     for mode in MODES:
         results[mode] = [held_out_accuracies(options.sglang, mode, seed) for seed in range(options.seeds)]
         print(mode, results[mode], flush=True)
-    versions = {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax")}
-    report = {"device": platform.processor() or platform.machine(), "versions": versions, "pass@1": results}
     if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        options.output.write_text(json.dumps({**head, "pass@1": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

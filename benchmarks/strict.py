@@ -9,15 +9,13 @@ of all steps. Seconds: medians of the steps after the first ten.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
+from machine import report_head
 
 OUT, RESULTS = Path("runs/strict"), Path(__file__).parent / "results"
 STEPS, SKIPPED = 100, 10
@@ -36,8 +34,7 @@ def train_steps(dtype: str, strict: bool) -> list[dict]:
 
 
 def main() -> None:
-    versions = {"jax": jax.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    report: dict = {"command": "python benchmarks/strict.py", "versions": versions, "steps": STEPS}
+    report: dict = {**report_head(), "steps": STEPS}
     for dtype in ("float32", "bfloat16"):
         for strict in (False, True):
             rows = train_steps(dtype, strict)

@@ -1,24 +1,35 @@
-"""Tests of benchmarks/cpu_peers.py: tables, and the page of ratios over the commits."""
+"""Tests of benchmarks: tables of cpu_peers.py and its page of ratios by commit, what start.py reads."""
 
+import json
+import os
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.report.goodput import startup_line
+
+MACHINE = "2 cores of AMD EPYC 7B13, 64-Core, Linux; load average at the start 0.1, at the end 1.0, 0.5, 0.2."
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def peers():
+def run_script(name):
+    """Return the globals of a benchmark's module."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        return runpy.run_path(str(BENCHMARKS / "cpu_peers.py"))
+        return runpy.run_path(str(BENCHMARKS / name))
     finally:
         sys.path.remove(str(BENCHMARKS))
 
 
-def report(peers, ours, floor):
+@pytest.fixture(scope="module")
+def peers():
+    return run_script("cpu_peers.py")
+
+
+def report(peers, ours, floor, machine=MACHINE):
     """Return a report of one case with two repetitions each, (wall, cpu) seconds."""
     timings = {
         name: [{"wall": wall, "cpu": cpu, "peak_mb": 100.0} for wall, cpu in runs]
@@ -31,7 +42,7 @@ def report(peers, ours, floor):
         "peak_mb": {"ours": 100.0, "floor": 50.0},
     }
     versions = {"ours": {"jax": "1"}, "floor": {"jax": "1"}}
-    same = {"command": "python x", "commit": "abc1234", "machine": "2 cores", "versions": versions}
+    same = {"command": "python x", "commit": "abc1234", "machine": machine, "versions": versions}
     return {**same, "cases": {"train_step": result}}
 
 
@@ -41,10 +52,10 @@ def test_history_page_has_the_ratios_of_every_run(peers):
     page = peers["history_page"]([*rows, {**rows[0], "commit": "def5678", "ratio": {}}])
     lines = page.splitlines()
     assert "## train step, 32 x 192 tokens" in lines
-    assert "| date | commit | floor / ours |" in lines
+    assert "| date | commit | processor | floor / ours |" in lines
     # by hand: wall (1/2 + 1/4) / 2, CPU (1/4 + 3/4) / 2
-    assert f"| {rows[0]['date']} | abc1234 | 0.38 (0.50) |" in lines
-    assert f"| {rows[0]['date']} | def5678 |  |" in lines
+    assert f"| {rows[0]['date']} | abc1234 | AMD EPYC 7B13, 64-Core | 0.38 (0.50) |" in lines
+    assert f"| {rows[0]['date']} | def5678 | AMD EPYC 7B13, 64-Core |  |" in lines
 
 
 def test_table_leaves_out_what_a_peer_does_not_do(peers):
@@ -60,3 +71,40 @@ def test_every_case_has_a_suite_and_the_floor_knows_it(peers):
     floor = (BENCHMARKS / "peers/floor.py").read_text()
     for case in peers["ALL_CASES"]:
         assert f'"{case}"' in floor or case in peers["NOT_DONE"]["floor"]
+
+
+def test_results_and_tables_of_each_processor_are_kept(peers, tmp_path):
+    amd = report(peers, ours=[(2.0, 4.0)], floor=[(1.0, 1.0)])
+    intel_machine = MACHINE.replace("AMD EPYC 7B13, 64-Core", "Intel(R) Xeon(R) Processor")
+    intel = report(peers, ours=[(4.0, 4.0)], floor=[(1.0, 1.0)], machine=intel_machine)
+    names = [peers["results_path"]("dense", one).name for one in (intel, amd)]
+    assert names == ["cpu_dense_intel-r-xeon-r-processor.json", "cpu_dense_amd-epyc-7b13-64-core.json"]
+    for name, one in zip(names, (intel, amd), strict=True):
+        (tmp_path / name).write_text(json.dumps(one))
+    (tmp_path / "cpu_moe_amd-epyc.json").write_text(json.dumps(amd))
+    tables = [peers["peers_table"](one) for one in (amd, intel)]
+    assert peers["suite_tables"]("dense", tmp_path) == "\n\n".join(tables)
+
+
+def test_pages_are_those_of_the_results(peers):
+    readme = (BENCHMARKS / "README.md").read_text()
+    for suite in peers["SUITES"]:
+        tables = peers["suite_tables"](suite)
+        assert tables and f"<!-- cpu_{suite} begin -->\n{tables}\n<!-- cpu_{suite} end -->" in readme
+    assert (BENCHMARKS / "HISTORY.md").read_text() == peers["history_page"](peers["read_history"]())
+
+
+def test_every_script_with_results_writes_the_commit():
+    for script in BENCHMARKS.glob("*.py"):
+        text = script.read_text()
+        if "json.dumps(" in text and "write_text(" in text:
+            assert "report_head(" in text or "git_commit(" in text, script.name
+
+
+def test_start_reads_the_line_of_the_first_step_and_the_seconds_of_a_process():
+    start = run_script("start.py")
+    line = "12:00:00 " + startup_line({"import": 2.0, "compile": 1.25, "data": 0.01})
+    assert start["FIRST_STEP"].search(line)[1] == "import 2.0, compile 1.2"
+    assert start["cpu_seconds"](os.getpid()) == pytest.approx(time.process_time(), abs=0.2)
+    runs = [{"wall": wall, "cpu": cpu} for wall, cpu in ((3.0, 1.0), (1.0, 5.0), (2.0, 2.0))]
+    assert start["median_run"](runs) == {"wall": 2.0, "cpu": 2.0}

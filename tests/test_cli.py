@@ -100,8 +100,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(
     ("lines", "code"),
-    [([[name, "--help"] for name in cli.COMMANDS], 0), (REFUSED, 2)],
-    ids=["help", "refused flags"],
+    [([*([name, "--help"] for name in cli.COMMANDS), ["train", "--list"]], 0), (REFUSED, 2)],
+    ids=["help and list", "refused flags"],
 )
 def test_help_and_refusals_of_every_command_come_before_jax(lines, code):
     assert {line[0] for line in lines} == cli.COMMANDS.keys()

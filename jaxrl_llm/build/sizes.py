@@ -49,8 +49,28 @@ def rows_needed(config: TrainConfig, trajectories: int) -> int:
     """Return the rows that some of a step's trajectories take if all are as long as they may be."""
     if not config.shares_prompts:
         return trajectories
+    return min(trajectories, config.prompts_per_step * rows_of_prompt(config))
+
+
+def rows_of_prompt(config: TrainConfig) -> int:
+    """Return the rows of a prompt's responses, each of which has the prompt, if all are as long as may be."""
+    if not config.shares_prompts:
+        return config.responses_per_prompt
     fitting = 1 + (config.row_tokens - config.max_tokens) // (config.max_response_tokens + 1)
-    return min(trajectories, config.prompts_per_step * math.ceil(config.responses_per_prompt / fitting))
+    return math.ceil(config.responses_per_prompt / fitting)
+
+
+def mean_context(config: TrainConfig) -> float:
+    """Return the mean number of keys that a token of the rows attends to, if all are as long as may be.
+
+    A token of a prompt of P tokens attends to P/2 on average, one of a response of R to P + R/2. With a row
+    for each response that is (P + R)/2; a response that shares its prompt has more of the row's tokens.
+    """
+    prompt, response = config.max_prompt_tokens, config.max_response_tokens
+    prompts = rows_of_prompt(config) * prompt
+    responses = config.responses_per_prompt * response
+    keys = prompts * prompt / 2 + responses * (prompt + response / 2)
+    return keys / (prompts + responses)
 
 
 def with_prefixes(

@@ -50,6 +50,12 @@ class RewardModel:
     chat: ChatConfig  # of the policy: system prompt, and whether prompts are chats
     rerenders: bool  # renders the conversation with its own template and tokenizer
 
+    @property
+    def shares_prompts(self) -> bool:
+        """True where a row holds a prompt once for several responses: of a model that reads their tokens."""
+        reads_tokens = self.config.kind != "generative" and not self.rerenders
+        return reads_tokens and self.model.config.share_prefixes
+
     def __call__(self, trajectories: Sequence[Trajectory], examples: Sequence[Example]) -> list[np.ndarray]:
         """Return the scores of each trajectory's response tokens, float32 [R']: 0 where the model gives none.
 

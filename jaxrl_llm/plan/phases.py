@@ -15,7 +15,7 @@ from jaxrl_kernels.linear_logprob.api import tokens_at_once
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import has_own_reference
 from jaxrl_llm.build.reference import abstract_reference, reference_model
-from jaxrl_llm.build.sizes import derived, rows_needed
+from jaxrl_llm.build.sizes import derived, mean_context, rows_needed
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.programs import score_programs, update_programs
@@ -179,7 +179,7 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
         needed = rows_needed(config, config.trajectories_per_step)
         times, tokens = math.ceil(needed / rows), rows * config.row_tokens
         resident = base | {"batch": [program.args[1]] * times}
-        counted = Rows(tokens, config.max_tokens / 2, reads_logits(program.static["names"]))
+        counted = Rows(tokens, mean_context(config), reads_logits(program.static["names"]))
         floor = forward_floor(model, scored.mesh, config.model.dtype, counted)
         hints = _hints(config, scored, model, rows, kernel_flops(model, scored.mesh, counted))
         args = program, resident, times, rows_flops(model, counted), scored.mesh
@@ -194,7 +194,7 @@ def _update(
     calls = update_programs(stage, learner, per_minibatch)
     batch, grads = calls["accumulate"].args[2], calls["apply"].args[1]
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
-    counted = Rows(rows * config.row_tokens, config.max_tokens / 2, algos.requirements(learner.algo).policy)
+    counted = Rows(rows * config.row_tokens, mean_context(config), algos.requirements(learner.algo).policy)
     remat, mesh = config.model.remat, learner.mesh
     work = flops.update_flops(learner.model, *counted[:2], remat, counted.logits)
     results = grads if per_minibatch == 1 else None  # otherwise they replace an argument

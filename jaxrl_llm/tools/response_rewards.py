@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,7 +76,7 @@ class ResponseScorer:
 
     def _load(self, i: int, config: RewardModelConfig) -> RewardModel:
         mesh = place(reward_role(i), config, self.mesh, jax.devices())
-        step = StepConfig(row_tokens=SHORTEST_ROW, rows=1, dtype=self.dtype)
+        step = StepConfig(row_tokens=SHORTEST_ROW, rows=1, dtype=self.dtype, share_prefixes=True)
         return load_reward_model(config, step, mesh, self.policy_tokenizer, self.chat)
 
     def score(
@@ -96,7 +97,7 @@ class ResponseScorer:
 
     def _start(self, i: int, examples: Sequence[Example], trajectories: Sequence[Trajectory]):
         """Start a reward model, and return the function that waits for (score, columns) of each response."""
-        model = self._of_width(i, max((t.num_tokens for t in trajectories), default=1))
+        model = self._of_width(i, trajectories)
         finish = model.start(trajectories, examples)
 
         def scores() -> list[tuple[float, dict[str, Any]]]:
@@ -111,13 +112,19 @@ class ResponseScorer:
 
         return scores
 
-    def _of_width(self, i: int, longest: int) -> RewardModel:
-        """Return the model for rows that hold the longest response; in few widths, each of which compiles."""
+    def _of_width(self, i: int, trajectories: Sequence[Trajectory]) -> RewardModel:
+        """Return the model for rows that hold the longest response; in few widths, each of which compiles.
+
+        Where responses share their prompt a row has room for all of them, within the tokens of a pass.
+        """
         model = self.models[i]
-        width = bucket(longest, SHORTEST_ROW) + EXTRA_TOKENS
+        mesh = model.model.mesh
+        shards = num_shards("batch", mesh.shape)
+        width = bucket(max((t.num_tokens for t in trajectories), default=1), SHORTEST_ROW) + EXTRA_TOKENS
+        if model.shares_prompts:
+            whole = bucket(tokens_of_largest_group(trajectories), SHORTEST_ROW) + EXTRA_TOKENS
+            width = max(width, min(whole, self.batch_tokens // shards // SHORTEST_ROW * SHORTEST_ROW))
         if (i, width) not in self._by_width:
-            mesh = model.model.mesh
-            shards = num_shards("batch", mesh.shape)
             rows = -(-max(self.batch_tokens // width, 1) // shards) * shards
             step = replace(model.model.config, row_tokens=width, rows=rows)
             self._by_width[i, width] = replace(model, model=ScoringModel(step, mesh))
@@ -155,6 +162,16 @@ class ResponseScorer:
             columns["rewards"][model.config.path] = plain_json(score)
             columns |= plain_json(more)
         return RewardedResponse(text, total if np.isfinite(total) else None, columns)
+
+
+def tokens_of_largest_group(trajectories: Sequence[Trajectory]) -> int:
+    """Return the tokens of the largest prompt with the responses that follow one another and begin with it.
+
+    A response has two more: a copy of the last token of the prompt, and the one after its end.
+    """
+    groups = itertools.groupby(trajectories, key=lambda t: t.prompt_ids.tobytes())
+    tokens = lambda group: len(group[0].prompt_ids) + sum(len(t.response_ids) + 2 for t in group)
+    return max((tokens(list(group)) for _, group in groups), default=1)
 
 
 def first_of_each_source(examples: Iterable[Example]) -> list[Example]:

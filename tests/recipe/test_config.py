@@ -14,7 +14,7 @@ from refusals import refusal
 from jaxrl_llm.algos import a_star_po, dpo, gkd, grpo, reward_model, sft
 from jaxrl_llm.algos.config import ClippedConfig
 from jaxrl_llm.build.data import open_loaders
-from jaxrl_llm.build.sizes import derived
+from jaxrl_llm.build.sizes import derived, mean_context
 from jaxrl_llm.config import (
     CheckpointConfig,
     CriticConfig,
@@ -564,3 +564,22 @@ def test_rows_for_shared_prompts_by_hand(config):
     assert numbers(mesh=MeshConfig(fsdp=1, sequence=2), tokens_per_device=100, devices=2)[0] == 64
     assert numbers(mesh=MeshConfig(fsdp=1, sequence=3), tokens_per_device=100, devices=3)[0] == 96
     assert config.row_tokens == 64 and replace(config, algo=dpo.Config()).row_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "changes", "keys"),
+    [
+        (1024, 64, {}, (1024 * 512 + 8 * 64 * (1024 + 32)) / (1024 + 8 * 64)),  # 693
+        (512, 1024, {"tokens_per_device": 16_384}, (512 * 256 + 8 * 1024 * 1024) / (512 + 8 * 1024)),  # 979
+        (4, 4, {"tokens_per_device": 16}, (4 * 4 * 2 + 32 * 6) / (4 * 4 + 32)),  # two responses a row of 16
+        (1024, 64, {"share_prefixes": False}, 1088 / 2),
+        (1024, 64, {"strict": True}, 1088 / 2),
+        (1024, 64, {"responses_per_prompt": 1}, 1088 / 2),
+        (1024, 64, {"algo": sft.Config()}, 1088 / 2),
+    ],
+)
+def test_mean_keys_of_a_token_by_hand(config, prompt, response, changes, keys):
+    """A prompt's tokens read half of it, a response's all of the prompt and half of their response."""
+    sizes = {"max_prompt_tokens": prompt, "max_response_tokens": response, "responses_per_prompt": 8}
+    config = replace(config, **{"tokens_per_device": 8192, **sizes, **changes})
+    assert mean_context(config) == pytest.approx(keys)
