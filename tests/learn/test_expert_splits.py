@@ -118,11 +118,7 @@ def test_the_loss_has_both_parts():
     ("mesh", "settings"),
     [
         (ONE, {"rows": 2, "row_tokens": 48, "share_prefixes": True}),
-        pytest.param(
-            MeshConfig(fsdp=2, tensor=2, sequence=2),
-            SPLIT,
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(MeshConfig(fsdp=2, tensor=2, sequence=2), SPLIT, marks=pytest.mark.slow),
         pytest.param(MeshConfig(data=2, fsdp=1, expert=4), {"rows": 8}, marks=pytest.mark.slow),
         pytest.param(
             MeshConfig(fsdp=2, expert=2, tensor=2), {"rows": 4, "row_tokens": 64}, marks=pytest.mark.slow
@@ -133,7 +129,7 @@ def test_the_loss_has_both_parts():
             marks=pytest.mark.slow,
         ),
     ],
-    ids=str,
+    ids=["one device", "fsdp tensor sequence", "data expert", "fsdp expert tensor", "data expert ulysses"],
 )
 def test_no_split_changes_the_gradient(mesh, settings):
     """Of two micro-batches or more; rows have each prompt once, or one for each response."""
@@ -151,7 +147,7 @@ def test_no_split_changes_the_gradient(mesh, settings):
         (MeshConfig(fsdp=2, expert=2, tensor=2), SPLIT),
         (MeshConfig(data=2, fsdp=2, sequence=2), {"rows": 8}),
     ],
-    ids=str,
+    ids=["fsdp expert tensor", "data fsdp sequence"],
 )
 def test_no_split_changes_the_gradient_of_replayed_routes(mesh, settings):
     """Other experts than the routers choose, for half of the tokens."""
