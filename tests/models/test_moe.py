@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models
 from lora_models import merged, with_quantized_base, with_random_adapters
 from random_weights import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.config import MLAConfig, MoEConfig
+from jaxrl_llm.models.config import MLAConfig, MoEConfig, RopeConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
 from jaxrl_llm.models.lora import base, join_params, split_params, with_lora
 from jaxrl_llm.models.moe import choose_experts, expert_weights, gate_fn, router_logits, sparse_mlp
@@ -41,6 +42,16 @@ DEEPSEEK = dataclasses.replace(
         8, 3, 16, 24, shared_gate=False, score="sigmoid", groups=4, groups_kept=2, selection_bias=True,
         dense_layers=1,
     ),
+)  # fmt: skip
+QWEN2 = dataclasses.replace(
+    CONFIG, qk_norm=False, qkv_bias=True, moe=MoEConfig(8, 3, 16, 24, normalize=False)
+)  # fmt: skip
+OLMOE = dataclasses.replace(
+    CONFIG, num_kv_heads=4, qk_norm_over_heads=True, moe=MoEConfig(8, 3, 16, normalize=False)
+)  # fmt: skip
+GLM = dataclasses.replace(
+    CONFIG, num_layers=2, qkv_bias=True, rope=RopeConfig(partial_rotary=0.5),
+    moe=dataclasses.replace(DEEPSEEK.moe, scale=1.5),
 )  # fmt: skip
 MESHES = [
     MeshConfig(fsdp=2, expert=2, tensor=2),
@@ -233,6 +244,18 @@ def latents():
     return params(DEEPSEEK)
 
 
+def qwen2():
+    return tiny_models.random_params(QWEN2)  # with norms of different weights
+
+
+def olmoe():
+    return tiny_models.random_params(OLMOE)
+
+
+def glm():
+    return tiny_models.random_params(GLM)
+
+
 @functools.cache
 def on_one_device(of=params):
     return jax.device_get(loss_and_gradient(of(), *rows()))
@@ -250,6 +273,7 @@ def assert_close(got, expected):
         *((of, mesh) for of in (params, gpt_oss) for mesh in MESHES),
         *((adapted, MESHES[i]) for i in (0, 3)),
         (latents, MeshConfig(fsdp=2, tensor=2)),
+        *((of, MESHES[0]) for of in (qwen2, olmoe, glm)),
         *((adapted_latents, MESHES[i]) for i in (0, 2)),
         (adapted_gpt_oss, MESHES[0]),
     ],
