@@ -70,7 +70,9 @@ def test_bfloat16_gradients_take_half(microbatches):
 
 def sequences(count):
     rng = np.random.default_rng(0)
-    return [PackItem(rng.integers(0, 256, 16).astype(np.int32), np.ones(16, np.float32)) for _ in range(count)]
+    return [
+        PackItem(rng.integers(0, 256, 16).astype(np.int32), np.ones(16, np.float32)) for _ in range(count)
+    ]
 
 
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
@@ -86,7 +88,7 @@ VARIANTS = {
     "experts": (EXPERTS, ONE, {"remat": "dots"}),
     "sharded experts": (EXPERTS, MeshConfig(fsdp=2, expert=4), {"dtype": "bfloat16"}),
 }
-QUICK = ("every matrix product kept", "adapters")
+QUICK = ("every matrix product kept",)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,8 @@ def test_a_micro_batch_adds_its_gradients(variant):
     model, mesh, settings = VARIANTS[variant]
     built, items = learner(model, 8, mesh, **settings), sequences(8)
     (batch,) = [built.put(batch) for batch in pack(items, 16, 8)]
-    state = built.init_state(models.init(model, jax.random.key(0)))
+    params = jax.device_put(models.init(model, jax.random.key(0)), built.param_shardings)
+    state = built.init_state(params)
     trained, frozen = lora.split_params(state.params)
     rng, dtype = np.random.default_rng(1), jnp.dtype(built.config.grad_dtype)
     before = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(dtype), trained)
@@ -107,8 +110,9 @@ def test_a_micro_batch_adds_its_gradients(variant):
         sums, *others = built._accumulate(trained, jax.device_put(before, built.grad_shardings), *rest)
     for got, start, new in zip(*map(jax.tree.leaves, (sums, before, alone)), strict=True):
         assert got.dtype == dtype and got.sharding == new.sharding
-        got, expected_sum = np.float32(got), np.float32(start) + np.float32(new)
-        np.testing.assert_allclose(got, expected_sum, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-6)
+        got, start, new = map(np.float32, (got, start, new))
+        rounding = 2 * float(jnp.finfo(dtype).eps) * (np.abs(start) + np.abs(new))
+        assert (np.abs(got - (start + new)) <= rounding + 1e-6).all()
     assert np.linalg.norm(np.concatenate([np.ravel(x) for x in jax.tree.leaves(alone)])) > 1e-3
     jax.tree.map(np.testing.assert_array_equal, expected, others)
 
