@@ -7,7 +7,7 @@ one shape, so each function compiles once for sequences of any length.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +26,8 @@ from jaxrl_llm.algos.contract import Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite
-from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss, unscale
+from jaxrl_llm.learn.gradients import add_gradients, new_gradients
+from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.learn.routing import ROUTES, ROUTING, Replay, routing_metrics, with_bias_gradient
 from jaxrl_llm.models import lora
@@ -178,39 +179,8 @@ def accumulate(
 
     loss, backward, (metrics, logprobs) = jax.vjp(loss_fn, trained, has_aux=True)
     if grads is None:
-        dtype = jnp.dtype(config.grad_dtype)
-        narrow = lambda g: g if g.dtype.itemsize <= dtype.itemsize else g.astype(dtype)
-        (new,) = backward(jnp.ones_like(loss))
-        return jax.tree.map(narrow, unscale(new, totals.loss_scale)), metrics, logprobs
+        return new_gradients(backward, loss, totals.loss_scale, config.grad_dtype), metrics, logprobs
     return add_gradients(backward, loss, trained, grads, totals.loss_scale), metrics, logprobs
-
-
-def add_gradients(
-    backward: Callable,
-    loss: Float[Array, ""],
-    trained: Params,
-    grads: Params,
-    loss_scale: Float[Array, ""] | None,
-) -> Params:
-    """Return `grads` plus the gradients of a loss, which the backward pass adds in place, layer by layer.
-
-    `grads + new` would write the new gradients of all layers to memory first, and keep both. It remains for
-    weights of another type than their `grads`, since a buffer adds numbers of its own type.
-
-    Args:
-        backward: of `jax.vjp` of the scaled loss with respect to the trained weights.
-    """
-    in_place = lambda g, w: g.dtype == w.dtype
-    buffer = lambda g, w: jax.new_ref(scale_loss(g, loss_scale)) if in_place(g, w) else jax.ad.GradValue()
-    buffers = jax.tree.map(buffer, grads, trained)
-    (new,) = backward.with_refs(buffers)(jnp.ones_like(loss))
-
-    def total(g, w, buffer, new):
-        if in_place(g, w):
-            return unscale(jax.freeze(buffer), loss_scale)
-        return (g + unscale(new, loss_scale)).astype(g.dtype)
-
-    return jax.tree.map(total, grads, trained, buffers, new)
 
 
 def baseline(batch: Batch, totals: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:
