@@ -26,7 +26,8 @@ from jaxrl_llm.algos.contract import Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite
-from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss, unscale
+from jaxrl_llm.learn.gradients import add_gradients, new_gradients
+from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.learn.routing import ROUTES, ROUTING, Replay, routing_metrics, with_bias_gradient
 from jaxrl_llm.models import lora
@@ -176,13 +177,10 @@ def accumulate(
         loss, outputs = loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
         return scale_loss(loss, totals.loss_scale), outputs
 
-    (_, (metrics, logprobs)), new = jax.value_and_grad(loss_fn, has_aux=True)(trained)
-    new = unscale(new, totals.loss_scale)
+    loss, backward, (metrics, logprobs) = jax.vjp(loss_fn, trained, has_aux=True)
     if grads is None:
-        dtype = jnp.dtype(config.grad_dtype)
-        narrow = lambda g: g if g.dtype.itemsize <= dtype.itemsize else g.astype(dtype)
-        return jax.tree.map(narrow, new), metrics, logprobs
-    return jax.tree.map(lambda g, n: (g + n).astype(g.dtype), grads, new), metrics, logprobs
+        return new_gradients(backward, loss, totals.loss_scale, config.grad_dtype), metrics, logprobs
+    return add_gradients(backward, loss, trained, grads, totals.loss_scale), metrics, logprobs
 
 
 def baseline(batch: Batch, totals: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:
