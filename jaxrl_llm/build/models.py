@@ -32,13 +32,16 @@ from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.config import MoEConfig, linear_layers
+from jaxrl_llm.models.config import linear_layers
 from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, rank_of_experts, with_lora
 from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
 from jaxrl_llm.sharding.rules import TRAIN, with_shardings
 from jaxrl_llm.structs import Params
+
+WITHOUT_SERVED_ROUTES = ("mixtral", "olmoe")
+"""Families whose routers SGLang 0.5 does not number: its recorder of chosen experts fails at the first."""
 
 
 def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]:
@@ -202,7 +205,7 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
             sinks, latent attention or adapters of experts on servers.
     """
     if model.moe:
-        check_routing(config, model.moe)
+        check_routing(config, model)
     elif config.routing != RoutingConfig():
         name = next(f.name for f in fields(RoutingConfig) if getattr(config.routing, f.name) != f.default)
         raise ConfigError(f"--routing.{name}: the model has no experts. Leave it out.")
@@ -233,19 +236,25 @@ def _check_servers(model: TransformerConfig) -> None:
         raise ConfigError(f"--rollout.engine is sglang: {unsent} are not sent to servers. {fix}")
 
 
-def check_routing(config: TrainConfig, moe: MoEConfig) -> None:
-    """Refuse settings of routing that a model or a run does not have.
+def check_routing(config: TrainConfig, model: TransformerConfig) -> None:
+    """Refuse settings of routing that a model with experts or a run does not have.
 
     Raises:
         ConfigError: names the key and the fix.
     """
     routing, algo = config.routing, algos.of(config.algo)
-    if routing.bias_rate and (config.lora.rank or not moe.selection_bias):
+    if routing.bias_rate and (config.lora.rank or not model.moe.selection_bias):
         why = "with --lora.rank it is frozen" if config.lora.rank else "the model's routers have none"
         raise ConfigError(f"--routing.bias_rate moves a selection bias: {why}. Set it to 0.")
     if routing.replay != "none" and not algo.on_rollouts:
         raise ConfigError(
             f"--routing.replay is for runs with a rollout: {algo.name} has none. Set it to none."
+        )
+    served = config.rollout.engine == "sglang"
+    if routing.replay == "rollout" and served and model.family in WITHOUT_SERVED_ROUTES:
+        raise ConfigError(
+            f"--routing.replay rollout: SGLang servers of {model.family} end with an error where they are to "
+            "report the chosen experts. Set it to none or old, or --rollout.engine native."
         )
 
 

@@ -31,6 +31,7 @@ from jaxrl_llm.models.moe import (
     routing_sums,
     sparse_mlp,
 )
+from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import TrainState
@@ -252,3 +253,12 @@ def test_a_replay_without_a_rollout_is_refused():
     config = TrainConfig(algo=sft.Config(), routing=RoutingConfig(replay="rollout"))
     with pytest.raises(ConfigError, match=r"--routing.replay is for runs with a rollout: sft has none"):
         trained_config(MODEL, config)
+
+
+def test_routes_that_servers_cannot_report_are_refused():
+    rollout = RolloutConfig(engine="sglang", servers=("http://x",))
+    config = TrainConfig(routing=RoutingConfig(replay="rollout"), rollout=rollout)
+    model = dataclasses.replace(MODEL, family="mixtral", tie_embeddings=False)
+    with pytest.raises(ConfigError, match=r"--routing.replay rollout: SGLang servers of mixtral end with"):
+        trained_config(model, config)
+    trained_config(dataclasses.replace(model, family="qwen3_moe"), config)

@@ -42,8 +42,9 @@ def score_of(model):
     return make_score(model, "float32", one_device())
 
 
-def engine_for(urls, transport, model=MODEL, slots=4, rollout=ROLLOUT, **settings):
-    """An SGLang engine with a pool of its own; `settings` are of SGLangConfig."""
+def engine_for(urls, transport, model=MODEL, slots=4, rollout=ROLLOUT, routes=True, **settings):
+    """An SGLang engine with a pool of its own, which asks for the routes of a model with experts; `settings`
+    are of SGLangConfig."""
     config = SGLangConfig(**settings)
     pool = ServerPool(urls, config.timeout, config.retries, slots, config.patience, config.router)
     tolerance = tolerance_of("float32", config.probe_tolerance)
@@ -52,7 +53,8 @@ def engine_for(urls, transport, model=MODEL, slots=4, rollout=ROLLOUT, **setting
     if model.lora:
         publisher.problem = functools.partial(server_problem, lora=model.lora, max_versions=2)
         publisher = AdapterPublisher(publisher, "float32")
-    return SGLangEngine(rollout, config, model, pool, publisher, on_first, TOKENIZER, routes=bool(model.moe))
+    routes = routes and bool(model.moe)
+    return SGLangEngine(rollout, config, model, pool, publisher, on_first, TOKENIZER, routes=routes)
 
 
 def weights(seed=0, model=MODEL):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from random_weights import random_params
 from real_sglang import FLAGS, MODEL, NEEDED, PYTHON, engine_on, started
 from sglang_shared import KEY, native
 from test_sglang_real import requests
@@ -26,6 +27,13 @@ EXPERTS = dataclasses.replace(
     moe=MoEConfig(8, 3, expert_size=32),
 )  # fmt: skip
 GREEDY = SamplingConfig(temperature=0.0)
+OTHERS = {
+    "mixtral": dataclasses.replace(EXPERTS, family="mixtral", mlp_size=32, qk_norm=False),
+    "olmoe": dataclasses.replace(
+        EXPERTS, family="olmoe", mlp_size=32, num_kv_heads=4, qk_norm_over_heads=True, norm_eps=1e-5,
+        moe=MoEConfig(8, 3, expert_size=32, normalize=False),
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +59,23 @@ def test_greedy_text_and_log_probs_are_those_of_the_native_engine(engine, seed):
         assert a.response_ids.tolist() == b.response_ids.tolist() and a.finish == b.finish
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
         np.testing.assert_array_equal(a.routes, b.routes)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families(family, tmp_path):
+    """Greedy text and log-probs of the native engine. SGLang computes OLMoE with an epsilon of 1e-5."""
+    config, params = OTHERS[family], random_params(OTHERS[family])
+    with started(tmp_path, 1, model=config) as launched:
+        transport = HttpTransport(WeightSource(config, "float32", 20_000))
+        engine = engine_on(launched.urls, transport, config, routes=False)
+        try:
+            assert engine.publish(params, 1)["bridge/probe_mean_abs"] < 1e-5
+            got = engine.generate(requests(), GREEDY, KEY)
+        finally:
+            engine.pool.close()
+    for a, b in zip(got, native(params, GREEDY, requests(), config), strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
 def test_a_run_replays_routes_that_the_trainers_routers_choose_too(tmp_path):
