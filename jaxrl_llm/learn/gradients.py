@@ -36,20 +36,15 @@ def add_gradients(
 ) -> Params:
     """Return `grads` plus the gradients of a loss, which the backward pass adds in place, layer by layer.
 
-    `grads + new` would write the new gradients of all layers to memory first, and keep both. It remains for
-    weights of another type than their `grads`, since a buffer adds numbers of its own type.
+    `grads + new` would write the new gradients of all layers to memory first, and keep both. It remains where
+    weights have another type than their `grads`, since a buffer adds numbers of its own type.
 
     Args:
         backward: see `new_gradients`.
     """
-    in_place = lambda g, w: g.dtype == w.dtype
-    buffer = lambda g, w: jax.new_ref(scale_loss(g, loss_scale)) if in_place(g, w) else jax.ad.GradValue()
-    buffers = jax.tree.map(buffer, grads, trained)
-    (new,) = backward.with_refs(buffers)(jnp.ones_like(loss))
-
-    def total(g, w, buffer, new):
-        if in_place(g, w):
-            return unscale(jax.freeze(buffer), loss_scale)
-        return (g + unscale(new, loss_scale)).astype(g.dtype)
-
-    return jax.tree.map(total, grads, trained, buffers, new)
+    if any(g.dtype != w.dtype for g, w in zip(*map(jax.tree.leaves, (grads, trained)), strict=True)):
+        (new,) = backward(jnp.ones_like(loss))
+        return jax.tree.map(lambda g, n: (g + n).astype(g.dtype), grads, unscale(new, loss_scale))
+    buffers = jax.tree.map(lambda g: jax.new_ref(scale_loss(g, loss_scale)), grads)
+    backward.with_refs(buffers)(jnp.ones_like(loss))
+    return unscale(jax.tree.map(jax.freeze, buffers), loss_scale)

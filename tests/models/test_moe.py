@@ -262,8 +262,9 @@ def on_one_device(of=params):
 
 
 def assert_close(got, expected):
+    """Compare to 1.5e-5: on a processor without AVX-512 one of 288 numbers differs by 1.2e-5."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-8, rtol=0)
+        np.testing.assert_allclose(a, b, atol=1.5e-5 * np.abs(b).max() + 1e-8, rtol=0)
 
 
 @pytest.mark.slow

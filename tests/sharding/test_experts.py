@@ -30,8 +30,14 @@ MESHES = [
     MeshConfig(fsdp=1, expert=4, sequence=2),
 ]
 
-CASES = [(mesh, *case) for mesh in MESHES for case in ((6, ROLLOUT), (6, TRAIN), (8, ROLLOUT))]
-QUICK = [(MESHES[1], 6, ROLLOUT), (MESHES[4], 6, TRAIN)]
+CASES = [
+    (MESHES[1], 6, ROLLOUT),
+    *((mesh, 6, ROLLOUT) for mesh in (MESHES[2], MESHES[3])),
+    *((mesh, 6, TRAIN) for mesh in (MESHES[3], MESHES[4])),
+    (MESHES[0], 8, ROLLOUT),
+    (MESHES[4], 8, ROLLOUT),
+]
+QUICK = CASES[:1]
 
 
 def name_of(value):
