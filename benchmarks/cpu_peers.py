@@ -144,7 +144,7 @@ def main() -> None:
         cases = [case for case in SUITES[suite] if case in (arguments.cases or SUITES[suite])]
         if cases:
             measure_suite(suite, cases, commit, arguments)
-    if not arguments.smoke:
+    if arguments.report:
         write_tables()
 
 
@@ -174,9 +174,9 @@ def measure_suite(suite: str, cases: list[str], commit: str, arguments: argparse
         print(peers_table(report), flush=True)
         if not arguments.smoke:
             results_path(suite, report).write_text(json.dumps(report, indent=1) + "\n")
-            replace_table(HERE / "README.md", f"cpu_{suite}", suite_tables(suite))
             with HISTORY.open("a") as history:
                 history.write(json.dumps(history_row(case, report)) + "\n")
+            write_tables()
 
 
 def write_tables() -> None:

@@ -3,9 +3,9 @@
     python benchmarks/start.py        # benchmarks/results/start.json, about 2 minutes on 2 quiet cores
 
 Each command is a process of its own. `grpo_tiny.py` with one step runs first with an empty compilation cache
-in a temporary folder, then with the programs of that run; both end with the line of the first step, here an
-update of the SFT warm-up. CPU seconds are those of the process, with its threads. Reported are medians of the
-repetitions, but of the cold start, which is measured once; "phases" are those of the run's own line.
+in a temporary home directory, then with the programs of that run; both end with the line of the first step,
+here an update of the SFT warm-up. CPU seconds are those of the process, with its threads. Reported are medians
+of the repetitions, but of the cold start, which is measured once; "phases" are those of the run's own line.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ LISTS = {
     "--list": ["--list"],
     "--help of a recipe": [*RECIPE, "--help"],
 }
-CACHE_SETTINGS = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
-"""As of the cache in the home directory (`host.start.open_compilation_cache`)."""
 FIRST_STEP = re.compile(r"first step done [\d.]+ s after the start: (.*)")
 
 
@@ -50,7 +48,7 @@ def measure_command(
     seconds = lambda: {"wall": time.perf_counter() - start, "cpu": cpu_seconds(process.pid)}
     process = subprocess.Popen(
         [*TRAIN, *words],
-        env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+        env={**environment, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -86,16 +84,19 @@ def main() -> None:
     options = parser.parse_args()
     report: dict[str, Any] = report_head()
     with tempfile.TemporaryDirectory() as folder:
-        cache = CACHE_SETTINGS | {"JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
+        home = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+        home["HOME"] = folder
 
         def first_update(i: int) -> dict[str, Any]:
-            return measure_command([*RECIPE, *ONE_STEP, "--run_dir", f"{folder}/run_{i}"], cache, True)
+            return measure_command([*RECIPE, *ONE_STEP, "--run_dir", f"{folder}/run_{i}"], home, True)
 
         report["first update, cold cache"] = first_update(0)
         warm = [first_update(i) for i in range(1, options.repetitions + 1)]
         report["first update, warm cache"] = median_run(warm)
     for name, words in LISTS.items():
-        report[name] = median_run([measure_command(words, {}) for _ in range(options.repetitions)])
+        report[name] = median_run(
+            [measure_command(words, dict(os.environ)) for _ in range(options.repetitions)]
+        )
     report["load at the end"] = os.getloadavg()[0]
     text = json.dumps(report, indent=1)
     RESULT.write_text(text + "\n")

@@ -23,3 +23,8 @@ def random_params(config, seed=0):
 
     leaves = [leaf(name, x) for name, x in models.named_leaves(shapes)]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def weights_for(built, seed=0):
+    """`random_params` of a learner's model on its mesh: a copy, which may be donated."""
+    return jax.device_put(jax.tree.map(np.array, random_params(built.model, seed)), built.param_shardings)

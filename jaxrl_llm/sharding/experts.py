@@ -217,12 +217,11 @@ def grouped_experts(
         devices: that divide the experts, and so the assignments.
     """
     count, per_token = experts.count, chosen.shape[-1]
-    tokens = h.reshape(-1, h.shape[-1])
+    tokens, shares = h.reshape(-1, h.shape[-1]), weights.reshape(-1)
     numbers = chosen.reshape(-1)
     numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)
     order = jnp.argsort(numbers, stable=True)
     sizes = jnp.bincount(numbers, length=count + 1)[:count].astype(jnp.int32)
-    tokens, shares = h.reshape(-1, h.shape[-1]), weights.reshape(-1)
     if length := _part_length(len(order), devices):
         order = jnp.pad(order, (0, -len(order) % length))
         total = _in_parts(per_token, length, gated, tokens, shares, experts, order, numbers, sizes)
@@ -273,20 +272,30 @@ def _in_parts(
     this device has few. The backward pass computes a part again, so none is kept.
     """
 
-    def add(i, total):
-        picks, sizes_here = _part(i, length, order, sizes)
+    def add(total, picks, sizes):
         owners = picks // per_token
-        out = _outputs(tokens[owners], numbers[picks], sizes_here, experts, gated)
+        out = _outputs(tokens[owners], numbers[picks], sizes, experts, gated)
         return total.at[owners].add(out * shares[picks][:, None])
 
-    return jax.lax.fori_loop(0, -(-jnp.sum(sizes) // length), add, jnp.zeros(tokens.shape, jnp.float32))
+    return _for_each_part(add, jnp.zeros(tokens.shape, jnp.float32), length, order, sizes)
 
 
-def _part(i: Array, length: int, order: Array, sizes: Array) -> tuple[Array, Array]:
-    """Return the assignments of the i-th part, and how many of them each expert has."""
-    ends, begin = jnp.cumsum(sizes), i * length
-    before = lambda row: jnp.clip(row - begin, 0, length)
-    return jax.lax.dynamic_slice_in_dim(order, begin, length), before(ends) - before(ends - sizes)
+def _for_each_part(
+    step: Callable[[Any, Array, Array], Any],
+    carry: Any,
+    length: int,
+    order: Int[Array, " N"],
+    sizes: Int[Array, " X"],
+) -> Any:
+    """Apply `step(carry, assignments, how many of them each expert has)` to as many parts as there are."""
+    ends = jnp.cumsum(sizes)
+
+    def apply(i, carry):
+        before = lambda row: jnp.clip(row - i * length, 0, length)
+        picks = jax.lax.dynamic_slice_in_dim(order, i * length, length)
+        return step(carry, picks, before(ends) - before(ends - sizes))
+
+    return jax.lax.fori_loop(0, -(-ends[-1] // length), apply, carry)
 
 
 def _in_parts_forward(per_token, length, gated, *operands):
@@ -303,12 +312,11 @@ def _in_parts_backward(per_token, length, gated, operands, gradient):
         real = iter(real)
         return tree.unflatten(next(real) if chosen else x for x, chosen in zip(others, is_real, strict=True))
 
-    def add(i, sums):
-        picks, sizes_here = _part(i, length, order, sizes)
+    def add(sums, picks, sizes):
         owners = picks // per_token
 
         def compute(rows, share, real):
-            out = _outputs(rows, numbers[picks], sizes_here, merged(real, leaves), gated)
+            out = _outputs(rows, numbers[picks], sizes, merged(real, leaves), gated)
             return out * share[:, None]
 
         d_rows, d_share, d_real = jax.vjp(compute, tokens[owners], shares[picks], real)[1](gradient[owners])
@@ -318,7 +326,7 @@ def _in_parts_backward(per_token, length, gated, operands, gradient):
 
     primals = tokens, shares, real
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), primals)
-    sums = jax.lax.fori_loop(0, -(-jnp.sum(sizes) // length), add, sums)
+    sums = _for_each_part(add, sums, length, order, sizes)
     d_tokens, d_shares, d_real = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, primals)
     return d_tokens, d_shares, merged(d_real, [None] * len(leaves)), None, None, None
 

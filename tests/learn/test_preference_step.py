@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from gradients import SUM, assert_same, gradients_of
-from random_weights import random_params
+from random_weights import weights_for
 from slow_cases import with_slow
 
 from jaxrl_llm import algos
@@ -44,20 +44,17 @@ def items_of(algo, tasks, size):
     return dataset_items(loader, algo, 0, size)
 
 
-def weights(built, seed):
-    """Random ones, those of a value head too: no gradient is 0. A copy that may be donated."""
-    return jax.device_put(jax.tree.map(np.array, random_params(built.model, seed)), built.param_shardings)
-
-
 def gradient(algo, items, devices=1, **settings):
     """(metrics, gradients by name) of one update."""
     model = replace(MODEL, initializer_range=0.3, value_head=algos.requirements(algo).values)
     mesh = make_mesh(MeshConfig(fsdp=devices), jax.devices()[:devices])
     built = Learner(algo, model, SUM, StepConfig(max_grad_norm=0.0, **settings), mesh)
     with jax.set_mesh(mesh):
-        teachers = (weights(built, 1), weights(built, 2)) if algos.requirements(algo).divergence else ()
-        stage, state = Stage(built, teachers=teachers), built.init_state(weights(built, 0))
-        stage.score(state, items, weights(built, 3) if algos.requirements(algo).reference else None)
+        teachers = (
+            (weights_for(built, 1), weights_for(built, 2)) if algos.requirements(algo).divergence else ()
+        )
+        stage, state = Stage(built, teachers=tuple(teachers)), built.init_state(weights_for(built, 0))
+        stage.score(state, items, weights_for(built, 3) if algos.requirements(algo).reference else None)
         state, metrics = stage.update(state, [items], step=0)
     return {k: float(v) for k, v in metrics.items()}, gradients_of(state)
 
@@ -93,7 +90,7 @@ def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin():
     built = Learner(algo, MODEL, optax.adam(2e-2), StepConfig(row_tokens=64, rows=4), mesh)
     items = items_of(algo, ("preference",), 4)
     with jax.set_mesh(mesh):
-        reference, state = weights(built, 0), built.init_state(weights(built, 0))
+        reference, state = weights_for(built, 0), built.init_state(weights_for(built, 0))
         stage, seen = Stage(built), []
         for step in range(60):
             stage.score(state, items, reference)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from gradients import SUM, assert_same, gradients_of
-from random_weights import random_params
+from random_weights import weights_for
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import old_logprobs
@@ -88,23 +88,18 @@ def make_stage(algo, model, mesh=ONE, replay=None, **settings):
     if requires.critic:
         value = algos.value.Config()
         critic = Learner(value, config_with_heads(model, value), SUM, step, mesh)
-        others = {"critic": critic, "critic_params": weights(critic, 2)}
+        others = {"critic": critic, "critic_params": weights_for(critic, 2)}
     if requires.teachers:
-        others["teachers"] = (weights(policy, 3), weights(policy, 4))
+        others["teachers"] = (weights_for(policy, 3), weights_for(policy, 4))
     return Stage(policy, minibatches=2, **others)
-
-
-def weights(built, seed):
-    """Random weights on the learner's mesh, which may be donated."""
-    return jax.device_put(jax.tree.map(np.array, random_params(built.model, seed)), built.param_shardings)
 
 
 def one_step(algo, model, **settings):
     """(metrics, gradients) of scores, advantages and the updates of policy and critic."""
     stage = make_stage(algo, model, **settings)
     with jax.set_mesh(stage.policy.mesh):
-        state = stage.init_state(weights(stage.policy, 0))
-        reference = weights(stage.policy, 1) if stage.needs_reference else None
+        state = stage.init_state(weights_for(stage.policy, 0))
+        reference = weights_for(stage.policy, 1) if stage.needs_reference else None
         minibatches = stage.prepare(state, experience(stage), reference, seed=0)
         state, metrics = stage.update(state, minibatches, step=0)
     gradients = gradients_of(state)

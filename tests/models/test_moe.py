@@ -261,10 +261,14 @@ def on_one_device(of=params):
     return jax.device_get(loss_and_gradient(of(), *rows()))
 
 
-def assert_close(got, expected):
-    """Compare to 1.5e-5: on a processor without AVX-512 one of 288 numbers differs by 1.2e-5."""
+def assert_close(got, expected, rel=1e-5):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=1.5e-5 * np.abs(b).max() + 1e-8, rtol=0)
+        np.testing.assert_allclose(a, b, atol=rel * np.abs(b).max() + 1e-8, rtol=0)
+
+
+def rounding(of):
+    """Return the bound of gradients: without AVX-512 one number of adapted latents differs by 1.2e-5."""
+    return 1.5e-5 if of is adapted_latents else 1e-5
 
 
 @pytest.mark.slow
@@ -291,7 +295,7 @@ def test_every_mesh_gives_the_gradient_of_one_device(of, mesh_config):
     if of is adapted_latents:
         shards = mesh_config.fsdp * mesh_config.expert * mesh_config.sequence
         assert sharded.layers.kv_b_lora_a[...].sharding.shard_shape((1, 16, 6)) == (1, 16 // shards, 6)
-    assert_close(got, on_one_device(of))
+    assert_close(got, on_one_device(of), rounding(of))
 
 
 def test_gradients_of_gathered_experts_are_scattered():
@@ -336,7 +340,7 @@ def test_adapters_equal_merged_weights_and_the_strict_pass(of, base):
     for strict in (False, True):
         got = params_forward(of(), *rows(), strict=strict)
         np.testing.assert_allclose(got[:, :12], expected, atol=2e-5)
-    assert_close(loss_and_gradient(of(), *rows(), strict=True), on_one_device(of))
+    assert_close(loss_and_gradient(of(), *rows(), strict=True), on_one_device(of), rounding(of))
 
 
 @pytest.mark.slow

@@ -53,9 +53,8 @@ if jax.process_index() == 0:
 
 @pytest.mark.slow
 def test_two_processes_give_the_gradient_of_one_device(tmp_path):
-    """All 4 devices of both divide the experts, then groups of 2 in a process. Of the latter
-    the rollout's copy
-    divides the experts over all 4; it decodes the first token."""
+    """All 4 devices of both divide the experts, then groups of 2 in a process, whose rollout's copy divides
+    them over all 4 and decodes the first token."""
     run_processes(SCRIPT, 2, [str(Path(__file__).parent), str(tmp_path)], devices=2)
     expected = jax.tree.leaves(on_one_device())
     for expert in (2, 4):
