@@ -3,8 +3,8 @@
 Suites (peers/work.py), all float32:
 
     dense    Qwen3 of 4 layers, width 256, vocabulary 2048; 4 prompts of 64 tokens with 8 responses each of
-             128 tokens (ragged: geometric lengths, mean 40, at most 256), an AdamW step on 32 x 192 tokens,
-             and the whole GRPO step
+             128 tokens (ragged: geometric lengths, mean 40, at most 256), log-probs of 32 x 192 tokens, an
+             AdamW step on them, and the whole GRPO step
     lora     both steps with adapters of rank 8, alpha 32, on all linear layers of the same model (peft in
              TRL, qwix in Tunix)
     moe      Qwen3-MoE of 8 experts of width 384, 2 a token, so with the same active weights
@@ -58,6 +58,7 @@ HERE = Path(__file__).parent
 CASES = {
     "rollout_fixed": "rollout, 32 x 128 new tokens",
     "rollout_ragged": "rollout, 32 ragged lengths",
+    "score": "log-probs, 32 x 192 tokens",
     "train_step": "train step, 32 x 192 tokens",
     "grpo_step": "whole GRPO step",
 }
@@ -67,11 +68,13 @@ LORA_CASES = {
 }
 MOE_CASES = {
     "moe_rollout_fixed": "rollout with experts, 32 x 128 new tokens",
+    "moe_score": "log-probs with experts, 32 x 192 tokens",
     "moe_train_step": "train step with experts, 32 x 192 tokens",
     "moe_grpo_step": "whole GRPO step with experts",
 }
 SMOLLM2_CASES = {
     "smollm2_rollout_fixed": "rollout of SmolLM2-135M, 64 x 11 new tokens",
+    "smollm2_score": "log-probs of SmolLM2-135M, 64 x 49 tokens",
     "smollm2_train_step": "train step of SmolLM2-135M, 64 x 49 tokens",
     "smollm2_grpo_step": "whole GRPO step of SmolLM2-135M",
 }
@@ -82,7 +85,8 @@ NOT_DONE = {"floor": {"rollout_ragged"}, "tunix": {*SMOLLM2_CASES}}
 HISTORY_EXPLANATION = """\
 Medians of the paired ratios of each run of [cpu_peers.py](cpu_peers.py), of wall time (of CPU seconds): above
 1 ours is faster. "floor" is the matrix products alone, so below 1: the share of our time that they take.
-From commit 7dec2a6 on those of attention are among them, and huge pages are set for all systems.
+From commit 7dec2a6 on those of attention are among them, and huge pages are set for all systems; from
+2026-11-25 on the head multiplies the tokens of responses alone, as it does in ours, which lowers the floor.
 Versions and machine of each run are in [results/cpu_history.jsonl](results/cpu_history.jsonl); a "+" after a
 commit says that files had changed since.
 """

@@ -1,9 +1,10 @@
 """The matrix products of the shared work alone, in float32, as XLA computes them on these cores.
 
 Products with weights, and of attention with the keys that a token sees: norms, activations, softmax, sampling
-and the optimizer are left out. A train step has three for each weight (forward, gradient of the inputs,
-gradient of the weight), with adapters two, and six of attention; decoding has one a token for all
-responses, prefill one for the prompts, without their attention. Distinct tokens count once.
+and the optimizer are left out. Log-probs have one for each weight and two of attention; a train step three
+(forward, gradient of the inputs, gradient of the weight), with adapters two, and six of attention; decoding
+one a token for all responses, prefill one for the prompts, without their attention. Distinct tokens count
+once, and the head multiplies those of responses alone.
 """
 
 # ruff: noqa: E402  (stdout is taken before anything can print)
@@ -116,24 +117,31 @@ def attend_both_ways(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Arra
     return out, d_scores @ transposed(k), transposed(q) @ d_scores, transposed(scores) @ out
 
 
-def train_attention(size: Work, parts: list[Attended]):
-    """Return the products of attention of an update, one row at a time: its scores stay in a core's cache."""
+def attention(size: Work, parts: list[Attended], products=attend_both_ways):
+    """Return the products of attention of all layers, one row at a time: its scores stay in a core's cache.
+
+    Args:
+        products: of a row: `attend_both_ways` of an update, `attend` of a forward pass.
+    """
     inputs = [attention_inputs(size, part) for part in parts]
-    one_layer = jax.jit(lambda *qkv: jax.lax.map(lambda row: attend_both_ways(*row), qkv))
+    one_layer = jax.jit(lambda *qkv: jax.lax.map(lambda row: products(*row), qkv))
     return lambda: [jax.block_until_ready(one_layer(*qkv)) for _ in range(size.layers) for qkv in inputs]
 
 
-def train(weights: list[jax.Array], tokens: int, trained: bool):
+def in_microbatches(weights: list[jax.Array], tokens: int, predicted: int, products):
+    """Return products(weights, activations) of so many tokens, with the head of those that are predicted."""
+    runs, step = [], jax.jit(products)
+    for part, count in ((weights[:-1], tokens), (weights[-1:], predicted)):
+        counts = [MICROBATCH] * (count // MICROBATCH) + [count % MICROBATCH] * (count % MICROBATCH > 0)
+        inputs = {count: activations(part, count) for count in set(counts)}
+        runs += [(part, inputs[count]) for count in counts]
+    return lambda: [jax.block_until_ready(step(*run)) for run in runs]
+
+
+def train(weights: list[jax.Array], tokens: int, predicted: int, trained: bool):
     """Return the products with weights of an update on so many tokens."""
-    counts = [MICROBATCH] * (tokens // MICROBATCH) + [tokens % MICROBATCH] * (tokens % MICROBATCH > 0)
-    inputs = {count: activations(weights, count) for count in set(counts)}
-
-    @jax.jit
-    def step(weights, x):
-        outputs = forward(weights, x)
-        return backward(weights, x, outputs, trained)
-
-    return lambda: [jax.block_until_ready(step(weights, inputs[count])) for count in counts]
+    both_ways = lambda weights, x: backward(weights, x, forward(weights, x), trained)
+    return in_microbatches(weights, tokens, predicted, both_ways)
 
 
 def decode(weights: list[jax.Array], size: Work):
@@ -163,22 +171,33 @@ def rollout(size: Work = SMALL, experts: bool = False):
     return lambda repetition: run()
 
 
+def score(size: Work = SMALL, experts: bool = False):
+    length = size.prompt_tokens + size.new_tokens
+    weights = make_weights(size, experts)
+    products = in_microbatches(weights, size.batch * length, size.batch * size.new_tokens, forward)
+    attended = attention(size, [Attended(size.batch, length, length // 2)], attend)
+    return lambda repetition: [products(), attended()]
+
+
 def train_step(size: Work = SMALL, experts: bool = False, trained: bool = True):
     length = size.prompt_tokens + size.new_tokens
-    products = train(make_weights(size, experts), size.batch * length, trained)
-    attention = train_attention(size, [Attended(size.batch, length, length // 2)])
-    return lambda repetition: [products(), attention()]
+    responses = size.batch * size.new_tokens
+    products = train(make_weights(size, experts), size.batch * length, responses, trained)
+    attended = attention(size, [Attended(size.batch, length, length // 2)])
+    return lambda repetition: [products(), attended()]
 
 
 def grpo_step(size: Work = SMALL, experts: bool = False, trained: bool = True):
     weights = make_weights(size, experts)
     prompt, response = size.prompt_tokens, size.new_tokens
-    tokens = size.prompts * (prompt + size.group * response)
+    responses = size.batch * response
+    tokens = size.prompts * prompt + responses
     seen = [
         Attended(size.prompts, prompt, prompt // 2),
         Attended(size.batch, response, prompt + response // 2),
     ]
-    parts = decode(weights, size), train(weights, tokens, trained), train_attention(size, seen)
+    update = train(weights, tokens, responses, trained), attention(size, seen)
+    parts = decode(weights, size), *update
     return lambda repetition: [part() for part in parts]
 
 
@@ -188,14 +207,17 @@ if __name__ == "__main__":
         ("jax",),
         {
             "rollout_fixed": rollout,
+            "score": score,
             "train_step": train_step,
             "grpo_step": grpo_step,
             "moe_rollout_fixed": lambda: rollout(experts=True),
+            "moe_score": lambda: score(experts=True),
             "moe_train_step": lambda: train_step(experts=True),
             "moe_grpo_step": lambda: grpo_step(experts=True),
             "lora_train_step": lambda: train_step(trained=False),
             "lora_grpo_step": lambda: grpo_step(trained=False),
             "smollm2_rollout_fixed": lambda: rollout(SMOLLM2),
+            "smollm2_score": lambda: score(SMOLLM2),
             "smollm2_train_step": lambda: train_step(SMOLLM2),
             "smollm2_grpo_step": lambda: grpo_step(SMOLLM2),
         },

@@ -127,19 +127,33 @@ def ragged(size: Work, repetition: int) -> list[Request]:
     return [Request(prompts[i // size.group], i, 1, length) for i, length in enumerate(lengths)]
 
 
+def items_of(size: Work, repetition: int) -> list[PackItem]:
+    mask = np.r_[np.zeros(size.prompt_tokens), np.ones(size.new_tokens)].astype(np.float32)
+    advantages = work.training_advantages(size, repetition)
+    return [
+        PackItem(np.array(ids, np.int32), mask, {"advantages": mask * advantage})
+        for ids, advantage in zip(work.training_ids(size, repetition), advantages, strict=True)
+    ]
+
+
+def score(model: TransformerConfig = MODEL, size: Work = SMALL):
+    trainer = learner(model, one_response(size))
+    params = models.init(model, jax.random.key(0))
+
+    def run(repetition: int) -> None:
+        scores = trainer.score(params, items_of(size, repetition))
+        assert all((scored["policy"][size.prompt_tokens :] < 0).all() for scored in scores)
+
+    return run
+
+
 def train_step(model: TransformerConfig = MODEL, size: Work = SMALL):
     trainer = learner(model, one_response(size))
     state = fresh_state(trainer)
-    mask = np.r_[np.zeros(size.prompt_tokens), np.ones(size.new_tokens)].astype(np.float32)
 
     def run(repetition: int) -> None:
         nonlocal state
-        advantages = work.training_advantages(size, repetition)
-        items = [
-            PackItem(np.array(ids, np.int32), mask, {"advantages": mask * advantage})
-            for ids, advantage in zip(work.training_ids(size, repetition), advantages, strict=True)
-        ]
-        state, metrics = trainer.update(state, [items])
+        state, metrics = trainer.update(state, [items_of(size, repetition)])
         jax.block_until_ready(state)
         assert float(metrics["grad_norm"]) > 0 and not float(metrics["nonfinite"])
 
@@ -174,14 +188,17 @@ if __name__ == "__main__":
         {
             "rollout_fixed": lambda: rollout(fixed),
             "rollout_ragged": lambda: rollout(ragged),
+            "score": score,
             "train_step": train_step,
             "grpo_step": grpo_step,
             "moe_rollout_fixed": lambda: rollout(fixed, MIXTURE),
+            "moe_score": lambda: score(MIXTURE),
             "moe_train_step": lambda: train_step(MIXTURE),
             "moe_grpo_step": lambda: grpo_step(MIXTURE),
             "lora_train_step": lambda: train_step(ADAPTED),
             "lora_grpo_step": lambda: grpo_step(ADAPTED),
             "smollm2_rollout_fixed": lambda: rollout(fixed, LLAMA, SMOLLM2),
+            "smollm2_score": lambda: score(LLAMA, SMOLLM2),
             "smollm2_train_step": lambda: train_step(LLAMA, SMOLLM2),
             "smollm2_grpo_step": lambda: grpo_step(LLAMA, SMOLLM2),
         },

@@ -140,6 +140,22 @@ def trainer(reward, adapters: LoraConfig | None, config: PreTrainedConfig, size:
     )
 
 
+def score(config: PreTrainedConfig = CONFIG, size: Work = SMALL):
+    """Return the log-probs of responses as TRL computes old and reference ones."""
+    loop = trainer(lambda completions, **_: [0.0] * len(completions), None, config, size)
+    policy = loop.model.eval()
+
+    @torch.no_grad()
+    def run(repetition: int) -> None:
+        ids = torch.tensor(work.training_ids(size, repetition))
+        logprobs, *_ = loop._get_per_token_logps_and_entropies(
+            policy, ids, torch.ones_like(ids), size.new_tokens
+        )
+        assert logprobs.shape == (size.batch, size.new_tokens) and (logprobs < 0).all()
+
+    return run
+
+
 def train_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CONFIG, size: Work = SMALL):
     """Return a step of TRL's loss, backward and the trainer's own optimizer."""
     loop = trainer(lambda completions, **_: [0.0] * len(completions), adapters, config, size)
@@ -186,14 +202,17 @@ if __name__ == "__main__":
         {
             "rollout_fixed": lambda: rollout(lambda _: SMALL.new_tokens),
             "rollout_ragged": lambda: rollout(lambda i: max(work.ragged_lengths(i))),
+            "score": score,
             "train_step": train_step,
             "grpo_step": grpo_step,
             "moe_rollout_fixed": lambda: rollout(lambda _: SMALL.new_tokens, MIXTURE),
+            "moe_score": lambda: score(MIXTURE),
             "moe_train_step": lambda: train_step(config=MIXTURE),
             "moe_grpo_step": lambda: grpo_step(config=MIXTURE),
             "lora_train_step": lambda: train_step(ADAPTERS),
             "lora_grpo_step": lambda: grpo_step(ADAPTERS),
             "smollm2_rollout_fixed": lambda: rollout(lambda _: SMOLLM2.new_tokens, LLAMA, SMOLLM2),
+            "smollm2_score": lambda: score(LLAMA, SMOLLM2),
             "smollm2_train_step": lambda: train_step(config=LLAMA, size=SMOLLM2),
             "smollm2_grpo_step": lambda: grpo_step(config=LLAMA, size=SMOLLM2),
         },

@@ -27,7 +27,7 @@ from flax import nnx
 from serve import Gate, serve
 from tunix.generate import sampler as sampler_lib
 from tunix.models.qwen3 import model as qwen3
-from tunix.rl import rl_cluster
+from tunix.rl import common, rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
 from work import SMALL
@@ -138,6 +138,19 @@ def one_device():
     return jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
+def score(make=model):
+    """Return the log-probs of responses as Tunix computes old and reference ones."""
+    graph, state = nnx.split(make())
+
+    def run(repetition: int) -> None:
+        ids = np.array(work.training_ids(SMALL, repetition), np.int32)
+        prompts, responses = jnp.split(jnp.asarray(ids), [SMALL.prompt_tokens], axis=1)
+        logprobs = common.compute_per_token_logps(graph, state, prompts, responses, pad_id=0, eos_id=-1)
+        assert logprobs.shape == responses.shape and (np.asarray(logprobs) < 0).all()
+
+    return run
+
+
 def train_step(make=model):
     mesh = one_device()
     with mesh:
@@ -190,11 +203,13 @@ if __name__ == "__main__":
         {
             "rollout_fixed": lambda: rollout(SMALL.new_tokens, lambda _: SMALL.new_tokens),
             "rollout_ragged": lambda: rollout(work.RAGGED_MAX, lambda i: max(work.ragged_lengths(i))),
+            "score": score,
             "train_step": train_step,
             "grpo_step": grpo_step,
             "lora_train_step": lambda: train_step(adapted),
             "lora_grpo_step": lambda: grpo_step(adapted),
             "moe_rollout_fixed": lambda: rollout(SMALL.new_tokens, lambda _: SMALL.new_tokens, mixture),
+            "moe_score": lambda: score(mixture),
             "moe_train_step": lambda: train_step(mixture),
             "moe_grpo_step": lambda: grpo_step(mixture),
         },
