@@ -27,6 +27,8 @@ from work import SMALL, SMOLLM2, Work
 
 MICROBATCH = 1536  # tokens: more at once are no faster
 Activations = dict[int, jax.Array]  # width -> [tokens, width]
+Weight = list[jax.Array]
+"""[experts, inputs, outputs] for each choice of a token: all experts, in equal parts."""
 
 
 def shapes(size: Work, experts: bool) -> list[tuple[int, int, int]]:
@@ -38,49 +40,72 @@ def shapes(size: Work, experts: bool) -> list[tuple[int, int, int]]:
     return layer * size.layers + [(1, size.width, size.vocab)]
 
 
-def make_weights(size: Work, experts: bool) -> list[jax.Array]:
-    """Return random weights [experts, inputs, outputs] that keep the scale of what they multiply."""
-    draw = lambda i, shape: jax.random.normal(jax.random.key(i), shape) / shape[1] ** 0.5
+def make_weights(size: Work, experts: bool) -> list[Weight]:
+    """Return random weights that keep the scale of what they multiply."""
+
+    def draw(i: int, shape: tuple[int, int, int]) -> Weight:
+        weight = jax.random.normal(jax.random.key(i), shape) / shape[1] ** 0.5
+        return jnp.split(weight, work.EXPERTS_PER_TOKEN) if shape[0] > 1 else [weight]
+
     return [draw(i, shape) for i, shape in enumerate(shapes(size, experts))]
 
 
-def activations(weights: list[jax.Array], tokens: int) -> Activations:
-    widths = sorted({width for weight in weights for width in weight.shape[1:]})
+def activations(weights: list[Weight], tokens: int) -> Activations:
+    widths = sorted({width for weight in weights for width in weight[0].shape[1:]})
     return {width: jax.random.normal(jax.random.key(width), (tokens, width)) for width in widths}
 
 
-def routed(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return [experts, tokens of an expert, width]: the tokens divided evenly, each as often as routed."""
-    if weight.shape[0] == 1:
-        return x[None]
-    return jnp.tile(x, (work.EXPERTS_PER_TOKEN, 1)).reshape(weight.shape[0], -1, x.shape[1])
+def grouped(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return the tokens divided evenly among the experts of w."""
+    return x.reshape(w.shape[0], -1, x.shape[1])
 
 
-def forward(weights: list[jax.Array], x: Activations) -> Activations:
-    """Multiply by one weight after the other; all results are used, so that no product is left out."""
-    x = dict(x)
+class Flow:
+    """Activations by width: a product reads those of its inputs and leaves those of its outputs.
+
+    Outputs that nothing has read yet are averaged with later ones, so that no product is left out; such
+    passes over activations are few: keys with values, and gate with up.
+    """
+
+    def __init__(self, x: Activations):
+        self.x, self.unread = dict(x), set()
+
+    def read(self, width: int) -> jax.Array:
+        self.unread.discard(width)
+        return self.x[width]
+
+    def write(self, width: int, results: list[jax.Array]) -> None:
+        """Average over the choices of a token, and over results that are unread."""
+        results = [y.reshape(self.x[width].shape) for y in results]
+        results += [self.x[width]] if width in self.unread else []
+        self.x[width] = sum(results) / len(results) if len(results) > 1 else results[0]
+        self.unread.add(width)
+
+
+def forward(weights: list[Weight], x: Activations) -> Activations:
+    """Multiply by one weight after the other."""
+    flow = Flow(x)
     for weight in weights:
-        y = jnp.einsum("eti,eio->eto", routed(x[weight.shape[1]], weight), weight)
-        x[weight.shape[2]] = add(x[weight.shape[2]], y)
-    return x
-
-
-def add(x: jax.Array, results: jax.Array) -> jax.Array:
-    return 0.5 * (x + results.reshape(-1, x.shape[1])[: len(x)])
+        _, width, out_width = weight[0].shape
+        inputs = flow.read(width)
+        results = [jnp.einsum("eti,eio->eto", grouped(inputs, w), w) for w in weight]
+        flow.write(out_width, results)
+    return flow.x
 
 
 def backward(
-    weights: list[jax.Array], x: Activations, d: Activations, trained: bool
+    weights: list[Weight], x: Activations, d: Activations, trained: bool
 ) -> tuple[Activations, list[jax.Array]]:
     """Multiply by the transposed weights in reverse; return also the gradients of trained weights."""
-    d, gradients = dict(d), []
+    flow, gradients = Flow(d), []
     for weight in reversed(weights):
-        d_out = routed(d[weight.shape[2]], weight)
-        if trained:
-            gradients.append(jnp.einsum("eti,eto->eio", routed(x[weight.shape[1]], weight), d_out))
-        d_in = jnp.einsum("eto,eio->eti", d_out, weight)
-        d[weight.shape[1]] = add(d[weight.shape[1]], d_in)
-    return d, gradients
+        _, width, out_width = weight[0].shape
+        d_out = flow.read(out_width)
+        for w in weight if trained else ():
+            gradients.append(jnp.einsum("eti,eto->eio", grouped(x[width], w), grouped(d_out, w)))
+        results = [jnp.einsum("eto,eio->eti", grouped(d_out, w), w) for w in weight]
+        flow.write(width, results)
+    return flow.x, gradients
 
 
 class Attended(NamedTuple):
@@ -128,7 +153,7 @@ def attention(size: Work, parts: list[Attended], products=attend_both_ways):
     return lambda: [jax.block_until_ready(one_layer(*qkv)) for _ in range(size.layers) for qkv in inputs]
 
 
-def in_microbatches(weights: list[jax.Array], tokens: int, predicted: int, products):
+def in_microbatches(weights: list[Weight], tokens: int, predicted: int, products):
     """Return products(weights, activations) of so many tokens, with the head of those that are predicted."""
     runs, step = [], jax.jit(products)
     for part, count in ((weights[:-1], tokens), (weights[-1:], predicted)):
@@ -138,13 +163,13 @@ def in_microbatches(weights: list[jax.Array], tokens: int, predicted: int, produ
     return lambda: [jax.block_until_ready(step(*run)) for run in runs]
 
 
-def train(weights: list[jax.Array], tokens: int, predicted: int, trained: bool):
+def train(weights: list[Weight], tokens: int, predicted: int, trained: bool):
     """Return the products with weights of an update on so many tokens."""
     both_ways = lambda weights, x: backward(weights, x, forward(weights, x), trained)
     return in_microbatches(weights, tokens, predicted, both_ways)
 
 
-def decode(weights: list[jax.Array], size: Work):
+def decode(weights: list[Weight], size: Work):
     """Return the products of a rollout: the prompts at once, then a token of each response at a time."""
     prompts = activations(weights[:-1], size.prompts * size.prompt_tokens)
     responses = activations(weights, size.batch)
