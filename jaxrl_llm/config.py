@@ -232,7 +232,7 @@ class TrainConfig:
     """Longest response; a row holds the longest prompt and response together."""
     share_prefixes: bool = True
     """A row of the trainer holds a prompt once, then all responses to it (or a chosen and a rejected one)
-    that fit. Not in strict mode, nor with sliding windows, dynamic RoPE or cuDNN's attention."""
+    that fit. Not with sliding windows shorter than a row, dynamic RoPE or cuDNN's attention."""
     strict: bool = False
     """Rollout (native engine) and trainer compute bit-equal log-probs: mismatch/max_abs is 0. Slower; for
     experiments, and to distinguish errors from rounding. One device."""
@@ -328,8 +328,8 @@ class TrainConfig:
     @property
     def shares_prompts(self) -> bool:
         """True where the trainer's rows hold a prompt once for several responses of the policy."""
-        shares = self.share_prefixes and not self.strict and self.responses_per_prompt > 1
-        return shares and algos.of(self.algo).on_rollouts
+        several = self.responses_per_prompt > 1
+        return self.share_prefixes and several and algos.of(self.algo).on_rollouts
 
     @property
     def min_row_tokens(self) -> int:

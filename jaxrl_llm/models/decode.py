@@ -267,7 +267,7 @@ def _attend_ring(
         vs, v = write(kv[1], v.transpose(0, 2, 1, 3), (0, 0, cursor, 0))
         k, v = k.transpose(0, 3, 1, 2).astype(q.dtype), v.transpose(0, 2, 1, 3).astype(q.dtype)
         if strict:
-            where = cursor - positions, positions, window
+            where = batch_invariant.RingKeys(cursor - positions), positions, window
             return batch_invariant.invariant_attention(q, k, v, *where, sinks=sinks, **settings), (ks, vs)
         out, lse = dense_attention(AttentionSpec(**settings), q, k, v, visible(k.shape[1]))
         return out if sinks is None else add_sinks(out, lse, sinks)[0], (ks, vs)

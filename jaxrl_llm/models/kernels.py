@@ -34,15 +34,22 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
     return ", ".join(f"{part} {name} ({reason})" for part, (name, reason) in chosen.items())
 
 
-def can_share_prefixes(config: TransformerConfig, dtype: str, mesh: Mesh) -> bool:
+def can_share_prefixes(
+    config: TransformerConfig, dtype: str, mesh: Mesh, row_tokens: int | None = None
+) -> bool:
     """Return whether a model can read rows whose sequences share prefixes.
 
-    Sliding windows count the tokens of a row, dynamic RoPE reads the length of a sequence, and cuDNN has no
-    such mask.
+    Sliding windows count the tokens of a row, so they must be as long; dynamic RoPE reads the length of a
+    sequence, and cuDNN has no such mask.
+
+    Args:
+        row_tokens: length of the rows; None = any.
     """
     with jax.set_mesh(mesh):
         name, _ = choose("flash_attention", config.head_dim, dtype, config.attention_softcap)
-    return not (config.sliding_window or config.rope.scaling == "dynamic" or name == "cudnn")
+    window = config.sliding_window
+    windowed = bool(window) and (row_tokens is None or window < row_tokens)
+    return not (windowed or config.rope.scaling == "dynamic" or name == "cudnn")
 
 
 def turing_warning(dtypes: dict[str, str], mesh: Mesh) -> str:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num, UInt
 
-from jaxrl_kernels.batch_invariant import invariant_attention
+from jaxrl_kernels.batch_invariant import RingKeys, invariant_attention
 from jaxrl_kernels.chips import LANES
 from jaxrl_kernels.decode_attention import reference
 from jaxrl_kernels.decode_attention.api import decode_attention, write_token
@@ -161,8 +161,8 @@ def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, w
     v, v_scales = (k, k_scales) if cache.v is None else (cache.v, cache.v_scales)
     if strict:
         k, v = (reference.gather_pages(x, None, table)[..., : q.shape[-1]] for x in (k, v))
-        start, softcap = jnp.zeros_like(at), c.attention_softcap
-        out = invariant_attention(q, k, v, start, at, window, scale=scale, softcap=softcap, sinks=sinks)
+        where, softcap = RingKeys(jnp.zeros_like(at)), c.attention_softcap
+        out = invariant_attention(q, k, v, where, at, window, scale=scale, softcap=softcap, sinks=sinks)
         return (out, None), cache
     settings = {"scale": scale, "window": window, "softcap": c.attention_softcap}
     settings |= {"k_scales": k_scales, "v_scales": v_scales}

@@ -198,11 +198,11 @@ class Transformer(nnx.Module):
         Returns: (hidden states, sums of the routing, routes); the last two are None without experts.
 
         Raises:
-            ValueError: `last` in strict mode, or with dynamic RoPE, which reads the length of a trajectory.
+            ValueError: `last` with dynamic RoPE, which reads the length of a trajectory.
         """
         c = self.config
-        if last is not None and (strict or c.rope.scaling == "dynamic"):
-            raise ValueError("strict mode and dynamic RoPE take no shared prefixes (`last`)")
+        if last is not None and c.rope.scaling == "dynamic":
+            raise ValueError("dynamic RoPE takes no shared prefixes (`last`)")
         if segments is None:
             segments = jnp.ones_like(tokens)
         method = context_parallel(tokens.shape[1], sequence_parallel)
@@ -250,16 +250,17 @@ def make_attention_fn(
     """Return the `attention_fn` of `block` for causal attention within segments; kv are those of the row."""
     settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
 
-    def plain(q, k, v, segments, positions, window, sinks):
+    def plain(q, k, v, segments, last, positions, window, sinks):
         known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
         return sharded_attention(q, k, v, segments, last, window=window, sinks=sinks, **known, **settings)
 
-    def exact(q, k, v, segments, positions, window, sinks):
-        start = jnp.arange(q.shape[1]) - positions
-        return batch_invariant.invariant_attention(q, k, v, start, positions, window, sinks=sinks, **settings)
+    def exact(q, k, v, segments, last, positions, window, sinks):
+        ring = batch_invariant.RingKeys(jnp.arange(q.shape[1]) - positions)
+        where = ring if last is None else batch_invariant.RowKeys(segments, last)
+        return batch_invariant.invariant_attention(q, k, v, where, positions, window, sinks=sinks, **settings)
 
     attend = functools.partial(batch_invariant.with_gradient_of, plain, exact) if strict else plain
-    rest = segments, positions, jnp.asarray(window), sinks_of(w)
+    rest = segments, last, positions, jnp.asarray(window), sinks_of(w)
     return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels.chunks import map_chunks
-from jaxrl_kernels.flash_attention.spec import MASKED_LSE
+from jaxrl_kernels.flash_attention.spec import MASKED_LSE, DynamicMask, visible
 from jaxrl_kernels.linear_logprob.api import linear_logprob as plain_linear_logprob
 
 TILE = 16
@@ -75,11 +75,48 @@ def _in_tiles(f, weights, *xs):
     return jax.tree.map(join, out)
 
 
+class RowKeys(NamedTuple):
+    """The keys of a packed row, C = T: a query's are those of its segment and of the segments it continues."""
+
+    segments: Int[Array, "B T"]
+    """As of `flash_attention`."""
+    last: Int[Array, "B T"]
+
+    def of_queries(self) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+        """Return what `in_order` reads of each query."""
+        columns = jnp.arange(self.segments.shape[1])
+        return jnp.broadcast_to(columns, self.segments.shape), self.segments
+
+    def in_order(self, keys: Int[Array, "N C"], columns: Int[Array, "N 1"], segments: Int[Array, "N 1"]):
+        """Return the column of the key of each position, [N, C]; 0 behind the last one."""
+        count = keys.shape[1]
+        at = jnp.arange(count)
+        seen = visible(DynamicMask(), columns, at, segments, self.last.reshape(-1)[keys])
+        position = jnp.where(seen, jnp.cumsum(seen, axis=1) - 1, count)
+        order = jnp.zeros((len(keys), count), jnp.int32)
+        return order.at[jnp.arange(len(keys))[:, None], position].set(at, mode="drop")
+
+
+class RingKeys(NamedTuple):
+    """The keys of a ring: that of position p is at index (start + p) mod C."""
+
+    start: Int[Array, "B T"]
+
+    def of_queries(self) -> tuple[Int[Array, "B T"]]:
+        """Return what `in_order` reads of each query."""
+        return (self.start,)
+
+    def in_order(self, keys: Int[Array, "N C"], start: Int[Array, "N 1"]) -> Int[Array, "N C"]:
+        """Return the index of the key of each position."""
+        count = keys.shape[1]
+        return (start + jnp.arange(count)) % count
+
+
 def invariant_attention(
     q: Float[Array, "B T H E"],
     k: Float[Array, "B C K E"],
     v: Float[Array, "B C K E"],
-    start: Int[Array, "B T"],
+    where: RingKeys | RowKeys,
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
     *,
@@ -90,7 +127,7 @@ def invariant_attention(
     """Compute softmax attention of each query to its trajectory's keys, up to its own position. No gradient.
 
     Args:
-        start: the key of position p is at index (start + p) mod C of the query's row.
+        where: the keys of each position in the query's row.
         window: sliding window: the most keys that a query attends to, its own included.
         sinks: the score of one more key of value 0 for each head, float32; None = none.
     """
@@ -99,20 +136,22 @@ def invariant_attention(
     kv = tuple(x.reshape(batch * length, kv_heads, dim) for x in (k, v))
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def tile(shared, q, row, start, positions):
+    def tile(shared, q, row, positions, *of_queries):
         q = q.reshape(TILE, kv_heads, -1, dim)
-        row, start, last = (x.reshape(TILE, 1) for x in (row, start, positions))
+        row, last, *of_queries = (x.reshape(TILE, 1) for x in (row, positions, *of_queries))
         (keys, values), window, sinks = shared
+        indices = row + where.in_order(row + jnp.arange(length), *of_queries)
+        indices = jnp.pad(indices, ((0, 0), (0, -length % KEYS)))
 
         def add(step, carry):
             top, total, out = carry
             at = step * KEYS + jnp.arange(KEYS)
-            index = row + (start + at) % length
-            visible = (at <= last) & (last - at < window)
+            index = jax.lax.dynamic_slice_in_dim(indices, step * KEYS, KEYS, axis=1)
+            seen = (at <= last) & (last - at < window)
             scores = product("rkge,rcke->rkgc", q, keys[index]) * scale
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
-            scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
             higher = jnp.maximum(top, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - higher[..., None])  # masked keys add exact zeros
             shrink = jnp.exp(top - higher)
@@ -127,7 +166,8 @@ def invariant_attention(
         _, total, out = jax.lax.fori_loop(first, jnp.max(last) // KEYS + 1, add, carry)
         return (out / total[..., None]).astype(q.dtype).reshape(1, TILE, -1, dim)
 
-    return _in_tiles(tile, (kv, jnp.asarray(window), sinks), q, row, start, positions)
+    shared = kv, jnp.asarray(window), sinks
+    return _in_tiles(tile, shared, q, row, positions, *where.of_queries())
 
 
 def logits_fn(softcap: float | None) -> Callable[..., Float[Array, "B T V"]]:
@@ -182,5 +222,7 @@ def linear_logprob(
 
 def rounded(x: Float[Array, "*dims"], dtype: DTypeLike) -> Float[Array, "*dims"]:
     """Round x to `dtype`. After a plain cast XLA may keep computing with the extra bits."""
+    if x.dtype == dtype:  # XLA would copy it
+        return x
     kind = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, kind.nexp, kind.nmant).astype(dtype)

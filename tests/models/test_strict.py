@@ -70,18 +70,19 @@ def generated(config, dtype, slots=2, chunk=8, max_new_tokens=8):
     return engine.generate(requests, SamplingConfig(temperature=TEMPERATURE), jax.random.key(1))
 
 
-def learner(config, dtype, remat="full", strict=True, row_tokens=64):
-    step = StepConfig(row_tokens, 2, dtype, remat, strict=strict, temperature=TEMPERATURE)
+def learner(config, dtype, remat="full", strict=True, row_tokens=64, share=None):
+    share = not config.sliding_window if share is None else share
+    step = StepConfig(
+        row_tokens, 2, dtype, remat, strict=strict, temperature=TEMPERATURE, share_prefixes=share
+    )
     return Learner(grpo.Config(kl_coef=0.0), config, optax.sgd(1.0), step, one_device())
 
 
 @functools.cache
-def one_update(config, dtype, strict=True):
+def one_update(config, dtype, strict=True, share=None):
     """(metrics, gradient) with advantages 1, -1, 1, ..."""
-    built, items = (
-        learner(config, dtype, strict=strict),
-        [from_trajectory(t) for t in generated(config, dtype)],
-    )
+    built = learner(config, dtype, strict=strict, share=share)
+    items = [from_trajectory(t) for t in generated(config, dtype)]
     for i, item in enumerate(items):
         item.signals["advantages"] = np.full(len(item.tokens), 1.0 - 2.0 * (i % 2), np.float32)
     before = random_params(config)
@@ -132,6 +133,15 @@ def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
         np.testing.assert_array_equal(scored["policy"][on], item.signals["rollout"][on])
     metrics, _ = one_update(config, dtype)
     assert metrics["mismatch/max_abs"] == 0.0 and metrics["mismatch/mean_abs"] == 0.0
+    assert (metrics.get("packing/shared_fraction", 0) > 0) == (not config.sliding_window)
+
+
+def test_prompts_that_rows_repeat_have_the_same_bits():
+    items = [from_trajectory(t) for t in generated(QWEN, "float32")]
+    shared, alone = (learner(QWEN, "float32", "none", share=on) for on in (True, False))
+    assert shared.shared_tokens(items) and not alone.shared_tokens(items)
+    for one, other in zip(*(x.score(random_params(QWEN), items) for x in (shared, alone)), strict=True):
+        np.testing.assert_array_equal(one["policy"], other["policy"])
 
 
 @pytest.mark.slow
@@ -230,7 +240,7 @@ def test_drafts_change_no_bit(config, dtype):
 
 def test_gradients_are_those_of_the_plain_model():
     _, strict = one_update(QWEN, "float32")
-    metrics, plain = one_update(QWEN, "float32", strict=False)
+    metrics, plain = one_update(QWEN, "float32", strict=False, share=False)
     assert 0 < metrics["mismatch/max_abs"] < 1e-4
     for one, other in zip(jax.tree.leaves(strict), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max() + 1e-9)

@@ -559,7 +559,7 @@ def test_rows_for_shared_prompts_by_hand(config):
     assert numbers(responses_per_prompt=8, tokens_per_device=110) == (96, 1, 6)  # 32 + 7 x 9 = 95
     assert numbers(responses_per_prompt=9, tokens_per_device=110) == (96, 1, 12)  # 104: 8 of the 9 fit
     assert numbers(responses_per_prompt=1) == (32, 6, 1)
-    for off in ({"share_prefixes": False}, {"strict": True}, {"algo": sft.Config()}):
+    for off in ({"share_prefixes": False}, {"algo": sft.Config()}):
         assert numbers(**off)[0] == 32
     assert numbers(mesh=MeshConfig(fsdp=1, sequence=2), tokens_per_device=100, devices=2)[0] == 64
     assert numbers(mesh=MeshConfig(fsdp=1, sequence=3), tokens_per_device=100, devices=3)[0] == 96
@@ -573,7 +573,6 @@ def test_rows_for_shared_prompts_by_hand(config):
         (512, 1024, {"tokens_per_device": 16_384}, (512 * 256 + 8 * 1024 * 1024) / (512 + 8 * 1024)),  # 979
         (4, 4, {"tokens_per_device": 16}, (4 * 4 * 2 + 32 * 6) / (4 * 4 + 32)),  # two responses a row of 16
         (1024, 64, {"share_prefixes": False}, 1088 / 2),
-        (1024, 64, {"strict": True}, 1088 / 2),
         (1024, 64, {"responses_per_prompt": 1}, 1088 / 2),
         (1024, 64, {"algo": sft.Config()}, 1088 / 2),
     ],

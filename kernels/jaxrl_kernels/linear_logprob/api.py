@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
-from jaxrl_kernels.dispatch import choose, load_implementation
+from jaxrl_kernels.dispatch import choose, device, load_implementation
 from jaxrl_kernels.linear_logprob import chunked
 from jaxrl_kernels.linear_logprob.reference import LogprobSpec, merge_shards
 
 SKIPPED_LSE = 1e30
 """The log-sum-exp of a token outside the mask: exp(logit - it) is 0."""
-MAX_CHUNK = 512
-"""Maximum tokens whose logits are in memory at once on one device: fills its matrix units and fits caches."""
+CPU_CHUNK, MAX_CHUNK = 128, 512
+"""Maximum tokens whose logits are in memory at once on one device, on a CPU and elsewhere: enough to fill
+its matrix units; with more, logits do not fit a CPU's cache, and more of the last chunk is not in the mask."""
 
 
 @functools.partial(
@@ -200,7 +201,8 @@ def tokens_at_once(implementation: str, shape: tuple[int, int], dim: int, chunk:
     if implementation == "reference":
         return tokens
     if implementation == "chunked":
-        return min(chunk * shape[0], MAX_CHUNK, tokens)
+        most = CPU_CHUNK if device()[0] == "cpu" else MAX_CHUNK
+        return min(chunk * shape[0], most, tokens)
     # Half of the bytes of d_head: with fewer tokens, adding to d_head would cost more than the products.
     return min(-(-dim // 256) * 256, tokens)
 

@@ -1,0 +1,31 @@
+"""Which models read rows that share prefixes, and how long their rows are then."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxrl_llm.build.sizes import with_prefixes
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.models import RopeConfig, TransformerConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+
+CONFIG = TrainConfig(max_prompt_tokens=16, max_response_tokens=16, responses_per_prompt=4)
+MODEL = TransformerConfig(
+    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [
+        ({}, True),
+        ({"sliding_window": 96}, True),  # of a row: 16 + 16 + 3 x 17, rounded up
+        ({"sliding_window": 95}, False),
+        ({"rope": RopeConfig(scaling="dynamic", factor=2.0)}, False),
+    ],
+)
+def test_a_window_shorter_than_a_row_or_dynamic_rope_gives_each_response_a_row(changes, shares):
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    got = with_prefixes(CONFIG, dataclasses.replace(MODEL, **changes), mesh)
+    assert got.row_tokens == (CONFIG.row_tokens if shares else 32)
