@@ -85,9 +85,9 @@ NOT_DONE = {"floor": {"rollout_ragged"}, "tunix": {*SMOLLM2_CASES}}
 HISTORY_EXPLANATION = """\
 Medians of the paired ratios of each run of [cpu_peers.py](cpu_peers.py), of wall time (of CPU seconds): above
 1 ours is faster. "floor" is the matrix products alone, so below 1: the share of our time that they take.
-From commit 7dec2a6 on those of attention are among them, and huge pages are set for all systems. Floors before
-2026-11-25 were 1.5 to 2 times too high in training: passes that averaged the results of products were in them, and
-the head multiplied prompts, too.
+From commit 7dec2a6 on those of attention are among them, and huge pages are set for all systems. Floors of
+training before 2026-11-25 were 1.5 to 2 times too high: passes that averaged the results of products were in
+them, and the head multiplied prompts, too.
 Versions and machine of each run are in [results/cpu_history.jsonl](results/cpu_history.jsonl); a "+" after a
 commit says that files had changed since.
 """

@@ -76,7 +76,7 @@ def _in_tiles(f, weights, *xs):
 
 
 class RowKeys(NamedTuple):
-    """The keys of a packed row, C = T: a query's are those of its segment and of the segments it continues."""
+    """The keys of a packed row, C = T: a query's are those of its segment and of those that it continues."""
 
     segments: Int[Array, "B T"]
     """As of `flash_attention`."""

@@ -1,4 +1,4 @@
-"""Which models read rows that share prefixes, and how long their rows are then."""
+"""Shared prefixes by model: windows shorter than a row and dynamic RoPE give each response a row."""
 
 import dataclasses
 

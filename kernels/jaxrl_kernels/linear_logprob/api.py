@@ -19,7 +19,7 @@ SKIPPED_LSE = 1e30
 """The log-sum-exp of a token outside the mask: exp(logit - it) is 0."""
 CPU_CHUNK, MAX_CHUNK = 128, 512
 """Maximum tokens whose logits are in memory at once on one device, on a CPU and elsewhere: enough to fill
-its matrix units; with more, logits do not fit a CPU's cache, and more of the last chunk is not in the mask."""
+its matrix units. Logits of more do not fit a CPU's cache, and more of the last chunk is outside the mask."""
 
 
 @functools.partial(
