@@ -108,7 +108,7 @@ class Probe:
         }
         if self.adapter:
             body["lora_path"] = self.adapter
-        reply, url = await receiver.request("/generate", body), receiver.server.url
+        reply, url = await receiver.request_in_health("/generate", body), receiver.server.url
         with parsing_reply(url):
             version = str(reply["meta_info"]["weight_version"])[:100]
             rows = reply["meta_info"]["input_token_logprobs"]

@@ -17,6 +17,10 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 CACHE, WEIGHTS = "kv_cache", "weights"
 """SGLang's tags for the memory that a colocated server releases while the trainer works."""
+QUIET_LIMIT = 20.0
+"""Seconds without a reply after which /health is requested."""
+HEALTH_TIMEOUT = 30.0
+"""Seconds that /health may take: it sleeps one, then waits up to 20 for a token."""
 MAX_SHOWN = 300  # characters of a server's message that an error shows
 
 
@@ -95,6 +99,20 @@ class Receiver:
     async def request(self, path: str, body: Any, timeout: float = 0.0) -> Json:
         """Send a request and return the JSON object of the reply."""
         return await self.pool.request(self.server, path, body, timeout)
+
+    async def request_in_health(self, path: str, body: Any) -> Json:
+        """Send a request of little work; while there is no reply, the server must prove its health.
+
+        Raises:
+            ServerError: the request fails, or the server is not well.
+        """
+        reply = asyncio.create_task(self.request(path, body))
+        try:
+            while not (await asyncio.wait([reply], timeout=QUIET_LIMIT))[0]:
+                await self.request("/health", None, HEALTH_TIMEOUT)
+            return await reply
+        finally:
+            reply.cancel()
 
     async def update(self, path: str, body: Any, timeout: float = 0.0) -> Json:
         """Send a request, check its success and return the reply.

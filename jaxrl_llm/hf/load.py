@@ -66,9 +66,8 @@ def load_params(
 ) -> Params:
     """Return the weights of an HF folder, each device's shard read straight from the files.
 
-    Beyond the weights themselves the host holds one layer of one weight at a time: at most 1.2 times the
-    largest tensor. In a multi-process run each process reads only what its own devices hold, and with the
-    mesh axis `expert` all experts.
+    Beyond the weights themselves the host holds one layer of one weight at a time (of experts one for each
+    shard): at most 1.2 times the largest tensor. In a multi-process run each process reads only what its own devices hold.
 
     Args:
         folder: config.json and safetensors, one file or sharded; bf16, fp16 or fp32.
@@ -95,12 +94,12 @@ def load_params(
         if stack_dims(name) and name + SCALE in leaves:
             names = (name, name + SCALE)
             stacks = [_make_zeros(layouts[n])(leaves[n].shape, leaves[n].dtype) for n in names]
-            axis = matrix_dims(axes[name])[0][-1] - len(rows[0].index)
+            axis = matrix_dims(axes[name])[0][-1] - len(rows[0].index) + 1
             convert = functools.partial(quantize_weight, kind=config.quantize, axis=axis)
             weights |= zip(names, _fill(stored, rows, stacks, jnp.dtype(jnp.float32), convert), strict=True)
         elif stack_dims(name):
             stack = _make_zeros(sharding)(shape, own)
-            (weights[name],) = _fill(stored, rows, [stack], own, lambda layer: (layer,))
+            (weights[name],) = _fill(stored, rows, [stack], own, lambda matrices: (matrices,))
         else:
             weights[name] = _read_global(stored, rows[0], shape, sharding, own)
     return jax.tree.unflatten(jax.tree.structure(shapes), [weights[name] for name in leaves])
@@ -111,32 +110,60 @@ def _fill(
 ) -> list[jax.Array]:
     """Return the stacks of one weight, filled matrix by matrix in place: no second copy of it exists.
 
+    Where the devices divide the experts, one of each device's own is read at a time.
+
     Args:
         stacks: zeros, which are donated; the first has the weight's shape.
-        convert: returns of one matrix of the weight, of type `dtype`, that of each stack.
+        convert: returns of some matrices of the weight, [shards, ...] of type `dtype`, those of each stack.
     """
-    dims, one_matrix = len(parts[0].index), stacks[0].sharding
-    if isinstance(one_matrix, NamedSharding):
-        one_matrix = NamedSharding(one_matrix.mesh, PartitionSpec(*one_matrix.spec[dims:]))
-    for part in parts:
-        matrices = convert(_read_global(stored, part, stacks[0].shape[dims:], one_matrix, dtype))
+    dims, shape, sharding = len(parts[0].index), stacks[0].shape, stacks[0].sharding
+    of_device = sharding.shard_shape(shape)[dims - 1]
+    shards = shape[dims - 1] // of_device
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[dims - 1 :]))
+    at_once: dict[tuple[int, ...], list[TensorRows]] = {}
+    for part in sorted(parts, key=lambda part: part.index):
+        at_once.setdefault((*part.index[:-1], part.index[-1] % of_device), []).append(part)
+    for index, group in at_once.items():
+        matrices = convert(_read_group(stored, group, shape[dims:], sharding, dtype))
         stacks = [
-            _make_set_matrix(stack.sharding)(stack, matrix, part.index)
+            _make_set_matrices(stack.sharding, shards)(stack, matrix, index)
             for stack, matrix in zip(stacks, matrices, strict=True)
         ]
     return stacks
 
 
+def _read_group(
+    stored, parts: Sequence[TensorRows], shape: tuple[int, ...], sharding: Sharding, dtype
+) -> jax.Array:
+    """Return matrices of one shape as one array [matrices, ...]; its devices hold one or all of them."""
+
+    def read(bounds):
+        (first, stop), *rest = bounds
+        assert stop == first + 1, bounds
+        return read_slice(stored[parts[first].name], parts[first], shape, tuple(rest), dtype)[None]
+
+    return _read_sharded(read, (len(parts), *shape), sharding)
+
+
 def _read_global(stored, part: TensorRows, shape, sharding: Sharding, dtype) -> jax.Array:
+    read = lambda bounds: read_slice(stored[part.name], part, shape, bounds, dtype)
+    return _read_sharded(read, tuple(shape), sharding)
+
+
+def _read_sharded(
+    read: Callable[[tuple[tuple[int, int], ...]], np.ndarray], shape: tuple[int, ...], sharding: Sharding
+) -> jax.Array:
+    """Return an array of which each process reads the shards of its devices, each once."""
     shards: dict[tuple, np.ndarray] = {}  # devices that hold the same shard share one reading
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def of(index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         if bounds not in shards:
-            shards[bounds] = read_slice(stored[part.name], part, shape, bounds, dtype)
+            shards[bounds] = read(bounds)
         return shards[bounds]
 
-    array = jax.make_array_from_callback(tuple(shape), sharding, read)
+    array = jax.make_array_from_callback(shape, sharding, of)
     return array.block_until_ready()  # or reading would run ahead of the transfers, filling the host
 
 
@@ -205,9 +232,15 @@ def _make_zeros(sharding: Sharding):
 
 
 @functools.cache
-def _make_set_matrix(sharding: Sharding):
-    def set_matrix(stack: jax.Array, matrix: jax.Array, index: tuple[int, ...]) -> jax.Array:
-        start = (*index, *(0,) * matrix.ndim)
-        return jax.lax.dynamic_update_slice(stack, matrix[(None,) * len(index)], start)
+def _make_set_matrices(sharding: Sharding, shards: int):
+    """Return the function that writes a matrix of each shard of the last stacked dim at its index there."""
 
-    return jax.jit(set_matrix, donate_argnums=0, out_shardings=sharding)
+    def set_matrices(stack: jax.Array, matrices: jax.Array, index: tuple[int, ...]) -> jax.Array:
+        *outer, at = index
+        dim = len(outer)
+        divided = stack.reshape(*stack.shape[:dim], shards, -1, *stack.shape[dim + 1 :])
+        update = jnp.expand_dims(matrices, (*range(dim), dim + 1))
+        start = (*outer, 0, at, *(0,) * (matrices.ndim - 1))
+        return jax.lax.dynamic_update_slice(divided, update, start).reshape(stack.shape)
+
+    return jax.jit(set_matrices, donate_argnums=0, out_shardings=sharding)

@@ -30,9 +30,13 @@ class Cluster(NamedTuple):
 
 
 def open_compilation_cache() -> None:
-    """Share compiled programs with other commands, unless JAX_COMPILATION_CACHE_DIR names another folder."""
+    """Share compiled programs with other commands: all that took 0.1 s, in a folder of the user's home.
+
+    JAX's own variables, where they are set, name another folder and another least time.
+    """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(COMPILATION_CACHE))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

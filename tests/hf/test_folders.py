@@ -205,25 +205,26 @@ from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.models import shardings
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
-source, target = sys.argv[1:]
+source, target, axis = sys.argv[1:]
 read, original = [], load.read_slice
 def counting(*args):
     read.append(original(*args))
     return read[-1]
 load.read_slice = counting
 config = read_config(source)
-params = load.load_params(source, config, shardings(config, make_mesh(MeshConfig(fsdp=2)), TRAIN))
+mesh = make_mesh(MeshConfig(**{"fsdp": 1, axis: 2}))
+params = load.load_params(source, config, shardings(config, mesh, TRAIN))
 mine = sum(shard.data.size for x in jax.tree.leaves(params) for shard in x.addressable_shards)
 assert sum(x.size for x in read) == mine < 0.6 * sum(x.size for x in jax.tree.leaves(params))
 save_model(params, config, target, dtype="bfloat16", max_shard_bytes=20_000)
 """
 
 
-@BOTH
+@pytest.mark.parametrize(("extra", "axis"), [({}, "fsdp"), (EXPERTS, "fsdp"), (EXPERTS, "expert")])
 @pytest.mark.slow
-def test_two_processes_each_read_their_half_and_write_one_folder(tmp_path, extra):
+def test_two_processes_each_read_their_half_and_write_one_folder(tmp_path, extra, axis):
     theirs = write_folder(tmp_path / "in", tiny(**extra), ml_dtypes.bfloat16)
-    run_processes(TWO_PROCESSES, 2, [str(tmp_path / "in"), str(tmp_path / "out")], devices=1)
+    run_processes(TWO_PROCESSES, 2, [str(tmp_path / "in"), str(tmp_path / "out"), axis], devices=1)
     assert_same_bytes(theirs, read_back(tmp_path / "out"))
 
 

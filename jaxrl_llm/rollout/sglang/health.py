@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxrl_llm.bridge.servers import HEALTH_TIMEOUT, QUIET_LIMIT
 from jaxrl_llm.errors import ServerError, UnreachableError
 from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.rollout.sglang.server import Server, print_line
 
 CHECK_INTERVAL = 1.0  # seconds
-QUIET_LIMIT = 20.0  # seconds without any reply, after which /health is requested
-HEALTH_TIMEOUT = 30.0  # seconds: /health sleeps a second, then waits up to 20 for a token
 
 
 async def run_health_checks(
