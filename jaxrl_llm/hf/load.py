@@ -66,8 +66,9 @@ def load_params(
 ) -> Params:
     """Return the weights of an HF folder, each device's shard read straight from the files.
 
-    Beyond the weights themselves the host holds one layer of one weight at a time (of experts one for each
-    shard): at most 1.2 times the largest tensor. In a multi-process run each process reads only what its own devices hold.
+    Beyond the weights themselves the host holds one layer of one weight at a time, of experts one of each
+    shard: at most 1.2 times the largest tensor, or so many experts. In a multi-process run each process reads
+    only what its own devices hold.
 
     Args:
         folder: config.json and safetensors, one file or sharded; bf16, fp16 or fp32.

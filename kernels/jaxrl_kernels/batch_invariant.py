@@ -87,7 +87,9 @@ class RowKeys(NamedTuple):
         columns = jnp.arange(self.segments.shape[1])
         return jnp.broadcast_to(columns, self.segments.shape), self.segments
 
-    def in_order(self, keys: Int[Array, "N C"], columns: Int[Array, "N 1"], segments: Int[Array, "N 1"]):
+    def in_order(
+        self, keys: Int[Array, "N C"], columns: Int[Array, "N 1"], segments: Int[Array, "N 1"]
+    ) -> Int[Array, "N C"]:
         """Return the column of the key of each position, [N, C]; 0 behind the last one."""
         count = keys.shape[1]
         at = jnp.arange(count)
