@@ -205,15 +205,14 @@ from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.models import shardings
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
-source, target, axis = sys.argv[1:]
-read, original = [], load.read_slice
+(source, target, axis), read, original = sys.argv[1:], [], load.read_slice
 def counting(*args):
     read.append(original(*args))
     return read[-1]
 load.read_slice = counting
 config = read_config(source)
-mesh = make_mesh(MeshConfig(**{"fsdp": 1, axis: 2}))
-params = load.load_params(source, config, shardings(config, mesh, TRAIN))
+layouts = shardings(config, make_mesh(MeshConfig(**{"fsdp": 1, axis: 2})), TRAIN)
+params = load.load_params(source, config, layouts)
 mine = sum(shard.data.size for x in jax.tree.leaves(params) for shard in x.addressable_shards)
 assert sum(x.size for x in read) == mine < 0.6 * sum(x.size for x in jax.tree.leaves(params))
 save_model(params, config, target, dtype="bfloat16", max_shard_bytes=20_000)
