@@ -105,13 +105,10 @@ def test_shared_prefixes_give_what_rows_of_their_own_give(config):
         np.testing.assert_allclose(shared, alone[: len(shared)], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("config", "strict"), [(DYNAMIC, False), (CONFIG, True)], ids=["dynamic rope", "strict"]
-)
-def test_what_reads_whole_trajectories_shares_no_prefixes(config, strict):
+def test_dynamic_rope_reads_whole_trajectories_and_shares_no_prefixes():
     tokens, positions, segments = (jnp.asarray(x) for x in packed())
-    with pytest.raises(ValueError, match="strict mode and dynamic RoPE take no shared prefixes"):
-        models.abstract(config)(tokens, positions, segments, last=segments, strict=strict)
+    with pytest.raises(ValueError, match="dynamic RoPE takes no shared prefixes"):
+        models.abstract(DYNAMIC)(tokens, positions, segments, last=segments)
 
 
 def test_padding_and_later_tokens_have_no_influence():
