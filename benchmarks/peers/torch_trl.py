@@ -140,9 +140,13 @@ def trainer(reward, adapters: LoraConfig | None, config: PreTrainedConfig, size:
     )
 
 
+def no_reward(completions, **_):
+    return [0.0] * len(completions)
+
+
 def score(config: PreTrainedConfig = CONFIG, size: Work = SMALL):
     """Return the log-probs of responses as TRL computes old and reference ones."""
-    loop = trainer(lambda completions, **_: [0.0] * len(completions), None, config, size)
+    loop = trainer(no_reward, None, config, size)
     policy = loop.model.eval()
 
     @torch.no_grad()
@@ -158,7 +162,7 @@ def score(config: PreTrainedConfig = CONFIG, size: Work = SMALL):
 
 def train_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CONFIG, size: Work = SMALL):
     """Return a step of TRL's loss, backward and the trainer's own optimizer."""
-    loop = trainer(lambda completions, **_: [0.0] * len(completions), adapters, config, size)
+    loop = trainer(no_reward, adapters, config, size)
     loop.current_gradient_accumulation_steps = 1
     policy = loop.model.train()
     trained = [weight for weight in policy.parameters() if weight.requires_grad]

@@ -65,6 +65,15 @@ class PoolLike(Protocol):
             ServerError: no reply in time, an error status, or no JSON object.
         """
 
+    async def request_bytes(
+        self, server: ServerLike, path: str, body: Any = None, timeout: float = 0.0
+    ) -> bytes:
+        """Send a request and return the reply, of any form.
+
+        Raises:
+            ServerError: no reply in time, or an error status.
+        """
+
     async def update_all(
         self,
         update: Callable[[ServerLike], Awaitable[Any]],
@@ -109,7 +118,7 @@ class Receiver:
         reply = asyncio.create_task(self.request(path, body))
         try:
             while not (await asyncio.wait([reply], timeout=QUIET_LIMIT))[0]:
-                await self.request("/health", None, HEALTH_TIMEOUT)
+                await self.pool.request_bytes(self.server, "/health", timeout=HEALTH_TIMEOUT)
             return await reply
         finally:
             reply.cancel()

@@ -123,7 +123,7 @@ def _fill(
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[dims - 1 :]))
     at_once: dict[tuple[int, ...], list[TensorRows]] = {}
-    for part in sorted(parts, key=lambda part: part.index):
+    for part in parts:  # those of a group in the order of the shards
         at_once.setdefault((*part.index[:-1], part.index[-1] % of_device), []).append(part)
     for index, group in at_once.items():
         matrices = convert(_read_group(stored, group, shape[dims:], sharding, dtype))

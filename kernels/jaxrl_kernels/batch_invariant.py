@@ -142,6 +142,7 @@ def invariant_attention(
         q = q.reshape(TILE, kv_heads, -1, dim)
         row, last, *of_queries = (x.reshape(TILE, 1) for x in (row, positions, *of_queries))
         (keys, values), window, sinks = shared
+        # Looked up before the loop, so that its body is one program for rings, pages and rows.
         indices = row + where.in_order(row + jnp.arange(length), *of_queries)
         indices = jnp.pad(indices, ((0, 0), (0, -length % KEYS)))
 

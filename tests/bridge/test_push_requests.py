@@ -16,12 +16,16 @@ class Pool:
     def __init__(self, answers, ends):
         self.answers, self.ends, self.checks, self.cancelled = answers, ends, 0, False
 
+    async def request_bytes(self, server, path, body=None, timeout=0.0):
+        """Answer /health as servers and what stands before them do: in text that is no JSON."""
+        assert path == "/health"
+        self.checks += 1
+        if self.checks >= self.ends:
+            raise UnreachableError(f"{server.url}: no answer to /health in {timeout:g} s")
+        return b"OK"
+
     async def request(self, server, path, body=None, timeout=0.0):
-        if path == "/health":
-            self.checks += 1
-            if self.checks >= self.ends:
-                raise UnreachableError(f"{server.url}: no answer to /health in {timeout:g} s")
-            return {}
+        assert path == "/generate"
         try:
             while self.checks < self.answers:
                 await asyncio.sleep(0.001)
