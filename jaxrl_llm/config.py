@@ -232,7 +232,7 @@ class TrainConfig:
     """Longest response; a row holds the longest prompt and response together."""
     share_prefixes: bool = True
     """A row of the trainer holds a prompt once, then all responses to it (or a chosen and a rejected one)
-    that fit. Not with sliding windows shorter than a row, dynamic RoPE or cuDNN's attention."""
+    that fit. Not with dynamic RoPE or cuDNN's attention."""
     strict: bool = False
     """Rollout (native engine) and trainer compute bit-equal log-probs: mismatch/max_abs is 0. Slower; for
     experiments, and to distinguish errors from rounding. One device."""

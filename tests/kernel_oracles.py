@@ -51,6 +51,11 @@ def visible(mask, q_segments, kv_segments, parents=None):
     return table[q_segments[:, :, None], kv_segments[:, None]] & (distance < window) & (distance >= 0)
 
 
+def newest(allowed, window):
+    """The last `window` keys of those that each query attends to: its sliding window in its sequence."""
+    return allowed & (np.cumsum(allowed[..., ::-1], axis=-1)[..., ::-1] <= window)
+
+
 def attention(q, k, v, allowed, scale, softcap=None, d_out=None, d_lse=0.0, sinks=None):
     """(out, lse), and with d_out also (dq, dk, dv), of softmax attention with H / K queries a key head.
 

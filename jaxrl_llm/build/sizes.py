@@ -85,6 +85,5 @@ def with_prefixes(
     requires = algos.requirements(config.algo)
     paths = [*requires.teachers, config.reference.path, config.critic.path if requires.critic else ""]
     others = [stored.config(path) for path in paths if path] if config.share_prefixes else []
-    dtype, rows = config.model.dtype, config.row_tokens
-    able = all(can_share_prefixes(c, dtype, mesh, rows) for c in (model, *others))
+    able = all(can_share_prefixes(c, config.model.dtype, mesh) for c in (model, *others))
     return config if able else replace(config, share_prefixes=False)

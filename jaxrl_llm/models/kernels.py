@@ -34,22 +34,14 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
     return ", ".join(f"{part} {name} ({reason})" for part, (name, reason) in chosen.items())
 
 
-def can_share_prefixes(
-    config: TransformerConfig, dtype: str, mesh: Mesh, row_tokens: int | None = None
-) -> bool:
+def can_share_prefixes(config: TransformerConfig, dtype: str, mesh: Mesh) -> bool:
     """Return whether a model can read rows whose sequences share prefixes.
 
-    Sliding windows count the tokens of a row, so they must be as long; dynamic RoPE reads the length of a
-    sequence, and cuDNN has no such mask.
-
-    Args:
-        row_tokens: length of the rows; None = any.
+    Dynamic RoPE reads the length of a sequence, and cuDNN has no such mask.
     """
     with jax.set_mesh(mesh):
         name, _ = choose("flash_attention", config.head_dim, dtype, config.attention_softcap)
-    window = config.sliding_window
-    windowed = bool(window) and (row_tokens is None or window < row_tokens)
-    return not (windowed or config.rope.scaling == "dynamic" or name == "cudnn")
+    return not (config.rope.scaling == "dynamic" or name == "cudnn")
 
 
 def turing_warning(dtypes: dict[str, str], mesh: Mesh) -> str:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
-from jaxrl_kernels.flash_attention.spec import NO_WINDOW
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW, row_windows
 from jaxrl_llm.models.config import MLP, MoEConfig, TransformerConfig, layer_stacks, linear_layers
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.linear import apply_linear, rms_norm
@@ -185,7 +185,7 @@ class Transformer(nnx.Module):
             segments: number of each token's trajectory, or of a part of it that others share: 1, 2, ... in
                 the order of the row, 0 = padding; None = one a row.
             last: number of the last segment that continues each token's (`flash_attention`); None = none
-                continues another. Rows must be no longer than a sliding window.
+                continues another.
             routes: experts that tokens pass (`moe.route_spec`); None = those that the routers choose.
             dtype: of activations and products; norms, softmax and RoPE are float32.
             remat: what the backward pass keeps: "none" = everything; "dots" = layer inputs, attention outputs
@@ -206,8 +206,13 @@ class Transformer(nnx.Module):
         if segments is None:
             segments = jnp.ones_like(tokens)
         method = context_parallel(tokens.shape[1], sequence_parallel)
-        tokens, positions, segments = [reorder_tokens(x, method) for x in (tokens, positions, segments)]
-        last = None if last is None else reorder_tokens(last, method)
+        spans = None  # of sliding windows in the row, where other branches stand between
+        if last is not None and c.sliding_window and c.sliding_window < tokens.shape[1]:
+            spans = row_windows(segments, last, positions, c.sliding_window)
+        tokens, positions, segments, last, spans = [
+            None if x is None else reorder_tokens(x, method)
+            for x in (tokens, positions, segments, last, spans)
+        ]
         readers = jnp.where(segments > 0, 1 if last is None else last - segments + 1, 0)
         per_token = per_token_call(strict)
         rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
@@ -221,7 +226,8 @@ class Transformer(nnx.Module):
             layer, window, routes = layer_inputs
             x = checkpoint_name(x, LAYER_INPUT)
             w = cast_weights(layer, dtype)
-            attention_fn = make_attention_fn(c, w, segments, positions, window, last, method, strict)
+            where = segments, positions, window, last, spans
+            attention_fn = make_attention_fn(c, w, *where, method, strict)
             x, _, routing = block(c, w, x, rope, attention_fn, strict, segments > 0, routes=routes)
             return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)
 
@@ -244,23 +250,30 @@ def make_attention_fn(
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
     last: Int[Array, "B T"] | None = None,
+    spans: Int[Array, "B T"] | None = None,
     method: ContextParallel = "none",
     strict: bool = False,
 ):
-    """Return the `attention_fn` of `block` for causal attention within segments; kv are those of the row."""
+    """Return the `attention_fn` of `block` for causal attention within segments; kv are those of the row.
+
+    Args:
+        window: tokens of its sequence that a token attends to, itself included.
+        spans: tokens of the row that these are among (`row_windows`); None = the same number.
+    """
     settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
 
-    def plain(q, k, v, segments, last, positions, window, sinks):
+    def plain(q, k, v, segments, last, spans, positions, window, sinks):
+        window = window if spans is None else jnp.where(window == NO_WINDOW, NO_WINDOW, spans)
         known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
         return sharded_attention(q, k, v, segments, last, window=window, sinks=sinks, **known, **settings)
 
-    def exact(q, k, v, segments, last, positions, window, sinks):
+    def exact(q, k, v, segments, last, spans, positions, window, sinks):
         ring = batch_invariant.RingKeys(jnp.arange(q.shape[1]) - positions)
         where = ring if last is None else batch_invariant.RowKeys(segments, last)
         return batch_invariant.invariant_attention(q, k, v, where, positions, window, sinks=sinks, **settings)
 
     attend = functools.partial(batch_invariant.with_gradient_of, plain, exact) if strict else plain
-    rest = segments, last, positions, jnp.asarray(window), sinks_of(w)
+    rest = segments, last, spans, positions, jnp.asarray(window), sinks_of(w)
     return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
 
 

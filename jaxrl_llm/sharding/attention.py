@@ -59,7 +59,7 @@ def sharded_attention(
     last: Int[Array, "B T"] | None = None,
     *,
     scale: float,
-    window: int | Int[Array, ""],
+    window: int | Int[Array, ""] | Int[Array, "B T"],
     windows: tuple[int, ...] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
@@ -69,7 +69,7 @@ def sharded_attention(
 
     Args:
         segments, last, window: of `flash_attention`.
-        windows: all values that `window` may have, where it is traced; cuDNN compiles each.
+        windows: all values that a traced `window` of all tokens may have; cuDNN compiles each.
         sinks: the score of one more key of value 0 for each head; None = none.
         method: of `context_parallel`; what has tokens is in its order (`reorder_tokens`).
 
@@ -138,7 +138,7 @@ def _forward(static: _Static, q, k, v, segments, last, window, sinks):
         return static.implementation.forward(static.spec, q, k, v, segments, last, mask)
 
     window = jnp.asarray(window, jnp.int32)
-    results = static.shard_map(local, "rrrssw", "rl")(q, k, v, segments, last, window)
+    results = static.shard_map(local, "rrrss" + _letter(window), "rl")(q, k, v, segments, last, window)
     results = results if sinks is None else add_sinks(*results, sinks)
     out, lse = [checkpoint_name(x, SAVED) for x in results]
     return out, ((q, k, v, segments, last, window, out, lse), sinks)
@@ -150,11 +150,15 @@ def _backward(static: _Static, residuals, d_out):
         return static.implementation.backward(static.spec, q, k, v, segments, last, mask, out, lse, d_out)
 
     arrays, sinks = residuals
-    d_qkv = static.shard_map(local, "rrrsswrlr", "rrr")(*arrays, d_out)
+    d_qkv = static.shard_map(local, f"rrrss{_letter(arrays[5])}rlr", "rrr")(*arrays, d_out)
     return *d_qkv, None, None, None, None if sinks is None else d_sinks(sinks, *arrays[-2:], d_out)
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _letter(window: Int[Array, ""] | Int[Array, "B T"]) -> str:
+    return "s" if window.ndim else "w"
 
 
 def _permute(function, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:

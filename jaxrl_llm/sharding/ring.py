@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jaxrl_kernels.flash_attention.blocks import key_segments, query_segments, visible_blocks
+from jaxrl_kernels.flash_attention.blocks import key_blocks, query_blocks, visible_blocks
 from jaxrl_kernels.flash_attention.spec import MASKED_LSE, AttentionSpec, DynamicMask
 
 PAIRS = ((0, 0), (1, 0), (1, 1))
@@ -111,14 +111,16 @@ class RingAttention(NamedTuple):
         n, device = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
         length = q.shape[1] // 2
         start = lambda i, chunk: length * (2 * n - 1 - i if chunk else i)
-        queries = list(zip(_halves(q), _halves(q_segments), strict=True))
+        whole = jnp.ndim(mask.window) == 0  # one window for all, which cuDNN compiles
+        windows = (mask.window, mask.window) if whole else _halves(mask.window)
+        queries = list(zip(_halves(q), _halves(q_segments), windows, strict=True))
         keys = list(zip(*[_halves(x) for x in kv], strict=True))
         for i, j in PAIRS:
-            (q_i, q_segments_i), (k_j, v_j, kv_last_j) = queries[i], keys[j]
-            chunk_mask = DynamicMask(start(device, i), start((device - s) % n, j), mask.window)
-            of = query_segments(q_segments_i, length), key_segments(kv_last_j, length)
-            visible = jnp.any(visible_blocks(chunk_mask, *of, (length, length)))
-            yield i, j, visible, (q_i, k_j, v_j, q_segments_i, kv_last_j, chunk_mask)
+            (q_i, q_segments_i, window), (k_j, v_j, kv_last_j) = queries[i], keys[j]
+            chunk_mask = DynamicMask(start(device, i), start((device - s) % n, j), window)
+            of_q = query_blocks(chunk_mask, q_segments_i, chunk_mask.windows(q_segments_i), length)
+            some, _ = visible_blocks(chunk_mask, of_q, key_blocks(kv_last_j, length), (length, length))
+            yield i, j, jnp.any(some), (q_i, k_j, v_j, q_segments_i, kv_last_j, chunk_mask)
 
 
 def to_zigzag(x: Shaped[Array, "B T ..."], axis: str) -> Shaped[Array, "B T ..."]:

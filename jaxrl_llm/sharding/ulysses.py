@@ -28,7 +28,8 @@ class UlyssesAttention(NamedTuple):
     def forward(self, spec: AttentionSpec, q, k, v, q_segments, kv_last, mask: DynamicMask):
         """Compute (out, lse) of the local queries over the keys of all devices."""
         qkv = self._by_heads(q, self._repeat(k), self._repeat(v))
-        out, lse = self.implementation.forward(spec, *qkv, *self._gather(q_segments, kv_last), mask)
+        of_rows = self._gather(q_segments, kv_last, mask)
+        out, lse = self.implementation.forward(spec, *qkv, *of_rows)
         return self._by_tokens(out)[0], jax.lax.all_to_all(lse, self.axis, 2, 1, tiled=True)
 
     def backward(
@@ -51,7 +52,7 @@ class UlyssesAttention(NamedTuple):
             q, self._repeat(k), self._repeat(v), out, d_out
         )
         d_q, d_k, d_v = self.implementation.backward(
-            spec, q, repeated_k, repeated_v, *self._gather(q_segments, kv_last), mask,
+            spec, q, repeated_k, repeated_v, *self._gather(q_segments, kv_last, mask),
             out, across(lse), d_out, across(d_lse),
         )  # fmt: skip
         d_q, d_k, d_v = self._by_tokens(d_q, d_k, d_v)
@@ -63,11 +64,15 @@ class UlyssesAttention(NamedTuple):
     def _by_tokens(self, *arrays: Shaped[Array, "_ T _ E"]) -> list[Array]:
         return [jax.lax.all_to_all(x, self.axis, 1, 2, tiled=True) for x in arrays]
 
-    def _gather(self, q: Shaped[Array, "B t"], kv: Shaped[Array, "B t"]) -> tuple[Array, Array]:
-        """Return the segments of whole rows; one array where both are the same, as cuDNN needs to know."""
+    def _gather(
+        self, q: Shaped[Array, "B t"], kv: Shaped[Array, "B t"], mask: DynamicMask
+    ) -> tuple[Array, Array, DynamicMask]:
+        """Return the segments and the mask of whole rows; one array of segments where both are the same, as
+        cuDNN needs to know."""
         gather = lambda x: jax.lax.all_gather(x, self.axis, axis=1, tiled=True)
         whole = gather(q)
-        return whole, whole if q is kv else gather(kv)
+        mask = mask if jnp.ndim(mask.window) == 0 else mask._replace(window=gather(mask.window))
+        return whole, whole if q is kv else gather(kv), mask
 
     def _repeat(self, x: Shaped[Array, "B t K E"]) -> Shaped[Array, "B t K_ E"]:
         devices = jax.lax.axis_size(self.axis)

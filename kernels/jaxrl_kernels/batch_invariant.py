@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels.chunks import map_chunks
-from jaxrl_kernels.flash_attention.spec import MASKED_LSE, DynamicMask, visible
+from jaxrl_kernels.flash_attention.spec import MASKED_LSE, NO_WINDOW, DynamicMask, visible
 from jaxrl_kernels.linear_logprob.api import linear_logprob as plain_linear_logprob
 
 TILE = 16
@@ -93,7 +93,7 @@ class RowKeys(NamedTuple):
         """Return the column of the key of each position, [N, C]; 0 behind the last one."""
         count = keys.shape[1]
         at = jnp.arange(count)
-        seen = visible(DynamicMask(), columns, at, segments, self.last.reshape(-1)[keys])
+        seen = visible(DynamicMask(), columns, at, NO_WINDOW, segments, self.last.reshape(-1)[keys])
         position = jnp.where(seen, jnp.cumsum(seen, axis=1) - 1, count)
         order = jnp.zeros((len(keys), count), jnp.int32)
         return order.at[jnp.arange(len(keys))[:, None], position].set(at, mode="drop")

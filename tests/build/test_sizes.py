@@ -1,4 +1,4 @@
-"""Shared prefixes by model: windows shorter than a row and dynamic RoPE give each response a row."""
+"""Shared prefixes by model: dynamic RoPE gives each response a row."""
 
 import dataclasses
 
@@ -20,12 +20,11 @@ MODEL = TransformerConfig(
     ("changes", "shares"),
     [
         ({}, True),
-        ({"sliding_window": 96}, True),  # of a row: 16 + 16 + 3 x 17, rounded up
-        ({"sliding_window": 95}, False),
+        ({"sliding_window": 8}, True),
         ({"rope": RopeConfig(scaling="dynamic", factor=2.0)}, False),
     ],
 )
-def test_a_window_shorter_than_a_row_or_dynamic_rope_gives_each_response_a_row(changes, shares):
+def test_dynamic_rope_gives_each_response_a_row(changes, shares):
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     got = with_prefixes(CONFIG, dataclasses.replace(MODEL, **changes), mesh)
     assert got.row_tokens == (CONFIG.row_tokens if shares else 32)

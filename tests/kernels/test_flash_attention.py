@@ -16,7 +16,7 @@ from jaxrl_kernels.dispatch import choose, load_implementation
 from jaxrl_kernels.flash_attention import blocks, blockwise, pallas_tpu, shapes
 from jaxrl_kernels.flash_attention.api import SAVED, flash_attention
 from jaxrl_kernels.flash_attention.sinks import add_sinks, d_sinks
-from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec, DynamicMask
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec, DynamicMask, row_windows
 
 FAST = {"xla_backend_optimization_level": 0}  # of compilation
 fast_jit = functools.partial(jax.jit, compiler_options=FAST)
@@ -33,6 +33,7 @@ class Case(NamedTuple):
     dtype: str = "float32"
     rows: int = 2
     sinks: tuple[float, ...] | None = None  # a score a head
+    window: int | None = None  # of each sequence, whatever stands between in the row
 
 
 CASES = {
@@ -44,6 +45,9 @@ CASES = {
         sinks=(1.0, -2.0, 5.0, 3.0),
     ),
     "softcap": Case(AttentionSpec(1.0, 2.0), lengths=(70, 200), dim=96),
+    "branches with a window of their own; part of a longer row": Case(
+        AttentionSpec(0.2, branches=True), (DynamicMask(), DynamicMask(30, 100)), dim=8, window=33
+    ),
     "branches, bfloat16, softcap": Case(AttentionSpec(0.1, 5.0, branches=True), dim=256, dtype="bfloat16"),
 }
 CHECKED = [(name, case) for name in ("blockwise", "pallas_tpu") for case in CASES]
@@ -88,9 +92,29 @@ def segments(case: Case, mask: DynamicMask):
 
 def visible(case: Case, mask: DynamicMask):
     """The keys that each query attends to, by PARENTS."""
+    if case.window:
+        _, (queries, keys), allowed = whole_rows(case, mask)
+        return oracles.newest(allowed, case.window)[:, queries, keys]
     q_segments, kv_segments, _ = segments(case, mask)
     rows = zip(q_segments[:, None], kv_segments[:, None], ({}, PARENTS), strict=False)
     return np.concatenate([oracles.visible(mask, *row) for row in rows])
+
+
+def whole_rows(case: Case, mask: DynamicMask):
+    """(segments and last ones of whole rows), the parts of queries and of keys, what whole rows see."""
+    everything = case._replace(lengths=(300, 300), window=None)
+    ids, _, last = segments(everything, DynamicMask())
+    parts = [slice(at, at + n) for at, n in zip(mask, case.lengths, strict=False)]
+    return (ids, last), parts, visible(everything, DynamicMask())
+
+
+def traced(case: Case, mask: DynamicMask) -> DynamicMask:
+    """The mask as the program gets it."""
+    if case.window:
+        rows, (queries, _), allowed = whole_rows(case, mask)
+        windows = row_windows(*map(jnp.asarray, (*rows, allowed.sum(-1) - 1)), case.window)
+        mask = mask._replace(window=windows[:, queries])
+    return jax.tree.map(jnp.int32, mask)
 
 
 def compiled(module, case: Case):
@@ -132,7 +156,7 @@ def test_values_and_gradients_are_those_of_the_oracle(name, case):
     run = compiled(load_implementation("flash_attention", name), case)
     for mask in case.masks:
         q_segments, _, kv_last = segments(case, mask)
-        arguments = q, k, v, q_segments, kv_last, DynamicMask(*mask.array()), *gradients
+        arguments = q, k, v, q_segments, kv_last, traced(case, mask), *gradients
         results, again = run(*arguments), run(*arguments)
         check(case, mask, results)
         jax.tree.map(np.testing.assert_array_equal, results, again)  # to the last bit
@@ -157,7 +181,7 @@ def test_masked_blocks_are_not_computed(name, monkeypatch):
         return out, module.backward(case.spec, *operands, out, lse, operands[0])[0]
 
     module = load_implementation("flash_attention", name)
-    for result in out_and_dq(q, k, v, ids, last, DynamicMask(*DynamicMask().array())):
+    for result in out_and_dq(q, k, v, ids, last, traced(case, DynamicMask())):
         assert np.isfinite(result[:, :128]).all() and np.isfinite(result[:, 256:]).all()
         assert np.isnan(result[:, 128:256]).all()
 
@@ -165,12 +189,15 @@ def test_masked_blocks_are_not_computed(name, monkeypatch):
 def test_visible_blocks_by_hand():
     """Blocks of 2 in a row of 8: causal order below the diagonal, a window, segments, and branches."""
 
-    def needed(mask, ids, last=None):
+    def needed(mask, ids, last=None, full=False):
         q, kv = (jnp.array([x], jnp.int32) for x in (ids, last or ids))
-        of = blocks.query_segments(q, 2), blocks.key_segments(kv, 2)
-        return np.asarray(blocks.visible_blocks(mask, *of, (2, 2))[0]).astype(int)
+        of = blocks.query_blocks(mask, q, mask.windows(q), 2), blocks.key_blocks(kv, 2)
+        return np.asarray(blocks.visible_blocks(mask, *of, (2, 2))[full][0]).astype(int)
 
     one = [1] * 8
+    np.testing.assert_array_equal(needed(DynamicMask(), one, full=True), np.tril(np.ones((4, 4)), -1))
+    wanted = [[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]  # index 5 attends to 2 and later
+    np.testing.assert_array_equal(needed(DynamicMask(window=4), one, full=True), wanted)
     np.testing.assert_array_equal(needed(DynamicMask(), one), np.tril(np.ones((4, 4))))
     band = np.tril(np.ones((4, 4))) - np.tril(np.ones((4, 4)), -2)
     np.testing.assert_array_equal(needed(DynamicMask(window=3), one), band)
@@ -181,12 +208,27 @@ def test_visible_blocks_by_hand():
     np.testing.assert_array_equal(
         needed(DynamicMask(), [1, 1, 2, 2, 3, 3, 4, 0], [3, 3, 2, 2, 3, 3, 4, 0]), wanted
     )
+    windows = jnp.array([[1, 2, 1, 2, 4, 5, 1, 0]])  # 4 and 5 reach back to the end of 1
+    wanted = [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]
+    branches = [1, 1, 2, 2, 3, 3, 4, 0], [3, 3, 2, 2, 3, 3, 4, 0]
+    np.testing.assert_array_equal(needed(DynamicMask(window=windows), *branches), wanted)
     later = needed(DynamicMask(q_offset=0, kv_offset=4), one)  # most keys come later
     np.testing.assert_array_equal(later, [[0] * 4, [0] * 4, [1, 0, 0, 0], [1, 1, 0, 0]])
     first, end = blocks.block_range(jnp.array([[[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 1]]], bool))
     assert (first.tolist(), end.tolist()) == ([[1, 0, 0]], [[3, 0, 4]])
     needed = jnp.array([[[0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 1]]], bool)
     assert blocks.nearest_blocks(needed).tolist() == [[[1, 1, 1, 3, 3], [0] * 5, [0, 0, 0, 0, 4]]]
+
+
+def test_windows_of_branches_by_hand():
+    """Segments 2 and 3 continue 1, then 4 and padding: a window of 3 tokens, that of 3 over those of 2."""
+    ids, last, positions = (
+        [1, 1, 1, 2, 2, 3, 3, 4, 0],
+        [3, 3, 3, 2, 2, 3, 3, 4, 0],
+        [0, 1, 2, 3, 4, 3, 4, 0, 0],
+    )
+    got = row_windows(*(jnp.array([x]) for x in (ids, last, positions)), 3)
+    assert got.tolist() == [[1, 2, 3, 3, 3, 5, 5, 1, 1]]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from kernel_oracles import MASKED_LSE, assert_close
 
 from jaxrl_kernels import hopper, topology
 from jaxrl_kernels.flash_attention import gpu_plan, pallas_gpu
-from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec, DynamicMask
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec, DynamicMask, row_windows
 
 
 def packed(*parts):
@@ -37,6 +37,12 @@ CASES = {
         (PACKED[:, 130:], PACKED),
     ),
     "branches": (AttentionSpec(0.125, branches=True), DynamicMask(), (372, 372, 2, 1, 64), (TREE, TREE)),
+    "branches, a window of each": (
+        AttentionSpec(0.125, branches=True),
+        DynamicMask(window=100),
+        (372, 372, 2, 1, 64),
+        (TREE, TREE),
+    ),
     "packed": (AttentionSpec(96**-0.5), DynamicMask(), (230, 230, 2, 1, 96), (PACKED, PACKED)),
     "wide heads": (
         AttentionSpec(1 / 16),
@@ -49,18 +55,24 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in ("branches", "packed", "wide heads"))],
+    "case",
+    ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "quick")],
 )
-def test_values_and_gradients_are_those_of_the_oracle(name, compile_once):
-    spec, mask, (queries, keys, heads, kv_heads, dim), segments = CASES[name]
+def test_values_and_gradients_are_those_of_the_oracle(case, compile_once):
+    spec, mask, (queries, keys, heads, kv_heads, dim), segments = CASES[case]
     rng = np.random.default_rng(0)
     sizes = (queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)
     q, k, v, d_out = (rng.normal(size=(1, *size, dim)).astype(jnp.bfloat16) for size in sizes)
     d_lse = rng.normal(size=(1, heads, queries)).astype(np.float32)
     parents = PARENTS if spec.branches else {}
     operands = q, k, v, segments[0], oracles.last_segments(segments[1], parents)
-    traced = jax.tree.map(np.int32, mask)  # one compilation serves every offset and window
+    allowed, traced = oracles.visible(mask, *segments, parents), mask
+    if "of each" in case:
+        whole = oracles.visible(DynamicMask(), *segments, parents)
+        allowed = oracles.newest(whole, mask.window)
+        rows = (segments[0], operands[4], whole.sum(-1) - 1)
+        traced = mask._replace(window=row_windows(*map(jnp.asarray, rows), mask.window))
+    traced = jax.tree.map(np.int32, traced)  # one compilation serves every offset and window
     ours = functools.partial(
         jax.jit, static_argnums=0, static_argnames="interpret",
         compiler_options={"xla_backend_optimization_level": 0},
@@ -70,7 +82,6 @@ def test_values_and_gradients_are_those_of_the_oracle(name, compile_once):
     got = ours(pallas_gpu.backward)(spec, *operands, traced, out, lse, d_out, d_lse, interpret=True)
     assert not interpret_pallas_call.get_races().races_found
 
-    allowed = oracles.visible(mask, *segments, parents)
     wanted = oracles.attention(q, k, v, allowed, spec.scale, spec.softcap, d_out, d_lse)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     finite = wanted[1][wanted[1] > MASKED_LSE]
@@ -83,10 +94,17 @@ def test_values_and_gradients_are_those_of_the_oracle(name, compile_once):
     assert (np.asarray(lse)[0, :, masked] == MASKED_LSE).all()
 
 
+def arrays(segments, last=None, mask=None):
+    """Inputs of a kernel whose tokens are of no interest."""
+    tokens = jnp.zeros((*segments.shape, 1, 32))
+    last = segments if last is None else last
+    return gpu_plan.padded_inputs(tokens, tokens, tokens, segments, last, mask or DynamicMask())
+
+
 def test_blocks_a_tile_reads():
     """512 tokens, the first 256 one segment: tiles of 128 queries against blocks of 64 keys."""
     segments = jnp.asarray(packed((1, 256), (2, 200), (0, 56)))
-    find = functools.partial(gpu_plan.blocks_to_read, AttentionSpec(1.0), DynamicMask(), segments, segments)
+    find = functools.partial(gpu_plan.blocks_to_read, AttentionSpec(1.0), DynamicMask(), arrays(segments))
     find = jax.jit(find, static_argnums=(0, 1), static_argnames="of_keys")
     ranges = np.asarray(find(128, 64, of_keys=False))[0].tolist()  # first, [first full, end full), end
     assert ranges == [[0, 0, 0, 2], [0, 0, 2, 4], [4, 4, 4, 6], [4, 4, 4, 8]]
@@ -103,7 +121,7 @@ def test_blocks_a_tile_reads_where_segments_have_branches():
     last = jnp.asarray(oracles.last_segments(np.asarray(segments), PARENTS))
     spec = AttentionSpec(1.0, branches=True)
     found = jax.jit(
-        lambda: gpu_plan.blocks_to_read(spec, DynamicMask(), segments, last, 128, 64, of_keys=False)
+        lambda: gpu_plan.blocks_to_read(spec, DynamicMask(), arrays(segments, last), 128, 64, of_keys=False)
     )
     lists = [row[: 2 + row[1]] for row in np.asarray(found())[0].tolist()]  # masked, count, blocks
     assert lists == [[2, 2, 0, 1], [2, 4, 2, 3, 0, 1], [4, 4, 0, 1, 4, 5], [1, 1, 0]]
@@ -111,8 +129,10 @@ def test_blocks_a_tile_reads_where_segments_have_branches():
 
 def test_a_window_skips_blocks_and_a_fully_masked_tile_reads_one():
     ones = jnp.ones((1, 512), jnp.int32)
-    settings = {"q_segments": ones, "kv_last": ones, "q_block": 128, "kv_block": 64, "of_keys": False}
-    find = jax.jit(lambda mask: gpu_plan.blocks_to_read(AttentionSpec(1.0), mask, **settings))
+    settings = {"q_block": 128, "kv_block": 64, "of_keys": False}
+    find = jax.jit(
+        lambda mask: gpu_plan.blocks_to_read(AttentionSpec(1.0), mask, arrays(ones, mask=mask), **settings)
+    )
     ranges = np.asarray(find(DynamicMask(window=130)))[0].tolist()
     assert ranges[3] == [3, 3, 3, 8]  # keys 255 to 511; no block is visible to all 128 queries
     assert np.asarray(find(DynamicMask(0, 512, NO_WINDOW)))[0].tolist() == [[0, 0, 0, 1]] * 4

@@ -31,6 +31,9 @@ MODEL = TransformerConfig(
 )  # fmt: skip
 EXPERTS = dataclasses.replace(MODEL, moe=MoEConfig(num_experts=4, experts_per_token=2, expert_size=16))
 ADAPTED, ADAPTED_EXPERTS = (with_lora(model, LoraConfig(rank=4, alpha=8.0)) for model in (MODEL, EXPERTS))
+WINDOWED = dataclasses.replace(
+    MODEL, sliding_window=9, window_layers=(True, False), attention_sinks=True, attention_softcap=5.0
+)
 ONE = MeshConfig(fsdp=1)
 PROMPT, RESPONSES = 12, 4  # tokens of a prompt, responses to it
 
@@ -147,6 +150,11 @@ SLOW = {
     "passk": (algos.passk.Config(), {"rows": 1}),
     "gkd": (algos.gkd.Config(teachers=("a", "b"), reward_coef=0.5), {}),
     "gkd by policy gradient": (algos.gkd.Config(teachers=("a", "b"), form="policy_gradient"), {}),
+    "a window shorter than a prompt": (GRPO, {"model": WINDOWED, "remat": "dots"}),
+    "a window, ring": (GRPO, {"model": WINDOWED, "mesh": MeshConfig(fsdp=2, sequence=2)}),
+    "a window, ulysses": (
+        GRPO, {"model": WINDOWED, "mesh": MeshConfig(fsdp=2, sequence=2), "sequence_parallel": "ulysses"}
+    ),
     "adapters": (GRPO, {"model": ADAPTED}),
     "experts, balance": (GRPO, {"model": EXPERTS, "of_both": (("balance_coef", 0.5),)}),
     "experts, replay of the rollout": (GRPO, {"model": EXPERTS, "of_both": (("replay", "rollout"),)}),

@@ -70,8 +70,7 @@ def generated(config, dtype, slots=2, chunk=8, max_new_tokens=8):
     return engine.generate(requests, SamplingConfig(temperature=TEMPERATURE), jax.random.key(1))
 
 
-def learner(config, dtype, remat="full", strict=True, row_tokens=64, share=None):
-    share = not config.sliding_window if share is None else share
+def learner(config, dtype, remat="full", strict=True, row_tokens=64, share=True):
     step = StepConfig(
         row_tokens, 2, dtype, remat, strict=strict, temperature=TEMPERATURE, share_prefixes=share
     )
@@ -79,7 +78,7 @@ def learner(config, dtype, remat="full", strict=True, row_tokens=64, share=None)
 
 
 @functools.cache
-def one_update(config, dtype, strict=True, share=None):
+def one_update(config, dtype, strict=True, share=True):
     """(metrics, gradient) with advantages 1, -1, 1, ..."""
     built = learner(config, dtype, strict=strict, share=share)
     items = [from_trajectory(t) for t in generated(config, dtype)]
@@ -133,7 +132,7 @@ def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
         np.testing.assert_array_equal(scored["policy"][on], item.signals["rollout"][on])
     metrics, _ = one_update(config, dtype)
     assert metrics["mismatch/max_abs"] == 0.0 and metrics["mismatch/mean_abs"] == 0.0
-    assert (metrics.get("packing/shared_fraction", 0) > 0) == (not config.sliding_window)
+    assert metrics["packing/shared_fraction"] > 0
 
 
 def test_prompts_that_rows_repeat_have_the_same_bits():

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kernel_oracles import assert_close
 from tiny_models import random_params
 
-from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask
+from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask, row_windows
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm import models
 from jaxrl_llm.sharding import attention as sharded
@@ -101,8 +101,9 @@ ATTENTION = {
 }
 
 
+@pytest.mark.parametrize("of_sequences", [False, True], ids=["window of the row", "window of each sequence"])
 @pytest.mark.parametrize(("method", "config"), ATTENTION.values(), ids=ATTENTION)
-def test_attention_of_sharded_rows_is_that_of_whole_ones(method, config):
+def test_attention_of_sharded_rows_is_that_of_whole_ones(method, config, of_sequences):
     """Packed rows, one with branches, a sliding window, sinks; fewer kv heads than shards of heads."""
     rng = np.random.default_rng(1)
     kv_heads = 1 if method == "ring" else 2
@@ -114,8 +115,17 @@ def test_attention_of_sharded_rows_is_that_of_whole_ones(method, config):
     last = np.stack([oracles.last_segments(row, of) for row, of in zip(segments, parents, strict=True)])
     sinks = rng.normal(size=8).astype(np.float32)
 
+    rows = list(zip(segments[:, None], segments[:, None], parents, strict=True))
+    allowed = np.concatenate([oracles.visible(DynamicMask(window=30), *row) for row in rows])
+    window = np.int32(30)
+    if of_sequences:
+        whole = np.concatenate([oracles.visible(DynamicMask(), *row) for row in rows])
+        allowed = oracles.newest(whole, 12)
+        window = row_windows(*map(jnp.asarray, (segments, last, whole.sum(-1) - 1)), 12)
+
     def loss(q, k, v, sinks, segments, last, window):
         q, k, v, segments, last = [sharded.reorder_tokens(x, method) for x in (q, k, v, segments, last)]
+        window = sharded.reorder_tokens(window, method) if window.ndim else window
         settings = {"method": method, "window": window, "scale": 0.4, "sinks": sinks}
         out = sharded.sharded_attention(q, k, v, segments, last, **settings)
         out = sharded.restore_tokens(out, method)
@@ -124,9 +134,7 @@ def test_attention_of_sharded_rows_is_that_of_whole_ones(method, config):
     with jax.set_mesh(make_mesh(config)):
         assert sharded.context_parallel(ROW, method) == method
         run = quick(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
-        gradients, out = run(q, k, v, sinks, segments, last, np.int32(30))
-    rows = zip(segments[:, None], segments[:, None], parents, strict=True)
-    allowed = np.concatenate([oracles.visible(DynamicMask(window=30), *row) for row in rows])
+        gradients, out = run(q, k, v, sinks, segments, last, window)
     expected, _, *wanted = oracles.attention(q, k, v, allowed, 0.4, None, d_out, sinks=sinks)
     assert_close(out, expected)
     for name, got, want in zip(("q", "k", "v", "sinks"), gradients, wanted, strict=True):

@@ -27,7 +27,7 @@ def flash_attention(
     last: Int[Array, "B T"] | None = None,
     *,
     scale: float,
-    window: int | Int[Array, ""] | None = None,
+    window: int | Int[Array, ""] | Int[Array, "B T"] | None = None,
     windows: tuple[int, ...] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
@@ -44,9 +44,9 @@ def flash_attention(
             None = no segment continues another. A segment comes before those that continue it, and they
             before the next one that does not: depth first, as in the trees 1 -> (2 -> 3, 4) and 5, of which
             `last` is 4, 3, 3, 4, 5.
-        window: sliding window: how many tokens a token attends to, itself included; may be traced. None =
-            all of them. It counts tokens of the row, also those of branches between, so share prefixes only
-            where rows are no longer than the window.
+        window: sliding window: how many tokens of the row a token attends to, itself included; may be
+            traced, and an array of each token's. None = all of them. It counts those of branches between,
+            too: with `last` give those of `spec.row_windows`.
         windows: all values that a traced `window` may have; None = any, which cuDNN cannot compile.
         softcap: c: scores become c * tanh(score / c) (Gemma 2, arXiv 2408.00118, section 2).
         sinks: the score of one more key of value 0 for each head (`sinks.add_sinks`); None = none.

@@ -14,41 +14,58 @@ PADDING = jnp.iinfo(jnp.int32).max
 """The segment of padding among queries here: after every segment, so that it continues none."""
 
 
-class BlockSegments(NamedTuple):
-    """The segments in each block of queries; or the last segments that continue those of its keys.
-
-    Of blocks of tokens in the order of the row, some query attends to some key if q.low <= kv.high, every
-    query to every key if q.high <= kv.low.
-    """
+class KeyBlocks(NamedTuple):
+    """The last segments that continue those of the keys in each block, the lowest and the highest."""
 
     low: Int[Array, "B N"]
     high: Int[Array, "B N"]
 
 
-def query_segments(segments: Int[Array, "B T"], block: int) -> BlockSegments:
-    """Return the segments in each block of `block` queries, T being a multiple of it."""
-    return key_segments(jnp.where(segments > 0, segments, PADDING), block)
+class QueryBlocks(NamedTuple):
+    """The segments in each block of queries, and where their windows begin.
+
+    Of blocks of tokens in the order of the row, some query attends to some key only if q.low <= kv.high and
+    q.first is not behind the keys; every query to every key if q.high <= kv.low and no key is before q.inner.
+    """
+
+    low: Int[Array, "B N"]
+    high: Int[Array, "B N"]
+    first: Int[Array, "B N"]
+    """The first token of the row in the window of any query of the block."""
+    inner: Int[Array, "B N"]
+    """The first token of the row in the windows of all of them."""
 
 
-def key_segments(last: Int[Array, "B T"], block: int) -> BlockSegments:
-    """Return the last segments that continue those in each block of `block` keys, as `query_segments`."""
-    s = last.reshape(last.shape[0], -1, block)
-    return BlockSegments(s.min(-1), s.max(-1))
+def query_blocks(
+    mask: DynamicMask, segments: Int[Array, "B T"], windows: Int[Array, "B T"], block: int
+) -> QueryBlocks:
+    """Return those of `block` queries each, T being a multiple of it; of the mask only offsets are read."""
+    cut = lambda x: x.reshape(x.shape[0], -1, block)
+    segments = cut(jnp.where(segments > 0, segments, PADDING))
+    first = cut(mask.q_offset + jnp.arange(windows.shape[1]) - windows + 1)
+    return QueryBlocks(segments.min(-1), segments.max(-1), first.min(-1), first.max(-1))
+
+
+def key_blocks(last: Int[Array, "B T"], block: int) -> KeyBlocks:
+    """Return those of `block` keys each, T being a multiple of it."""
+    last = last.reshape(last.shape[0], -1, block)
+    return KeyBlocks(last.min(-1), last.max(-1))
 
 
 def visible_blocks(
-    mask: DynamicMask, q: BlockSegments, kv: BlockSegments, blocks: tuple[int, int]
-) -> Bool[Array, "B Nq Nk"]:
-    """Return whether any query of a block may attend to any key of a block.
+    mask: DynamicMask, q: QueryBlocks, kv: KeyBlocks, blocks: tuple[int, int]
+) -> tuple[Bool[Array, "B Nq Nk"], Bool[Array, "B Nq Nk"]]:
+    """Return whether any query of a block may attend to any key of a block; and whether all do to all.
 
     Args:
         blocks: lengths of a block of queries and of keys.
     """
-    first = mask.q_offset + blocks[0] * jnp.arange(q.low.shape[1])[:, None]
-    kv_first = mask.kv_offset + blocks[1] * jnp.arange(kv.low.shape[1])
-    near = first - (kv_first + blocks[1] - 1) < mask.window
-    near &= first + blocks[0] - 1 >= kv_first
-    return near & (q.low[:, :, None] <= kv.high[:, None])
+    rows = mask.q_offset + blocks[0] * jnp.arange(q.low.shape[1])[:, None]
+    keys = mask.kv_offset + blocks[1] * jnp.arange(kv.low.shape[1])
+    rows_end, keys_end = rows + blocks[0] - 1, keys + blocks[1] - 1
+    some = (q.low[:, :, None] <= kv.high[:, None]) & (keys <= rows_end) & (q.first[:, :, None] <= keys_end)
+    full = (q.high[:, :, None] <= kv.low[:, None]) & (keys_end <= rows) & (q.inner[:, :, None] <= keys)
+    return some, full
 
 
 def nearest_blocks(needed: Bool[Array, "B Ni Nj"]) -> Int[Array, "B Ni Nj"]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_kernels.chunks import map_rows
 from jaxrl_kernels.dispatch import device
-from jaxrl_kernels.flash_attention.blocks import key_segments, query_segments, visible_blocks
+from jaxrl_kernels.flash_attention.blocks import key_blocks, query_blocks, visible_blocks
 from jaxrl_kernels.flash_attention.spec import (
     MASKED_LSE,
     AttentionSpec,
@@ -40,7 +40,8 @@ def forward(
     mask: DynamicMask,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
     """Compute `reference.forward`."""
-    out, lse = _in_batches(partial(_forward, spec, mask), k, q, k, v, q_segments, kv_last)
+    masks = mask.windows(q_segments), q_segments, kv_last
+    out, lse = _in_batches(partial(_forward, spec, mask), k, q, k, v, *masks)
     return out, jnp.moveaxis(lse[..., 0], 1, 2)
 
 
@@ -62,7 +63,8 @@ def backward(
     delta = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
     if d_lse is not None:
         delta -= jnp.moveaxis(d_lse, 1, 2)[..., None]
-    return _in_batches(partial(_backward, spec, mask), k, q, k, v, q_segments, kv_last, lse, d_out, delta)
+    masks = mask.windows(q_segments), q_segments, kv_last
+    return _in_batches(partial(_backward, spec, mask), k, q, k, v, *masks, lse, d_out, delta)
 
 
 def _in_batches(one: Callable, k: Array, q: Array, *inputs: Array):
@@ -74,18 +76,18 @@ def _in_batches(one: Callable, k: Array, q: Array, *inputs: Array):
     return map_rows(one, MAX_SCORES // scores_of_row, q, *inputs)
 
 
-def _forward(spec: AttentionSpec, mask: DynamicMask, q, k, v, q_segments, kv_last):
+def _forward(spec: AttentionSpec, mask: DynamicMask, q, k, v, windows, q_segments, kv_last):
     length, kv_heads = q.shape[1], k.shape[2]
-    q_segments, kv_last, needed = _needed_keys(mask, q_segments, kv_last)
+    queries, kv_last, needed = _needed_keys(mask, windows, q_segments, kv_last)
     scores_of = partial(_scores, spec, mask, q.shape[2] // kv_heads)
     q, k, v = (_split(x, kv_heads) for x in (q, k, v))
 
     def one(block):
-        i, needed, q, q_segments = block
+        i, needed, q, queries = block
 
         def add(j, carry):
             top, total, out = carry
-            scores = jnp.where(*scores_of(i, j, q, k[j], q_segments, kv_last[j]), -jnp.inf)
+            scores = jnp.where(*scores_of(i, j, q, k[j], queries, kv_last[j]), -jnp.inf)
             new = jnp.maximum(top, scores.max(-1, keepdims=True))
             weights, kept = jnp.exp(scores - new), jnp.exp(top - new)
             more = _product("bkxc,bkce->bkxe", weights.astype(v.dtype), v[j])
@@ -97,22 +99,22 @@ def _forward(spec: AttentionSpec, mask: DynamicMask, q, k, v, q_segments, kv_las
         total = jnp.where(attends, total, 1)
         return (out / total).astype(q.dtype), jnp.where(attends, top + jnp.log(total), MASKED_LSE)
 
-    out, lse = jax.lax.map(one, (jnp.arange(len(q)), needed, q, q_segments))
+    out, lse = jax.lax.map(one, (jnp.arange(len(q)), needed, q, queries))
     return _join(out, length), _join(lse, length)
 
 
-def _backward(spec: AttentionSpec, mask: DynamicMask, q, k, v, q_segments, kv_last, lse, d_out, delta):
+def _backward(spec, mask: DynamicMask, q, k, v, windows, q_segments, kv_last, lse, d_out, delta):
     length, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    q_segments, kv_last, needed = _needed_keys(mask, q_segments, kv_last)
+    queries, kv_last, needed = _needed_keys(mask, windows, q_segments, kv_last)
     scores_of = partial(_scores, spec, mask, q.shape[2] // kv_heads)
     q, k, v, lse, d_out, delta = (_split(x, kv_heads) for x in (q, k, v, lse, d_out, delta))
 
     def one(d_kv, block):
-        i, needed, q, q_segments, lse, d_out, delta = block
+        i, needed, q, queries, lse, d_out, delta = block
 
         def add(j, carry):
             dq, dk, dv = carry
-            allowed, scores = scores_of(i, j, q, k[j], q_segments, kv_last[j])
+            allowed, scores = scores_of(i, j, q, k[j], queries, kv_last[j])
             weights = jnp.where(allowed, jnp.exp(scores - lse), 0)
             d_weights = _product("bkxe,bkce->bkxc", d_out, v[j])
             d_scores = d_products(spec, scores, weights * (d_weights - delta)).astype(q.dtype)
@@ -127,7 +129,7 @@ def _backward(spec: AttentionSpec, mask: DynamicMask, q, k, v, q_segments, kv_la
     (dk, dv), dq = jax.lax.scan(
         one,
         (jnp.zeros(k.shape), jnp.zeros(k.shape)),
-        (jnp.arange(len(q)), needed, q, q_segments, lse, d_out, delta),
+        (jnp.arange(len(q)), needed, q, queries, lse, d_out, delta),
     )
     return _join(dq, length), _join(dk.astype(k.dtype), keys), _join(dv.astype(v.dtype), keys)
 
@@ -147,14 +149,19 @@ def _loop(needed: tuple[Int[Array, "N"], Int[Array, ""]], blocks: int, body: Cal
     return body(0, carry) if blocks == 1 else jax.lax.fori_loop(0, count, step, carry)
 
 
-def _needed_keys(mask: DynamicMask, q_segments: Int[Array, "B Tq"], kv_last: Int[Array, "B Tk"]):
-    """Return both by blocks [N B C]; the blocks of keys, those that a block of queries needs first, in order
-    [Nq Nk], and the number of these [Nq]."""
-    q, kv = (_split(x[..., None, None], 1)[..., 0, :, 0] for x in (q_segments, kv_last))
+def _needed_keys(
+    mask: DynamicMask, windows: Int[Array, "B Tq"], segments: Int[Array, "B Tq"], kv_last: Int[Array, "B Tk"]
+):
+    """Return (windows, segments) and kv_last by blocks [N B C]; the blocks of keys, those that a block of
+    queries needs first, in order [Nq Nk], and the number of these [Nq]."""
+    split = lambda x: _split(x[..., None, None], 1)[..., 0, :, 0]
+    windows, segments, kv_last = split(windows), split(segments), split(kv_last)
     rows = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
-    of = query_segments(rows(q), q.shape[2]), key_segments(rows(kv), kv.shape[2])
-    needed = visible_blocks(mask, *of, (q.shape[2], kv.shape[2])).any(0)
-    return q, kv, (jnp.argsort(~needed, axis=1, stable=True), needed.sum(axis=1))
+    blocks = segments.shape[2], kv_last.shape[2]
+    queries = query_blocks(mask, rows(segments), rows(windows), blocks[0])
+    needed = visible_blocks(mask, queries, key_blocks(rows(kv_last), blocks[1]), blocks)[0].any(0)
+    order = jnp.argsort(~needed, axis=1, stable=True), needed.sum(axis=1)
+    return (windows, segments), kv_last, order
 
 
 def _split(x: Shaped[Array, "B T H E"], kv_heads: int) -> Shaped[Array, "N B K X E"]:
@@ -182,10 +189,11 @@ def _join(x: Shaped[Array, "N B K X E"], length: int) -> Shaped[Array, "B T H E"
     return x.reshape(batch, -1, kv_heads * x.shape[4], dim)[:, :length]
 
 
-def _scores(spec: AttentionSpec, mask: DynamicMask, group: int, i, j, q, k, q_segments, kv_last):
+def _scores(spec: AttentionSpec, mask: DynamicMask, group: int, i, j, q, k, queries, kv_last):
     """Return (visible, scores) [B K X C] of block i of queries and j of keys, float32."""
     scores = capped_scores(spec, _product("bkxe,bkce->bkxc", q, k))
-    length, keys = q_segments.shape[1], kv_last.shape[1]
+    windows, segments = (x[:, :, None] for x in queries)
+    length, keys = segments.shape[1], kv_last.shape[1]
     rows, columns = i * length + jnp.arange(length)[:, None], j * keys + jnp.arange(keys)
-    allowed = visible(mask, rows, columns, q_segments[:, :, None], kv_last[:, None])
+    allowed = visible(mask, rows, columns, windows, segments, kv_last[:, None])
     return jnp.repeat(allowed, group, axis=1)[:, None], scores

@@ -49,15 +49,13 @@ def dq(plan: TilePlan, inputs: Inputs, mask: DynamicMask) -> jax.Array:
         "d_out": plan.matrix(CONSUMERS, ROWS),
         "k": plan.matrix(plan.stages, plan.block),
         "v": plan.matrix(plan.stages, plan.block),
-        **plan.numbers(jnp.int32, "q_ids"),
+        **plan.numbers(jnp.int32, "q_ids", "q_windows"),
         **plan.numbers(jnp.float32, "lse", "delta"),
         **plan.numbers(jnp.int32, "k_ids", ring=True),
-        "tile_ready": plgpu.Barrier(num_arrivals=5 * CONSUMERS),
+        "tile_ready": plgpu.Barrier(num_arrivals=6 * CONSUMERS),
         **plan.barriers(k_ready=2, v_ready=1, k_free=CONSUMERS, v_free=CONSUMERS),
     }
-    ranges = blocks_to_read(
-        plan.spec, mask, inputs.q_segments, inputs.kv_last, TILE, plan.block, of_keys=False
-    )
+    ranges = blocks_to_read(plan.spec, mask, inputs, TILE, plan.block, of_keys=False)
     shape = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype)
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
     kernel = launch(functools.partial(_dq_kernel, plan), shape, scratch, grid, CONSUMERS, plan.interpret)
@@ -78,6 +76,7 @@ def _dq_kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
             (lambda rows: inputs.q.at[batch, rows, head], memory.q),
             (lambda rows: inputs.d_out.at[batch, rows, head], memory.d_out),
             (lambda rows: inputs.q_segments.at[batch, rows], memory.q_ids),
+            (lambda rows: inputs.q_windows.at[batch, rows], memory.q_windows),
             (lambda rows: inputs.lse.at[batch, head, rows], memory.lse),
             (lambda rows: inputs.delta.at[batch, head, rows], memory.delta),
         )
@@ -87,7 +86,7 @@ def _dq_kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
     def _compute():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         plgpu.barrier_wait(memory.tile_ready)
-        mask = BlockMask.of_rows(plan, work, inputs, memory.q_ids, memory.k_ids)
+        mask = BlockMask.of_rows(plan, work, inputs, memory)
         step = functools.partial(
             _dq_step, plan, work, memory, mask, _statistics(plan, memory, work.warpgroup, PER_ROW)
         )
@@ -143,14 +142,12 @@ def dkv(plan: TilePlan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicM
         "q": plan.matrix(plan.stages, plan.block),
         "d_out": plan.matrix(plan.stages, plan.block),
         **plan.numbers(jnp.int32, "k_ids"),
-        **plan.numbers(jnp.int32, "q_ids", ring=True),
+        **plan.numbers(jnp.int32, "q_ids", "q_windows", ring=True),
         **plan.numbers(jnp.float32, "lse", "delta", ring=True),
         "tile_ready": plgpu.Barrier(num_arrivals=3 * CONSUMERS),
-        **plan.barriers(q_ready=4, d_out_ready=1, q_free=CONSUMERS, d_out_free=CONSUMERS),
+        **plan.barriers(q_ready=5, d_out_ready=1, q_free=CONSUMERS, d_out_free=CONSUMERS),
     }
-    ranges = blocks_to_read(
-        plan.spec, mask, inputs.q_segments, inputs.kv_last, plan.block, TILE, of_keys=True
-    )
+    ranges = blocks_to_read(plan.spec, mask, inputs, plan.block, TILE, of_keys=True)
     shapes = [jax.ShapeDtypeStruct(inputs.k.shape, plan.dtype) for _ in outputs]
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
     body = functools.partial(_dkv_kernel, plan, outputs)
@@ -179,7 +176,7 @@ def _dkv_kernel(plan: TilePlan, outputs: tuple[str, ...], *refs: Any, **memory: 
     def _compute():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         plgpu.barrier_wait(memory.tile_ready)
-        mask = BlockMask.of_rows(plan, work, inputs, memory.k_ids, memory.q_ids, of_keys=True)
+        mask = BlockMask.of_rows(plan, work, inputs, memory, of_keys=True)
         totals = [plan.ops.full((ROWS, plan.dim), 0.0) for _ in outputs]
         step = functools.partial(_dkv_step, plan, work, memory, mask, outputs)
         blocks = work.blocks
@@ -203,6 +200,7 @@ def _query_rings(plan: TilePlan, work: Work, inputs: Inputs, memory: Any) -> tup
     queries = (
         (lambda i: inputs.q.at[work.batch, rows(i), head(i)], memory.q),
         (lambda i: inputs.q_segments.at[work.batch, rows(i)], memory.q_ids),
+        (lambda i: inputs.q_windows.at[work.batch, rows(i)], memory.q_windows),
         (lambda i: inputs.lse.at[work.batch, head(i), rows(i)], memory.lse),
         (lambda i: inputs.delta.at[work.batch, head(i), rows(i)], memory.delta),
     )

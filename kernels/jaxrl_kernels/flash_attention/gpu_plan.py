@@ -18,8 +18,8 @@ from jaxtyping import Array, Int
 from jaxrl_kernels.flash_attention.blocks import (
     PADDING,
     block_range,
-    key_segments,
-    query_segments,
+    key_blocks,
+    query_blocks,
     visible_blocks,
 )
 from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask
@@ -146,8 +146,7 @@ class BlockList(NamedTuple):
 def blocks_to_read(
     spec: AttentionSpec,
     mask: DynamicMask,
-    q_segments: Int[Array, "B Tq"],
-    kv_last: Int[Array, "B Tk"],
+    inputs: Inputs,
     q_block: int,
     kv_block: int,
     of_keys: bool,
@@ -157,12 +156,8 @@ def blocks_to_read(
 
     A fully masked tile reads one block.
     """
-    q, kv = query_segments(q_segments, q_block), key_segments(kv_last, kv_block)
-    some = visible_blocks(mask, q, kv, (q_block, kv_block))
-    q_first = mask.q_offset + jnp.arange(some.shape[1])[:, None] * q_block
-    kv_first = mask.kv_offset + jnp.arange(some.shape[2]) * kv_block
-    full = (q.high[:, :, None] <= kv.low[:, None]) & (q_first + q_block - 1 - kv_first < mask.window)
-    full &= kv_first + kv_block - 1 <= q_first
+    q = query_blocks(mask, inputs.q_segments, inputs.q_windows, q_block)
+    some, full = visible_blocks(mask, q, key_blocks(inputs.kv_last, kv_block), (q_block, kv_block))
     if of_keys:
         some, full = jnp.swapaxes(some, 1, 2), jnp.swapaxes(full, 1, 2)
     if spec.branches:
@@ -180,15 +175,16 @@ def blocks_to_read(
 
 
 class Inputs(NamedTuple):
-    """Inputs of every kernel, in order: arrays, or references to them; the last three of the backward."""
+    """Inputs of every kernel, in order: arrays or references to them; the last three of the backward pass."""
 
     q: Any
     k: Any
     v: Any
     q_segments: Any
     """`PADDING` for padding."""
+    q_windows: Any
     kv_last: Any
-    mask: Any
+    offsets: Any
     ranges: Any = None
     d_out: Any = None
     lse: Any = None
@@ -223,38 +219,37 @@ class Work(NamedTuple):
 
 
 class BlockMask(NamedTuple):
-    """The mask of a warpgroup's rows (queries, or keys) and a block, from segments in shared memory."""
+    """The mask of a warpgroup's rows (queries, or keys) and a block, from numbers in shared memory."""
 
     plan: TilePlan
-    row_segments: jax.Array
-    """[ROWS], as in `Inputs`."""
-    segments: Any
-    """Of the blocks in the ring."""
+    memory: Any
+    """`q_ids`, `q_windows` and `k_ids`, those of the columns in the ring."""
+    rows: tuple[jax.Array, ...]
+    """[ROWS] segments and windows of queries; `kv_last` of keys."""
     start: jax.Array
     """Position of the first row's token relative to that of the first column."""
-    window: jax.Array
     of_keys: bool
 
     @staticmethod
-    def of_rows(
-        plan: TilePlan, work: Work, inputs: Inputs, rows: Any, segments: Any, of_keys: bool = False
-    ) -> BlockMask:
-        """Return the mask of this warpgroup's rows, from the segments of rows and columns."""
-        ids = plan.ops.layout(rows[work.warpgroup], PER_ROW)
-        mask = inputs.mask
-        start = (mask[1] - mask[0]) if of_keys else (mask[0] - mask[1])
-        return BlockMask(plan, ids, segments, start + work.first_row, mask[2], of_keys)
+    def of_rows(plan: TilePlan, work: Work, inputs: Inputs, memory: Any, of_keys: bool = False) -> BlockMask:
+        """Return the mask of this warpgroup's rows."""
+        arrays = (memory.k_ids,) if of_keys else (memory.q_ids, memory.q_windows)
+        rows = tuple(plan.ops.layout(array[work.warpgroup], PER_ROW) for array in arrays)
+        ahead = inputs.offsets[0] - inputs.offsets[1]
+        start = -ahead if of_keys else ahead
+        return BlockMask(plan, memory, rows, start + work.first_row, of_keys)
 
     def __call__(self, slot: jax.Array, block: jax.Array) -> jax.Array:
         """Return which of the [ROWS, block] pairs are visible."""
         ops, shape = self.plan.ops, (ROWS, self.plan.block)
-        columns = ops.layout(self.segments[slot], PER_COLUMN)
+        arrays = (self.memory.q_ids, self.memory.q_windows) if self.of_keys else (self.memory.k_ids,)
+        columns = [over_rows(ops.layout(array[slot], PER_COLUMN), shape) for array in arrays]
         plgpu.commit_smem()  # reads end before TMA writes there again
         ahead = ops.iota(shape, 0) - ops.iota(shape, 1) + (self.start - block * self.plan.block)
         back = -ahead if self.of_keys else ahead
-        rows, columns = over_columns(self.row_segments, shape), over_rows(columns, shape)
-        continues = columns <= rows if self.of_keys else rows <= columns
-        return continues & (back >= 0) & (back < self.window)
+        rows = [over_columns(x, shape) for x in self.rows]
+        (segments, windows), (last,) = (columns, rows) if self.of_keys else (rows, columns)
+        return (segments <= last) & (back >= 0) & (back < windows)
 
 
 def over_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -306,8 +301,10 @@ def padded_inputs(
 ) -> Inputs:
     """Pad lengths to whole tiles, and the head dim to what TMA swizzles with zeros."""
     q, k, v = (pad_to(x, {1: TILE, 3: 32}) for x in (q, k, v))
-    q_segments, kv_last = (pad_to(x.astype(jnp.int32), {1: TILE}) for x in (q_segments, kv_last))
-    return Inputs(q, k, v, jnp.where(q_segments > 0, q_segments, PADDING), kv_last, mask.array())
+    queries = q_segments, mask.windows(q_segments)
+    q_segments, windows, kv_last = (pad_to(x.astype(jnp.int32), {1: TILE}) for x in (*queries, kv_last))
+    segments = jnp.where(q_segments > 0, q_segments, PADDING)
+    return Inputs(q, k, v, segments, windows, kv_last, mask.offsets())
 
 
 def plan_for(
@@ -317,7 +314,7 @@ def plan_for(
     q, k = inputs.q, inputs.k
     dim, size = q.shape[-1], q.dtype.itemsize
     block = getattr(blocks or default_blocks(dim), kernel)
-    resident, statistics = (1, 2) if kernel == "forward" else (2, 3)
+    resident, statistics = (1, 3) if kernel == "forward" else (2, 4)
     fixed = TILE * (resident * dim * size + 4 * statistics)
     stages = stages_that_fit(f"{kernel} at head_dim {dim}", block, fixed, 2 * dim * size + 4 * statistics)
     return TilePlan(spec, dim, q.dtype, q.shape[2] // k.shape[2], block, stages, interpret)

@@ -75,7 +75,7 @@ def unsupported(head_dim: int, dtype: DTypeLike, softcap: float | None = None) -
 
 def _kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
     """Compute the output and log-sum-exp of a query tile."""
-    inputs, (out, lse), memory = Inputs(*refs[:7]), refs[7:], SimpleNamespace(**memory)
+    inputs, (out, lse), memory = Inputs(*refs[:-2]), refs[-2:], SimpleNamespace(**memory)
     work = Work.from_grid(plan, inputs, longest_first=True)
 
     @pl.when(work.warpgroup == CONSUMERS)
@@ -83,14 +83,16 @@ def _kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         queries = lambda rows: inputs.q.at[work.batch, rows, work.head]
         ids = lambda rows: inputs.q_segments.at[work.batch, rows]
-        copy_tile(work, memory.tile_ready, (queries, memory.q), (ids, memory.q_ids))
+        windows = lambda rows: inputs.q_windows.at[work.batch, rows]
+        pieces = (queries, memory.q), (ids, memory.q_ids), (windows, memory.q_windows)
+        copy_tile(work, memory.tile_ready, *pieces)
         copy_blocks(plan, work.blocks.count, key_rings(plan, work, inputs, memory))
 
     @pl.when(work.warpgroup < CONSUMERS)
     def _compute():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         plgpu.barrier_wait(memory.tile_ready)
-        mask = BlockMask.of_rows(plan, work, inputs, memory.q_ids, memory.k_ids)
+        mask = BlockMask.of_rows(plan, work, inputs, memory)
         acc, top, total = _attend(plan, work, memory, mask)
         attends = total > 0.0
         total = jnp.where(attends, total, 1.0)
@@ -206,19 +208,19 @@ def forward(
         "q": plan.matrix(CONSUMERS, ROWS),
         "k": plan.matrix(plan.stages, plan.block),
         "v": plan.matrix(plan.stages, plan.block),
-        **plan.numbers(jnp.int32, "q_ids"),
+        **plan.numbers(jnp.int32, "q_ids", "q_windows"),
         **plan.numbers(jnp.float32, "lse"),
         **plan.numbers(jnp.int32, "k_ids", ring=True),
-        "tile_ready": plgpu.Barrier(num_arrivals=2 * CONSUMERS),
+        "tile_ready": plgpu.Barrier(num_arrivals=3 * CONSUMERS),
         **plan.barriers(k_ready=2, v_ready=1, k_free=CONSUMERS, v_free=CONSUMERS),
         "turn": plgpu.Barrier(num_barriers=CONSUMERS),
     }
     lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     shapes = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype), lse
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
-    ranges = blocks_to_read(spec, mask, inputs.q_segments, inputs.kv_last, TILE, plan.block, of_keys=False)
+    inputs = inputs._replace(ranges=blocks_to_read(spec, mask, inputs, TILE, plan.block, of_keys=False))
     kernel = launch(functools.partial(_kernel, plan), shapes, scratch, grid, CONSUMERS, interpret)
-    out, lse = kernel(*inputs._replace(ranges=ranges)[:7])
+    out, lse = kernel(*[x for x in inputs if x is not None])
     return out[:, : q.shape[1], :, : q.shape[3]], lse[:, :, : q.shape[1]]
 
 

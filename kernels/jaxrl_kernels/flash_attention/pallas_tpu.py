@@ -22,10 +22,12 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxrl_kernels import dispatch
 from jaxrl_kernels.chips import LANES
 from jaxrl_kernels.flash_attention.blocks import (
+    KeyBlocks,
+    QueryBlocks,
     block_range,
-    key_segments,
+    key_blocks,
     nearest_blocks,
-    query_segments,
+    query_blocks,
     visible_blocks,
 )
 from jaxrl_kernels.flash_attention.shapes import (
@@ -47,8 +49,8 @@ from jaxrl_kernels.flash_attention.spec import (
 
 INTERPRET = False
 """Set by tests: True or a `pltpu.InterpretParams` runs the kernels in the interpreter."""
-LOW, HIGH, FIELDS = range(3)
-"""Fields of a block's scalar prefetch: its segments (`blocks.BlockSegments`)."""
+LOW, HIGH, FIRST, INNER = range(4)
+"""Fields of a block's scalar prefetch (`blocks.QueryBlocks`); a block of keys has the first two."""
 MAX_READS = 2**16
 """Largest table of the blocks to copy, in numbers of scalar memory (1 MiB); with more, and without branches,
 the range of needed blocks is copied."""
@@ -82,14 +84,18 @@ def forward(
     out, lse = _call(
         partial(_forward_kernel, spec, inputs.blocks),
         (batch, heads, *inputs.counts),
-        ins=(of_q.tokens, of_kv.tokens, of_kv.tokens, of_q.segments, of_kv.segments),
+        ins=(of_q.tokens, of_kv.tokens, of_kv.tokens, *inputs.mask_specs(of_q, of_kv)),
         outs=(of_q.tokens, of_q.numbers),
         out_shape=(
             jax.ShapeDtypeStruct(inputs.q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32),
         ),
-        scratch=[_scratch(block, dim), *[_scratch(block, LANES)] * 2, _scratch(block, LANES, jnp.int32)],
-    )(*inputs.scalars, inputs.q, inputs.k, inputs.v, *inputs.segments)
+        scratch=[
+            _scratch(block, dim),
+            *[_scratch(block, LANES)] * 2,
+            *[_scratch(block, LANES, jnp.int32)] * 2,
+        ],
+    )(*inputs.scalars, inputs.q, inputs.k, inputs.v, *inputs.mask)
     return _tokens(out, q), lse[:, :, 0, : q.shape[1]]
 
 
@@ -122,10 +128,14 @@ def _d_queries(spec: AttentionSpec, inputs: _Inputs, d_out, lse, delta):
     return _call(
         partial(_dq_kernel, spec, inputs.blocks),
         (batch, heads, *inputs.counts),
-        ins=_backward_specs(of_q, of_kv),
+        ins=_backward_specs(inputs, of_q, of_kv),
         outs=of_q.tokens,
         out_shape=jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype),
-        scratch=[_scratch(block, dim), *[_scratch(block, LANES)] * 2, _scratch(block, LANES, jnp.int32)],
+        scratch=[
+            _scratch(block, dim),
+            *[_scratch(block, LANES)] * 2,
+            *[_scratch(block, LANES, jnp.int32)] * 2,
+        ],
     )(*_backward_inputs(inputs, d_out, lse, delta))
 
 
@@ -135,28 +145,28 @@ def _d_keys(spec: AttentionSpec, inputs: _Inputs, d_out, lse, delta):
     return _call(
         partial(_dkv_kernel, spec, inputs.blocks),
         (batch, kv_heads, inputs.counts[1], inputs.q.shape[1] // kv_heads, inputs.counts[0]),
-        ins=_backward_specs(of_q, of_kv),
+        ins=_backward_specs(inputs, of_q, of_kv),
         outs=(of_kv.tokens, of_kv.tokens),
         out_shape=(jax.ShapeDtypeStruct(inputs.k.shape, inputs.k.dtype),) * 2,
         scratch=[*[_scratch(block, dim)] * 2, _scratch(block, LANES, jnp.int32)],
     )(*_backward_inputs(inputs, d_out, lse, delta))
 
 
-def _backward_specs(of_q: _Specs, of_kv: _Specs) -> tuple[pl.BlockSpec, ...]:
-    """Return the specs of q, k, v, d_out, lse, delta and the segments, in the order of `_backward_inputs`."""
+def _backward_specs(inputs: _Inputs, of_q: _Specs, of_kv: _Specs) -> tuple[pl.BlockSpec, ...]:
+    """Return the specs of q, k, v, d_out, lse, delta and the mask, in the order of `_backward_inputs`."""
     tokens = of_q.tokens, of_kv.tokens, of_kv.tokens, of_q.tokens
-    return *tokens, of_q.numbers, of_q.numbers, of_q.segments, of_kv.segments
+    return *tokens, of_q.numbers, of_q.numbers, *inputs.mask_specs(of_q, of_kv)
 
 
 def _backward_inputs(inputs: _Inputs, d_out, lse, delta) -> tuple[Array, ...]:
     block = inputs.blocks.q
     numbers = _numbers(lse, block), _numbers(delta, block)
     tokens = inputs.q, inputs.k, inputs.v, _block_rows(d_out, block)
-    return *inputs.scalars, *tokens, *numbers, *inputs.segments
+    return *inputs.scalars, *tokens, *numbers, *inputs.mask
 
 
 def _forward_kernel(spec, blocks, *refs):
-    *scalars, q, k, v, q_segments, kv_last, out, lse, summed, top, total, segments = refs
+    *scalars, q, k, v, q_windows, q_segments, kv_last, out, lse, summed, top, total, windows, segments = refs
     i, j = pl.program_id(2), pl.program_id(3)
 
     @pl.when(j == 0)
@@ -164,12 +174,12 @@ def _forward_kernel(spec, blocks, *refs):
         top[...] = jnp.full_like(top, MASKED_LSE)
         total[...] = jnp.zeros_like(total)
         summed[...] = jnp.zeros_like(summed)
-        segments[...] = _column(q_segments[...])
+        windows[...], segments[...] = _column(q_windows[...]), _column(q_segments[...])
 
     def add(mask):
         scores = capped_scores(spec, _dot(q[...], k[...], (1, 1)))
         if mask is not None:
-            scores = jnp.where(mask(segments[:, :1], kv_last[...]), scores, -jnp.inf)
+            scores = jnp.where(mask(windows[:, :1], segments[:, :1], kv_last[...]), scores, -jnp.inf)
         new = jnp.maximum(top[...], scores.max(axis=1, keepdims=True))
         weights, kept = jnp.exp(scores - new[:, :1]), jnp.exp(top[...] - new)
         top[...] = new
@@ -195,12 +205,14 @@ def _dq_kernel(spec, blocks, *refs):
         d_out,
         lse_row,
         delta_row,
+        q_windows,
         q_segments,
         kv_last,
         dq,
         summed,
         lse,
         delta,
+        windows,
         segments,
     ) = refs
     i, j = pl.program_id(2), pl.program_id(3)
@@ -209,13 +221,13 @@ def _dq_kernel(spec, blocks, *refs):
     def start():
         summed[...] = jnp.zeros_like(summed)
         lse[...], delta[...] = _column(lse_row[...]), _column(delta_row[...])
-        segments[...] = _column(q_segments[...])
+        windows[...], segments[...] = _column(q_windows[...]), _column(q_segments[...])
 
     def add(mask):
         scores = capped_scores(spec, _dot(q[...], k[...], (1, 1)))
         weights = jnp.exp(scores - lse[:, :1])
         if mask is not None:
-            weights = jnp.where(mask(segments[:, :1], kv_last[...]), weights, 0)
+            weights = jnp.where(mask(windows[:, :1], segments[:, :1], kv_last[...]), weights, 0)
         d_weights = _dot(d_out[...], v[...], (1, 1))
         d_scores = d_products(spec, scores, weights * (d_weights - delta[:, :1]))
         summed[...] += _dot(d_scores.astype(k.dtype), k[...], (1, 0))
@@ -228,19 +240,21 @@ def _dq_kernel(spec, blocks, *refs):
 
 
 def _dkv_kernel(spec, blocks, *refs):
-    *scalars, q, k, v, d_out, lse, delta, q_segments, kv_last, dk, dv, dk_sum, dv_sum, segments = refs
+    *scalars, q, k, v, d_out, lse, delta, q_windows, q_segments, kv_last = refs[:13]
+    dk, dv, dk_sum, dv_sum, last = refs[13:]
     j, head, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
 
     @pl.when((head == 0) & (i == 0))
     def start():
         dk_sum[...], dv_sum[...] = jnp.zeros_like(dk_sum), jnp.zeros_like(dv_sum)
-        segments[...] = _column(kv_last[...])
+        last[...] = _column(kv_last[...])
 
     def add(mask):  # scores transposed: keys x queries
         scores = capped_scores(spec, _dot(k[...], q[...], (1, 1)))
         weights = jnp.exp(scores - lse[...])
         if mask is not None:
-            weights = jnp.where(mask(q_segments[...], segments[:, :1], keys_first=True), weights, 0)
+            visible = mask(q_windows[...], q_segments[...], last[:, :1], keys_first=True)
+            weights = jnp.where(visible, weights, 0)
         d_weights = _dot(v[...], d_out[...], (1, 1))
         d_scores = d_products(spec, scores, weights * (d_weights - delta[...]))
         dv_sum[...] += _dot(weights.astype(v.dtype), d_out[...], (1, 0))
@@ -256,25 +270,25 @@ def _dkv_kernel(spec, blocks, *refs):
 def _unless_masked(spec: AttentionSpec, blocks: Blocks, scalars, i, j, add, *, by_key: bool = False) -> None:
     """Call `add(mask)` unless all pairs of block i of queries and block j of keys are masked.
 
-    `mask(q_segments, kv_last)` returns the visible pairs; None if all are.
+    `mask(q_windows, q_segments, kv_last)` returns the visible pairs; None if all are.
     """
     offsets, q_info, kv_info, _ = scalars
     batch = pl.program_id(0)
     q_count, kv_count = (pl.num_programs(n) for n in ((4, 2) if by_key else (2, 3)))
-    q = lambda field: q_info[(batch * q_count + i) * FIELDS + field]
-    kv = lambda field: kv_info[(batch * kv_count + j) * FIELDS + field]
-    offsets = DynamicMask(offsets[0], offsets[1], offsets[2])
+    q = lambda field: q_info[(batch * q_count + i) * len(QueryBlocks._fields) + field]
+    kv = lambda field: kv_info[(batch * kv_count + j) * len(KeyBlocks._fields) + field]
+    offsets = DynamicMask(offsets[0], offsets[1])
     first, kv_first = offsets.q_offset + i * blocks.q, offsets.kv_offset + j * blocks.kv
 
     end, kv_end = first + blocks.q - 1, kv_first + blocks.kv - 1
-    needed = (q(LOW) <= kv(HIGH)) & (kv_first <= end) & (first - kv_end < offsets.window)
-    unmasked = (q(HIGH) <= kv(LOW)) & (kv_end <= first) & (end - kv_first < offsets.window)
+    needed = (q(LOW) <= kv(HIGH)) & (kv_first <= end) & (q(FIRST) <= kv_end)
+    unmasked = (q(HIGH) <= kv(LOW)) & (kv_end <= first) & (q(INNER) <= kv_first)
 
-    def mask(q_segments, kv_last, keys_first: bool = False):
+    def mask(q_windows, q_segments, kv_last, keys_first: bool = False):
         shape = (blocks.kv, blocks.q) if keys_first else (blocks.q, blocks.kv)
         rows = i * blocks.q + jax.lax.broadcasted_iota(jnp.int32, shape, int(keys_first))
         columns = j * blocks.kv + jax.lax.broadcasted_iota(jnp.int32, shape, int(not keys_first))
-        return visible(offsets, rows, columns, q_segments, kv_last)
+        return visible(offsets, rows, columns, q_windows, q_segments, kv_last)
 
     pl.when(needed & unmasked)(lambda: add(None))
     pl.when(needed & jnp.logical_not(unmasked))(lambda: add(mask))
@@ -296,11 +310,11 @@ def _row(column: Shaped[Array, "N 128"]) -> Shaped[Array, "1 N"]:
 
 
 class _Specs(NamedTuple):
-    """Block specs of the queries' or keys' arrays: tokens [B H T E], numbers [B H 1 T], segments [B 1 T]."""
+    """Block specs of queries or keys: tokens [B H T E], numbers [B H 1 T], arrays of the mask [B 1 T]."""
 
     tokens: pl.BlockSpec
     numbers: pl.BlockSpec
-    segments: pl.BlockSpec
+    mask: pl.BlockSpec
 
 
 def _specs(at: Callable, block: int, dim: int) -> _Specs:
@@ -314,28 +328,32 @@ def _specs(at: Callable, block: int, dim: int) -> _Specs:
         batch, head, i = at(*args)
         return batch, head, 0, i
 
-    def segments(*args):
+    def mask(*args):
         batch, _, i = at(*args)
         return batch, 0, i
 
     return _Specs(
         pl.BlockSpec((None, None, block, dim), tokens),
         pl.BlockSpec((None, None, 1, block), numbers),
-        pl.BlockSpec((None, 1, block), segments),
+        pl.BlockSpec((None, 1, block), mask),
     )
 
 
 class _Inputs(NamedTuple):
-    """Inputs of the kernels, padded to whole blocks: tokens [B H T E] and segments [B 1 T]."""
+    """Inputs of the kernels, padded to whole blocks: tokens [B H T E] and the mask's arrays [B 1 T]."""
 
     blocks: Blocks
     counts: tuple[int, int]  # of blocks of queries, of keys
-    scalars: tuple[Array, ...]  # the mask; the fields of each block of queries, of keys; what `_read` reads
+    scalars: tuple[Array, ...]  # offsets; the fields of each block of queries, of keys; what `_read` reads
     q: Array
     k: Array
     v: Array
-    segments: tuple[Array, Array]
+    mask: tuple[Array, Array, Array]  # windows and segments of queries, `kv_last`
     by_table: bool  # the block to read at every step is in the scalars, not only their range
+
+    def mask_specs(self, of_q: _Specs, of_kv: _Specs) -> tuple[pl.BlockSpec, ...]:
+        """Return the specs of `mask`."""
+        return of_q.mask, of_q.mask, of_kv.mask
 
     def specs_by_query(self) -> tuple[_Specs, _Specs]:
         """Return the specs of queries and keys on the grid (row, head, block of queries, block of keys)."""
@@ -363,9 +381,10 @@ def _pad_inputs(kernel: str, spec: AttentionSpec, q, k, v, q_segments, kv_last, 
     """Pad to whole blocks and find which blocks each block needs."""
     blocks = blocks_for(kernel, q.shape[1], k.shape[1], q.shape[3], q.dtype)
     pad = lambda x, block: jnp.pad(x.astype(jnp.int32), ((0, 0), (0, -x.shape[1] % block)))
-    padded = pad(q_segments, blocks.q), pad(kv_last, blocks.kv)
-    of_q, of_kv = query_segments(padded[0], blocks.q), key_segments(padded[1], blocks.kv)
-    needed = visible_blocks(mask, of_q, of_kv, blocks)
+    padded = pad(mask.windows(q_segments), blocks.q), pad(q_segments, blocks.q), pad(kv_last, blocks.kv)
+    windows, segments, last = padded
+    of_q, of_kv = query_blocks(mask, segments, windows, blocks.q), key_blocks(last, blocks.kv)
+    needed, _ = visible_blocks(mask, of_q, of_kv, blocks)
     read = needed.swapaxes(1, 2) if kernel == "dkv" else needed
     by_table = spec.branches and read.size <= MAX_READS
     reads = nearest_blocks(read) if by_table else jnp.stack(block_range(read), axis=-1)
@@ -373,7 +392,7 @@ def _pad_inputs(kernel: str, spec: AttentionSpec, q, k, v, q_segments, kv_last, 
     return _Inputs(
         blocks,
         needed.shape[1:],
-        (mask.array(), flat(of_q), flat(of_kv), reads.reshape(-1)),
+        (mask.offsets(), flat(of_q), flat(of_kv), reads.reshape(-1)),
         _block_rows(q, blocks.q),
         _block_rows(k, blocks.kv),
         _block_rows(v, blocks.kv),

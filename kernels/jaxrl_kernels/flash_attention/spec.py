@@ -29,7 +29,7 @@ class DynamicMask(NamedTuple):
     an offset a step.
 
     With distance = (q_offset + i) - (kv_offset + j), the query at row index i attends to the key at row index
-    j if 0 <= distance < window and 0 < q_segments[i] <= kv_last[j].
+    j if 0 <= distance < window and 0 < q_segments[i] <= kv_last[j]; `window` is of all queries or of each.
 
     Segments are numbered in the order of the row, in which every segment comes before those that continue it,
     and they before the next one that does not (depth first). So the segments that continue a key's own are
@@ -39,24 +39,49 @@ class DynamicMask(NamedTuple):
 
     q_offset: int | Int[Array, ""] = 0
     kv_offset: int | Int[Array, ""] = 0
-    window: int | Int[Array, ""] = NO_WINDOW
+    window: int | Int[Array, ""] | Int[Array, "B Tq"] = NO_WINDOW
 
-    def array(self) -> Int[Array, "3"]:
-        """Return the three as one array, as kernels take them."""
-        return jnp.stack([jnp.asarray(x, jnp.int32) for x in self])
+    def offsets(self) -> Int[Array, "2"]:
+        """Return both offsets as one array, as kernels take them."""
+        return jnp.stack([jnp.asarray(x, jnp.int32) for x in (self.q_offset, self.kv_offset)])
+
+    def windows(self, q_segments: Int[Array, "B Tq"]) -> Int[Array, "B Tq"]:
+        """Return the window of each of these queries."""
+        return jnp.broadcast_to(jnp.asarray(self.window, jnp.int32), q_segments.shape)
 
 
 def visible(
     mask: DynamicMask,
     rows: Int[Array, "..."],
     columns: Int[Array, "..."],
+    windows: int | Int[Array, "..."],
     q_segments: Int[Array, "..."],
     kv_last: Int[Array, "..."],
 ) -> Bool[Array, "..."]:
-    """Return whether queries of these row indices and segments attend to the keys of these columns."""
+    """Return whether queries of these row indices, windows and segments attend to the keys of these columns.
+
+    Of the mask only the offsets are read.
+    """
     distance = (mask.q_offset + rows) - (mask.kv_offset + columns)
     continues = (q_segments > 0) & (q_segments <= kv_last)
-    return continues & (distance >= 0) & (distance < mask.window)
+    return continues & (distance >= 0) & (distance < windows)
+
+
+def row_windows(
+    segments: Int[Array, "B T"], last: Int[Array, "B T"], positions: Int[Array, "B T"], window: int
+) -> Int[Array, "B T"]:
+    """Return how many tokens of the row each token's sliding window spans, itself included, where segments
+    continue others: the tokens of branches between are part of the span, not of the window.
+
+    Args:
+        segments, last: of `flash_attention`.
+        positions: in the sequence of each token.
+        window: tokens of the sequence that a token attends to, itself included.
+    """
+    columns = jnp.arange(segments.shape[1])
+    near = positions[:, :, None] - positions[:, None] < window
+    near &= visible(DynamicMask(), columns[:, None], columns, NO_WINDOW, segments[:, :, None], last[:, None])
+    return columns - jnp.min(jnp.where(near, columns, columns[:, None]), axis=-1) + 1
 
 
 def capped_scores(spec: AttentionSpec, products: Float[Array, "..."]) -> Float[Array, "..."]:
