@@ -46,7 +46,8 @@ from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
 from jaxrl_llm.structs import Metrics
 
-MIN_FILLED = 0.75  # of the rows of a batch of `Programs.extend`; with fewer, two smaller batches are run
+MIN_FILLED = 0.75  # of the rows of a batch that prefills; with fewer, two smaller batches are run
+MIN_PREFILL = 256  # tokens of a smaller batch of prompts: fewer take as long, for reading the weights does
 Detokenize = Callable[[Sequence[int]], str]
 
 
@@ -187,9 +188,7 @@ class Scheduler:
                 break
             slots.append(slot)
             counts = counts_of[longer]
-        rows = len(by_shard) * max(map(len, by_shard))
-        if rows < MIN_FILLED * round_up(counts, rows):
-            rows = max((count for count in counts if count <= rows), default=rows)
+        rows = _filling(counts, len(by_shard) * max(map(len, by_shard)))
         return [slots[: rows // len(by_shard)] for slots in by_shard]
 
     def _extend(self, batch: list[list[tuple[int, np.ndarray]]]) -> None:
@@ -232,20 +231,24 @@ class Scheduler:
                 response.routes.extend(self.prompt_routes[_prompt_key(response)][len(response.routes) :])
 
     def _prefill_batch(self, responses: list[PartialResponse]) -> None:
-        """Run one forward over the first prompts of these responses, as many as fit."""
+        """Run one forward over the first prompts of these responses: as many as fit, and fill its rows."""
         start = time.perf_counter()
-        row_limits = {length: counts[-1] for length, counts in self.shapes.prefill}
-        widths = tuple(row_limits)
+        counts_of, counts = dict(self.shapes.prefill), ()
+        widths = tuple(counts_of)
         batch: dict[bytes, np.ndarray] = {}
         longest = 0
         for response in responses:
             ids, key = response.context, _prompt_key(response)
             longer = max(longest, len(ids) - 1)  # decode reads the last token
-            if len(batch.keys() | {key}) > row_limits[round_up(widths, longer)]:
+            if len(batch.keys() | {key}) > counts_of[round_up(widths, longer)][-1]:
                 break
             batch[key], longest = ids[:-1], longer
-        width = round_up(widths, longest)
-        tokens = np.zeros((round_up(dict(self.shapes.prefill)[width], len(batch)), width), np.int32)
+            counts = counts_of[round_up(widths, longest)]
+        fewer = _filling(counts, len(batch))
+        if fewer * round_up(widths, longest) >= MIN_PREFILL:
+            batch = dict(itertools.islice(batch.items(), fewer))
+        width = round_up(widths, max(map(len, batch.values())))
+        tokens = np.zeros((round_up(counts_of[width], len(batch)), width), np.int32)
         lengths = np.zeros(len(tokens), np.int32)
         for row, ids in enumerate(batch.values()):
             lengths[row] = len(ids)
@@ -355,6 +358,13 @@ def stop_end(
     if not holds_stop(len(ids)):
         return None
     return next(end for end in range(checked + 1, len(ids) + 1) if holds_stop(end))
+
+
+def _filling(counts: tuple[int, ...], rows: int) -> int:
+    """Return how many of `rows` to compute in a batch of one of the `counts`: all, unless few fill it."""
+    if rows >= MIN_FILLED * round_up(counts, rows):
+        return rows
+    return max((count for count in counts if count <= rows), default=rows)
 
 
 def _prompt_key(response: PartialResponse) -> bytes:

@@ -41,7 +41,7 @@ class FakePrograms:
         self.num_shards, self.chunk, self.page_size = num_shards, chunk, page_size
         self.kept = FakePrograms(num_shards, chunk, kept_page_size) if kept_page_size else None
         self.rng, self.calls, self.prefilled = np.random.default_rng(0), Counter(), []
-        self.extended = []  # (position, tokens)
+        self.prefill_shapes, self.extended = [], []  # (rows, tokens); (position, tokens)
 
     def count(self, name, *args, **static):
         shapes = [(np.shape(x), np.asarray(x).dtype.name) for x in jax.tree.leaves(args)]
@@ -62,6 +62,7 @@ class FakePrograms:
     def prefill(self, weights, tokens, lengths):
         self.count("prefill", tokens, lengths)
         self.prefilled += [row[len(row) - n :].tolist() for row, n in zip(tokens, lengths, strict=True) if n]
+        self.prefill_shapes.append(tokens.shape)
         rows, width = tokens.shape
         kv = (zeros(rows, 1, 1, width),), (zeros(rows, 1, width, 1),)
         return kv, tokens[..., None, None].astype(np.uint8)
@@ -192,6 +193,16 @@ def test_a_prompt_is_read_once_for_all_its_responses():
     requests = [Request(prompt, 0, 4, 5), Request(np.array([9]), 1, 4, 5), Request(prompt, 2, 4, 5)]
     run(programs, make_shapes(3, 5, 4, 1, 512), requests)
     assert programs.prefilled == [[3, 4]]  # and of [9] nothing is left to read
+
+
+def test_few_prompts_are_read_in_batches_that_they_fill():
+    """Batches of 1, 4 and 16 rows of 64 tokens: 8 prompts are two of 4, but 2 are one of 4."""
+    for count, wanted in ((8, [(4, 64), (4, 64)]), (2, [(4, 64)]), (12, [(16, 64)])):
+        programs = FakePrograms()
+        requests = [Request(np.arange(40) + i, i, 1, 5) for i in range(count)]
+        run(programs, make_shapes(64, 5, 16, 1, 1024), requests)
+        assert programs.prefill_shapes == wanted
+        assert len(programs.prefilled) == count
 
 
 def test_turns_read_all_that_came_before():
