@@ -36,8 +36,8 @@ from jaxrl_llm.models.transformer import (
     per_token_call,
     rope_fn,
     sinks_of,
-    window_sizes,
 )
+from jaxrl_llm.models.windows import window_sizes
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
 
 MAX_UNROLLED_LAYERS = 12

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
-from jaxrl_kernels.flash_attention.spec import NO_WINDOW, row_windows
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.config import MLP, MoEConfig, TransformerConfig, layer_stacks, linear_layers
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.linear import apply_linear, rms_norm
@@ -23,6 +23,7 @@ from jaxrl_llm.models.moe import RoutingSums, copy_dtype, join_routes, routing_s
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rope import apply_rope, attention_scale, rope_tables, trajectory_lengths
+from jaxrl_llm.models.windows import window_sizes, window_spans
 from jaxrl_llm.sharding.attention import (
     ContextParallel,
     context_parallel,
@@ -206,13 +207,8 @@ class Transformer(nnx.Module):
         if segments is None:
             segments = jnp.ones_like(tokens)
         method = context_parallel(tokens.shape[1], sequence_parallel)
-        spans = None  # of sliding windows in the row, where other branches stand between
-        if last is not None and c.sliding_window and c.sliding_window < tokens.shape[1]:
-            spans = row_windows(segments, last, positions, c.sliding_window)
-        tokens, positions, segments, last, spans = [
-            None if x is None else reorder_tokens(x, method)
-            for x in (tokens, positions, segments, last, spans)
-        ]
+        rows = tokens, positions, segments, last, window_spans(c, segments, last, positions)
+        tokens, positions, segments, last, spans = jax.tree.map(lambda x: reorder_tokens(x, method), rows)
         readers = jnp.where(segments > 0, 1 if last is None else last - segments + 1, 0)
         per_token = per_token_call(strict)
         rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
@@ -226,8 +222,7 @@ class Transformer(nnx.Module):
             layer, window, routes = layer_inputs
             x = checkpoint_name(x, LAYER_INPUT)
             w = cast_weights(layer, dtype)
-            where = segments, positions, window, last, spans
-            attention_fn = make_attention_fn(c, w, *where, method, strict)
+            attention_fn = make_attention_fn(c, w, segments, positions, window, last, spans, method, strict)
             x, _, routing = block(c, w, x, rope, attention_fn, strict, segments > 0, routes=routes)
             return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)
 
@@ -394,9 +389,3 @@ def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
         return w if kept or not is_float else rounded(w, copy_dtype(name, dtype))
 
     return jax.tree_util.tree_map_with_path(cast, weights)
-
-
-def window_sizes(c: TransformerConfig) -> list[int]:
-    """Return the sliding window of each layer: tokens that a token attends to, itself included."""
-    layers = c.window_layers or (True,) * c.num_layers
-    return [c.sliding_window if on and c.sliding_window else NO_WINDOW for on in layers]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
-import numpy as np
 
 from jaxrl_llm.data.chat import encode_conversation
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
@@ -22,11 +19,10 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import check_kernels_setting
-from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rewards.config import RewardConfig
-from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.tools.logprobs import LogprobModel, Sequences
 from jaxrl_llm.tools.models import StoredModel, open_model, pick_dtype
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of
 from jaxrl_llm.tools.response_rewards import ResponseScorer, encode_response
@@ -111,26 +107,25 @@ def logprob_scores(args: ScoreArguments, model: StoredModel, rows: RawRows) -> S
             tokenizer = tokenizer or model.read_tokenizer()
     dtype = pick_dtype(args.dtype)
     params = model.load(mesh, TRAIN, dtype)
-    forward = make_scorer(config, args.temperature, dtype, mesh)
-
-    def logprobs_of(sequences: list[list[int]]) -> list[list[float]]:
-        results: list[list[float]] = [[] for _ in sequences]
-        with jax.set_mesh(mesh):
-            for batch in batches(sequences, args.batch_tokens):
-                logprobs = np.asarray(forward(params, *pad([sequences[i] for i in batch])))
-                for i, row in zip(batch, logprobs, strict=False):
-                    results[i] = row[: len(sequences[i]) - 1].tolist()
-        return results
+    scorer = LogprobModel(config, args.temperature, dtype, args.batch_tokens, mesh)
 
     def score(numbers: range) -> tuple[list[str], str]:
         window = [encode_row(tokenizer, config, *rows[number], args.chat) for number in numbers]
-        sequences = [sequence for _, group in window for sequence in group]
-        results = logprobs_of([sequence["tokens"] for sequence in sequences])
-        scored = iter([s | {"logprobs": x} for s, x in zip(sequences, results, strict=True)])
-        lines = [by_kind(kind, [next(scored) for _ in group]) for kind, group in window]
-        return [json_line(line, args.model) for line in lines], ""
+        results = scorer.logprobs(params, [one_prompt(group) for _, group in window])
+        lines = []
+        for (kind, group), found in zip(window, results, strict=True):
+            scored = [s | {"logprobs": x.tolist()} for s, x in zip(group, found, strict=True)]
+            lines.append(json_line(by_kind(kind, scored), args.model))
+        return lines, ""
 
     return score
+
+
+def one_prompt(group: list[dict[str, Any]]) -> Sequences:
+    """Return the sequences of a row, and the tokens of the prompt if it is that of all."""
+    shared = group[0].get("prompt_tokens", 0)
+    prompts = [sequence["tokens"][: sequence.get("prompt_tokens", 0)] for sequence in group]
+    return Sequences([s["tokens"] for s in group], shared if all(p == prompts[0] for p in prompts) else 0)
 
 
 def encode_row(
@@ -275,24 +270,3 @@ def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:
         raise UserError(
             f"{where}: {len(ids)} tokens exceed the model's {config.max_position} positions; shorten the row"
         )
-
-
-def batches(rows: list[list[int]], budget: int) -> Iterator[list[int]]:
-    """Yield batches of row numbers, shortest rows first; rows of a batch have the same padded width."""
-    groups: dict[int, list[int]] = {}
-    for i, row in enumerate(rows):
-        groups.setdefault(bucket(len(row), 64), []).append(i)
-    for width in sorted(groups):
-        size = max(1, budget // width)
-        for start in range(0, len(groups[width]), size):
-            yield groups[width][start : start + size]
-
-
-def pad(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (tokens [B, T], lengths [B]), B rounded up to a power of two: few shapes."""
-    tokens = np.zeros((1 << (len(rows) - 1).bit_length(), bucket(len(rows[0]), 64)), np.int32)
-    lengths = np.zeros(len(tokens), np.int32)
-    for b, row in enumerate(rows):
-        tokens[b, : len(row)] = row
-        lengths[b] = len(row)
-    return tokens, lengths

@@ -10,7 +10,9 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.tools import score
+from jaxrl_llm.tools.logprobs import LogprobModel, Sequences
 
 CONFIG = models.TransformerConfig(
     vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -44,6 +46,29 @@ def test_logprobs_in_order_of_the_rows_whatever_their_lengths(folder, tmp_path):
         expected = np.asarray(jax.nn.log_softmax(hidden[0] @ params.head.T / 0.8))
         assert line["tokens"] == row
         np.testing.assert_allclose(line["logprobs"], expected[np.arange(len(row) - 1), row[1:]], atol=2e-5)
+
+
+@pytest.mark.parametrize("batch_tokens", [8192, 64], ids=["in one row", "in rows of one or two"])
+def test_responses_read_their_prompt_once(folder, batch_tokens):
+    """Prompts of 40 and 7 tokens with 3 and 2 responses, one of them empty, and a sequence by itself."""
+    rng = np.random.default_rng(0)
+    ids = lambda n: rng.integers(0, 128, n).tolist()
+    prompts = ids(40), ids(7)
+    groups = [
+        Sequences([prompts[0] + ids(n) for n in (12, 0, 20)], 40),
+        Sequences([ids(30)]),
+        Sequences([prompts[1] + ids(n) for n in (3, 50)], 7),
+    ]
+    params, mesh = load_params(folder, CONFIG), make_mesh(MeshConfig(), jax.devices()[:1])
+    shared, alone = (LogprobModel(CONFIG, 0.8, "float32", batch_tokens, mesh) for _ in range(2))
+    alone.shares = False
+    found, wanted = (model.logprobs(params, groups) for model in (shared, alone))
+    for group, got, expected in zip(groups, found, wanted, strict=True):
+        assert [len(x) + 1 for x in got] == [len(x) + 1 for x in expected] == list(map(len, group.tokens))
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+    if batch_tokens == 8192:  # 40 + 13 + 1 + 21 tokens; 7 + 4 + 51, and 30: (tokens, rows)
+        assert set(shared._by_shape) == {(96, 1), (64, 2)}
 
 
 def test_log_probs_that_json_cannot_hold_end_the_command(folder, tmp_path):
