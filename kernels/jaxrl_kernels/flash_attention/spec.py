@@ -7,10 +7,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_kernels.chunks import map_chunks
+
 MASKED_LSE = -1e30
 """The log-sum-exp of a fully masked query: finite, so that combining two of them makes no NaN."""
 NO_WINDOW = 2**30
 """The sliding window of a layer that has none."""
+MAX_PAIRS = 2**22
+"""Pairs of tokens that `row_windows` compares at once, 16 MiB where the compiler does not fuse them."""
 
 
 class AttentionSpec(NamedTuple):
@@ -79,9 +83,15 @@ def row_windows(
         window: tokens of the sequence that a token attends to, itself included.
     """
     columns = jnp.arange(segments.shape[1])
-    near = positions[:, :, None] - positions[:, None] < window
-    near &= visible(DynamicMask(), columns[:, None], columns, NO_WINDOW, segments[:, :, None], last[:, None])
-    return columns - jnp.min(jnp.where(near, columns, columns[:, None]), axis=-1) + 1
+
+    def of_queries(rows, of_rows, at):
+        rows, of_rows, at = (x[:, :, None] for x in (rows, of_rows, at))
+        near = visible(DynamicMask(), rows, columns, NO_WINDOW, of_rows, last[:, None])
+        near &= at - positions[:, None] < window
+        return (rows - jnp.min(jnp.where(near, columns, rows), axis=-1, keepdims=True) + 1)[..., 0]
+
+    rows = jnp.broadcast_to(columns, segments.shape)
+    return map_chunks(of_queries, max(MAX_PAIRS // segments.size, 1), rows, segments, positions)
 
 
 def capped_scores(spec: AttentionSpec, products: Float[Array, "..."]) -> Float[Array, "..."]:
