@@ -31,7 +31,7 @@ def one_device():
 def of_update(name, model=MODEL, dtype="float32", **optim):
     """(mesh, program) of an update in several micro-batches."""
     optim = OptimConfig(**optim)
-    step = StepConfig(row_tokens=16, rows=2, dtype=dtype, update_by_leaf=optim.has_compressed_state)
+    step = StepConfig(row_tokens=16, rows=2, dtype=dtype)
     built = Learner(sft.Config(), model, make_optimizer(optim, 10), step, one_device())
     return built.mesh, built.update_programs(())[name]
 

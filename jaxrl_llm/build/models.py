@@ -384,7 +384,7 @@ def make_learner(
         offload=optim.offload,
         replay=make_replay(config, algo, model),
         balance_coef=config.routing.balance_coef if model.moe else 0.0,
-        update_by_leaf=optim.has_compressed_state and optim.name != "muon",  # which would orthogonalize twice
+        update_by_leaf=optim.name != "muon",  # which would orthogonalize twice
         old=old_logprobs(algorithm, requires, config.updates_per_step, config.is_on_policy),
     )
     return Learner(algo, model, make_optimizer(optim, updates, config.routing.bias_rate), step, mesh)

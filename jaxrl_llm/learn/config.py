@@ -56,11 +56,6 @@ class OptimConfig:
     max_nonfinite: Count = 5
     """Updates with NaN or Inf in loss, gradient or weights are skipped; so many in a row end the run."""
 
-    @property
-    def has_compressed_state(self) -> bool:
-        """True where decoding the whole state at once would take more memory than it saves."""
-        return self.moments != "float32" or self.store_param_remainders
-
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it and the fix)."""
         if self.name == "adafactor" and self.moments != "float32":

@@ -54,7 +54,7 @@ class StepConfig:
     chunk: int = 128  # tokens of a row whose logits are in memory at once
     max_grad_norm: float = 1.0  # 0 = no clipping
     grad_dtype: str = "float32"  # of gradients in memory
-    update_by_leaf: bool = False  # see `finite_update`
+    update_by_leaf: bool = True  # for optimizers that treat every weight by itself, see `finite_update`
     offload: bool = False  # optimizer moments in host memory between updates
     balance_coef: float = 0.0  # of the balance loss of experts
     replay: Replay | None = None  # of routes
@@ -265,7 +265,7 @@ def apply(
     algo: AlgoConfig,
     optimizer: optax.GradientTransformation,
     max_grad_norm: float,
-    by_leaf: bool = False,
+    by_leaf: bool = True,
 ) -> tuple[TrainState, Metrics]:
     """Clip the gradient and apply one optimizer update; skip it unless all numbers are finite.
 

@@ -278,15 +278,9 @@ EIGHT = MeshConfig(data=2, fsdp=2, tensor=2)
 
 
 @functools.cache
-def learner(mesh=EIGHT, offload=False, dtype="float32", by_leaf=None, **settings) -> Learner:
+def learner(mesh=EIGHT, offload=False, dtype="float32", by_leaf=True, **settings) -> Learner:
     optim = OptimConfig(learning_rate=0.01, offload=offload, **settings)
-    step = StepConfig(
-        row_tokens=16,
-        rows=8,
-        dtype=dtype,
-        offload=offload,
-        update_by_leaf=optim.has_compressed_state if by_leaf is None else by_leaf,
-    )
+    step = StepConfig(row_tokens=16, rows=8, dtype=dtype, offload=offload, update_by_leaf=by_leaf)
     devices = jax.devices()[: abs(np.prod(list(mesh.sizes.values())))]
     return Learner(sft.Config(), MODEL, make_optimizer(optim, 10), step, make_mesh(mesh, devices))
 
@@ -353,14 +347,22 @@ def test_bfloat16_weights_with_remainders_train_as_float32_masters():
         assert error < 0.03, name
 
 
-@pytest.mark.slow
-def test_updates_by_leaf_are_those_of_the_whole_tree():
+COMPRESSED = {"moments": "int8", "store_param_remainders": True, "dtype": "bfloat16"}
+BY_LEAF = {
+    "adamw, decay, clipping, average": {"weight_decay": 0.1, "max_grad_norm": 0.01, "ema": 0.9},
+    "adafactor": {"name": "adafactor"},
+    "lion": {"name": "lion"},
+    "sgd": {"name": "sgd"},
+    "compressed": COMPRESSED,
+}
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param(x, marks=pytest.mark.slow) for x in BY_LEAF.values()], ids=BY_LEAF
+)
+def test_updates_by_leaf_are_those_of_the_whole_tree(settings):
     """A skipped one leaves everything as it was."""
-    one = MeshConfig(fsdp=1)
-    built, whole = (
-        learner(one, moments="int8", store_param_remainders=True, dtype="bfloat16", by_leaf=by_leaf)
-        for by_leaf in (True, False)
-    )
+    built, whole = (learner(MeshConfig(fsdp=1), by_leaf=by_leaf, **settings) for by_leaf in (True, False))
     state, expected = (updated(x, start(x), range(1)) for x in (built, whole))
     for a, b in zip(*(jax.tree.leaves(float32_params(x)) for x in (state, expected)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)  # of steps of 0.01
