@@ -1,7 +1,7 @@
 """Application of an update only where all of its numbers are finite.
 
 No weight may be written before every weight of the update is known to be finite. `update_if_finite` holds old
-and new state until then; `update_by_leaf` computes the update twice and holds none of it. That is also faster:
+and new state until then; `update_by_leaf` computes the update twice and holds none of it, which is faster:
 to write and read a new state takes longer than to compute it again.
 """
 
