@@ -16,8 +16,7 @@ from jaxrl_llm.models.kernels import can_share_prefixes
 from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.rules import num_shards
 from jaxrl_llm.structs import Params
-
-SHORTEST_ROW = 64  # tokens
+from jaxrl_llm.tools.response_rewards import SHORTEST_ROW
 
 
 class Sequences(NamedTuple):
