@@ -15,6 +15,8 @@ CALLED = re.compile(
 )
 RUN_IN_PLACE = ("while", "conditional", "call", "async-start")
 """Instructions whose computations' results are arrays in memory, as the entry computation's are."""
+FUSIONS = ("fusion", "fusion-start")
+"""A fusion, and one that runs beside others until its `fusion-done` (CUDA, from jax 0.12 on)."""
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 
 

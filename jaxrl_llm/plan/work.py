@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_llm.plan.hlo import (
+    FUSIONS,
     Array,
     Computation,
     Hints,
@@ -124,6 +125,8 @@ def _moved(line: Instruction, module: Module, computation: Computation) -> float
     size = lambda arrays: sum(array.memory_bytes for array in arrays)
     if line.op == "custom-call":
         return _moved_by_call(line, operands)
+    if line.op in FUSIONS:
+        return _moved_by_fusion(line, operands, module)
     if line.op.endswith("slice-start"):  # its result: the operand, the slice, a semaphore
         return line.arrays[1].bytes + size(line.arrays[1:2])
     if line.op.endswith("-start"):  # its result holds the operands, too
@@ -132,12 +135,20 @@ def _moved(line: Instruction, module: Module, computation: Computation) -> float
         return 2 * size(line.arrays)
     if line.op in UPDATES:
         return 2 * size(operands[UPDATES[line.op]])
-    if line.op != "fusion":
-        return sum(map(size, operands)) + size(line.arrays)
+    return sum(map(size, operands)) + size(line.arrays)
+
+
+def _moved_by_fusion(line: Instruction, operands: list[list[Array]], module: Module) -> float:
+    """Return the bytes that a fusion reads and writes."""
     fused = module.computations[called_computations(line, module)[0]]
     parameters = {i.operand_text: name for name, i in fused.items() if i.op == "parameter"}
-    read = [min(size(x), _read(parameters[str(i)], fused, module)) for i, x in enumerate(operands) if size(x)]
-    return sum(read) + _written(fused, module, line.arrays)
+    sizes = [sum(array.memory_bytes for array in arrays) for arrays in operands]
+    read = [min(size, _read(parameters[str(i)], fused, module)) for i, size in enumerate(sizes) if size]
+    results = line.arrays
+    if line.op == "fusion-start":  # its result: the operands, the results, a semaphore
+        first = sum(map(len, operands))
+        results = results[first : first + len(_root(fused).arrays)]
+    return sum(read) + _written(fused, module, results)
 
 
 def _moved_by_call(line: Instruction, operands: list[list[Array]]) -> float:

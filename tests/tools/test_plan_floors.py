@@ -126,13 +126,28 @@ FUSED = """\
 """
 
 
-def test_memory_traffic_is_that_of_slices_and_updates():
+RESULTS = "(f32[6,8]{1,0}, f32[8]{0})"
+OPERANDS = "(f32[6,8]{1,0}, s32[], f32[6,8]{1,0}, f32[8]{0:T(128)S(1)})"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f"  %f = {RESULTS} fusion(%stack, %i, %stack, %x), kind=kLoop, calls=%layer"],
+        [  # as CUDA's compiler of jax 0.12 writes those that run beside others
+            f"  %f = ({OPERANDS}, {RESULTS}, u32[]) fusion-start(%stack, %i, %stack, %x), calls=%layer",
+            f"  %g = {RESULTS} fusion-done(%f)",
+        ],
+    ],
+    ids=["fusion", "fusion-start"],
+)
+def test_memory_traffic_is_that_of_slices_and_updates(lines):
     """A row of the stack is read and a row written, 32 bytes each; x is in vector memory, the sum is not."""
     module = module_of(
         "  %stack = f32[6,8]{1,0} parameter(0)",
         "  %i = s32[] constant(0)",
         "  %x = f32[8]{0:T(128)S(1)} copy(%y)",
-        "  %f = (f32[6,8]{1,0}, f32[8]{0}) fusion(%stack, %i, %stack, %x), kind=kLoop, calls=%layer",
+        *lines,
         computations=FUSED,
     )
     assert count_work(module, HINTS).memory == 3 * 32 + 4  # and the index
