@@ -43,11 +43,12 @@ class LogprobModel:
 
     def logprobs(self, params: Params, groups: Sequence[Sequences]) -> list[list[np.ndarray]]:
         """Return the log-prob of each token after the first, nats, of each sequence of each group."""
+        groups = [group if self._splits(group) else group._replace(shared=0) for group in groups]
         results: list[list[np.ndarray]] = [[] for _ in groups]
         by_width: dict[int, list[int]] = {}
-        items = [self._items(group) for group in groups]
-        for i, (group, members) in enumerate(zip(groups, items, strict=True)):
-            by_width.setdefault(self._width(group, members), []).append(i)
+        items = [_items(group) for group in groups]
+        for i, group in enumerate(groups):
+            by_width.setdefault(self._width(group), []).append(i)
         for width in sorted(by_width):
             together = [item for i in by_width[width] for item in items[i]]
             scores = iter(self._of_width(width, together).score(params, together))
@@ -55,22 +56,13 @@ class LogprobModel:
                 results[i] = _joined(groups[i], [next(scores)["policy"][1:] for _ in items[i]])
         return results
 
-    def _items(self, group: Sequences) -> list[PackItem]:
-        """Return what is packed: the sequences; where they share a prompt it, then what follows in each."""
-        if not self._splits(group):
-            return [PackItem(np.array(ids, np.int32), _ones(len(ids))) for ids in group.tokens]
-        prompt = np.array(group.tokens[0][: group.shared], np.int32)
-        masks = [_ones(len(ids)) * (np.arange(len(ids)) >= group.shared) for ids in group.tokens]
-        whole = [PackItem(np.array(t, np.int32), mask) for t, mask in zip(group.tokens, masks, strict=True)]
-        return [PackItem(prompt, _ones(len(prompt))), *whole]
-
     def _splits(self, group: Sequences) -> bool:
         return self.shares and len(group.tokens) > 1 and group.shared > 1
 
-    def _width(self, group: Sequences, items: Sequence[PackItem]) -> int:
+    def _width(self, group: Sequences) -> int:
         """Return the tokens of a row: of the longest sequence, or of all where a pass has room for these."""
         longest = bucket(max(len(ids) for ids in group.tokens), SHORTEST_ROW)
-        if len(items) == len(group.tokens):
+        if not group.shared:
             return longest
         responses = sum(len(ids) - group.shared + 1 for ids in group.tokens)  # +1: the prompt's last token
         whole = bucket(group.shared + responses, SHORTEST_ROW)
@@ -88,13 +80,20 @@ class LogprobModel:
         return self._by_shape[width, rows]
 
 
-def _ones(length: int) -> np.ndarray:
-    return np.ones(length, np.float32)
+def _items(group: Sequences) -> list[PackItem]:
+    """Return what is packed: the prompt, where it is shared, and what follows it in each sequence."""
+    prompts = [group.tokens[0][: group.shared]] if group.shared else []
+    return [_item(ids, 0) for ids in prompts] + [_item(ids, group.shared) for ids in group.tokens]
+
+
+def _item(ids: list[int], start: int) -> PackItem:
+    """Return a sequence whose tokens from `start` on have log-probs."""
+    return PackItem(np.array(ids, np.int32), (np.arange(len(ids)) >= start).astype(np.float32))
 
 
 def _joined(group: Sequences, scores: list[np.ndarray]) -> list[np.ndarray]:
     """Return the log-probs of whole sequences; scores of the prompt come first, where it is apart."""
-    if len(scores) == len(group.tokens):
+    if not group.shared:
         return scores
     prompt, *responses = scores
     return [np.concatenate([prompt, response[group.shared - 1 :]]) for response in responses]

@@ -347,19 +347,17 @@ def test_bfloat16_weights_with_remainders_train_as_float32_masters():
         assert error < 0.03, name
 
 
-COMPRESSED = {"moments": "int8", "store_param_remainders": True, "dtype": "bfloat16"}
 BY_LEAF = {
     "adamw, decay, clipping, average": {"weight_decay": 0.1, "max_grad_norm": 0.01, "ema": 0.9},
     "adafactor": {"name": "adafactor"},
     "lion": {"name": "lion"},
     "sgd": {"name": "sgd"},
-    "compressed": COMPRESSED,
+    "compressed": {"moments": "int8", "store_param_remainders": True, "dtype": "bfloat16"},
 }
 
 
-@pytest.mark.parametrize(
-    "settings", [pytest.param(x, marks=pytest.mark.slow) for x in BY_LEAF.values()], ids=BY_LEAF
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", BY_LEAF.values(), ids=BY_LEAF)
 def test_updates_by_leaf_are_those_of_the_whole_tree(settings):
     """A skipped one leaves everything as it was."""
     built, whole = (learner(MeshConfig(fsdp=1), by_leaf=by_leaf, **settings) for by_leaf in (True, False))

@@ -233,7 +233,7 @@ class Scheduler:
     def _prefill_batch(self, responses: list[PartialResponse]) -> None:
         """Run one forward over the first prompts of these responses: as many as fit, and fill its rows."""
         start = time.perf_counter()
-        counts_of, counts = dict(self.shapes.prefill), ()
+        counts_of = dict(self.shapes.prefill)
         widths = tuple(counts_of)
         batch: dict[bytes, np.ndarray] = {}
         longest = 0
@@ -243,9 +243,9 @@ class Scheduler:
             if len(batch.keys() | {key}) > counts_of[round_up(widths, longer)][-1]:
                 break
             batch[key], longest = ids[:-1], longer
-            counts = counts_of[round_up(widths, longest)]
-        fewer = _filling(counts, len(batch))
-        if fewer * round_up(widths, longest) >= MIN_PREFILL:
+        width = round_up(widths, longest)
+        fewer = _filling(counts_of[width], len(batch))
+        if fewer * width >= MIN_PREFILL:
             batch = dict(itertools.islice(batch.items(), fewer))
         width = round_up(widths, max(map(len, batch.values())))
         tokens = np.zeros((round_up(counts_of[width], len(batch)), width), np.int32)
