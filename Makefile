@@ -23,7 +23,7 @@ TRL_PYTHON ?=
 TUNIX_PYTHON ?=
 SMOLLM2 := models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: quickstart learn real weights loggers bench test test-slow test-all test-newest test-sglang test-clients test-compilers fit lint clean
+.PHONY: quickstart learn real weights loggers bench test test-slow test-all test-newest test-sglang test-clients test-compilers test-gpu fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -46,7 +46,7 @@ weights: $(SMOLLM2)
 loggers: $(VENV)/.installed-loggers
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow and not compilers" -q $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and not compilers and not gpu" -q $(PARALLEL)
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "slow and not compilers" -q $(PARALLEL)
@@ -71,6 +71,11 @@ test-clients: $(VENV)/.installed-test $(CLIENTS:=/.installed)
 # The real TPU and CUDA compilers on our kernels; no accelerator is needed. 3 GB of wheels.
 test-compilers: $(COMPILERS_VENV)/.installed
 	$(COMPILERS_VENV)/bin/python -m pytest -q -m compilers
+
+# The kernels on a Hopper GPU, against their definitions in float32.
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pip install -q -e '.[cuda]'
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false JAXRL_TEST_OPTIMIZED=1 $(BIN)/python -m pytest -q -m gpu -n 4
 
 # docs/fit.md anew where docs/fit/ lacks a case; takes the compilers of the extra `plan`, and minutes a case.
 fit: $(VENV)/.installed

@@ -1,6 +1,7 @@
 """Kernels, trainer and rollout on one Hopper GPU, against published numbers.
 
-    python benchmarks/gpu.py                       # on a GPU: benchmarks/results/gpu.json, about 15 minutes
+    python benchmarks/gpu.py                       # on a GPU: benchmarks/results/gpu_<device>.json
+    python benchmarks/gpu.py --only update rollout # these parts alone; the others keep their results
     python benchmarks/gpu.py --compile h100        # no GPU: the same programs through the CUDA compiler
     python benchmarks/gpu.py --small               # any device, tiny shapes: a test of the script
 
@@ -8,7 +9,8 @@ Targets, on an H100: attention forward 579 TFLOP/s (FlashAttention-3, causal, he
 2407.08608) and backward 450, packed rows within 10% of whole ones; linear_logprob 670 (Liger, hidden 4096,
 vocabulary 131072); grouped_matmul 590 forward, 500 with Zipf's loads, 450 for gradients, no less than
 tokamax where it is installed (shapes of Qwen3-30B-A3B); decode 85% of memory bandwidth and 12k tokens/s of a
-Qwen3-0.6B, 512 in and 128 out (vLLM); a GRPO update of it 36k tokens/s. `--compile` needs `pip install
+Qwen3-0.6B, 512 in and 128 out (vLLM); a GRPO update of it 36k tokens/s. Each part runs in a process of its
+own: its peak of memory is its own, and one that fails or hangs ends alone. `--compile` needs `pip install
 'jaxrl-llm[plan]'`; it proves that programs compile and what memory they take, and no speed.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -33,7 +36,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from machine import report_head
 
-from jaxrl_kernels.chips import CHIPS, GPUS
+from jaxrl_kernels.chips import CHIPS, GPUS, peak_flops
+from jaxrl_kernels.decode_attention import bench as decode
 from jaxrl_kernels.flash_attention import bench as attention
 from jaxrl_kernels.flash_attention.bench import Shape
 from jaxrl_kernels.grouped_matmul import bench as grouped
@@ -47,6 +51,7 @@ from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import DataConfig, ModelConfig, RolloutConfig, SourceConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.flops import training_flops
 from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.target import open_target
 from jaxrl_llm.plan.topology import parse_topology
@@ -63,13 +68,16 @@ TINY = replace(QWEN, vocab_size=512, hidden_size=64, mlp_size=128, num_layers=2,
                head_dim=16)  # fmt: skip
 
 
-def gpu_recipe(model: TransformerConfig, tokens: int, prompt: int, response: int, slots: int) -> TrainConfig:
-    """Return the config of a GRPO update of `tokens` tokens, in micro-batches that fill the device."""
+def gpu_recipe(
+    model: TransformerConfig, tokens: int, prompt: int, response: int, slots: int, share: bool = True
+) -> TrainConfig:
+    """Return the config of a GRPO update of eight micro-batches of `tokens` tokens, 8 responses a prompt."""
     return TrainConfig(
         run_dir="runs/gpu",
         algo=grpo.Config(kl_coef=0.0),
-        prompts_per_step=max(tokens // (8 * (prompt + response)), 1),
+        prompts_per_step=max(tokens // (prompt + response), 1),
         responses_per_prompt=8,
+        share_prefixes=share,
         tokens_per_device=tokens,
         max_prompt_tokens=prompt,
         max_response_tokens=response,
@@ -107,29 +115,39 @@ def measure_grouped(shape: tuple[int, int, int, int], repeat: int) -> list[dict[
 
 
 def measure_update(config: TrainConfig, repeat: int) -> dict[str, float]:
-    """Measure tokens a second of a whole update: packing, micro-batches, optimizer."""
-    stage = make_stages(config, config.model.architecture, make_meshes(config, jax.devices()[:1]))[-1]
+    """Measure tokens a second of a whole update, each response with its prompt counted: packing,
+    micro-batches, optimizer."""
+    model, prompt = config.model.architecture, config.max_prompt_tokens
+    stage = make_stages(config, model, make_meshes(config, jax.devices()[:1]))[-1]
     learner, rng = stage.policy, np.random.default_rng(0)
-    state = learner.init_state(models.init(config.model.architecture, jax.random.key(0)))
-    length, count = config.row_tokens, config.trajectories_per_step
+    state = learner.init_state(models.init(model, jax.random.key(0)))
+    ids = lambda count: rng.integers(2, model.vocab_size, count).astype(np.int32)
 
-    def item() -> PackItem:
-        tokens = rng.integers(2, config.model.architecture.vocab_size, length).astype(np.int32)
-        mask = (np.arange(length) >= config.max_prompt_tokens).astype(np.float32)
-        noise = rng.standard_normal(length).astype(np.float32)
+    def item(first: np.ndarray) -> PackItem:
+        tokens = np.r_[first, ids(config.max_response_tokens)]
+        mask = (np.arange(len(tokens)) >= prompt).astype(np.float32)
+        noise = rng.standard_normal(len(tokens)).astype(np.float32)
         return PackItem(tokens, mask, {"advantages": noise * mask, "rollout": -np.abs(noise) * mask})
 
-    items, seconds = [item() for _ in range(count)], []
+    prompts = [ids(prompt) for _ in range(config.prompts_per_step)]
+    items, seconds = [item(first) for first in prompts for _ in range(config.responses_per_prompt)], []
     for _ in range(repeat + 1):
         start = time.perf_counter()
         state, metrics = learner.update(state, [items])
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - start)
-    return {
-        "tokens": length * count,
-        "tokens_per_second": length * count / statistics.median(seconds[1:]),
+    tokens, median = config.max_tokens * len(items), statistics.median(seconds[1:])
+    results = {
+        "tokens": tokens,
+        "tokens_per_row": config.row_tokens,
+        "seconds": median,
+        "tokens_per_second": tokens / median,
         "loss_is_finite": bool(np.isfinite(float(metrics["loss"]))),
     }
+    if peak := peak_flops(jax.devices()[0].device_kind):
+        lengths = [config.max_tokens] * len(items)
+        results["model_flops_of_peak"] = training_flops(model, lengths) / median / peak
+    return results
 
 
 def measure_rollout(config: TrainConfig, requests: int, repeat: int) -> dict[str, float]:
@@ -159,8 +177,9 @@ def measure_rollout(config: TrainConfig, requests: int, repeat: int) -> dict[str
 def measure_run(steps: int) -> dict[str, Any]:
     """Run grpo_tiny.py with a model 30 times as large, by its command."""
     sizes = {"hidden_size": 256, "mlp_size": 1024, "head_dim": 64}
-    size = " ".join(f"--model.architecture.{name} {value}" for name, value in sizes.items())
-    flags = f"--config grpo_tiny.py --steps {steps} --run_dir runs/gpu_grpo --log.progress none {size}"
+    more = " ".join(f"--model.architecture.{name} {value}" for name, value in sizes.items())
+    more += " --model.dtype bfloat16 --rollout.dtype bfloat16"
+    flags = f"--config grpo_tiny.py --steps {steps} --run_dir runs/gpu_grpo --log.progress none {more}"
     shutil.rmtree("runs/gpu_grpo", ignore_errors=True)  # an earlier run would be continued
     subprocess.run([sys.executable, "-m", "jaxrl_llm.train", *flags.split()], check=True)
     rows = [json.loads(line) for line in Path("runs/gpu_grpo/metrics.jsonl").read_text().splitlines()]
@@ -169,32 +188,59 @@ def measure_run(steps: int) -> dict[str, Any]:
     return {"command": flags, "pass@1": passed, "median step, s": statistics.median(steps_s)}
 
 
-def measure_all(small: bool) -> dict[str, Any]:
-    """Measure all parts on this device. The failure of one is recorded, and the others run."""
-    model, repeat, seconds = (TINY, 2, 0.1) if small else (QWEN, 5, 1.0)
+def make_parts(small: bool) -> dict[str, Callable[[], Any]]:
+    """Return what is measured: name -> function that returns its results."""
+    model, repeat, seconds = (TINY, 2, 0.1) if small else (QWEN, 5, 0.3)
     shape = Shape(1, 256, 4, 2, 64, "float32") if small else Shape()
     head = (256, 64, 512) if small else (16_384, 4096, 131_072)
     experts = (256, 4, 64, 64) if small else QWEN_EXPERTS
-    update = gpu_recipe(model, *((1024, 64, 64, 8) if small else (16_384, 512, 512, 256)))
+    decoded = {"slots": 4, "context": 60, "repeat": 2} if small else {"repeat": repeat}
+    pages = (16,) if small else (64, 128)
+    lengths = (1024, 64, 64, 8) if small else (16_384, 512, 512, 256)
+    update, apart = (gpu_recipe(model, *lengths, share=share) for share in (True, False))
     rollout = gpu_recipe(model, *((1024, 16, 16, 8) if small else (16_384, 512, 128, 256)))
-    parts: dict[str, Callable[[], Any]] = {
+    kernels = {
         "attention, TFLOP/s": lambda: measure_attention(shape, seconds),
-        "linear_logprob": lambda: [
-            logprob.measure(name, *head, repeat=repeat) for name in ("auto", "chunked")
-        ],
+        "linear_logprob": lambda: [logprob.measure("auto", *head, repeat=repeat)],
         "grouped_matmul": lambda: measure_grouped(experts, repeat),
+        "decode_attention": lambda: [decode.measure_decoding(page=page, **decoded) for page in pages],
+    }
+    return {
+        "head": report_head,
+        "kernels": lambda: {name: part() for name, part in kernels.items()},
         "update": lambda: measure_update(update, repeat),
+        "update, prompts not shared": lambda: measure_update(apart, repeat),
         "rollout": lambda: measure_rollout(rollout, 16 if small else 500, repeat),
         "grpo": lambda: measure_run(2 if small else 100),
     }
-    results: dict[str, Any] = report_head()
-    for name, part in parts.items():
+
+
+def run_part(name: str, small: bool) -> None:
+    """Measure one part and print its results as the last line, with the peak of the device's memory."""
+    try:
+        results = make_parts(small)[name]()
+    except Exception as error:  # the other parts' results are kept
+        results = f"failed: {type(error).__name__}: {str(error)[:500]}"
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    if isinstance(results, dict) and peak and name != "head":
+        results["peak_GiB"] = peak / 2**30
+    print(json.dumps(results), flush=True)
+
+
+def measure_parts(names: list[str], small: bool, limit: float) -> dict[str, Any]:
+    """Measure parts in processes of their own. The failure of one is recorded."""
+    results = {}
+    for name in ["head", *names]:
+        words = [sys.executable, __file__, "--part", name, *(["--small"] if small else [])]
         try:
-            results[name] = part()
-        except Exception as error:  # the results of the other parts are kept
-            results[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
+            lines = done.stdout.splitlines()
+            results[name] = json.loads(lines[-1]) if lines else f"failed: exit status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            results[name] = f"failed: not done after {limit:.0f} seconds"
         print(name, json.dumps(results[name]), flush=True)
-    return results
+    command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
+    return {**results.pop("head"), "command": command, **results}
 
 
 def compile_for(kind: str) -> dict[str, Any]:
@@ -249,14 +295,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    names = [name for name in make_parts(small=True) if name != "head"]
     parser.add_argument("--compile", metavar="KIND", help="h100 or h200: compile for it, run nothing")
     parser.add_argument("--small", action="store_true", help="tiny shapes; nothing is written")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="parts to measure")
+    parser.add_argument("--limit", type=float, default=600, help="seconds after which a part is given up")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    results = compile_for(options.compile) if options.compile else measure_all(options.small)
+    if options.part:
+        run_part(options.part, options.small)
+        return
+    if options.compile:
+        results, name = compile_for(options.compile), f"gpu_compiled_{options.compile}.json"
+    else:
+        results = measure_parts(options.only, options.small, options.limit)
+        name = f"gpu_{next((kind for kind in GPUS if kind.upper() in results['device']), 'other')}.json"
     print(json.dumps(results, indent=1))
     if not options.small:
-        name = f"gpu_compiled_{options.compile}.json" if options.compile else "gpu.json"
-        (RESULTS / name).write_text(json.dumps(results, indent=1) + "\n")
+        path = RESULTS / name
+        earlier = json.loads(path.read_text()) if path.exists() and options.only != names else {}
+        path.write_text(json.dumps(earlier | results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,10 @@ def report_head(computes: bool = True) -> dict[str, Any]:
 
 
 def git_commit() -> str:
-    """Return the commit of the code, "+" after it where files have changed; "" outside a repository."""
+    """Return the commit of the code, "+" after it where files have changed; "" outside a repository or
+    without git."""
+    if not shutil.which("git"):
+        return ""
     git = lambda *words: subprocess.run(
         ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )

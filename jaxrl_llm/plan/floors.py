@@ -124,7 +124,7 @@ def rollout_floors(
     floors["publish"] = publish
     if "write_pages" in calls:
         prompts = 2.0 * size(calls["write_pages"].args[1])
-        tokens = computed["decode"].tokens / num_shards("batch", mesh.shape) * page
+        tokens = len(calls["copy_pages"].args[1]) / num_shards("batch", mesh.shape) * page
         copied = tokens / computed["prefill"].tokens
         return floors | {
             "write_pages": ProgramWork(memory=prompts),

@@ -150,7 +150,7 @@ def _rollout(
         yield phase("resize", "resize", holding(calls["resize"].args[0]), 1)
     if paged:
         yield phase("write_pages", "write", full, prefills)
-        yield phase("copy_pages", "copy", full, rounds)
+        yield phase("copy_pages", "copy", full, math.ceil(samples / len(calls["copy_pages"].args[1])))
     else:
         yield phase("gather", "gather", full, rounds)
         yield phase("insert", "insert", holding(cache, calls["insert"].args[1]), rounds)

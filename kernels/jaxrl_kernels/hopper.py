@@ -28,6 +28,11 @@ RESERVED = 4096
 """Bytes of shared memory reserved for the compiler: reductions and barriers."""
 BLOCK_LENGTHS = (32, 64, 128)
 """Rows of a block in a ring: TMA writes at multiples of 128 bytes, which 32 of an int32 are."""
+TILE_ROWS = 8
+"""Rows of a tile of `matrix_memory`. TMA copies whole tiles: arrays must have whole ones, and copies must
+begin at multiples of these rows and of the stripe's columns. Pallas rounds any other start down; its
+interpreter does not. TMA reads zeros behind the end of an array and writes nothing there; the interpreter
+cannot."""
 MATRIX = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -190,7 +195,7 @@ def matrix_memory(shape: tuple[int, ...], dtype: Any, stripe: int) -> Any:
     """
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(stripe * bits)
-    transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
+    transforms = (plgpu.TilingTransform((TILE_ROWS, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

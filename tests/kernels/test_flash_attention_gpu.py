@@ -98,7 +98,7 @@ def arrays(segments, last=None, mask=None):
     """Inputs of a kernel whose tokens are of no interest."""
     tokens = jnp.zeros((*segments.shape, 1, 32))
     last = segments if last is None else last
-    return gpu_plan.padded_inputs(tokens, tokens, tokens, segments, last, mask or DynamicMask())
+    return gpu_plan.padded_inputs(tokens, tokens, tokens, segments, last, mask or DynamicMask(), True)
 
 
 def test_blocks_a_tile_reads():

@@ -10,7 +10,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from kernel_oracles import assert_close
 
-from jaxrl_kernels import dispatch, topology
+from jaxrl_kernels import dispatch, hopper, topology
 from jaxrl_kernels.chips import TPUS
 from jaxrl_kernels.grouped_matmul import pallas_gpu, ragged_dot, reference, tiled
 from jaxrl_kernels.grouped_matmul.api import grouped_matmul
@@ -114,6 +114,16 @@ def test_visits():
     assert int(count[0]) == 4
     wanted = [[0, 0, 0, 130], [0, 1, 0, 130], [2, 1, 130, 150], [3, 1, 150, 153]]
     np.testing.assert_array_equal(visits[:, :4].T, wanted)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 64), (7, 7), (3, 90), (100, 101), (121, 192), (64, 128)])
+def test_blocks_of_a_group_begin_where_shared_memory_has_tiles(begin, end):
+    """TMA copies tiles of 8 rows: another start would be rounded down, but not in the interpreter."""
+    rows = pallas_gpu._GroupRows(jnp.int32(begin), jnp.int32(end), 192)
+    starts = [int(rows.block_start(k)) for k in range(int(rows.steps))]
+    assert all(start % hopper.TILE_ROWS == 0 and start + 64 <= 192 for start in starts)
+    summed = [row for k, at in enumerate(starts) for row in range(at, at + 64) if rows.are_of(k, row)]
+    assert summed == list(range(begin, end))
 
 
 def test_the_choice_and_bad_input(monkeypatch):

@@ -15,7 +15,7 @@ from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native.kept import max_copies
 from jaxrl_llm.rollout.native.programs import Programs, empty_slots, make_stop_conditions
 from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
-from jaxrl_llm.rollout.native.shapes import ProgramShapes, pages_for, round_up
+from jaxrl_llm.rollout.native.shapes import ProgramShapes, num_copies, pages_for, round_up
 from jaxrl_llm.sharding.compile import ParallelCompiler
 from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params, Program
@@ -118,8 +118,8 @@ def _call_paged(
             tables = _zeros(programs.num_shards * count, pages_for(width, programs.page_size))
             cache = programs.write_pages(cache, prompts, lengths, tables)
     cache = _call_extend(programs, shapes, weights, cache)
-    max_slots = shapes.slot_counts[-1]
-    cache = programs.copy_pages(cache, _zeros(max_slots), _zeros(max_slots))
+    copies = _zeros(num_copies(shapes.slot_counts[-1], programs.num_shards))
+    cache = programs.copy_pages(cache, copies, copies)
     for columns in {pages_for(length, programs.page_size) for length in shapes.cache_lengths}:
         for num_slots in shapes.slot_counts:
             cache = decode(cache, num_slots, _zeros(num_slots, columns))
@@ -234,10 +234,10 @@ def _paged_calls(
     tables = _zeros(
         programs.num_shards * len(lengths), pages_for(shapes.max_prefill_length, programs.page_size)
     )
-    slots = _zeros(shapes.slot_counts[-1])
+    copies = _zeros(num_copies(shapes.slot_counts[-1], programs.num_shards))
     return cache, {
         "write_pages": Program(programs.write_pages, (cache, prompts, lengths, tables), {}),
-        "copy_pages": Program(programs.copy_pages, (cache, slots, slots), {}),
+        "copy_pages": Program(programs.copy_pages, (cache, copies, copies), {}),
     }
 
 

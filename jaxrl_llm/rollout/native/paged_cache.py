@@ -27,11 +27,11 @@ from jaxrl_kernels.dispatch import choose
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.mla import cache_dims
-from jaxrl_llm.models.paged import NULL_PAGE, init_paged_cache
+from jaxrl_llm.models.paged import NO_PAGE, NULL_PAGE, init_paged_cache
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.programs import ChunkOutput, PrefillBatch, Programs, SlotState
-from jaxrl_llm.rollout.native.shapes import ProgramShapes, max_pages_for, pages_for, round_up
+from jaxrl_llm.rollout.native.shapes import ProgramShapes, max_pages_for, num_copies, pages_for, round_up
 from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
 
 MEMORY_FRACTION = 0.8
@@ -192,13 +192,22 @@ class PagedCacheManager:
                 prompt.cached = True
             tables = tables.reshape(-1, width)
             self.cache = self.programs.write_pages(self.cache, batch.kv, batch.lengths, tables)
-        copies = np.full((2, len(self.slots)), NULL_PAGE, np.int32)
         ready = [copy for copy in self.pending_copies if self.slots[copy[0]].prompt.cached]
-        for slot, *pages in ready:
-            copies[:, slot] = pages
-        if ready:
-            self.cache = self.programs.copy_pages(self.cache, *copies)
+        self._copy_pages(ready)
         self.pending_copies = [copy for copy in self.pending_copies if copy not in ready]
+
+    def _copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy pages, each (slot, source, target), in as many calls as the shard with most of them needs."""
+        shards = [
+            [pages for slot, *pages in copies if self.shard_of(slot) == i] for i in range(len(self.pools))
+        ]
+        rows = num_copies(len(self.slots), len(shards)) // len(shards)
+        for start in range(0, max(map(len, shards)), rows):
+            arrays = np.full((len(shards), rows, 2), (NULL_PAGE, NO_PAGE), np.int32)
+            for array, pages in zip(arrays, shards, strict=True):
+                some = pages[start : start + rows]
+                array[: len(some)] = np.reshape(some, (-1, 2))
+            self.cache = self.programs.copy_pages(self.cache, *arrays.reshape(-1, 2).T)
 
     def extend(
         self, weights, slots: Sequence[int], tokens: np.ndarray, lengths: np.ndarray

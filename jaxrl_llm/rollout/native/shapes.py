@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_LENGTH = 32  # tokens; a shorter rung saves nothing
+MAX_COPIES = 32  # pages of a shard that one call copies: a prefill batch is followed by a few
 MAX_TEXTS = 8  # of other responses, as long as the longest sequence, that drafts are looked up in
 
 
@@ -105,6 +106,11 @@ def max_pages_for(num_tokens: int, page_size: int) -> int:
     is never read, so never written.
     """
     return pages_for(num_tokens - 1, page_size) + 1
+
+
+def num_copies(num_slots: int, num_shards: int) -> int:
+    """Return the pages that one call of `Programs.copy_pages` copies, of all shards."""
+    return num_shards * min(MAX_COPIES, num_slots // num_shards)
 
 
 def ladder(top: int, lowest: int, factor: float) -> tuple[int, ...]:

@@ -101,9 +101,10 @@ def triton(shape: Shape) -> Callable:
 
 
 OTHERS = {"xla": xla, "splash": splash, "triton": triton}
+"""Implementations that are not ours, by name."""
 OF_PLATFORM = {
     "tpu": ("pallas_tpu", "splash", "xla"),
-    "gpu": ("pallas_gpu", "cudnn", "triton", "xla"),
+    "gpu": ("pallas_gpu", "cudnn"),
     "cpu": ("blockwise", "reference", "xla"),
 }
 

@@ -43,7 +43,7 @@ from jaxrl_kernels.hopper import (
 
 def dq(plan: TilePlan, inputs: Inputs, mask: DynamicMask) -> jax.Array:
     """Return dq [B, Tq, H, E] of padded inputs."""
-    batch, length, heads, _ = inputs.q.shape
+    (batch, length), heads = inputs.q_segments.shape, inputs.q.shape[2]
     scratch = {
         "q": plan.matrix(CONSUMERS, ROWS),
         "d_out": plan.matrix(CONSUMERS, ROWS),
@@ -135,7 +135,7 @@ def _dq_step(
 
 def dkv(plan: TilePlan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicMask) -> list[jax.Array]:
     """Return those of "dk" and "dv" in `outputs`, [B, Tk, K, E], of padded inputs."""
-    batch, length, heads, _ = inputs.k.shape
+    (batch, length), heads = inputs.kv_last.shape, inputs.k.shape[2]
     scratch = {
         "k": plan.matrix(CONSUMERS, ROWS),
         "v": plan.matrix(CONSUMERS, ROWS),

@@ -28,6 +28,7 @@ from jaxrl_kernels.hopper import (
     PER_COLUMN,
     PER_ROW,
     ROWS,
+    TILE_ROWS,
     WarpgroupOps,
     has_register_reallocation,
     matrix_memory,
@@ -291,6 +292,12 @@ def pad_to(x: jax.Array, multiples: dict[int, int]) -> jax.Array:
     return jnp.pad(x, widths) if any(after for _, after in widths) else x
 
 
+def pad_matrix(x: jax.Array, interpret: bool) -> jax.Array:
+    """Pad q, k, v or a gradient with zeros: tokens to TILE_ROWS, in the interpreter and short rows to whole
+    tiles; the head dim to what TMA swizzles."""
+    return pad_to(x, {1: TILE if interpret or x.shape[1] < TILE else TILE_ROWS, 3: 32})
+
+
 def padded_inputs(
     q: jax.Array,
     k: jax.Array,
@@ -298,9 +305,10 @@ def padded_inputs(
     q_segments: jax.Array,
     kv_last: jax.Array,
     mask: DynamicMask,
+    interpret: bool,
 ) -> Inputs:
-    """Pad lengths to whole tiles, and the head dim to what TMA swizzles with zeros."""
-    q, k, v = (pad_to(x, {1: TILE, 3: 32}) for x in (q, k, v))
+    """Pad numbers of tokens to whole tiles, and matrices to what `pad_matrix` says."""
+    q, k, v = (pad_matrix(x, interpret) for x in (q, k, v))
     queries = q_segments, mask.windows(q_segments)
     q_segments, windows, kv_last = (pad_to(x.astype(jnp.int32), {1: TILE}) for x in (*queries, kv_last))
     segments = jnp.where(q_segments > 0, q_segments, PADDING)

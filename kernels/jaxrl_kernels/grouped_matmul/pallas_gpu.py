@@ -3,8 +3,9 @@
 Rows are cut into tiles wherever groups begin. The kernel of the forward pass and of the gradient of lhs takes
 visits: pairs of a tile of rows and a group that has some of them. It multiplies the whole tile with the
 group's matrix and stores the group's rows. The kernel of the gradient of rhs sums over the rows of a group,
-from its first row on; rows beyond its last one are cleared in shared memory. In both, the producer warpgroup
-copies blocks into a ring through all the tiles of its multiprocessor and two consumers multiply.
+in blocks from its first row on, rounded down to TILE_ROWS; rows of other groups are cleared in shared memory.
+In both, the producer warpgroup copies blocks into a ring through all the tiles of its multiprocessor and two
+consumers multiply.
 
 bfloat16 and float16 only: wgmma multiplies float32 as TF32.
 """
@@ -28,6 +29,7 @@ from jaxrl_kernels.hopper import (
     CONSUMERS,
     PRODUCER_REGISTERS,
     ROWS,
+    TILE_ROWS,
     WarpgroupOps,
     add_product,
     launch,
@@ -305,7 +307,7 @@ def _groups_kernel(plan: _Plan, offsets, lhs, d_out, out, **memory: Any) -> None
 
 
 class _GroupRows(NamedTuple):
-    """The rows of a group, in blocks of DEPTH from its first one on."""
+    """The rows of a group, in blocks of DEPTH."""
 
     begin: Any
     end: Any
@@ -314,11 +316,20 @@ class _GroupRows(NamedTuple):
 
     @property
     def steps(self):
-        return lax.div(self.end - self.begin + DEPTH - 1, jnp.int32(DEPTH))
+        count = lax.div(self.end - self.first(0) + DEPTH - 1, jnp.int32(DEPTH))
+        return jnp.where(self.end > self.begin, count, 0)
+
+    def first(self, k):
+        """Return the first row of a block, a multiple of TILE_ROWS."""
+        return lax.div(self.begin, jnp.int32(TILE_ROWS)) * TILE_ROWS + k * DEPTH
 
     def block_start(self, k):
         """Return the first row that is copied of a block: the last block of all ends with the rows."""
-        return jnp.minimum(self.begin + k * DEPTH, self.total - DEPTH)
+        return jnp.minimum(self.first(k), self.total - DEPTH)
+
+    def are_of(self, k, row):
+        """Return whether the group's sum takes these rows from block k."""
+        return (row >= jnp.maximum(self.first(k), self.begin)) & (row < self.end)
 
 
 def _sum_rows(plan: _Plan, memory, rows: _GroupRows, done):
@@ -326,13 +337,12 @@ def _sum_rows(plan: _Plan, memory, rows: _GroupRows, done):
     ops, warpgroup = WarpgroupOps(plan.interpret), lax.axis_index("group")
 
     def multiply(acc, stage, k):
-        a, first = memory.a.at[stage, warpgroup], rows.begin + k * DEPTH
+        a = memory.a.at[stage, warpgroup]
 
-        @pl.when(first + DEPTH > rows.end)
+        @pl.when((rows.first(k) < rows.begin) | (rows.first(k + 1) > rows.end))
         def _():
             row = ops.iota((DEPTH, ROWS), 0) + rows.block_start(k)
-            kept = (row >= first) & (row < rows.end)
-            a[...] = jnp.where(kept, a[...], jnp.zeros((), a.dtype))
+            a[...] = jnp.where(rows.are_of(k, row), a[...], jnp.zeros((), a.dtype))
             plgpu.commit_smem()
 
         add_product(acc, a, memory.b.at[stage], transpose_a=True)

@@ -28,6 +28,7 @@ from jaxrl_kernels.hopper import (
     PER_ROW,
     PRODUCER_REGISTERS,
     ROWS,
+    TILE_ROWS,
     add_product,
     launch,
     matrix_memory,
@@ -87,7 +88,8 @@ def d_logits(
 ) -> Float[Array, "M V"]:
     """Compute `reference.d_logits`."""
     plan = _plan(spec, hidden, head, interpret)
-    out = jax.ShapeDtypeStruct((plan.tokens, next_multiple(plan.rows, SLICE)), hidden.dtype)
+    width = plan.rows if interpret else next_multiple(plan.vocab, SLICE)
+    out = jax.ShapeDtypeStruct((plan.tokens, width), hidden.dtype)
     scratch = {"epilogue": matrix_memory((CONSUMERS, ROWS, SLICE), hidden.dtype, SLICE)}
     columns = [targets, *(x for x in columns if x is not None)]
     (gradient,) = _call(plan, _d_logits_tile, (out,), scratch, targets.shape[0], hidden, head, columns)
@@ -101,18 +103,14 @@ class _Plan(NamedTuple):
     vocab: int
     """Rows of the head."""
     rows: int
-    """Padded for TMA: a multiple of 8, at least WIDTH."""
+    """Of whole tiles."""
     tokens: int
     dim: int
     interpret: bool
 
     @property
     def vocab_tiles(self) -> int:
-        return pl.cdiv(self.rows, WIDTH)
-
-    def start(self, tile):
-        """Return the first row of a tile; the last tile ends with the head and repeats some rows."""
-        return jnp.minimum(tile * WIDTH, self.rows - WIDTH)
+        return self.rows // WIDTH
 
     def layout(self, x, layout):
         return x if self.interpret else plgpu.layout_cast(x, layout)
@@ -120,7 +118,7 @@ class _Plan(NamedTuple):
 
 def _plan(spec: LogprobSpec, hidden, head, interpret: bool) -> _Plan:
     (tokens, dim), vocab = hidden.shape, head.shape[0]
-    rows = max(next_multiple(vocab, 8), WIDTH)
+    rows = next_multiple(vocab, WIDTH)
     return _Plan(spec, vocab, rows, next_multiple(tokens, TOKENS), next_multiple(dim, DEPTH), interpret)
 
 
@@ -128,7 +126,8 @@ def _call(plan: _Plan, tile_fn, outputs, scratch, count, hidden, head, columns):
     """Call tile_fn for each tile of logits. `columns` are numbers of each token, the first its target."""
     fill = lambda x, *shape: jnp.pad(x, [(0, to - size) for size, to in zip(x.shape, shape, strict=True)])
     columns = jnp.stack([fill(x.astype(jnp.float32), plan.tokens) for x in columns])
-    hidden, head = fill(hidden, plan.tokens, plan.dim), fill(head, plan.rows, plan.dim)
+    rows = plan.rows if plan.interpret else max(next_multiple(plan.vocab, TILE_ROWS), WIDTH)
+    hidden, head = fill(hidden, plan.tokens, plan.dim), fill(head, rows, plan.dim)
     scratch = {
         **scratch,
         "a": matrix_memory((STAGES, TOKENS, DEPTH), hidden.dtype, DEPTH),
@@ -197,7 +196,7 @@ def _copy(plan: _Plan, ring: _Ring, num_tiles, tile_at, columns, hidden, head):
     @pl.loop(0, num_tiles)
     def _(n):
         i, j = tile_at(n)
-        rows, width = pl.ds(i * TOKENS, TOKENS), pl.ds(plan.start(j), WIDTH)
+        rows, width = pl.ds(i * TOKENS, TOKENS), pl.ds(j * WIDTH, WIDTH)
 
         @pl.loop(0, steps)
         def _(k):
@@ -221,20 +220,19 @@ def _slices(plan: _Plan, j, product):
     """Yield (first column, logits, rows of the head) of each slice of a tile: a slice needs few registers."""
     lanes = plan.layout(lax.broadcasted_iota(jnp.int32, (ROWS, SLICE), 1), MATRIX)
     for column in range(0, WIDTH, SLICE):
-        index = lanes + (plan.start(j) + column)
+        index = lanes + (j * WIDTH + column)
         yield column, plan.spec.logits(product[:, column : column + SLICE]), index
 
 
 def _forward_tile(plan: _Plan, j, product, of_tokens, epilogue, rows, outputs):
     """Write log-prob, entropy and lse of these rows of the head alone."""
-    first = j * WIDTH  # rows before it belong to the previous tile
     slices = [
-        (jnp.where((index >= first) & (index < plan.vocab), logits, MASKED_LOGIT), index)
+        (jnp.where(index < plan.vocab, logits, MASKED_LOGIT), index)
         for _, logits, index in _slices(plan, j, product)
     ]
     top = functools.reduce(jnp.maximum, [jnp.max(logits, axis=1) for logits, _ in slices])
     target = of_tokens[0].astype(jnp.int32)
-    target = jnp.where((target >= first) & (target < plan.vocab), target, -1)
+    target = jnp.where(target < plan.vocab, target, -1)
     total, weighted, logprob = 0.0, 0.0, 0.0
     for logits, index in slices:
         below = logits - _over_rows(top)
@@ -252,16 +250,16 @@ def _forward_tile(plan: _Plan, j, product, of_tokens, epilogue, rows, outputs):
 
 
 def _d_logits_tile(plan: _Plan, j, product, of_tokens, epilogue, rows, outputs):
-    """Write the gradient of these logits. Rows that two tiles share are written twice, with equal values."""
+    """Write the gradient of these logits."""
     target, *columns = [_over_rows(x) for x in (of_tokens[0].astype(jnp.int32), *of_tokens[1:])]
     lse, *rest = columns  # and entropy, d_logprob, d_entropy; or d_logprob alone
     entropy, d_logprob, d_entropy = rest if plan.spec.entropy else (None, rest[0], None)
     for column, logits, index in _slices(plan, j, product):
         slope = plan.spec.slope(logits, index == target, lse, entropy, d_logprob, d_entropy)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=not plan.interpret)  # it reports equal writes as a race
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         epilogue[...] = slope.astype(outputs[0].dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(epilogue, outputs[0].at[rows, pl.ds(plan.start(j) + column, SLICE)])
+        plgpu.copy_smem_to_gmem(epilogue, outputs[0].at[rows, pl.ds(j * WIDTH + column, SLICE)])
 
 
 def _over_rows(x: Float[Array, "R"] | Int[Array, "R"]) -> Array:

@@ -24,7 +24,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import paged
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import Reply
-from jaxrl_llm.rollout.native import paged_cache
+from jaxrl_llm.rollout.native import paged_cache, shapes
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.paged_cache import PagedCacheManager, check_pages
 from jaxrl_llm.rollout.native.programs import PrefillBatch
@@ -178,12 +178,13 @@ class FakePrograms(SimpleNamespace):
         return cache
 
     def copy_pages(self, cache, sources, targets):
-        self.copied = [pair for pair in zip(sources.tolist(), targets.tolist(), strict=True) if any(pair)]
+        pairs = zip(sources.tolist(), targets.tolist(), strict=True)
+        self.copied += [pair for pair in pairs if pair[1] != paged.NO_PAGE]
         return cache
 
 
 def test_prompts_share_pages_and_the_last_one_is_copied():
-    programs = FakePrograms(num_shards=1, page_size=4, chunk=8)
+    programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[])
     cache = PagedCacheManager(programs, num_slots=3, num_pages=12, lengths=(32,))
     # 10 tokens to read, the last by decode: two full pages and one of a token. 6 more: 15 in the cache.
     assert cache.allocate(0, b"a", 10, 6) and cache.allocate(1, b"a", 10, 6)
@@ -203,9 +204,26 @@ def test_prompts_share_pages_and_the_last_one_is_copied():
     assert cache.allocate(0, b"c", 30, 3) and list(cache.prompts[0]) == [b"b", b"c"]
 
 
+def test_copies_of_two_shards_in_calls_of_two_each(monkeypatch):
+    """Three slots of the first shard and one of the second continue a prompt whose last page is not full."""
+    monkeypatch.setattr(shapes, "MAX_COPIES", 2)
+    programs = FakePrograms(num_shards=2, page_size=4, chunk=8, copied=[], calls=[])
+    programs.copy_pages = lambda cache, *copies: programs.calls.append(np.stack(copies).tolist())
+    cache = PagedCacheManager(programs, num_slots=6, num_pages=12, lengths=(32,))
+    for slot in (0, 1, 2, 4):
+        assert cache.allocate(slot, b"a", 6, 2)
+    batch = PrefillBatch(((np.zeros((1, 1, 1, 8)),), None), {b"a": 0}, np.array([5]))
+    cache.insert(batch, np.array([0, 0, 0, -1, 0, -1]))
+    none = paged.NO_PAGE
+    assert programs.calls == [
+        [[2, 2, 2, 0], [3, 4, 3, none]],
+        [[2, 0, 0, 0], [5, none, none, none]],
+    ]
+
+
 def test_kept_pages_by_hand():
     """Of three turns that have ended, those that no response needs stay, the latest longest."""
-    programs = FakePrograms(num_shards=1, page_size=4, chunk=8)
+    programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[])
     cache = PagedCacheManager(programs, num_slots=3, num_pages=12, lengths=(32,))
     for slot, name in enumerate("abc"):  # 8 tokens in the cache after the turn
         assert cache.allocate(slot, name.encode(), 1, 8)
@@ -234,7 +252,7 @@ def test_kept_pages_by_hand():
 
 
 def test_pages_for_a_chunk_are_those_it_can_fill():
-    programs = FakePrograms(num_shards=1, page_size=4, chunk=8)
+    programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[])
     cache = PagedCacheManager(programs, num_slots=2, num_pages=12, lengths=(16, 32))
     cache.allocate(0, b"a", 5, 20)
     cache.allocate(1, b"b", 1, 2)
