@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -54,5 +55,9 @@ def processor_name(accelerators: bool = True) -> str:
     if accelerators and jax and jax.default_backend() != "cpu":
         return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor() or platform.machine()}"
+    lines = [[part.strip() for part in line.partition(":")[::2]] for line in text.splitlines()]
+    facts = dict(reversed(lines))  # of the first core
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in facts and not re.search(r"\d", name):  # a virtual machine may hide the model
+        name += f", family {facts['cpu family']} model {facts['model']}"
+    return f"{os.cpu_count()} cores of {name}"

@@ -133,7 +133,9 @@ NOTES = """
   grants, on a GPU three quarters, XLA's default). The columns are of different phases, so a peak is not the
   sum of its line. Where a number of phases is given, only these were compiled.
 - Roofline: the least time of a step in which every response has its full length: for each program the
-  slowest of FLOPs at the published peak, memory bandwidth and interconnect. A real step takes longer.
+  slowest of FLOPs at the published peak, memory bandwidth and interconnect. A real step takes longer: a
+  decoded token of Qwen3-0.6B in 256 slots 8.0 ms on an H200 in place of 5.0
+  ([benchmarks](../benchmarks/README.md#one-hopper-gpu)).
   Decoding counts as if each token read the whole cache; a paged cache reads the pages in use, about two
   thirds over a step.
 """
