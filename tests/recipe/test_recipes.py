@@ -123,8 +123,12 @@ def test_a_broken_file_that_a_recipe_imports_is_named(tmp_path, monkeypatch):
 def test_a_signal_ends_a_recipe_that_loops(tmp_path):
     path = tmp_path / "loop.py"
     path.write_text("while True:\n    pass\n")
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    assert re.match(rf"--config: {path}:[12]: KeyboardInterrupt", refusal(load.load_recipe, path))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert re.match(rf"--config: {path}:[12]: KeyboardInterrupt", refusal(load.load_recipe, path))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_exception_of_a_signal_handler_is_no_mistake_of_the_recipe(tmp_path):
