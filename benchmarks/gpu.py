@@ -228,19 +228,23 @@ def run_part(name: str, small: bool) -> None:
 
 
 def measure_parts(names: list[str], small: bool, limit: float) -> dict[str, Any]:
-    """Measure parts in processes of their own. The failure of one is recorded."""
-    results = {}
-    for name in ["head", *names]:
+    """Measure parts in processes of their own. The failure of one is recorded, but of the head."""
+
+    def measure(name: str) -> Any:
         words = [sys.executable, __file__, "--part", name, *(["--small"] if small else [])]
         try:
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
-            lines = done.stdout.splitlines()
-            results[name] = json.loads(lines[-1]) if lines else f"failed: exit status {done.returncode}"
-        except subprocess.TimeoutExpired:
-            results[name] = f"failed: not done after {limit:.0f} seconds"
-        print(name, json.dumps(results[name]), flush=True)
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=limit, check=True)
+            part = json.loads(done.stdout.splitlines()[-1])
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            part = f"failed: {error}"
+        print(name, json.dumps(part), flush=True)
+        return part
+
+    head = measure("head")
+    if isinstance(head, str):
+        raise SystemExit(head)
     command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
-    return {**results.pop("head"), "command": command, **results}
+    return {**head, "command": command, **{name: measure(name) for name in names}}
 
 
 def compile_for(kind: str) -> dict[str, Any]:

@@ -87,10 +87,17 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("length", [1001])
+def exact_attention(spec, operands, d_out, *d_lse):
+    """(out, lse, (dq, dk, dv)) of the definition, in float32."""
+    wide = *(x.astype(jnp.float32) for x in operands[:3]), *operands[3:]
+    results = exact(functools.partial(reference.forward, spec))(*wide)
+    d_out = d_out.astype(jnp.float32)
+    return *results, exact(functools.partial(reference.backward, spec))(*wide, *results, d_out, *d_lse)
+
+
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention(case, length):
-    dim, dtype, options = ATTENTION[case]
+def test_attention(case):
+    length, (dim, dtype, options) = 1001, ATTENTION[case]
     heads, kv_heads = options.get("heads", (4, 2))
     branches, window = options.get("branches", False), options.get("window", NO_WINDOW)
     spec = AttentionSpec(dim**-0.5, options.get("softcap"), branches=branches)
@@ -111,17 +118,13 @@ def test_attention(case, length):
     operands = q, k, v, segments, last, jax.tree.map(jnp.int32, mask)
     forward = jax.jit(functools.partial(pallas_gpu.forward, spec))
     out, lse = same_bits(forward, *operands)
-    wide = *(x.astype(jnp.float32) for x in operands[:3]), *operands[3:]
-    wanted = exact(functools.partial(reference.forward, spec))(*wide)
+    *wanted, wide_d = exact_attention(spec, operands, d_out, d_lse)
     check("out", out, wanted[0], dtype)
     attends = np.asarray(wanted[1]) > -1e29
     np.testing.assert_array_equal(np.asarray(lse) > -1e29, attends)
     np.testing.assert_allclose(np.asarray(lse)[attends], np.asarray(wanted[1])[attends], atol=2e-2)
     gradients = jax.jit(functools.partial(pallas_gpu.backward, spec))
     got = same_bits(gradients, *operands, out, lse, d_out, d_lse)
-    wide_d = exact(functools.partial(reference.backward, spec))(
-        *wide, *wanted, d_out.astype(jnp.float32), d_lse
-    )
     for name, one, other in zip(("dq", "dk", "dv"), got, wide_d, strict=True):
         check(name, one, other, dtype)
 
@@ -138,11 +141,9 @@ def test_attention_of_cudnn(dim, window):
     )
     operands = q, k, v, segments, segments, DynamicMask(window=jnp.int32(window))
     out, lse = jax.jit(functools.partial(cudnn.forward, spec))(*operands)
-    wide = *(x.astype(jnp.float32) for x in operands[:3]), *operands[3:]
-    wanted = exact(functools.partial(reference.forward, spec))(*wide)
-    check("out", out, wanted[0], "bfloat16")
+    wanted, _, wide_d = exact_attention(spec, operands, d_out)
+    check("out", out, wanted, "bfloat16")
     got = jax.jit(functools.partial(cudnn.backward, spec))(*operands, out, lse, d_out)
-    wide_d = exact(functools.partial(reference.backward, spec))(*wide, *wanted, d_out.astype(jnp.float32))
     for name, one, other in zip(("dq", "dk", "dv"), got, wide_d, strict=True):
         check(name, one, other, "bfloat16")
 
@@ -224,12 +225,9 @@ def test_grouped_matmul(rows, groups, depth, columns, skew):
     rhs = (jax.random.normal(keys[1], (groups, depth, columns)) / depth**0.5).astype("bfloat16")
     d_out = jax.random.normal(keys[2], (rows, columns), "bfloat16")
 
-    def run(product, *args):
-        def both(lhs, rhs, sizes, d_out):
-            out, pull = jax.vjp(lambda lhs, rhs: product(lhs, rhs, sizes, lhs.dtype), lhs, rhs)
-            return out, *pull(d_out)
-
-        return both(*args)
+    def run(product, lhs, rhs, sizes, d_out):
+        out, pull = jax.vjp(lambda lhs, rhs: product(lhs, rhs, sizes, lhs.dtype), lhs, rhs)
+        return out, *pull(d_out)
 
     args = lhs, rhs, jnp.asarray(sizes), d_out
     got = same_bits(jax.jit(functools.partial(run, grouped_gpu.grouped_matmul)), *args)

@@ -118,8 +118,7 @@ def _call_paged(
             tables = _zeros(programs.num_shards * count, pages_for(width, programs.page_size))
             cache = programs.write_pages(cache, prompts, lengths, tables)
     cache = _call_extend(programs, shapes, weights, cache)
-    copies = _zeros(num_copies(shapes.slot_counts[-1], programs.num_shards))
-    cache = programs.copy_pages(cache, copies, copies)
+    cache = programs.copy_pages(cache, *_null_copies(programs, shapes))
     for columns in {pages_for(length, programs.page_size) for length in shapes.cache_lengths}:
         for num_slots in shapes.slot_counts:
             cache = decode(cache, num_slots, _zeros(num_slots, columns))
@@ -234,11 +233,16 @@ def _paged_calls(
     tables = _zeros(
         programs.num_shards * len(lengths), pages_for(shapes.max_prefill_length, programs.page_size)
     )
-    copies = _zeros(num_copies(shapes.slot_counts[-1], programs.num_shards))
     return cache, {
         "write_pages": Program(programs.write_pages, (cache, prompts, lengths, tables), {}),
-        "copy_pages": Program(programs.copy_pages, (cache, copies, copies), {}),
+        "copy_pages": Program(programs.copy_pages, (cache, *_null_copies(programs, shapes)), {}),
     }
+
+
+def _null_copies(programs: Programs | CompiledCalls, shapes: ProgramShapes) -> tuple[np.ndarray, np.ndarray]:
+    """Return sources and targets of `Programs.copy_pages`, NULL_PAGE all."""
+    pages = _zeros(num_copies(shapes.slot_counts[-1], programs.num_shards))
+    return pages, pages
 
 
 def _draft_inputs(programs: Programs, shapes: ProgramShapes, num_slots: int, settings) -> tuple:

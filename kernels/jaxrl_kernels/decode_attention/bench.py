@@ -50,10 +50,8 @@ def measure_decoding(
 
     def layers(q, k, v, table, lengths):
         def layer(q, i):
-            args = q, k, v, table + i * count, lengths
-            return decode_attention(
-                *args, scale=dim**-0.5, implementation=implementation, splits=splits
-            ), None
+            settings = {"scale": dim**-0.5, "implementation": implementation, "splits": splits}
+            return decode_attention(q, k, v, table + i * count, lengths, **settings), None
 
         return jax.lax.scan(layer, q, jnp.arange(LAYERS))[0]
 

@@ -29,16 +29,15 @@ from jaxrl_kernels.flash_attention.spec import MASKED_LSE
 from jaxrl_kernels.hopper import (
     PER_ROW,
     ROWS,
+    TILE_ROWS,
     WarpgroupOps,
     add_product,
     launch,
     matrix_memory,
+    next_multiple,
     read_accumulator,
     stages_that_fit,
 )
-
-HEADS = 8
-"""Query heads of a kv head are padded to a multiple: the rows of a tile in shared memory."""
 
 
 class _Plan(NamedTuple):
@@ -80,7 +79,7 @@ def decode_attention(
     slots, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
     group, splits = heads // kv_heads, splits or splits_for(slots * kv_heads, page_table.shape[1])
-    rows = -(-group // HEADS) * HEADS
+    rows = next_multiple(group, TILE_ROWS)
     grouped = jnp.pad(q.reshape(slots, kv_heads, group, dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     stages = _stages(dim, page)
     plan = _Plan(scale, softcap, rows, page, stages, splits, q.dtype, WarpgroupOps(interpret))

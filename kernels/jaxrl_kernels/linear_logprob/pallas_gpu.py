@@ -102,15 +102,18 @@ class _Plan(NamedTuple):
     spec: LogprobSpec
     vocab: int
     """Rows of the head."""
-    rows: int
-    """Of whole tiles."""
     tokens: int
     dim: int
     interpret: bool
 
     @property
     def vocab_tiles(self) -> int:
-        return self.rows // WIDTH
+        return pl.cdiv(self.vocab, WIDTH)
+
+    @property
+    def rows(self) -> int:
+        """Rows of whole tiles, to which the interpreter's arrays are padded."""
+        return self.vocab_tiles * WIDTH
 
     def layout(self, x, layout):
         return x if self.interpret else plgpu.layout_cast(x, layout)
@@ -118,8 +121,7 @@ class _Plan(NamedTuple):
 
 def _plan(spec: LogprobSpec, hidden, head, interpret: bool) -> _Plan:
     (tokens, dim), vocab = hidden.shape, head.shape[0]
-    rows = next_multiple(vocab, WIDTH)
-    return _Plan(spec, vocab, rows, next_multiple(tokens, TOKENS), next_multiple(dim, DEPTH), interpret)
+    return _Plan(spec, vocab, next_multiple(tokens, TOKENS), next_multiple(dim, DEPTH), interpret)
 
 
 def _call(plan: _Plan, tile_fn, outputs, scratch, count, hidden, head, columns):
