@@ -17,14 +17,15 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight
-from jaxrl_llm.sharding.experts import (
+from jaxrl_llm.sharding.expert_weights import (
     AdaptedMatrices,
     ExpertWeights,
     Gate,
     QuantizedMatrices,
-    dense_matrices,
-    sharded_experts,
+    dense_expert,
+    product_with,
 )
+from jaxrl_llm.sharding.experts import sharded_experts
 from jaxrl_llm.sharding.rules import Rules
 
 if TYPE_CHECKING:
@@ -229,17 +230,13 @@ def _all_experts(
     is_chosen = chosen[..., None] == jnp.arange(c.moe.num_experts)
     dense = jnp.sum(jnp.where(is_chosen, weights[..., None], 0.0), axis=-2)  # [B, T, X]
 
-    gated, biased = gate_fn(c.moe, activation), lambda y, bias: y if bias is None else y + bias
-
-    def product(x, matrix):
-        if not isinstance(matrix, AdaptedMatrices):
-            return x @ dense_matrices(matrix, x)
-        return x @ dense_matrices(matrix.weight, x) + matrix.scale * (x @ matrix.a @ matrix.b)
+    gated = gate_fn(c.moe, activation)
 
     def add(total, expert):
         e, weight = expert
-        hidden = gated(biased(product(h, e.gate), e.gate_bias), biased(product(h, e.up), e.up_bias))
-        out = biased(product(hidden, e.down), e.down_bias)
+        e = dense_expert(e, h)
+        hidden = gated(product_with(h, e.gate, e.gate_bias), product_with(h, e.up, e.up_bias))
+        out = product_with(hidden, e.down, e.down_bias)
         return total + weight[..., None] * out.astype(jnp.float32), None
 
     total, experts = jnp.zeros(h.shape, jnp.float32), weights_of_experts(c, w)

@@ -1,4 +1,4 @@
-"""Experts: whether gathering their weights takes longer than computing with them."""
+"""Experts: whether gathering their weights takes longer than computing, and the tiles of their rows."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl_kernels.chips import GPUS_PER_HOST, HOST_LINKS, Chip
+from jaxrl_kernels.dispatch import choose
+from jaxrl_kernels.grouped_matmul.tiled import rows_of_tile
 from jaxrl_llm.build.sizes import derived
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.models.flops import layer_weights
-from jaxrl_llm.sharding.rules import num_shards
+from jaxrl_llm.sharding.rules import Rules, num_shards
+
+TILES = r"experts\b.*while/body/.*while$"
+"""The loop over the tiles of an expert's rows, as `hlo.Instruction.source` names it."""
 
 
 @dataclass(frozen=True)
@@ -81,3 +89,24 @@ def expert_gather(
         layer_weights(model),
         jnp.dtype(config.model.dtype).itemsize,
     )
+
+
+def tile_trips(
+    model: TransformerConfig, mesh: Mesh, rules: Rules, dtype: DTypeLike, tokens: float
+) -> dict[str, float]:
+    """Return TILES -> tiles of an expert at an even load, where the mesh's devices have no grouped kernel.
+
+    Args:
+        tokens: of all devices, in a call of the program.
+    """
+    if model.moe is None:
+        return {}
+    with jax.set_mesh(mesh):
+        name, _ = choose("grouped_matmul", dtype)
+    if name != "tiled":
+        return {}
+    replicas = num_shards("batch", mesh.shape) * num_shards("sequence", mesh.shape)
+    shared = num_shards("experts", mesh.shape, rules)  # by devices that gather their tokens
+    rows = tokens / replicas * shared * model.moe.experts_per_token
+    experts = model.moe.num_experts
+    return {TILES: math.ceil(rows / experts / rows_of_tile(int(rows), max(experts // shared, 1)))}

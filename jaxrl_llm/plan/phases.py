@@ -24,6 +24,7 @@ from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig, flops
 from jaxrl_llm.models.lora import split_params
+from jaxrl_llm.plan.experts import tile_trips
 from jaxrl_llm.plan.floors import (
     Rows,
     forward_floor,
@@ -39,7 +40,7 @@ from jaxrl_llm.plan.work import NO_WORK, ProgramWork
 from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE, reward_role
-from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device, num_shards
+from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, num_shards
 from jaxrl_llm.structs import Program
 
 DECODING = r"^jit\(_decode(_drafts)?\)/while$"
@@ -128,10 +129,9 @@ def _rollout(
     kept = calls["read_kept"].args[1] if "read_kept" in calls else None
     holding = lambda *caches: with_weights | {"KV cache": [*caches, prompts, kept]}
     full = holding(cache)
-    draws = algos.requirements(config.algo).draws
-    samples = config.prompts_per_step * config.responses_per_prompt * draws
-    rounds = math.ceil(samples / slots)
-    prefills = math.ceil(config.prompts_per_step * draws / width[0])
+    prompts_drawn = config.prompts_per_step * algos.requirements(config.algo).draws
+    samples = prompts_drawn * config.responses_per_prompt
+    rounds, prefills = math.ceil(samples / slots), math.ceil(prompts_drawn / width[0])
     computed = rollout_rows(calls, longest)
     floors = rollout_floors(model, mesh, calls, computed, rollout.page)
 
@@ -139,7 +139,8 @@ def _rollout(
         rows, decodes = computed.get(program), program in ("decode", "decode_drafts")
         kernels, work = (kernel_flops(model, mesh, rows), rows_flops(model, rows)) if rows else ({}, 0.0)
         steps, unit = (rollout.chunk, "token") if decodes else (1, "call")
-        hints = Hints({DECODING: steps}, steps, kernels, reads_cache=decodes)
+        tiles = tile_trips(model, mesh, ROLLOUT, rollout.dtype, rows.tokens) if rows else {}
+        hints = Hints({DECODING: steps, **tiles}, steps, kernels, reads_cache=decodes)
         args = calls[program], resident, count, work, on, unit
         return Phase(f"rollout: {name}", *args, floor=floors[program], hints=hints)
 
@@ -220,7 +221,8 @@ def _hints(
     sizes = scored.mesh.shape
     shape = rows // num_shards("batch", sizes), config.row_tokens // num_shards("sequence", sizes)
     chunk = tokens_at_once(name, shape, model.hidden_size, scored.config.chunk)
-    return Hints({"linear_logprob": math.ceil(math.prod(shape) / chunk)}, kernels=kernels)
+    tiles = tile_trips(model, scored.mesh, TRAIN, config.model.dtype, rows * config.row_tokens)
+    return Hints({"linear_logprob": math.ceil(math.prod(shape) / chunk), **tiles}, kernels=kernels)
 
 
 def _microbatches(config: TrainConfig, model: ScoringModel, role: str) -> tuple[int, int]:

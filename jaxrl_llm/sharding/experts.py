@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,17 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels.dispatch import choose
 from jaxrl_kernels.grouped_matmul.api import grouped_matmul
+from jaxrl_llm.sharding.expert_tiles import experts_in_tiles
+from jaxrl_llm.sharding.expert_weights import (
+    AdaptedMatrices,
+    ExpertMatrix,
+    ExpertWeights,
+    Gate,
+    QuantizedMatrices,
+    dense_matrices,
+)
 from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
 
 GATHERED = "gathered_experts"
@@ -30,50 +40,6 @@ GATHERED = "gathered_experts"
 NamesOfDims = tuple[tuple[str, ...], ...]
 MIN_PART = 1024
 """Rows from which on a part is worth a loop (`_in_parts`)."""
-Gate = Callable[[Array, Array], Array]
-"""Hidden state of an expert from its gate and up projection."""
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "a", "b"], meta_fields=["scale"])
-@dataclasses.dataclass(frozen=True)
-class AdaptedMatrices:
-    """The matrices of all experts with adapters: x W + scale (x A) B."""
-
-    weight: Any
-    a: Any
-    b: Any
-    scale: float
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["dequantize"]
-)
-@dataclasses.dataclass(frozen=True)
-class QuantizedMatrices:
-    """The matrices of all experts as codes, with a scale for each tile of their inputs."""
-
-    codes: Any
-    scale: Any
-    dequantize: Callable[[Array, Array, DTypeLike], Array]
-
-
-ExpertMatrix = Float[Array, "X _ _"] | QuantizedMatrices | AdaptedMatrices
-
-
-class ExpertWeights(NamedTuple):
-    """The projections of each expert, [X, D, F] and down [X, F, D], and their biases where it has them."""
-
-    gate: ExpertMatrix
-    up: ExpertMatrix
-    down: ExpertMatrix
-    gate_bias: Float[Array, "X F"] | None = None
-    up_bias: Float[Array, "X F"] | None = None
-    down_bias: Float[Array, "X D"] | None = None
-
-    @property
-    def count(self) -> int:
-        """The number of experts."""
-        return jax.tree.leaves(self)[0].shape[0]
 
 
 def sharded_experts(
@@ -211,7 +177,8 @@ def grouped_experts(
     """Return the weighted sum of the outputs of these experts, float32; numbers outside [0, X) add 0.
 
     Assignments are sorted by expert, so that each expert's tokens are rows of one grouped product. Where many
-    devices divide the experts, the rows are computed in parts (`_in_parts`).
+    devices divide the experts, the rows are computed in parts (`_in_parts`). Without a kernel for grouped
+    products tiles of rows pass all of an expert at a time (`experts_in_tiles`).
 
     Args:
         devices: that divide the experts, and so the assignments.
@@ -222,6 +189,8 @@ def grouped_experts(
     numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)
     order = jnp.argsort(numbers, stable=True)
     sizes = jnp.bincount(numbers, length=count + 1)[:count].astype(jnp.int32)
+    if choose("grouped_matmul", h.dtype)[0] == "tiled":
+        return experts_in_tiles(per_token, gated, tokens, shares, experts, order, sizes).reshape(h.shape)
     if length := _part_length(len(order), devices):
         order = jnp.pad(order, (0, -len(order) % length))
         total = _in_parts(per_token, length, gated, tokens, shares, experts, order, numbers, sizes)
@@ -369,14 +338,3 @@ def _quantized_backward(dtype, residuals, gradient):
 
 
 _quantized_product.defvjp(_quantized_forward, _quantized_backward)
-
-
-def dense_matrices(matrix: Array | QuantizedMatrices, x: Array) -> Array:
-    """Return matrices in the type of x, which the product reads next, dequantized if they are codes.
-
-    The barrier keeps XLA from dequantizing those of all layers before a loop over layers or tokens.
-    """
-    if not isinstance(matrix, QuantizedMatrices):
-        return matrix
-    _, codes, scale = jax.lax.optimization_barrier((x, matrix.codes, matrix.scale))
-    return matrix.dequantize(codes, scale, x.dtype)

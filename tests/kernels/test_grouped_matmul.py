@@ -64,21 +64,28 @@ def test_tiles_of_rows(sizes):
     check(tiled.grouped_matmul, *inputs(64, 6, 5, sizes, np.float32), dtype=jnp.float32)
 
 
-def test_visits_of_tiles():
-    """Rows 0 to 9, 10 and 11 to 30 in tiles of 8; groups 1 and 4 have none. 3 visits are left over; no tile
-    reaches behind row 32."""
-    groups, starts, begins, ends = tiled._visits(jnp.array([10, 0, 1, 20, 0]), 33, 8)
-    np.testing.assert_array_equal(groups[:6], [0, 0, 2, 3, 3, 3])
-    np.testing.assert_array_equal(starts[:6], [0, 8, 10, 11, 19, 25])
-    np.testing.assert_array_equal(begins[:6], [0, 8, 10, 11, 19, 27])
-    np.testing.assert_array_equal(ends, [10, 10, 11, 31, 31, 31, 0, 0, 0])
+def test_groups_and_tiles_in_order():
+    """Rows 0 to 9, 10 and 11 to 30 in tiles of 8; groups 1 and 4 have none."""
+
+    def step(group, seen):
+        def visit(row, inside, seen):
+            count, visits = seen
+            one = jnp.array([group.number, row, jnp.sum(inside)])
+            return count + 1, visits.at[count].set(one)
+
+        return group.for_each_tile(8, visit, seen)
+
+    count, visits = tiled.for_each_group(jnp.array([10, 0, 1, 20, 0]), step, (0, jnp.zeros((9, 3), int)))
+    wanted = [[0, 0, 8], [0, 8, 2], [2, 10, 1], [3, 11, 8], [3, 19, 8], [3, 27, 4]]
+    np.testing.assert_array_equal(visits[:count], wanted)
 
 
 def test_tiled_products_compute_no_row_by_every_matrix():
-    """1,024 rows of 8 groups: 16 tiles of 128 rows at most, where `ragged_dot` computes 8,192 rows."""
+    """1,024 rows of 8 groups, 128 rows at a time, where `ragged_dot` computes 8,192 rows."""
     args = inputs(1024, 64, 32, [128] * 8, np.float32)[:3]
     text = jax.jit(tiled.grouped_matmul).lower(*args).compile().as_text()
-    assert "f32[128,32]" in text and 'known_trip_count":{"n":"16"}' in text.replace(" ", "")
+    assert "f32[128,32]" in text and 'known_trip_count":{"n":"8"}' in text.replace(" ", "")
+    assert "f32[1024,32]{1,0} dot(" not in text
 
 
 def test_the_hopper_kernels(compile_once):

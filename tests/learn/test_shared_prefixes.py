@@ -117,7 +117,7 @@ def unshared_step(algo, model, **settings):
     return one_step(algo, model, **settings)
 
 
-def check(algo, model=MODEL, of_both=(), least=0.25, **settings):
+def check(algo, model=MODEL, of_both=(), least=0.25, rel=1e-5, **settings):
     """Compare a step with shared prefixes with one without.
 
     Args:
@@ -129,7 +129,7 @@ def check(algo, model=MODEL, of_both=(), least=0.25, **settings):
     metrics, gradients = one_step(algo, model, **shared)
     for name in [name for name in metrics if name.endswith("packing/shared_fraction")]:
         assert least < metrics.pop(name) < least + 0.1
-    assert_same((metrics, gradients), expected)
+    assert_same((metrics, gradients), expected, rel)
 
 
 GRPO = algos.grpo.Config()
@@ -158,8 +158,9 @@ SLOW = {
     "adapters": (GRPO, {"model": ADAPTED}),
     "experts, balance": (GRPO, {"model": EXPERTS, "of_both": (("balance_coef", 0.5),)}),
     "experts, replay of the rollout": (GRPO, {"model": EXPERTS, "of_both": (("replay", "rollout"),)}),
+    # Of the gradient of o_lora_a, which passes adapters of two layers, rounding is 1e-5.
     "experts with adapters, replay of old": (
-        GRPO, {"model": ADAPTED_EXPERTS, "of_both": (("replay", "old"), ("balance_coef", 0.5))}
+        GRPO, {"model": ADAPTED_EXPERTS, "of_both": (("replay", "old"), ("balance_coef", 0.5)), "rel": 2e-5}
     ),
 }  # fmt: skip
 

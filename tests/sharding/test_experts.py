@@ -11,13 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.models.quantize import dequantize_weight
 from jaxrl_llm.sharding import experts as experts_module
-from jaxrl_llm.sharding.experts import (
-    AdaptedMatrices,
-    ExpertWeights,
-    QuantizedMatrices,
-    grouped_experts,
-    sharded_experts,
-)
+from jaxrl_llm.sharding.expert_weights import AdaptedMatrices, ExpertWeights, QuantizedMatrices
+from jaxrl_llm.sharding.experts import grouped_experts, sharded_experts
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, sharding_for
 
@@ -90,6 +85,35 @@ def test_every_division_gives_the_sums_and_gradients_of_one_device(mesh_config, 
     check_on_mesh(mesh_config, rules, *drawn(count))
 
 
+@pytest.fixture
+def grouped_products(monkeypatch):
+    """Compute experts by grouped products, as where there is a kernel for them."""
+    monkeypatch.setattr(experts_module, "choose", lambda *_: ("ragged_dot", "requested"))
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[0], pytest.param(CASES[3], marks=pytest.mark.slow)], ids=["rollout", "train"]
+)
+def test_grouped_products_on_a_mesh(case, grouped_products):
+    mesh_config, count, rules = case
+    check_on_mesh(mesh_config, rules, *drawn(count))
+
+
+@pytest.mark.parametrize("sizes", ["uneven", "one expert", "none"])
+def test_tiles_equal_grouped_products(sizes, monkeypatch):
+    """Tiles of 8 of 64 rows: of groups that end within a tile, of one that has all rows, of none."""
+    h, chosen, weights, experts = drawn(6)
+    chosen = {"one expert": jnp.full_like(chosen, 5), "none": jnp.full_like(chosen, 6)}.get(sizes, chosen)
+    h, chosen, weights = (x[:4] for x in (h, chosen, weights))
+    codes, scale = jnp.arange(6 * 32 * 16, dtype=jnp.int8).reshape(6, 32, 16), jnp.full((6, 2, 16), 0.01)
+    experts = experts._replace(gate=AdaptedMatrices(
+        QuantizedMatrices(codes, scale, dequantize_weight), experts.up.a, experts.up.b, 0.3
+    ))  # fmt: skip
+    got = results_of(grouped_experts, chosen)(h, weights, experts)
+    monkeypatch.setattr(experts_module, "choose", lambda *_: ("ragged_dot", "requested"))
+    assert_equal_results(got, results_of(grouped_experts, chosen)(h, weights, experts))
+
+
 @pytest.mark.parametrize(
     ("mesh_config", "choice"),
     [
@@ -99,7 +123,7 @@ def test_every_division_gives_the_sums_and_gradients_of_one_device(mesh_config, 
     ],
     ids=["even load", "all tokens to one expert", "all tokens to one expert of sharded ones"],
 )
-def test_rows_in_parts(mesh_config, choice, monkeypatch):
+def test_rows_in_parts(mesh_config, choice, grouped_products, monkeypatch):
     """A part is a quarter, or half, of the 128 assignments; an expert that all tokens choose has at least 64.
     Of codes and scales there is no gradient."""
     monkeypatch.setattr(experts_module, "MIN_PART", 1)
@@ -118,19 +142,24 @@ def test_the_length_of_a_part():
 
 def check_on_mesh(mesh_config, rules, h, chosen, weights, experts):
     """Compare the sums and the gradients of tokens, weights and experts with those of one device."""
+    expected = results_of(grouped_experts, chosen)(h, weights, experts)
+    with jax.set_mesh(mesh_of(mesh_config)):
+        got = results_of(functools.partial(sharded_experts, rules=rules), chosen)(h, weights, experts)
+    assert_equal_results(got, expected)
 
-    def loss(compute, h, weights, experts):
+
+def results_of(compute, chosen):
+    """Return the function of tokens, weights and experts that gives their gradients, and the sums."""
+
+    def loss(h, weights, experts):
         out = compute(h, chosen, weights, experts, lambda gate, up: jnp.tanh(gate) * up)
         return jnp.sum(jnp.sin(out)), out
 
-    def results(compute):
-        return jax.jit(
-            jax.grad(functools.partial(loss, compute), argnums=(0, 1, 2), has_aux=True, allow_int=True)
-        )
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True, allow_int=True))
 
-    expected = results(grouped_experts)(h, weights, experts)
-    with jax.set_mesh(mesh_of(mesh_config)):
-        got = results(functools.partial(sharded_experts, rules=rules))(h, weights, experts)
+
+def assert_equal_results(got, expected):
+    """Compare all but the gradients of codes, which have none."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         if b.dtype != jax.dtypes.float0:
             np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), rtol=0)

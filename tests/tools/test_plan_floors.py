@@ -1,7 +1,9 @@
 """Work of compiled programs, read from their text, and floors of phases: by hand, and by XLA's own count."""
 
 import dataclasses
+import functools
 import io
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +14,17 @@ from rich.console import Console
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.plan.collectives import count_collectives, synchronous_collectives
+from jaxrl_llm.plan.experts import TILES, tile_trips
 from jaxrl_llm.plan.floors import Rows, forward_floor, kernel_flops, product_widths, training_floor
 from jaxrl_llm.plan.hlo import Hints, parse
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import floor_table, synchronous_lines
 from jaxrl_llm.plan.work import ProgramWork, count_work
+from jaxrl_llm.sharding.expert_weights import ExpertWeights
+from jaxrl_llm.sharding.experts import grouped_experts
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import ROLLOUT, whole_rows
+from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, whole_rows
 
 HINTS = Hints()
 
@@ -220,6 +225,37 @@ def test_floors_of_experts():
     experts = 2 * 2 * 8 * 3 * 32 * 16 / 4 / 2
     assert floor.links == attention + table + experts + 2 * 8 * 2 * 2 * 1.5 * 32
     assert kernel_flops(c, mesh, Rows(64, 4.0, False))["experts"] == 2 * 64 * 2 * 2 * 3 * 32 * 16 / 8
+
+
+def test_tiles_of_experts_are_counted_at_an_even_load():
+    """Two assignments of a token to 4 experts: 100 rows each of 200 tokens are two tiles of 64. Tiles of more
+    tokens have 128 rows. Devices that divide the experts gather all tokens, others compute their own."""
+    c = dataclasses.replace(SMALL, moe=MoEConfig(4, 2, 16))
+
+    def trips(tokens, **sizes):
+        mesh = make_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
+        return tile_trips(c, mesh, TRAIN, "float32", tokens)
+
+    assert trips(200, fsdp=1) == {TILES: 2}
+    assert trips(256, fsdp=1) == trips(256, fsdp=1, expert=2) == {TILES: 1}
+    assert trips(2048, fsdp=1) == {TILES: 8} and trips(2048, fsdp=2) == {TILES: 4}
+    assert tile_trips(SMALL, make_mesh(MeshConfig()), TRAIN, "float32", 64) == {}
+
+
+def test_products_in_tiles_are_counted():
+    """Three products of the 128 rows of each of 4 experts, and six for the gradients."""
+    experts = ExpertWeights(jnp.ones((4, 32, 16)), jnp.ones((4, 32, 16)), jnp.ones((4, 16, 32)))
+    chosen, shares = jnp.tile(jnp.arange(4), 128).reshape(1, 256, 2), jnp.ones((1, 256, 2))
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def run(h, experts):
+        with jax.named_scope("experts"):
+            return jnp.sum(jnp.sin(grouped_experts(h, chosen, shares, experts, jnp.multiply)))
+
+    module = parse(run.lower(jnp.ones((1, 256, 32)), experts).compile().as_text())
+    counted = lambda trips: count_work(module, Hints(trips)).flops
+    assert counted({TILES: 1}) == counted({TILES: 2}) / 2 == 9 * 2 * 512 * 32 * 16
 
 
 @pytest.mark.slow

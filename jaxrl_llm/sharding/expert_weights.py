@@ -1,0 +1,91 @@
+"""The weights of a layer's experts: matrices, with adapters or as codes, and biases."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+Gate = Callable[[Array, Array], Array]
+"""Hidden state of an expert from its gate and up projection."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "a", "b"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class AdaptedMatrices:
+    """The matrices of all experts with adapters: x W + scale (x A) B."""
+
+    weight: Any
+    a: Any
+    b: Any
+    scale: float
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["dequantize"]
+)
+@dataclasses.dataclass(frozen=True)
+class QuantizedMatrices:
+    """The matrices of all experts as codes, with a scale for each tile of their inputs."""
+
+    codes: Any
+    scale: Any
+    dequantize: Callable[[Array, Array, DTypeLike], Array]
+
+
+ExpertMatrix = Float[Array, "X _ _"] | QuantizedMatrices | AdaptedMatrices
+
+
+class ExpertWeights(NamedTuple):
+    """The projections of each expert, [X, D, F] and down [X, F, D], and their biases where it has them."""
+
+    gate: ExpertMatrix
+    up: ExpertMatrix
+    down: ExpertMatrix
+    gate_bias: Float[Array, "X F"] | None = None
+    up_bias: Float[Array, "X F"] | None = None
+    down_bias: Float[Array, "X D"] | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of experts."""
+        return jax.tree.leaves(self)[0].shape[0]
+
+
+def dense_matrices(matrix: Array | QuantizedMatrices, x: Array) -> Array:
+    """Return matrices in the type of x, which the product reads next, dequantized if they are codes.
+
+    The barrier keeps XLA from dequantizing those of all layers before a loop over layers or tokens.
+    """
+    if not isinstance(matrix, QuantizedMatrices):
+        return matrix
+    _, codes, scale = jax.lax.optimization_barrier((x, matrix.codes, matrix.scale))
+    return matrix.dequantize(codes, scale, x.dtype)
+
+
+def dense_expert(expert: ExpertWeights, like: Array) -> ExpertWeights:
+    """Return one expert, its codes dequantized to the type of `like`."""
+    dense = functools.partial(dense_matrices, x=like)
+    return jax.tree.map(dense, expert, is_leaf=lambda x: isinstance(x, QuantizedMatrices))
+
+
+def product_with(
+    x: Float[Array, "... I"],
+    matrix: Float[Array, "I O"] | AdaptedMatrices,
+    bias: Float[Array, "..."] | None = None,
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "... O"]:
+    """Return the product with a dense matrix of one expert and its adapter of type `dtype`, plus the bias."""
+    multiply = functools.partial(jnp.dot, preferred_element_type=dtype)
+    if isinstance(matrix, AdaptedMatrices):
+        change = multiply(jnp.dot(x, matrix.a), matrix.b)
+        y = multiply(x, matrix.weight) + matrix.scale * change
+    else:
+        y = multiply(x, matrix)
+    return y if bias is None else y + bias
