@@ -66,8 +66,11 @@ def test_axes_that_do_not_divide_the_experts_divide_their_hidden_states():
 
 
 def drawn(count):
-    """Return tokens [8, 8, 32], choices of 2 (`count` = none), weights, experts with biases and adapters."""
-    draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(jax.random.key(0), i), shape)
+    """Return tokens [8, 8, 32], choices of 2 (`count` = none), weights, experts with biases and adapters.
+
+    Outputs are of size 1, or rounding of the phase of their sine would be all of the difference.
+    """
+    draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(jax.random.key(0), i), shape)
     chosen = jax.random.randint(jax.random.key(1), (8, 8, 2), 0, count + 1)
     up = AdaptedMatrices(draw(0, count, 32, 16), draw(1, count, 32, 2), draw(2, count, 2, 16), 0.5)
     biases = draw(5, count, 16), draw(6, count, 16), draw(7, count, 32)
