@@ -80,6 +80,14 @@ def test_groups_and_tiles_in_order():
     np.testing.assert_array_equal(visits[:count], wanted)
 
 
+def test_matrices_of_groups_without_rows_are_not_read():
+    """As most experts have none where few tokens are decoded."""
+    _, rhs, sizes, _ = inputs(16, 6, 5, [0, 9, 0, 7], np.float32)
+    rhs = jnp.asarray(rhs).at[jnp.array([0, 2])].set(jnp.nan)
+    add = lambda group, total: total + jnp.sum(rhs[group.number])
+    assert jnp.isfinite(tiled.for_each_group(jnp.asarray(sizes), add, jnp.float32(0)))
+
+
 def test_tiled_products_compute_no_row_by_every_matrix():
     """1,024 rows of 8 groups, 128 rows at a time, where `ragged_dot` computes 8,192 rows."""
     args = inputs(1024, 64, 32, [128] * 8, np.float32)[:3]

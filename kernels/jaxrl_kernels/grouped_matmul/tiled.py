@@ -42,9 +42,13 @@ class GroupRows(NamedTuple):
 
 
 def for_each_group(sizes: Int[Array, "G"], step: Callable[[GroupRows, Any], Any], carry: Any) -> Any:
-    """Apply `step(group, carry)` to the groups of sorted rows in order, the empty ones, too."""
+    """Apply `step(group, carry)` to the groups of sorted rows in order, but for the empty ones."""
     ends = jnp.cumsum(sizes)
-    apply = lambda g, carry: step(GroupRows(g, ends[g] - sizes[g], sizes[g]), carry)
+
+    def apply(g, carry):
+        group = GroupRows(g, ends[g] - sizes[g], sizes[g])
+        return jax.lax.cond(group.size > 0, functools.partial(step, group), lambda carry: carry, carry)
+
     return jax.lax.fori_loop(0, len(sizes), apply, carry)
 
 
