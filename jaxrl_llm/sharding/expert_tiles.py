@@ -7,7 +7,6 @@ on a CPU that takes as long as the products.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,10 @@ from jaxrl_kernels.grouped_matmul.tiled import for_each_group, rows_of_tile
 from jaxrl_llm.sharding.expert_weights import (
     ExpertWeights,
     Gate,
-    QuantizedMatrices,
     dense_expert,
+    merge_codes,
     product_with,
+    without_codes,
 )
 
 Projections = tuple[Float[Array, "N F"], Float[Array, "N F"]]
@@ -46,15 +46,15 @@ def experts_in_tiles(
         order: assignments sorted by expert; those of no expert last.
         sizes: assignments of each expert.
     """
-    out, _ = _forward(per_token, gated, tokens, shares, experts, order, sizes, keep=False)
-    return _sum_by_token(out, order, per_token)
+    out, _ = _forward(per_token, gated, (tokens, shares, experts, order, sizes), keep=False)
+    return _sum_by_token(out, jnp.argsort(order), per_token)
 
 
 def _experts_forward(per_token, gated, *operands):
     _, _, _, order, _ = operands
-    out, projections = _forward(per_token, gated, *operands, keep=True)
+    out, projections = _forward(per_token, gated, operands, keep=True)
     projections = tuple(checkpoint_name(x, SAVED) for x in projections)
-    return _sum_by_token(out, order, per_token), (operands, projections)
+    return _sum_by_token(out, jnp.argsort(order), per_token), (operands, projections)
 
 
 def _experts_backward(per_token, gated, residuals, gradient):
@@ -64,7 +64,7 @@ def _experts_backward(per_token, gated, residuals, gradient):
 
     def step(group, carry):
         dense = _expert(experts, group.number, tokens)
-        real = _without_codes(experts, dense)
+        real = without_codes(experts, dense)
 
         def visit(row, inside, carry):
             d_rows, d_shares, sums = carry
@@ -72,9 +72,9 @@ def _experts_backward(per_token, gated, residuals, gradient):
             share = jnp.where(inside, shares[picks], 0)
             x, d_out = (_rows(of, picks // per_token, inside) for of in (tokens, gradient))
             kept = tuple(_slice(y, row, tile) for y in projections)
-            output = lambda kept, share, real: _output(gated, kept, share, _merged(real, dense))
+            output = lambda kept, share, real: _output(gated, kept, share, merge_codes(real, dense))
             d_kept, d_share, of_output = jax.vjp(output, kept, share, real)[1](d_out)
-            project = lambda x, real: _projections(x, _merged(real, dense))
+            project = lambda x, real: _projections(x, merge_codes(real, dense))
             d_x, of_projections = jax.vjp(project, x, real)[1](d_kept)
             sums = jax.tree.map(lambda *parts: sum(parts), sums, of_output, of_projections)
             return _store(d_rows, d_x.astype(jnp.float32), row), _store(d_shares, d_share, row), sums
@@ -85,27 +85,22 @@ def _experts_backward(per_token, gated, residuals, gradient):
         write = lambda stack, total: stack.at[group.number].set(total.astype(stack.dtype))
         return d_rows, d_shares, jax.tree.map(write, of_experts, sums)
 
-    rows, trained = len(padded), _without_codes(experts, experts)
+    rows, trained = len(padded), without_codes(experts, experts)
     zeros = jnp.zeros((rows, tokens.shape[-1])), jnp.zeros(rows), jax.tree.map(jnp.zeros_like, trained)
     d_rows, d_shares, of_experts = for_each_group(sizes, step, zeros)
-    d_tokens = _sum_by_token(d_rows, order, per_token).astype(tokens.dtype)
-    return d_tokens, d_shares[jnp.argsort(order)].astype(shares.dtype), of_experts, None, None
+    places = jnp.argsort(order)
+    d_tokens = _sum_by_token(d_rows, places, per_token).astype(tokens.dtype)
+    return d_tokens, d_shares[places].astype(shares.dtype), of_experts, None, None
 
 
 experts_in_tiles.defvjp(_experts_forward, _experts_backward)
 
 
 def _forward(
-    per_token: int,
-    gated: Gate,
-    tokens: Float[Array, "T D"],
-    shares: Float[Array, " M"],
-    experts: ExpertWeights,
-    order: Int[Array, " M"],
-    sizes: Int[Array, " X"],
-    keep: bool,
+    per_token: int, gated: Gate, operands: tuple, keep: bool
 ) -> tuple[Float[Array, "N D"], Projections | tuple[()]]:
     """Return the outputs of the sorted rows, N = M + a tile, and the projections if they are kept."""
+    tokens, shares, experts, order, sizes = operands
     tile = rows_of_tile(len(order), len(sizes))
     padded = jnp.pad(order, (0, tile))
 
@@ -127,29 +122,18 @@ def _forward(
     return for_each_group(sizes, step, (jnp.zeros((len(padded), tokens.shape[-1])), kept))
 
 
-def _sum_by_token(rows: Float[Array, "N D"], order: Int[Array, " M"], per_token: int) -> Float[Array, "T D"]:
-    """Return the sum over the assignments of each token, float32.
+def _sum_by_token(rows: Float[Array, "N D"], places: Int[Array, " M"], per_token: int) -> Float[Array, "T D"]:
+    """Return the sum over the assignments of each token, whose rows are at `places`, float32.
 
     One gather for each, as `sum` over an axis of so few is slow on a CPU.
     """
-    places = jnp.argsort(order).reshape(-1, per_token)
+    places = places.reshape(-1, per_token)
     return sum((rows[places[:, k]] for k in range(1, per_token)), rows[places[:, 0]])
 
 
 def _expert(experts: ExpertWeights, number: Int[Array, ""] | int, like: Array) -> ExpertWeights:
     """Return one expert, its codes dequantized to the type of `like`."""
     return dense_expert(jax.tree.map(lambda x: x[number], experts), like)
-
-
-def _without_codes(experts: ExpertWeights, values: Any) -> Any:
-    """Return the values of weights that have a gradient: those of codes are None."""
-    is_codes = lambda x: isinstance(x, QuantizedMatrices)
-    return jax.tree.map(lambda x, value: None if is_codes(x) else value, experts, values, is_leaf=is_codes)
-
-
-def _merged(real: Any, dense: ExpertWeights) -> ExpertWeights:
-    """Return `dense` with the values of `real` where it has any."""
-    return jax.tree.map(lambda x, other: other if x is None else x, real, dense, is_leaf=lambda x: x is None)
 
 
 def _rows(x: Float[Array, "T D"], picks: Int[Array, " N"], inside: Bool[Array, " N"]) -> Float[Array, "N D"]:

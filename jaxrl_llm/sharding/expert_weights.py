@@ -75,6 +75,29 @@ def dense_expert(expert: ExpertWeights, like: Array) -> ExpertWeights:
     return jax.tree.map(dense, expert, is_leaf=lambda x: isinstance(x, QuantizedMatrices))
 
 
+def without_codes(experts: ExpertWeights, values: Any) -> Any:
+    """Return the values of weights that have a gradient: those of codes are None."""
+    is_codes = lambda x: isinstance(x, QuantizedMatrices)
+    return jax.tree.map(lambda x, value: None if is_codes(x) else value, experts, values, is_leaf=is_codes)
+
+
+def merge_codes(values: Any, experts: ExpertWeights) -> ExpertWeights:
+    """Return `experts` with the values that `without_codes` left."""
+    return jax.tree.map(
+        lambda x, other: other if x is None else x, values, experts, is_leaf=lambda x: x is None
+    )
+
+
+def adapted_product(
+    multiply: Callable[[Array, Any, DTypeLike | None], Array], x: Array, matrix: Any, dtype: DTypeLike | None
+) -> Array:
+    """Return `multiply(x, matrix, dtype)`, with the change by its adapter if the matrix has one."""
+    if not isinstance(matrix, AdaptedMatrices):
+        return multiply(x, matrix, dtype)
+    change = multiply(multiply(x, matrix.a, None), matrix.b, dtype)
+    return multiply(x, matrix.weight, dtype) + matrix.scale * change
+
+
 def product_with(
     x: Float[Array, "... I"],
     matrix: Float[Array, "I O"] | AdaptedMatrices,
@@ -82,10 +105,6 @@ def product_with(
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "... O"]:
     """Return the product with a dense matrix of one expert and its adapter of type `dtype`, plus the bias."""
-    multiply = functools.partial(jnp.dot, preferred_element_type=dtype)
-    if isinstance(matrix, AdaptedMatrices):
-        change = multiply(jnp.dot(x, matrix.a), matrix.b)
-        y = multiply(x, matrix.weight) + matrix.scale * change
-    else:
-        y = multiply(x, matrix)
+    multiply = lambda x, matrix, dtype: jnp.dot(x, matrix, preferred_element_type=dtype)
+    y = adapted_product(multiply, x, matrix, dtype)
     return y if bias is None else y + bias

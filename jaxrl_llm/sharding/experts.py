@@ -31,7 +31,10 @@ from jaxrl_llm.sharding.expert_weights import (
     ExpertWeights,
     Gate,
     QuantizedMatrices,
+    adapted_product,
     dense_matrices,
+    merge_codes,
+    without_codes,
 )
 from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
 
@@ -273,31 +276,25 @@ def _in_parts_forward(per_token, length, gated, *operands):
 
 def _in_parts_backward(per_token, length, gated, operands, gradient):
     tokens, shares, experts, order, numbers, sizes = operands
-    leaves, tree = jax.tree.flatten(experts)
-    is_real = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]  # codes have no gradient
-    real = [leaf for leaf, chosen in zip(leaves, is_real, strict=True) if chosen]
-
-    def merged(real, others):
-        real = iter(real)
-        return tree.unflatten(next(real) if chosen else x for x, chosen in zip(others, is_real, strict=True))
+    real = without_codes(experts, experts)
 
     def add(sums, picks, sizes):
         owners = picks // per_token
 
         def compute(rows, share, real):
-            out = _outputs(rows, numbers[picks], sizes, merged(real, leaves), gated)
+            out = _outputs(rows, numbers[picks], sizes, merge_codes(real, experts), gated)
             return out * share[:, None]
 
         d_rows, d_share, d_real = jax.vjp(compute, tokens[owners], shares[picks], real)[1](gradient[owners])
         of_tokens, of_shares, of_real = sums
-        of_real = [total + part for total, part in zip(of_real, d_real, strict=True)]
+        of_real = jax.tree.map(jnp.add, of_real, d_real)
         return of_tokens.at[owners].add(d_rows), of_shares.at[picks].add(d_share), of_real
 
     primals = tokens, shares, real
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), primals)
     sums = _for_each_part(add, sums, length, order, sizes)
     d_tokens, d_shares, d_real = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, primals)
-    return d_tokens, d_shares, merged(d_real, [None] * len(leaves)), None, None, None
+    return d_tokens, d_shares, d_real, None, None, None
 
 
 _in_parts.defvjp(_in_parts_forward, _in_parts_backward)
@@ -307,13 +304,13 @@ def _product(
     rows: Float[Array, "M I"], matrix: ExpertMatrix, sizes: Int[Array, "X"], dtype: DTypeLike | None = None
 ) -> Float[Array, "M O"]:
     """Return the grouped product of the rows with the matrices, and their adapters, of type `dtype`."""
-    multiply = functools.partial(grouped_matmul, sizes=sizes)
-    if isinstance(matrix, AdaptedMatrices):
-        change = multiply(multiply(rows, matrix.a), matrix.b, preferred_element_type=dtype)
-        return _product(rows, matrix.weight, sizes, dtype) + matrix.scale * change
-    if isinstance(matrix, QuantizedMatrices):
-        return _quantized_product(rows, matrix, sizes, dtype)
-    return multiply(rows, matrix, preferred_element_type=dtype)
+
+    def multiply(rows, matrix, dtype):
+        if isinstance(matrix, QuantizedMatrices):
+            return _quantized_product(rows, matrix, sizes, dtype)
+        return grouped_matmul(rows, matrix, sizes, preferred_element_type=dtype)
+
+    return adapted_product(multiply, rows, matrix, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

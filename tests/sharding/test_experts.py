@@ -88,10 +88,20 @@ def test_every_division_gives_the_sums_and_gradients_of_one_device(mesh_config, 
     check_on_mesh(mesh_config, rules, *drawn(count))
 
 
-@pytest.fixture
-def grouped_products(monkeypatch):
+def choose_grouped_products(monkeypatch):
     """Compute experts by grouped products, as where there is a kernel for them."""
     monkeypatch.setattr(experts_module, "choose", lambda *_: ("ragged_dot", "requested"))
+
+
+@pytest.fixture
+def grouped_products(monkeypatch):
+    choose_grouped_products(monkeypatch)
+
+
+def codes(count):
+    """Return matrices [32, 16] of so many experts as codes, in two tiles."""
+    values = jnp.arange(count * 32 * 16, dtype=jnp.int8).reshape(count, 32, 16)
+    return QuantizedMatrices(values, jnp.full((count, 2, 16), 0.01), dequantize_weight)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +118,9 @@ def test_tiles_equal_grouped_products(sizes, monkeypatch):
     h, chosen, weights, experts = drawn(6)
     chosen = {"one expert": jnp.full_like(chosen, 5), "none": jnp.full_like(chosen, 6)}.get(sizes, chosen)
     h, chosen, weights = (x[:4] for x in (h, chosen, weights))
-    codes, scale = jnp.arange(6 * 32 * 16, dtype=jnp.int8).reshape(6, 32, 16), jnp.full((6, 2, 16), 0.01)
-    experts = experts._replace(gate=AdaptedMatrices(
-        QuantizedMatrices(codes, scale, dequantize_weight), experts.up.a, experts.up.b, 0.3
-    ))  # fmt: skip
+    experts = experts._replace(gate=AdaptedMatrices(codes(6), experts.up.a, experts.up.b, 0.3))
     got = results_of(grouped_experts, chosen)(h, weights, experts)
-    monkeypatch.setattr(experts_module, "choose", lambda *_: ("ragged_dot", "requested"))
+    choose_grouped_products(monkeypatch)
     assert_equal_results(got, results_of(grouped_experts, chosen)(h, weights, experts))
 
 
@@ -131,8 +138,7 @@ def test_rows_in_parts(mesh_config, choice, grouped_products, monkeypatch):
     Of codes and scales there is no gradient."""
     monkeypatch.setattr(experts_module, "MIN_PART", 1)
     h, chosen, weights, experts = drawn(8)
-    codes, scale = jnp.arange(8 * 32 * 16, dtype=jnp.int8).reshape(8, 32, 16), jnp.full((8, 2, 16), 0.01)
-    experts = experts._replace(gate=QuantizedMatrices(codes, scale, dequantize_weight))
+    experts = experts._replace(gate=codes(8))
     chosen = chosen if choice is None else chosen.at[..., 0].set(choice)
     check_on_mesh(mesh_config, TRAIN, h, chosen, weights, experts)
 
