@@ -63,11 +63,11 @@ class Learner(ScoringModel):
             functools.partial(accumulate, algo=algo, config=config),
             donate_argnames=("grads",),
             out_shardings=(self.grad_shardings, self.replicated, self.replicated),
-            compiler_options=compiler_options(mesh),
+            compiler_options=compiler_options(mesh, gathers_weights=True),
         )
         self._measure = jax.jit(
             functools.partial(loss_and_metrics, algo=algo, config=config),
-            compiler_options=compiler_options(mesh),
+            compiler_options=compiler_options(mesh, gathers_weights=True),
         )
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
         self._apply = jax.jit(

@@ -31,7 +31,7 @@ class ScoringModel:
             functools.partial(model_outputs, config=config),
             static_argnames=("names",),
             out_shardings=self.replicated,  # every process reads all of it
-            compiler_options=compiler_options(mesh),
+            compiler_options=compiler_options(mesh, gathers_weights=True),
         )
 
     def abstract_batch(self, signals: Sequence[str], rows: int, replay: bool = True) -> Batch:

@@ -44,7 +44,9 @@ class PlacedTeachers:
     def __init__(self, model: ScoringModel, teachers: Sequence[Params], mesh: Mesh):
         self.model, self.teachers, self.mesh = model, teachers, mesh
         self._heads: list[jax.Array] = []
-        self._forward = jax.jit(self._hidden, compiler_options=compiler_options(model.mesh))
+        self._forward = jax.jit(
+            self._hidden, compiler_options=compiler_options(model.mesh, gathers_weights=True)
+        )
 
     def outputs(self, batch: Batch) -> tuple[TeacherOutputs, ...]:
         """Return the outputs of all teachers for a micro-batch of the policy."""

@@ -35,4 +35,6 @@ def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh:
         )[0]
 
     replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(forward, out_shardings=replicated, compiler_options=compiler_options(mesh))
+    return jax.jit(
+        forward, out_shardings=replicated, compiler_options=compiler_options(mesh, gathers_weights=True)
+    )

@@ -7,7 +7,17 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from jaxrl_llm.plan.hlo import NO_HINTS, Execution, Hints, Module, executions, operand_arrays
+from jaxrl_llm.plan.hlo import (
+    NO_HINTS,
+    Computation,
+    Execution,
+    Hints,
+    Instruction,
+    Module,
+    executions,
+    operand_arrays,
+)
+from jaxrl_llm.plan.work import computes
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -63,8 +73,8 @@ def synchronous_collectives(
 ) -> list[SynchronousCollective]:
     """Return the collectives within loops that the devices wait for, most bytes first.
 
-    An asynchronous one is a pair of start and done, or on a TPU fused with the computations that it overlaps
-    with.
+    An asynchronous one is a pair of start and done with matrix products or kernels between them, or on a TPU
+    fused with the computations that it overlaps with.
     """
     totals: dict[tuple[str, str], CollectiveStats] = defaultdict(lambda: CollectiveStats(0, 0))
     for one in _collectives(module, devices, hints):
@@ -103,13 +113,31 @@ def _collectives(module: Module, devices: int, hints: Hints) -> list[_Collective
 def _is_asynchronous(execution: Execution, module: Module) -> bool:
     line, caller = execution.line, execution.caller
     if line.op.endswith("-start"):
-        return '"is_sync":true' not in line.rest
+        return _is_overlapped(line, module.computations[execution.computation], module)
     if caller is None:
         return False
-    if caller.op == "async-start":
-        return '"is_sync":true' not in caller.rest
+    if caller.op in ("async-start", "call-start"):
+        home = next(body for body in module.computations.values() if caller.name in body)
+        return _is_overlapped(caller, home, module)
     others = module.computations[execution.computation].values()
     return caller.op == "fusion" and any("AsyncCollective" in other.rest for other in others)
+
+
+def _is_overlapped(start: Instruction, computation: Computation, module: Module) -> bool:
+    """Return whether products or kernels are scheduled between the start of a collective and its end."""
+    if '"is_sync":true' in start.rest:
+        return False
+    lines = list(computation.values())
+    parts, overlapped = {start.name}, False
+    for line in lines[lines.index(start) + 1 :]:
+        if parts & set(line.operands):
+            if line.op.endswith("-done"):
+                return overlapped
+            parts.add(line.name)
+            if line.op == "call-update":  # where a SparseCore gets its operands
+                overlapped = False
+        overlapped = overlapped or computes(line, module)
+    return True  # its end is in the next iteration of a loop
 
 
 def _group_size(attributes: str, devices: int) -> int:

@@ -13,7 +13,7 @@ INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?[\]})]) ([\w\-]+)\((.*
 CALLED = re.compile(
     r"\b(?:calls|body|to_apply|branch_computations|called_computations)=\{?(%?[\w.\-]+(?:, *%?[\w.\-]+)*)"
 )
-RUN_IN_PLACE = ("while", "conditional", "call", "async-start")
+RUN_IN_PLACE = ("while", "conditional", "call", "async-start", "call-start")
 """Instructions whose computations' results are arrays in memory, as the entry computation's are."""
 FUSIONS = ("fusion", "fusion-start")
 """A fusion, and one that runs beside others until its `fusion-done` (CUDA, from jax 0.12 on)."""

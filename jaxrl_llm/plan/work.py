@@ -26,7 +26,8 @@ from jaxrl_llm.plan.hlo import (
 
 FREE = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
-    "after-all", "opt-barrier", "partition-id", "replica-id", "async-start", "async-update", "add-dependency",
+    "after-all", "opt-barrier", "partition-id", "replica-id", "add-dependency", "async-start", "async-update",
+    "call-start", "call-update",
 )  # fmt: skip
 """Instructions that move nothing by themselves."""
 SLICES = ("dynamic-slice", "slice", "gather")
@@ -79,6 +80,14 @@ def count_work(module: Module, hints: Hints) -> ProgramWork:
         else:
             memory += execution.times * moved
     return ProgramWork(flops + sum(hints.kernels[name] for name in kernels), memory + cache)
+
+
+def computes(line: Instruction, module: Module) -> bool:
+    """Return whether an instruction runs a matrix product or a kernel."""
+    if line.op in ("dot", "convolution") or KERNEL.search(line.rest) or GEMM in line.rest:
+        return True
+    inside = (module.computations[name].values() for name in called_computations(line, module))
+    return any(computes(other, module) for body in inside for other in body)
 
 
 def _product(line: Instruction, computation: Computation) -> float:
@@ -170,7 +179,7 @@ def _read(name: str, fused: Computation, module: Module) -> float:
     total = 0.0
     for line in fused.values():
         for i in [i for i, operand in enumerate(line.operands) if operand == name]:
-            if line.op == "bitcast":
+            if _is_alias(line):
                 total += _read(line.name, fused, module)
             elif line.op in SLICES and i == 0:
                 total += line.arrays[0].bytes
@@ -208,7 +217,13 @@ def _root(computation: Computation) -> Instruction:
 
 
 def _origin(line: Instruction, computation: Computation) -> Instruction:
-    """Return the instruction whose value this one is, perhaps in another shape."""
-    while line.op == "bitcast":
+    """Return the instruction whose value this one is, perhaps in another shape or tiling."""
+    while _is_alias(line):
         line = computation[line.operands[0]]
     return line
+
+
+def _is_alias(line: Instruction) -> bool:
+    """Return whether an instruction within a fusion is another view of its operand, which is not copied."""
+    tiled_anew = line.op == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in line.rest
+    return tiled_anew or line.op == "bitcast"

@@ -2,23 +2,96 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from jaxrl_kernels.chips import TPU_KINDS
 
 MAX_THREADS = 16  # each holds the memory of a compilation
-TPU7X_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
-"""Without it the compiler tiles 16-bit weights by 16 rows within a program and by 8 rows where they enter it,
-so that decoding, prefill and scoring begin with a copy of all of them (libtpu 0.0.50; docs/fit.md)."""
+LAYOUT = {"tpu7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}}
+"""TPU generation -> options. Without it the compiler tiles 16-bit weights by 16 rows within a program and by
+8 rows where they enter it, so that decoding, prefill and scoring begin with a copy of all of them (libtpu
+0.0.50; docs/fit.md)."""
+GATHER = {
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
+    "xla_tpu_assign_all_reduce_scatter_layout": True,
+    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
+    "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
+}
+"""Weights are gathered before their product, and gradients reduce-scattered. By default 8 shards or more of a
+weight are multiplied one by one, and their sum is read and written for each (docs/fit.md)."""
+SPARSECORE = {
+    "xla_sc_disable_megacore_partitioning": True,
+    "xla_sc_enable_instruction_fusion": False,
+    "xla_tpu_enable_all_gather_offload_tracing": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
+    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": False,
+    "xla_tpu_enable_reduce_scatter_offload_tracing": True,
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+}
+"""The SparseCores gather and reduce while the TensorCore computes, in a torus of any dims: the options of
+MaxText's recipes for these generations."""
+HAVE_SPARSECORES = ("v5p", "v6e", "tpu7x")
+FLAGS_IN_ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
+
+log = logging.getLogger(__name__)
 
 
-def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
-    """Return the `compiler_options` of `jax.jit` for programs that run a model on these devices."""
-    return TPU7X_OPTIONS if mesh.devices.flat[0].device_kind == "TPU7x" else None
+def compiler_options(mesh: Mesh, gathers_weights: bool = False) -> dict[str, Any] | None:
+    """Return the `compiler_options` of `jax.jit` for programs that run a model on these devices.
+
+    An option that the environment's flags name is left to them. One that this version of the compiler does
+    not have is left out, with a warning.
+
+    Args:
+        gathers_weights: the program gathers sharded weights layer by layer, as training and scoring do.
+    """
+    generation = TPU_KINDS.get(mesh.devices.flat[0].device_kind)
+    options = dict(LAYOUT.get(generation, {}))
+    if gathers_weights and generation and mesh.size > 1:
+        options |= GATHER | (SPARSECORE if generation in HAVE_SPARSECORES else {})
+    flags = " ".join(os.environ.get(name, "") for name in FLAGS_IN_ENVIRONMENT)
+    options = {name: value for name, value in options.items() if f"--{name}=" not in flags}
+    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return known_options((here or list(mesh.devices.flat))[0], tuple(options.items())) or None
+
+
+@functools.cache
+def known_options(device: jax.Device, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """Return the compiler options that the compiler of a device has: they differ between its versions."""
+    place = SingleDeviceSharding(device)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
+
+    def has(some: dict[str, Any]) -> bool:
+        try:
+            jax.jit(lambda x: x, out_shardings=place, compiler_options=some).lower(scalar).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            return False
+        return True
+
+    if not options or has(dict(options)):
+        return dict(options)
+    known = {name: value for name, value in options if has({name: value})}
+    missing = ", ".join(name for name, _ in options if name not in known)
+    log.warning("This compiler has no option %s: steps may be slower (docs/fit.md).", missing)
+    return known
 
 
 class ParallelCompiler:

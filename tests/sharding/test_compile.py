@@ -2,13 +2,16 @@
 
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from jaxrl_llm.sharding.compile import ParallelCompiler
+from jaxrl_llm.sharding.compile import GATHER, SPARSECORE, ParallelCompiler, compiler_options, known_options
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 
 def function(compile):
@@ -67,3 +70,40 @@ def test_a_call_after_the_compilation_compiles_nothing():
     x = {length: np.arange(length, dtype=np.float32) for length in (3, 5)}
     calls = lambda: [results.append(total(twice(x[n]), {"weight": np.ones(n, np.float32)})) for n in (3, 5)]
     assert compiled_names(calls) == [] and [float(r) for r in results] == [6.0, 20.0]
+
+
+def fake_mesh(kind, size=8):
+    devices = np.array([SimpleNamespace(device_kind=kind, process_index=0)] * size)
+    return Mock(spec=Mesh, size=size, devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "gathers", "expected"),
+    [
+        ("cpu", 8, True, {}),
+        ("NVIDIA H100 80GB HBM3", 8, True, {}),
+        ("TPU v5 lite", 1, True, {}),
+        ("TPU v5 lite", 8, False, {}),
+        ("TPU v5 lite", 8, True, GATHER),
+        ("TPU v6 lite", 8, True, GATHER | SPARSECORE),
+        ("TPU v5", 8, True, GATHER | SPARSECORE),
+    ],
+)
+def test_options_are_those_of_the_generation(kind, size, gathers, expected, monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.sharding.compile.known_options", lambda _, options: dict(options))
+    assert (compiler_options(fake_mesh(kind, size), gathers) or {}) == expected
+
+
+def test_flags_of_the_environment_win_over_options(monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.sharding.compile.known_options", lambda _, options: dict(options))
+    name, *others = GATHER
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--other=1 --{name}=8")
+    assert set(compiler_options(fake_mesh("TPU v4"), gathers_weights=True)) == set(others)
+
+
+def test_an_option_that_the_compiler_does_not_have_is_left_out_with_a_warning(caplog):
+    device = make_mesh(MeshConfig()).devices.flat[0]
+    known, unknown = ("xla_cpu_enable_fast_math", False), ("xla_no_such_option", True)
+    assert known_options(device, (known, unknown)) == dict([known])
+    assert "xla_no_such_option" in caplog.text
+    assert known_options(device, (known,)) == dict([known])

@@ -41,6 +41,7 @@ UNROLLED = """\
   %next = s32[] add(%i, %two)
   %v = f32[8]{0} get-tuple-element(%x), index=1
   %sent = (f32[8]{0}, f32[8]{0}) collective-permute-start(%v), channel_id=1, source_target_pairs={{0,1}}
+  %product = f32[4,4]{1,0} dot(f32[4,8]{1,0} %a, f32[8,4]{1,0} %b), lhs_contracting_dims={1}
   %got = f32[8]{0} collective-permute-done(%sent)
   %waits = f32[8]{0} all-reduce(%got), channel_id=2, replica_groups={{0,1}}, metadata={op_name="jit(f)/mlp"}
   %half = f32[4]{0} slice(%got), slice={[0:4]}
@@ -80,6 +81,42 @@ def test_what_nothing_overlaps_is_named_with_the_operation_it_is_of():
     assert found == ("all-reduce", "jit(f)/mlp", 6, 3 * (32 + 16))
     outside = module_of("  %a = f32[8]{0} all-reduce(f32[8]{0} %p), replica_groups={{0,1}}")
     assert synchronous_collectives(outside, 2) == []
+
+
+def test_a_collective_without_products_between_start_and_end_is_synchronous():
+    idle = UNROLLED.replace("dot(", "add(")
+    found = synchronous_collectives(module_of(LOOP, computations=idle), 2)
+    assert [(one.kind, one.count) for one in found] == [("all-reduce", 6), ("collective-permute", 3)]
+
+
+SPARSECORE = """\
+%gather (q: f32[8]) -> f32[16] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %g = f32[16]{0} all-gather(%q), channel_id=3, replica_groups={{0,1}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+%body (x: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %x = (s32[], f32[8]{0}) parameter(0)
+  %v = f32[8]{0} get-tuple-element(%x), index=1
+  %start = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%gather
+FIRST
+  %update = ((f32[8]{0}), f32[16]{0}) call-update(%start, %v)
+SECOND
+  %done = f32[16]{0} call-done(%update)
+  ROOT %t = (s32[], f32[8]{0}) tuple(%x, %v)
+}
+"""
+
+
+@pytest.mark.parametrize("place", ["FIRST", "SECOND"])
+def test_a_sparsecore_gathers_beside_the_products_that_follow_its_operands(place):
+    """32 bytes are gathered and 64 written; the kernel reads 32, and its result is in vector memory."""
+    kernel = '  %k = f32[4]{0:S(1)} custom-call(%v), custom_call_target="tpu_custom_call"'
+    loop = f'{LOOP}, backend_config={{"known_trip_count":{{"n":"3"}}}}'
+    module = module_of(loop, computations=SPARSECORE.replace(place, kernel))
+    assert bool(synchronous_collectives(module, 2)) == (place == "FIRST")
+    assert count_collectives(module, 2) == {"all-gather": (3, 3 * 32)}
+    assert count_work(module, HINTS).memory == 3 * (32 + 64 + 32)
 
 
 def test_loops_of_unknown_length_take_theirs_from_hints():
@@ -156,6 +193,28 @@ def test_memory_traffic_is_that_of_slices_and_updates(lines):
         computations=FUSED,
     )
     assert count_work(module, HINTS).memory == 3 * 32 + 4  # and the index
+
+
+def test_a_stack_that_a_fusion_reads_in_another_tiling_is_read_by_slices():
+    """As a TPU7x does, which tiles 16-bit arrays by 16 rows in memory and by 8 in a fusion."""
+    tiled = "kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%tile"
+    fused = FUSED.replace("(%stack, %i, %i)", "(%read, %i, %i)").replace("(%old, %row", "(%written, %row")
+    views = "".join(
+        f"  %{name} = f32[6,8]{{1,0}} fusion(%{of}), {tiled}\n"
+        for name, of in (("read", "stack"), ("written", "old"))
+    )
+    fused = fused.replace("  %slice = ", f"{views}  %slice = ")
+    tile = (
+        "%tile (w: f32[6,8]) -> f32[6,8] {\n  %w = f32[6,8] parameter(0)\n  ROOT %c = f32[6,8] copy(%w)\n}\n"
+    )
+    module = module_of(
+        "  %stack = f32[6,8]{1,0} parameter(0)",
+        "  %i = s32[] constant(0)",
+        "  %x = f32[8]{0:T(128)S(1)} copy(%y)",
+        f"  %f = {RESULTS} fusion(%stack, %i, %stack, %x), kind=kLoop, calls=%layer",
+        computations=tile + fused,
+    )
+    assert count_work(module, HINTS).memory == 3 * 32 + 4
 
 
 def test_kernels_count_as_their_operands_and_by_their_hints():

@@ -21,6 +21,10 @@ CPU_CHUNK, MAX_CHUNK = 128, 512
 """Maximum tokens whose logits are in memory at once on one device, on a CPU and elsewhere: enough to fill
 its matrix units. Logits of more do not fit a CPU's cache, and more of the last chunk is outside the mask."""
 
+SCATTERED_ROWS = 1024
+"""The rows of the head's gradient are padded to a multiple of this on a TPU. Where their number has a large
+prime factor (151,936 = 128 x 1,187 of Qwen) the compiler all-reduces it, which sends twice as much."""
+
 
 @functools.partial(
     jax.jit,
@@ -184,9 +188,17 @@ def _local_backward(s: _Static, hidden, head, targets, mask, *columns):
         if at.vocab:
             d_hidden = jax.lax.psum(d_hidden.astype(jnp.float32), at.vocab).astype(hidden.dtype)
         if at.scattered:
-            d_head = jax.lax.psum_scatter(d_head, at.scattered, scatter_dimension=1, tiled=True)
+            d_head = _scatter(s.implementation, d_head, at.scattered)
         d_head = jax.lax.psum(d_head, tuple(x for x in at.token_axes if x not in at.scattered))
     return restore(d_hidden), d_head.astype(head.dtype)
+
+
+def _scatter(implementation: str, d_head: Float[Array, "V D"], axes: tuple[str, ...]) -> Array:
+    """Return the sum over the devices of these mesh axes of a device's slice of D, [V, D / devices]."""
+    rows = len(d_head)
+    if implementation == "pallas_tpu":
+        d_head = jnp.pad(d_head, ((0, -rows % SCATTERED_ROWS), (0, 0)))
+    return jax.lax.psum_scatter(d_head, axes, scatter_dimension=1, tiled=True)[:rows]
 
 
 def tokens_at_once(implementation: str, shape: tuple[int, int], dim: int, chunk: int) -> int:
