@@ -83,7 +83,7 @@ CASES = [
     Case("Qwen/Qwen3-32B", "h200x8", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-32B", "v5p-64", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-30B-A3B", "h100x8", f"{COMPRESSED} --rollout.slots 256 --tokens_per_device 9216"),
-    Case("Qwen/Qwen3-30B-A3B", "v6e-16", f"{COMPRESSED} --rollout.slots 256 --tokens_per_device 6144"),
+    Case("Qwen/Qwen3-30B-A3B", "v6e-16", f"{COMPRESSED} --rollout.slots 256 --tokens_per_device 4608"),
     Case("Qwen/Qwen3-30B-A3B", "v5p-16", "--rollout.slots 256"),
     Case("Qwen/Qwen3-235B-A22B", "v5p-128", "--rollout.slots 256 --mesh.expert 8 --optim.moments int8"),
     Case("Qwen/Qwen3-235B-A22B", "h200x64", "--rollout.slots 256 --mesh.expert 8 --optim.moments int8"),

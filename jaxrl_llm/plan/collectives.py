@@ -95,10 +95,7 @@ def _collectives(module: Module, devices: int, hints: Hints) -> list[_Collective
             continue
         if kind == "all-reduce" and "all-reduce-scatter" in execution.computation:
             kind = "reduce-scatter"
-        channel = re.search(r"channel_id=(\d+)", line.rest)
-        sizes = [(array.dtype, array.dims) for array in line.arrays]
-        place = f"{channel[1]} {sizes}" if channel else f"{execution.computation}/{line.name}"
-        key = kind, place
+        key = kind, _place(kind, execution)
         computation = module.computations[execution.computation]
         operands = sum(array.bytes for arrays in operand_arrays(line, computation) for array in arrays)
         sent = times * _bytes_sent(kind, operands, _group_size(line.rest, devices))
@@ -108,6 +105,15 @@ def _collectives(module: Module, devices: int, hints: Hints) -> list[_Collective
         overlapped = _is_asynchronous(execution, module) or (same is not None and same.is_asynchronous)
         found[key] = found[key]._replace(is_asynchronous=overlapped)
     return list(found.values())
+
+
+def _place(kind: str, execution: Execution) -> str:
+    """Return what tells a collective from others of its kind: repetitions in fusions share a channel."""
+    line, caller = execution.line, execution.caller
+    channel = re.search(r"channel_id=(\d+)", line.rest)
+    if not channel or kind == "reduce-scatter" or caller is None or caller.op != "fusion":
+        return f"{execution.computation}/{line.name}"
+    return f"{channel[1]} {[(array.dtype, array.dims) for array in line.arrays]}"
 
 
 def _is_asynchronous(execution: Execution, module: Module) -> bool:

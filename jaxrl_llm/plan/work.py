@@ -70,11 +70,11 @@ def count_work(module: Module, hints: Hints) -> ProgramWork:
     for execution in executions(module, hints):
         line, computation = execution.line, module.computations[execution.computation]
         flops += execution.times * _product(line, computation)
-        if execution.is_fused:
-            continue
-        moved = _moved(line, module, computation)
         is_kernel = KERNEL.search(line.rest) is not None
         kernels.update(name for name in hints.kernels if is_kernel and name in line.source)
+        if execution.is_fused:  # a kernel too, where CUDA's compiler has fused the slices that it reads
+            continue
+        moved = _moved(line, module, computation)
         if is_kernel and hints.reads_cache and ATTENTION in line.source:
             cache = max(cache, moved)
         else:

@@ -235,6 +235,27 @@ def test_kernels_count_as_their_operands_and_by_their_hints():
     assert work == ProgramWork(flops=7.0, memory=20 + (20 + 800 + 20))
 
 
+def test_a_kernel_with_its_slices_in_a_fusion_counts_its_flops():
+    """As CUDA's compiler fuses them: the kernel reads its layer's slice of a stack in place."""
+    fused = """\
+%sliced (w: f32[6,8]) -> f32[8] {
+  %w = f32[6,8]{1,0} parameter(0)
+  %row = f32[1,8]{1,0} slice(%w), slice={[2:3], [0:8]}
+  ROOT %k = f32[8]{0} custom-call(%row), custom_call_target="mosaic_gpu_v2", metadata={op_name="attention/k"}
+}
+"""
+    lines = "  %s = f32[6,8]{1,0} parameter(0)", "  %f = f32[8]{0} fusion(%s), kind=kCustom, calls=%sliced"
+    work = count_work(module_of(*lines, computations=fused), Hints(kernels={"attention": 7.0}))
+    assert work == ProgramWork(flops=7.0, memory=32 + 32)
+
+
+def test_reduce_scatters_of_one_channel_are_several_collectives():
+    """Those of `shard_map` share a channel."""
+    scatter = "f32[4]{0} reduce-scatter(f32[8]{0} %p), channel_id=1, replica_groups={{0,1}}, dimensions={0}"
+    module = module_of(f"  %a = {scatter}", f"  %b = {scatter}")
+    assert count_collectives(module, 2) == {"reduce-scatter": (2, 2 * 16)}
+
+
 def test_counts_are_those_of_xla_and_a_loop_counts_every_time():
     def step(x, w):
         return jnp.tanh(x @ w), None
