@@ -3,7 +3,7 @@
     python scripts/fit.py               # compile the cases missing in docs/fit/, then write the page
     python scripts/fit.py --render      # only write the page
     python scripts/fit.py NAME ...      # compile these again
-    python scripts/fit.py NAME --only update,decode     # only these phases
+    python scripts/fit.py NAME --only update,score      # these phases again, the others as they are
 
 Needs `pip install 'jaxrl-llm[plan]'` and no accelerator; minutes a case, the largest longest.
 """
@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "docs/fit", ROOT / "docs/fit.md"
@@ -145,11 +145,29 @@ WRITTEN_BY_HAND = "\n## Compiled work and its floor\n"
 
 def compile_case(case: Case, only: str) -> None:
     """Plan it in a process of its own; compiler messages go to the terminal."""
+    file = FOLDER / f"{case.name}.json"
+    before = json.loads(file.read_text()) if only and file.exists() else None
     argv = [sys.executable, "-m", "jaxrl_llm", "plan", *RECIPE, "--model.path", case.model, "--topology"]
-    argv += [case.topology, "--only", only, "--json", str(FOLDER / f"{case.name}.json"), *case.flags.split()]
+    argv += [case.topology, "--only", only, "--json", str(file), *case.flags.split()]
     print(" ".join(argv), flush=True)
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     subprocess.run(argv, env=env, cwd=ROOT)
+    if before:
+        file.write_text(json.dumps(merged(before, json.loads(file.read_text())), indent=1))
+
+
+def merged(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan with the phases that were compiled again in place of those before."""
+    by_name = {phase["name"]: phase for phase in again["phases"]}
+    phases = [by_name.get(phase["name"], phase) for phase in before["phases"]]
+    largest = max(phases, key=lambda phase: phase["peak"])
+    return again | {
+        "phases": phases,
+        "selected": before["selected"],
+        "peak": {"phase": largest["name"], "bytes": largest["peak"]},
+        "fits": largest["peak"] <= again["memory"] and not any(phase["error"] for phase in phases),
+        "step_seconds": sum(phase["step_seconds"] for phase in phases),
+    }
 
 
 def line(case: Case) -> str:
