@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,20 +25,24 @@ RECIPE = ["--config", "grpo_qwen.py", *FLAGS]
 GIB = 2**30
 COMPRESSED = "--optim.moments int8 --optim.store_param_remainders True --optim.grad_dtype bfloat16"
 QLORA = "--lora.rank 32 --lora.quantize nf4"
+SMALL = 2**20
+"""Bytes of a call that the second table leaves out where their floor is 0."""
 MORE_FLAGS = ("--tokens_per_device",)
 """Flags of a case that its line names besides mesh and slots."""
 
 
 class Case(NamedTuple):
-    """A model on a slice: one line of the page."""
+    """A model on a slice: a line of the first table, or a column of the second."""
 
     model: str
     topology: str
     flags: str = ""
+    of_floors: bool = False  # the recipe as it is
 
     @property
     def name(self) -> str:
-        return f"{self.model.split('/')[1]}-{self.topology}".lower().replace(":", "-")
+        name = f"{self.model.split('/')[1]}-{self.topology}".lower().replace(":", "-")
+        return f"floors-{name}" if self.of_floors else name
 
     @property
     def settings(self) -> str:
@@ -96,6 +101,10 @@ CASES = [
     Case("meta-llama/Llama-3.1-70B", "v5p-256", "--rollout.slots 256 --mesh.tensor 8"),
     Case("meta-llama/Llama-3.1-70B", "v6e-256", "--rollout.slots 256 --mesh.tensor 8"),
 ]
+FLOORS = [
+    Case("Qwen/Qwen3-0.6B", topology, "--rollout.slots 128", of_floors=True)
+    for topology in ("v5e-8", "v6e-4", "v5p-8", "h100x8")
+]
 INTRO = """\
 # Memory and roofline by model and slice
 
@@ -140,20 +149,22 @@ NOTES = """
   thirds over a step.
 """
 WRITTEN_BY_HAND = "\n## Compiled work and its floor\n"
-"""Heading of the part of the page that is kept."""
+"""Heading of the part of the page that is kept, but for its table."""
+TABLE_OF_FLOORS = re.compile(r"(?m)^\| phase \| work \|(.*\n\|)*.*$")
 
 
 def compile_case(case: Case, only: str) -> None:
     """Plan it in a process of its own; compiler messages go to the terminal."""
     file = FOLDER / f"{case.name}.json"
     before = json.loads(file.read_text()) if only and file.exists() else None
-    argv = [sys.executable, "-m", "jaxrl_llm", "plan", *RECIPE, "--model.path", case.model, "--topology"]
+    recipe = RECIPE[:2] if case.of_floors else RECIPE
+    argv = [sys.executable, "-m", "jaxrl_llm", "plan", *recipe, "--model.path", case.model, "--topology"]
     argv += [case.topology, "--only", only, "--json", str(file), *case.flags.split()]
     print(" ".join(argv), flush=True)
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     subprocess.run(argv, env=env, cwd=ROOT)
     if before:
-        file.write_text(json.dumps(merged(before, json.loads(file.read_text())), indent=1))
+        file.write_text(json.dumps(merged(before, json.loads(file.read_text())), indent=1) + "\n")
 
 
 def merged(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
@@ -202,23 +213,48 @@ def line(case: Case) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def floors_table() -> str:
+    """Return the table of compiled work over its floor, by phase and device."""
+    plans = [json.loads((FOLDER / f"{case.name}.json").read_text()) for case in FLOORS]
+    phases = [{phase["name"]: phase for phase in plan["phases"]} for plan in plans]
+    head = ["phase", "work", *(case.topology for case in FLOORS)]
+    rows = [head, ["---"] * len(head)]
+    for name in dict.fromkeys(name for of_plan in phases for name in of_plan):
+        for work, unit in (("flops", 0), ("memory", 1e9), ("links", 1e9)):
+            cells = [_ratio(of_plan.get(name), work, unit) for of_plan in phases]
+            if any(cells):
+                rows.append([name.removeprefix("rollout: "), "FLOPs" if work == "flops" else work, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _ratio(phase: dict[str, Any] | None, work: str, unit: float) -> str:
+    """Return compiled work over its floor, in brackets GB of a call; "" = there is none."""
+    found, floor = (phase[kind][work] if phase else 0.0 for kind in ("compiled", "floor"))
+    if not found or (not floor and found < SMALL):
+        return ""
+    number = found / unit if unit else 0.0
+    size = f" ({number:.0f})" if number >= 10 else f" ({number:.2g})" if unit else ""
+    return f"{found / floor:.2f}{size}" if floor else f"floor 0{size}"
+
+
 def render() -> None:
-    """Write docs/fit.md from the compiled cases, but for its last part."""
+    """Write docs/fit.md from the compiled cases, but for the text of its last part."""
     plans = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))]
     versions = sorted({", ".join(f"{k} {v}" for k, v in plan["versions"].items()) for plan in plans})
     compiler = f"- Compiled with {'; '.join(versions)}.\n" if versions else "- Nothing is compiled yet.\n"
     _, heading, floors = PAGE.read_text().partition(WRITTEN_BY_HAND) if PAGE.exists() else ("", "", "")
+    floors = TABLE_OF_FLOORS.sub(lambda _: floors_table(), floors)
     PAGE.write_text(INTRO + "\n".join(map(line, CASES)) + "\n" + NOTES + compiler + heading + floors)
 
 
 def main(argv: list[str]) -> None:
     only = argv.pop(argv.index("--only") + 1) if "--only" in argv else ""
-    known = {case.name: case for case in CASES}
+    known = {case.name: case for case in [*CASES, *FLOORS]}
     if unknown := set(argv) - {*known, "--render", "--only"}:
         raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     FOLDER.mkdir(exist_ok=True)
     requested = [known[name] for name in argv if name in known]
-    missing = [case for case in CASES if not (FOLDER / f"{case.name}.json").exists()]
+    missing = [case for case in known.values() if not (FOLDER / f"{case.name}.json").exists()]
     for case in [] if "--render" in argv else requested or missing:
         compile_case(case, only)
     render()
