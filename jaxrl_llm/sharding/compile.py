@@ -47,6 +47,9 @@ SPARSECORE = {
 """The SparseCores gather and reduce while the TensorCore computes, in a torus of any dims: the options of
 MaxText's recipes for these generations."""
 HAVE_SPARSECORES = ("v5p", "v6e", "tpu7x")
+GATHER_ON_GPU = {"xla_gpu_experimental_collective_cse_distance_threshold": 1_000_000}
+"""A tied table is gathered once for the lookup and the head. Instructions between equal collectives of which
+XLA makes one."""
 FLAGS_IN_ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 log = logging.getLogger(__name__)
@@ -61,14 +64,17 @@ def compiler_options(mesh: Mesh, gathers_weights: bool = False) -> dict[str, Any
     Args:
         gathers_weights: the program gathers sharded weights layer by layer, as training and scoring do.
     """
-    generation = TPU_KINDS.get(mesh.devices.flat[0].device_kind)
+    device = mesh.devices.flat[0]
+    generation = TPU_KINDS.get(device.device_kind)
     options = dict(LAYOUT.get(generation, {}))
-    if gathers_weights and generation and mesh.size > 1:
-        options |= GATHER | (SPARSECORE if generation in HAVE_SPARSECORES else {})
+    if gathers_weights and mesh.size > 1:
+        options |= GATHER_ON_GPU if device.platform in ("gpu", "cuda") else {}
+        options |= GATHER if generation else {}
+        options |= SPARSECORE if generation in HAVE_SPARSECORES else {}
     flags = " ".join(os.environ.get(name, "") for name in FLAGS_IN_ENVIRONMENT)
     options = {name: value for name, value in options.items() if f"--{name}=" not in flags}
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    return known_options((here or list(mesh.devices.flat))[0], tuple(options.items())) or None
+    return known_options(here[0] if here else device, tuple(options.items())) or None
 
 
 @functools.cache

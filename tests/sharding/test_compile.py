@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxrl_llm.sharding.compile import GATHER, SPARSECORE, ParallelCompiler, compiler_options, known_options
+from jaxrl_llm.sharding.compile import (
+    GATHER,
+    GATHER_ON_GPU,
+    SPARSECORE,
+    ParallelCompiler,
+    compiler_options,
+    known_options,
+)
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 
@@ -73,7 +80,9 @@ def test_a_call_after_the_compilation_compiles_nothing():
 
 
 def fake_mesh(kind, size=8):
-    devices = np.array([SimpleNamespace(device_kind=kind, process_index=0)] * size)
+    platform = {"cpu": "cpu", "NVIDIA": "gpu"}.get(kind.split()[0], "tpu")
+    device = SimpleNamespace(device_kind=kind, platform=platform, process_index=0)
+    devices = np.array([device] * size)
     return Mock(spec=Mesh, size=size, devices=devices)
 
 
@@ -81,7 +90,8 @@ def fake_mesh(kind, size=8):
     ("kind", "size", "gathers", "expected"),
     [
         ("cpu", 8, True, {}),
-        ("NVIDIA H100 80GB HBM3", 8, True, {}),
+        ("NVIDIA H100 80GB HBM3", 8, True, GATHER_ON_GPU),
+        ("NVIDIA H100 80GB HBM3", 1, True, {}),
         ("TPU v5 lite", 1, True, {}),
         ("TPU v5 lite", 8, False, {}),
         ("TPU v5 lite", 8, True, GATHER),
