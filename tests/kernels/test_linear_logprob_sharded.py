@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from kernel_oracles import assert_close
 
-from jaxrl_kernels.linear_logprob.api import linear_logprob
+from jaxrl_kernels.linear_logprob.api import _scatter, linear_logprob
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, logprob_specs, sharding_for
 
@@ -109,3 +109,13 @@ def test_each_device_skips_masked_tokens():
     gradients, found = run(*arguments)
     assert all(np.isfinite(x).all() for x in (*found, *gradients))
     assert (np.asarray(gradients[0])[2] == 0).all() and (np.asarray(gradients[0])[0] != 0).any()
+
+
+def test_a_gradient_with_padded_rows_is_scattered_without_them():
+    """As for the kernel of TPUs: the sum over the devices, each with its own columns of all rows."""
+    mesh = make_mesh(MESHES["rows_not_divided"])
+    parts = np.random.default_rng(0).normal(size=(8, V, 16)).astype(np.float32)
+    scatter = lambda part: _scatter("pallas_tpu", part[0], ("fsdp",))
+    specs = {"in_specs": jax.P("fsdp"), "out_specs": jax.P(None, "fsdp"), "check_vma": False}
+    found = jax.jit(jax.shard_map(scatter, mesh=mesh, **specs))(parts)
+    np.testing.assert_allclose(found, parts.sum(0), atol=1e-5)
