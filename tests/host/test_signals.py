@@ -41,7 +41,7 @@ UNWINDS = "stopping; again = exit at once"
 def test_a_signal_while_a_module_is_imported_ends_the_command(tmp_path, number, module, command, message):
     (tmp_path / f"{module}.py").write_text(SLOW_MODULE)
     running = Running(["-m", *command], {**os.environ, "PYTHONPATH": str(tmp_path)})
-    running.wait_for("importing")
+    running.wait_for("importing\n")
     running.process.send_signal(number)
     assert running.end(20) == (128 + number, "importing\n", f"{number.name}: {message}\n")
 
@@ -75,7 +75,7 @@ sys.exit(run_command(command, []))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_at_start_up_closes_what_is_open(number):
     running = Running(["-c", COMMAND, "start-up"])
-    running.wait_for("ready")
+    running.wait_for("ready\n")
     running.process.send_signal(number)
     assert running.end(20) == (
         128 + number,
@@ -86,7 +86,7 @@ def test_a_signal_at_start_up_closes_what_is_open(number):
 
 def test_a_signal_in_a_compilation_is_announced_at_once_and_obeyed_afterwards():
     running = Running(["-c", COMMAND, "compile", "0.5"])
-    running.wait_for("ready")
+    running.wait_for("ready\n")
     running.process.send_signal(signal.SIGINT)
     running.wait_for("SIGINT: stopping; again = exit at once", "stderr")
     assert "closed" not in running.peek("stdout")
@@ -96,7 +96,7 @@ def test_a_signal_in_a_compilation_is_announced_at_once_and_obeyed_afterwards():
 @pytest.mark.parametrize("where", ["compile", "step"])
 def test_a_second_signal_in_a_compilation_exits_at_once(where):
     running = Running(["-c", COMMAND, where, "60"])
-    running.wait_for("ready")
+    running.wait_for("ready\n")
     running.process.send_signal(signal.SIGINT)
     running.wait_for("again = exit at once", "stderr")
     start = time.monotonic()
@@ -108,7 +108,7 @@ def test_a_second_signal_in_a_compilation_exits_at_once(where):
 
 def test_a_deferred_signal_lets_the_work_finish():
     running = Running(["-c", COMMAND, "step", "0.5"])
-    running.wait_for("ready")
+    running.wait_for("ready\n")
     running.process.send_signal(signal.SIGTERM)
     message = "SIGTERM: saving after this step, then stopping; again = exit at once\n"
     assert running.end(20) == (75, "ready\nreceived 15\nclosed\n", message)
