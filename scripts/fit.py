@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "docs/fit", ROOT / "docs/fit.md"
 FLAGS = ["--model.remat", "full", "--rollout.dtype", "bfloat16", "--share_prefixes", "False"]
-RECIPE = ["--config", "grpo_qwen.py", *FLAGS]
+RECIPE = ["--config", "grpo_qwen.py"]
 GIB = 2**30
 COMPRESSED = "--optim.moments int8 --optim.store_param_remainders True --optim.grad_dtype bfloat16"
 QLORA = "--lora.rank 32 --lora.quantize nf4"
@@ -157,9 +157,9 @@ def compile_case(case: Case, only: str) -> None:
     """Plan it in a process of its own; compiler messages go to the terminal."""
     file = FOLDER / f"{case.name}.json"
     before = json.loads(file.read_text()) if only and file.exists() else None
-    recipe = RECIPE[:2] if case.of_floors else RECIPE
-    argv = [sys.executable, "-m", "jaxrl_llm", "plan", *recipe, "--model.path", case.model, "--topology"]
+    argv = [sys.executable, "-m", "jaxrl_llm", "plan", *RECIPE, "--model.path", case.model, "--topology"]
     argv += [case.topology, "--only", only, "--json", str(file), *case.flags.split()]
+    argv += [] if case.of_floors else FLAGS
     print(" ".join(argv), flush=True)
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     subprocess.run(argv, env=env, cwd=ROOT)
@@ -220,21 +220,23 @@ def floors_table() -> str:
     head = ["phase", "work", *(case.topology for case in FLOORS)]
     rows = [head, ["---"] * len(head)]
     for name in dict.fromkeys(name for of_plan in phases for name in of_plan):
-        for work, unit in (("flops", 0), ("memory", 1e9), ("links", 1e9)):
-            cells = [_ratio(of_plan.get(name), work, unit) for of_plan in phases]
+        for work in ("FLOPs", "memory", "links"):
+            cells = [_ratio(of_plan.get(name), work) for of_plan in phases]
             if any(cells):
-                rows.append([name.removeprefix("rollout: "), "FLOPs" if work == "flops" else work, *cells])
+                rows.append([name.removeprefix("rollout: "), work, *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _ratio(phase: dict[str, Any] | None, work: str, unit: float) -> str:
-    """Return compiled work over its floor, in brackets GB of a call; "" = there is none."""
-    found, floor = (phase[kind][work] if phase else 0.0 for kind in ("compiled", "floor"))
+def _ratio(phase: dict[str, Any] | None, work: str) -> str:
+    """Return compiled work over its floor, of bytes in brackets GB of a call; "" = there is none."""
+    found, floor = (phase[kind][work.lower()] if phase else 0.0 for kind in ("compiled", "floor"))
     if not found or (not floor and found < SMALL):
         return ""
-    number = found / unit if unit else 0.0
-    size = f" ({number:.0f})" if number >= 10 else f" ({number:.2g})" if unit else ""
-    return f"{found / floor:.2f}{size}" if floor else f"floor 0{size}"
+    ratio = f"{found / floor:.2f}" if floor else "floor 0"
+    if work == "FLOPs":
+        return ratio
+    gigabytes = found / 1e9
+    return f"{ratio} ({gigabytes:{'.0f' if gigabytes >= 10 else '.2g'}})"
 
 
 def render() -> None:

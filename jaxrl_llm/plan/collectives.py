@@ -108,7 +108,10 @@ def _collectives(module: Module, devices: int, hints: Hints) -> list[_Collective
 
 
 def _place(kind: str, execution: Execution) -> str:
-    """Return what tells a collective from others of its kind: repetitions in fusions share a channel."""
+    """Return what tells a collective from others of its kind: repetitions in fusions share a channel.
+
+    A reduce-scatter is not repeated; those of `shard_map` share a channel, too.
+    """
     line, caller = execution.line, execution.caller
     channel = re.search(r"channel_id=(\d+)", line.rest)
     if not channel or kind == "reduce-scatter" or caller is None or caller.op != "fusion":

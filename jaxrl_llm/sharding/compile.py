@@ -48,8 +48,8 @@ SPARSECORE = {
 MaxText's recipes for these generations."""
 HAVE_SPARSECORES = ("v5p", "v6e", "tpu7x")
 GATHER_ON_GPU = {"xla_gpu_experimental_collective_cse_distance_threshold": 1_000_000}
-"""A tied table is gathered once for the lookup and the head. Instructions between equal collectives of which
-XLA makes one."""
+"""A tied table is gathered once for the lookup and the head: XLA makes one of equal collectives that are at
+most so many instructions apart."""
 FLAGS_IN_ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 log = logging.getLogger(__name__)

@@ -79,6 +79,12 @@ def test_a_call_after_the_compilation_compiles_nothing():
     assert compiled_names(calls) == [] and [float(r) for r in results] == [6.0, 20.0]
 
 
+@pytest.fixture
+def has_all_options(monkeypatch):
+    """A compiler that knows every option."""
+    monkeypatch.setattr("jaxrl_llm.sharding.compile.known_options", lambda _, options: dict(options))
+
+
 def fake_mesh(kind, size=8):
     platform = {"cpu": "cpu", "NVIDIA": "gpu"}.get(kind.split()[0], "tpu")
     device = SimpleNamespace(device_kind=kind, platform=platform, process_index=0)
@@ -99,13 +105,11 @@ def fake_mesh(kind, size=8):
         ("TPU v5", 8, True, GATHER | SPARSECORE),
     ],
 )
-def test_options_are_those_of_the_generation(kind, size, gathers, expected, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.sharding.compile.known_options", lambda _, options: dict(options))
+def test_options_are_those_of_the_generation(kind, size, gathers, expected, has_all_options):
     assert (compiler_options(fake_mesh(kind, size), gathers) or {}) == expected
 
 
-def test_flags_of_the_environment_win_over_options(monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.sharding.compile.known_options", lambda _, options: dict(options))
+def test_flags_of_the_environment_win_over_options(monkeypatch, has_all_options):
     name, *others = GATHER
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--other=1 --{name}=8")
     assert set(compiler_options(fake_mesh("TPU v4"), gathers_weights=True)) == set(others)
