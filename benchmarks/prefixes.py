@@ -2,9 +2,10 @@
 
     python benchmarks/prefixes.py --output benchmarks/results/prefixes.json      # minutes on a CPU
 
-The model of cpu_peers.py; GRPO's loss, `--model.remat dots`; prompts x 8 responses in one micro-batch. For
-each size the two updates alternate. Reported are medians of wall and CPU seconds, and the paired ratio; the
-temporary memory and the FLOPs of the compiled program, which no load changes; loss and gradient norm agree.
+The small model of cpu_peers.py, and random weights in the shape of SmolLM2-135M (10 GB of memory); GRPO's
+loss, `--model.remat dots`; prompts x 8 responses in one micro-batch. For each size the two updates alternate.
+Reported are medians of wall and CPU seconds, and the paired ratio; the temporary memory and the FLOPs of the
+compiled program, which no load changes; loss and gradient norm agree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
@@ -27,38 +28,53 @@ from machine import report_head
 
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.learn.learner import Learner
-
-SIZES = {"64 + 8 x 128": (4, 64, 128), "1024 + 8 x 64": (1, 1024, 64), "38 + 8 x 11": (8, 38, 11)}
-"""Name -> prompts, tokens of a prompt, tokens of a response."""
+from jaxrl_llm.models import TransformerConfig
 
 
-def make_items(prompts: int, prompt_tokens: int, response_tokens: int) -> list[PackItem]:
+class Size(NamedTuple):
+    """A model and the tokens of an update: of a prompt, and of each of the 8 responses to it."""
+
+    prompts: int
+    prompt_tokens: int
+    response_tokens: int
+    model: TransformerConfig = ours.MODEL
+
+
+SIZES = {
+    "64 + 8 x 128": Size(4, 64, 128),
+    "1024 + 8 x 64": Size(1, 1024, 64),
+    "38 + 8 x 11": Size(8, 38, 11),
+    "SmolLM2-135M, 1024 + 8 x 64": Size(1, 1024, 64, ours.LLAMA),
+}
+
+
+def make_items(size: Size) -> list[PackItem]:
     """Return random responses to random prompts."""
     rng = np.random.default_rng(0)
-    mask = np.r_[np.zeros(prompt_tokens), np.ones(response_tokens)].astype(np.float32)
+    mask = np.r_[np.zeros(size.prompt_tokens), np.ones(size.response_tokens)].astype(np.float32)
     draw = lambda count: rng.integers(3, work.SMALL.vocab, count, dtype=np.int32)
-    firsts = [draw(prompt_tokens) for _ in range(prompts)]
+    firsts = [draw(size.prompt_tokens) for _ in range(size.prompts)]
     return [
-        PackItem(np.r_[first, draw(response_tokens)], mask, {"advantages": mask * rng.normal()})
+        PackItem(np.r_[first, draw(size.response_tokens)], mask, {"advantages": mask * rng.normal()})
         for first in firsts
         for _ in range(work.SMALL.group)
     ]
 
 
-def learner(prompts: int, prompt_tokens: int, response_tokens: int, share: bool) -> Learner:
+def learner(size: Size, share: bool) -> Learner:
     """Return the learner whose micro-batch holds all responses."""
-    row = prompt_tokens + response_tokens
-    rows = {"row_tokens": row, "rows": prompts * work.SMALL.group}
+    row = size.prompt_tokens + size.response_tokens
+    rows = {"row_tokens": row, "rows": size.prompts * work.SMALL.group}
     if share:
-        row += (work.SMALL.group - 1) * (response_tokens + 1)
-        rows = {"row_tokens": row, "rows": prompts, "share_prefixes": True}
-    return ours.learner(ours.MODEL, rows)
+        row += (work.SMALL.group - 1) * (size.response_tokens + 1)
+        rows = {"row_tokens": row, "rows": size.prompts, "share_prefixes": True}
+    return ours.learner(size.model, rows)
 
 
-def measure_size(size: tuple[int, int, int], repetitions: int) -> dict[str, Any]:
+def measure_size(size: Size, repetitions: int) -> dict[str, Any]:
     """Return seconds, memory and FLOPs of both updates."""
-    sequences = make_items(*size)
-    learners = {name: learner(*size, share=name == "shared") for name in ("shared", "apart")}
+    sequences = make_items(size)
+    learners = {name: learner(size, share=name == "shared") for name in ("shared", "apart")}
     states = {name: ours.fresh_state(built) for name, built in learners.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in learners}
     numbers: dict[str, dict[str, float]] = {name: {} for name in learners}
@@ -89,14 +105,15 @@ def measure_size(size: tuple[int, int, int], repetitions: int) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     report: dict[str, Any] = {
         **report_head(),
         "sizes": {},
     }
-    for name, size in SIZES.items():
-        report["sizes"][name] = result = measure_size(size, options.repetitions)
+    for name in options.sizes:
+        report["sizes"][name] = result = measure_size(SIZES[name], options.repetitions)
         parts = ", ".join(f"{key} {value:.2f}" for key, value in result["ratio"].items())
         print(f"{name} tokens, apart / shared: {parts}", flush=True)
     if options.output:

@@ -134,6 +134,7 @@ def test_a_signal_is_passed_on_once_and_ends_the_loop(number, tmp_path):
     loop = subprocess.Popen(
         [LAUNCH / "restart.sh", "bash", "-c", f"sig={name}; {text.replace('$sig;', name + ';')}"],
         cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # background jobs ignore SIGINT
     )  # fmt: skip
     wait_for(tmp_path / "starts", 10)
     loop.send_signal(number)

@@ -151,7 +151,33 @@ def check(case: Case, mask: DynamicMask, results) -> None:
 
 @pytest.mark.parametrize(("name", "case"), CHECKED)
 def test_values_and_gradients_are_those_of_the_oracle(name, case):
-    case = CASES[case]
+    check_all_masks(name, CASES[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_larger_blocks_on_a_cpu(case, monkeypatch):
+    monkeypatch.setattr(blockwise, "CPU_BLOCKS", (16, 72))
+    monkeypatch.setattr(blockwise, "MIN_LARGE", 0)
+    monkeypatch.setattr(blockwise, "LARGE_SCORES", 1e6)
+    check_all_masks("blockwise", CASES[case])
+
+
+def test_larger_blocks_are_chosen_for_long_sequences():
+    """One sequence fills blocks of 320 almost as well as those of 64, eight short ones do not; a long prompt
+    and eight responses do."""
+
+    def is_dense(segments, last=None):
+        segments, last = (jnp.array([x], jnp.int32) for x in (segments, segments if last is None else last))
+        return bool(blockwise._is_dense(DynamicMask(), jnp.full_like(segments, NO_WINDOW), segments, last))
+
+    assert is_dense([1] * 1024)
+    assert not is_dense(np.repeat(np.arange(1, 9), 128))
+    tree = np.repeat(np.arange(1, 10), [1024] + [65] * 8)
+    assert is_dense(tree, np.where(tree == 1, 9, tree))
+
+
+def check_all_masks(name: str, case: Case) -> None:
+    """Compare an implementation with the oracle, and with itself to the last bit."""
     q, k, v, *gradients = inputs(case)
     run = compiled(load_implementation("flash_attention", name), case)
     for mask in case.masks:
@@ -159,7 +185,7 @@ def test_values_and_gradients_are_those_of_the_oracle(name, case):
         arguments = q, k, v, q_segments, kv_last, traced(case, mask), *gradients
         results, again = run(*arguments), run(*arguments)
         check(case, mask, results)
-        jax.tree.map(np.testing.assert_array_equal, results, again)  # to the last bit
+        jax.tree.map(np.testing.assert_array_equal, results, again)
 
 
 @OURS

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_kernels.chunks import map_rows
 from jaxrl_kernels.dispatch import device
@@ -21,9 +22,14 @@ from jaxrl_kernels.flash_attention.spec import (
     visible,
 )
 
-CPU_BLOCK, BLOCK = 64, 256
-"""Maximum tokens of a block of queries or keys, on a CPU and elsewhere. Larger ones skip less and do not fit
-a CPU's cache; more of them cost an accelerator more starts."""
+BLOCK = 256
+"""Maximum tokens of a block of queries or keys, but on a CPU: more blocks cost an accelerator more starts."""
+CPU_BLOCKS = 64, 320
+"""Those on a CPU: the smaller skip more; XLA divides products of the larger ones over the cores."""
+MIN_LARGE = 512
+"""Tokens of a row from which on the larger are considered."""
+LARGE_SCORES = 1.4
+"""The larger may compute so many times the scores of the smaller: one takes 0.6 to 0.7 of the time."""
 ALIGNMENT = 8
 """Divides the tokens of a block, which the vector units of a CPU process 8 or 16 at a time."""
 MAX_SCORES = 2**18
@@ -41,7 +47,7 @@ def forward(
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
     """Compute `reference.forward`."""
     masks = mask.windows(q_segments), q_segments, kv_last
-    out, lse = _in_batches(partial(_forward, spec, mask), k, q, k, v, *masks)
+    out, lse = _in_batches(partial(_forward, spec), mask, q, k, v, *masks)
     return out, jnp.moveaxis(lse[..., 0], 1, 2)
 
 
@@ -64,26 +70,51 @@ def backward(
     if d_lse is not None:
         delta -= jnp.moveaxis(d_lse, 1, 2)[..., None]
     masks = mask.windows(q_segments), q_segments, kv_last
-    return _in_batches(partial(_backward, spec, mask), k, q, k, v, *masks, lse, d_out, delta)
+    return _in_batches(partial(_backward, spec), mask, q, k, v, *masks, lse, d_out, delta)
 
 
-def _in_batches(one: Callable, k: Array, q: Array, *inputs: Array):
-    """Apply `one` to as many rows of the batch at once as MAX_SCORES allows, sequentially.
+def _in_batches(one: Callable, mask: DynamicMask, q: Array, k: Array, v: Array, *inputs: Array):
+    """Apply `one(mask, block, q, k, v, *inputs)` to as many rows of the batch at once as MAX_SCORES allows,
+    sequentially, with the blocks that suit the mask.
 
     Fewer rows at once also skip more: a block is skipped if none of them needs it.
     """
-    scores_of_row = q.shape[2] * min(q.shape[1], _block()) * min(k.shape[1], _block())
-    return map_rows(one, MAX_SCORES // scores_of_row, q, *inputs)
+    lengths = q.shape[1], k.shape[1]
+
+    def in_blocks(block):
+        scores_of_row = q.shape[2] * min(lengths[0], block) * min(lengths[1], block)
+        return partial(map_rows, partial(one, mask, block), MAX_SCORES // scores_of_row)
+
+    if device()[0] != "cpu":
+        return in_blocks(BLOCK)(q, k, v, *inputs)
+    small, large = map(in_blocks, CPU_BLOCKS)
+    if min(lengths) < MIN_LARGE:
+        return small(q, k, v, *inputs)
+    return jax.lax.cond(_is_dense(mask, *inputs[:3]), large, small, q, k, v, *inputs)
 
 
-def _forward(spec: AttentionSpec, mask: DynamicMask, q, k, v, windows, q_segments, kv_last):
+def _is_dense(
+    mask: DynamicMask, windows: Int[Array, "B Tq"], segments: Int[Array, "B Tq"], kv_last: Int[Array, "B Tk"]
+) -> Bool[Array, ""]:
+    """Return whether the larger blocks of CPU_BLOCKS are faster: short sequences fill few of their scores."""
+
+    def num_scores(block):
+        _, _, needed = _needed_blocks(mask, windows, segments, kv_last, block)
+        lengths = (_block_length(x.shape[1], block) for x in (segments, kv_last))
+        return needed.sum().astype(jnp.float32) * math.prod(lengths)
+
+    small, large = map(num_scores, CPU_BLOCKS)
+    return large <= LARGE_SCORES * small
+
+
+def _forward(spec: AttentionSpec, mask: DynamicMask, block: int, q, k, v, windows, q_segments, kv_last):
     length, kv_heads = q.shape[1], k.shape[2]
-    queries, kv_last, needed = _needed_keys(mask, windows, q_segments, kv_last)
+    queries, kv_last, needed = _needed_keys(mask, windows, q_segments, kv_last, block)
     scores_of = partial(_scores, spec, mask, q.shape[2] // kv_heads)
-    q, k, v = (_split(x, kv_heads) for x in (q, k, v))
+    q, k, v = (_split(x, kv_heads, block) for x in (q, k, v))
 
-    def one(block):
-        i, needed, q, queries = block
+    def one(inputs):
+        i, needed, q, queries = inputs
 
         def add(j, carry):
             top, total, out = carry
@@ -100,17 +131,17 @@ def _forward(spec: AttentionSpec, mask: DynamicMask, q, k, v, windows, q_segment
         return (out / total).astype(q.dtype), jnp.where(attends, top + jnp.log(total), MASKED_LSE)
 
     out, lse = jax.lax.map(one, (jnp.arange(len(q)), needed, q, queries))
-    return _join(out, length), _join(lse, length)
+    return _join(out, length, block), _join(lse, length, block)
 
 
-def _backward(spec, mask: DynamicMask, q, k, v, windows, q_segments, kv_last, lse, d_out, delta):
+def _backward(spec, mask: DynamicMask, block: int, q, k, v, windows, q_segments, kv_last, lse, d_out, delta):
     length, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    queries, kv_last, needed = _needed_keys(mask, windows, q_segments, kv_last)
+    queries, kv_last, needed = _needed_keys(mask, windows, q_segments, kv_last, block)
     scores_of = partial(_scores, spec, mask, q.shape[2] // kv_heads)
-    q, k, v, lse, d_out, delta = (_split(x, kv_heads) for x in (q, k, v, lse, d_out, delta))
+    q, k, v, lse, d_out, delta = (_split(x, kv_heads, block) for x in (q, k, v, lse, d_out, delta))
 
-    def one(d_kv, block):
-        i, needed, q, queries, lse, d_out, delta = block
+    def one(d_kv, inputs):
+        i, needed, q, queries, lse, d_out, delta = inputs
 
         def add(j, carry):
             dq, dk, dv = carry
@@ -131,11 +162,11 @@ def _backward(spec, mask: DynamicMask, q, k, v, windows, q_segments, kv_last, ls
         (jnp.zeros(k.shape), jnp.zeros(k.shape)),
         (jnp.arange(len(q)), needed, q, queries, lse, d_out, delta),
     )
-    return _join(dq, length), _join(dk.astype(k.dtype), keys), _join(dv.astype(v.dtype), keys)
-
-
-def _block() -> int:
-    return CPU_BLOCK if device()[0] == "cpu" else BLOCK
+    return (
+        _join(dq, length, block),
+        _join(dk.astype(k.dtype), keys, block),
+        _join(dv.astype(v.dtype), keys, block),
+    )
 
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -149,42 +180,53 @@ def _loop(needed: tuple[Int[Array, "N"], Int[Array, ""]], blocks: int, body: Cal
     return body(0, carry) if blocks == 1 else jax.lax.fori_loop(0, count, step, carry)
 
 
-def _needed_keys(
-    mask: DynamicMask, windows: Int[Array, "B Tq"], segments: Int[Array, "B Tq"], kv_last: Int[Array, "B Tk"]
-):
+def _needed_keys(mask: DynamicMask, windows, segments, kv_last, block: int):
     """Return (windows, segments) and kv_last by blocks [N B C]; the blocks of keys, those that a block of
     queries needs first, in order [Nq Nk], and the number of these [Nq]."""
-    split = lambda x: _split(x[..., None, None], 1)[..., 0, :, 0]
+    queries, kv_last, needed = _needed_blocks(mask, windows, segments, kv_last, block)
+    needed = needed.any(0)
+    return queries, kv_last, (jnp.argsort(~needed, axis=1, stable=True), needed.sum(axis=1))
+
+
+def _needed_blocks(
+    mask: DynamicMask,
+    windows: Int[Array, "B Tq"],
+    segments: Int[Array, "B Tq"],
+    kv_last: Int[Array, "B Tk"],
+    block: int,
+):
+    """Return (windows, segments) and kv_last by blocks [N B C]; whether a block of queries needs one of keys
+    [B Nq Nk]."""
+    split = lambda x: _split(x[..., None, None], 1, block)[..., 0, :, 0]
     windows, segments, kv_last = split(windows), split(segments), split(kv_last)
     rows = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
     blocks = segments.shape[2], kv_last.shape[2]
     queries = query_blocks(mask, rows(segments), rows(windows), blocks[0])
-    needed = visible_blocks(mask, queries, key_blocks(rows(kv_last), blocks[1]), blocks)[0].any(0)
-    order = jnp.argsort(~needed, axis=1, stable=True), needed.sum(axis=1)
-    return (windows, segments), kv_last, order
+    needed, _ = visible_blocks(mask, queries, key_blocks(rows(kv_last), blocks[1]), blocks)
+    return (windows, segments), kv_last, needed
 
 
-def _split(x: Shaped[Array, "B T H E"], kv_heads: int) -> Shaped[Array, "N B K X E"]:
-    """Return N blocks of equal length; X = tokens of a block times the query heads of a key head, for plain
-    batched matrix products."""
+def _split(x: Shaped[Array, "B T H E"], kv_heads: int, block: int) -> Shaped[Array, "N B K X E"]:
+    """Return N blocks of equal length, at most `block`; X = tokens of a block times the query heads of a key
+    head, for plain batched matrix products."""
     batch, length, heads, dim = x.shape
-    block = _block_length(length)
+    block = _block_length(length, block)
     x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
     x = x.reshape(batch, -1, block, kv_heads, heads // kv_heads, dim)
     x = x.transpose(1, 0, 3, 2, 4, 5)
     return x.reshape(*x.shape[:3], -1, dim)
 
 
-def _block_length(length: int) -> int:
-    """Return the tokens of a block of a row of `length` tokens, which is cut into equal ones."""
-    blocks = -(-length // _block())
+def _block_length(length: int, block: int) -> int:
+    """Return the tokens of a block of a row of `length` tokens, cut into equal ones of at most `block`."""
+    blocks = -(-length // block)
     return -(-length // (blocks * ALIGNMENT)) * ALIGNMENT
 
 
-def _join(x: Shaped[Array, "N B K X E"], length: int) -> Shaped[Array, "B T H E"]:
+def _join(x: Shaped[Array, "N B K X E"], length: int, block: int) -> Shaped[Array, "B T H E"]:
     """Invert `_split`."""
     blocks, batch, kv_heads, _, dim = x.shape
-    x = x.reshape(blocks, batch, kv_heads, _block_length(length), -1, dim)
+    x = x.reshape(blocks, batch, kv_heads, _block_length(length, block), -1, dim)
     x = x.transpose(1, 0, 3, 2, 4, 5)
     return x.reshape(batch, -1, kv_heads * x.shape[4], dim)[:, :length]
 
