@@ -14,8 +14,10 @@ from test_sglang_train import rows
 from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.build.models import WITHOUT_SERVED_ROUTES
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.models import RopeConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.sglang.validate import routed_experts
@@ -32,6 +34,13 @@ OTHERS = {
     "olmoe": dataclasses.replace(
         EXPERTS, family="olmoe", mlp_size=32, num_kv_heads=4, qk_norm_over_heads=True, norm_eps=1e-5,
         moe=MoEConfig(8, 3, expert_size=32, normalize=False),
+    ),
+    "glm4_moe": dataclasses.replace(
+        EXPERTS, family="glm4_moe", qkv_bias=True, rope=RopeConfig(partial_rotary=0.5),
+        moe=MoEConfig(
+            8, 3, expert_size=32, shared_size=32, shared_gate=False, score="sigmoid", scale=1.5,
+            selection_bias=True, dense_layers=1,
+        ),
     ),
 }  # fmt: skip
 
@@ -63,11 +72,13 @@ def test_greedy_text_and_log_probs_are_those_of_the_native_engine(engine, seed):
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families(family, tmp_path):
-    """Greedy text and log-probs of the native engine. SGLang computes OLMoE with an epsilon of 1e-5."""
+    """Text, log-probs and routes of the native engine. SGLang computes OLMoE with an epsilon of 1e-5."""
     config, params = OTHERS[family], random_params(OTHERS[family])
-    with started(tmp_path, 1, model=config) as launched:
+    has_routes = family not in WITHOUT_SERVED_ROUTES
+    flags = ("--enable-return-routed-experts",) if has_routes else ()
+    with started(tmp_path, 1, model=config, more_flags=flags) as launched:
         transport = HttpTransport(WeightSource(config, "float32", 20_000))
-        engine = engine_on(launched.urls, transport, config, routes=False)
+        engine = engine_on(launched.urls, transport, config, routes=has_routes)
         try:
             assert engine.publish(params, 1)["bridge/probe_mean_abs"] < 1e-5
             got = engine.generate(requests(), GREEDY, KEY)
@@ -76,6 +87,8 @@ def test_other_families(family, tmp_path):
     for a, b in zip(got, native(params, GREEDY, requests(), config), strict=True):
         assert a.response_ids.tolist() == b.response_ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        if has_routes:
+            np.testing.assert_array_equal(a.routes, b.routes)
 
 
 def test_a_run_replays_routes_that_the_trainers_routers_choose_too(tmp_path):
