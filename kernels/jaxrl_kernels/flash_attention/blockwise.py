@@ -29,7 +29,7 @@ CPU_BLOCKS = 64, 320
 MIN_LARGE = 512
 """Tokens of a row from which on the larger are considered."""
 LARGE_SCORES = 1.4
-"""The larger may compute so many times the scores of the smaller: one takes 0.6 to 0.7 of the time."""
+"""Scores that the larger may compute, as a multiple of the smaller's: each takes 0.6 to 0.7 of the time."""
 ALIGNMENT = 8
 """Divides the tokens of a block, which the vector units of a CPU process 8 or 16 at a time."""
 MAX_SCORES = 2**18
