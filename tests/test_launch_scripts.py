@@ -131,11 +131,12 @@ def test_a_signal_is_passed_on_once_and_ends_the_loop(number, tmp_path):
     """The command saves and exits with 75, which is then the end."""
     text = "trap 'echo $sig >>got; exit 75' $sig; echo start >>starts; while :; do sleep 0.05; done"
     name = number.name.removeprefix("SIG")
+    inherited = signal.signal(number, signal.SIG_DFL)  # background jobs ignore SIGINT
     loop = subprocess.Popen(
         [LAUNCH / "restart.sh", "bash", "-c", f"sig={name}; {text.replace('$sig;', name + ';')}"],
         cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # background jobs ignore SIGINT
     )  # fmt: skip
+    signal.signal(number, inherited)
     wait_for(tmp_path / "starts", 10)
     loop.send_signal(number)
     assert loop.wait(10) == 75
