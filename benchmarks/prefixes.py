@@ -72,7 +72,7 @@ def learner(size: Size, share: bool) -> Learner:
 
 
 def measure_size(size: Size, repetitions: int) -> dict[str, Any]:
-    """Return seconds, memory and FLOPs of both updates."""
+    """Return seconds and memory of both updates."""
     sequences = make_items(size)
     learners = {name: learner(size, share=name == "shared") for name in ("shared", "apart")}
     states = {name: ours.fresh_state(built) for name, built in learners.items()}

@@ -99,7 +99,7 @@ def _is_dense(
     """Return whether the larger blocks of CPU_BLOCKS are faster: short sequences fill few of their scores."""
 
     def num_scores(block):
-        _, _, needed = _needed_blocks(mask, windows, segments, kv_last, block)
+        needed = _needed_blocks(mask, windows, segments, kv_last, block)
         lengths = (_block_length(x.shape[1], block) for x in (segments, kv_last))
         return needed.sum().astype(jnp.float32) * math.prod(lengths)
 
@@ -183,9 +183,10 @@ def _loop(needed: tuple[Int[Array, "N"], Int[Array, ""]], blocks: int, body: Cal
 def _needed_keys(mask: DynamicMask, windows, segments, kv_last, block: int):
     """Return (windows, segments) and kv_last by blocks [N B C]; the blocks of keys, those that a block of
     queries needs first, in order [Nq Nk], and the number of these [Nq]."""
-    queries, kv_last, needed = _needed_blocks(mask, windows, segments, kv_last, block)
-    needed = needed.any(0)
-    return queries, kv_last, (jnp.argsort(~needed, axis=1, stable=True), needed.sum(axis=1))
+    split = lambda x: _split(x[..., None, None], 1, block)[..., 0, :, 0]
+    needed = _needed_blocks(mask, windows, segments, kv_last, block).any(0)
+    order = jnp.argsort(~needed, axis=1, stable=True), needed.sum(axis=1)
+    return (split(windows), split(segments)), split(kv_last), order
 
 
 def _needed_blocks(
@@ -194,16 +195,12 @@ def _needed_blocks(
     segments: Int[Array, "B Tq"],
     kv_last: Int[Array, "B Tk"],
     block: int,
-):
-    """Return (windows, segments) and kv_last by blocks [N B C]; whether a block of queries needs one of keys
-    [B Nq Nk]."""
-    split = lambda x: _split(x[..., None, None], 1, block)[..., 0, :, 0]
-    windows, segments, kv_last = split(windows), split(segments), split(kv_last)
-    rows = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
-    blocks = segments.shape[2], kv_last.shape[2]
-    queries = query_blocks(mask, rows(segments), rows(windows), blocks[0])
-    needed, _ = visible_blocks(mask, queries, key_blocks(rows(kv_last), blocks[1]), blocks)
-    return (windows, segments), kv_last, needed
+) -> Bool[Array, "B Nq Nk"]:
+    """Return whether a block of queries of a row needs one of keys."""
+    of_queries, of_keys = lengths = tuple(_block_length(x.shape[1], block) for x in (segments, kv_last))
+    pad = lambda x, length: jnp.pad(x, ((0, 0), (0, -x.shape[1] % length)))
+    queries = query_blocks(mask, pad(segments, of_queries), pad(windows, of_queries), of_queries)
+    return visible_blocks(mask, queries, key_blocks(pad(kv_last, of_keys), of_keys), lengths)[0]
 
 
 def _split(x: Shaped[Array, "B T H E"], kv_heads: int, block: int) -> Shaped[Array, "N B K X E"]:
