@@ -68,6 +68,7 @@ LORA_CASES = {
 }
 MOE_CASES = {
     "moe_rollout_fixed": "rollout with experts, 32 x 128 new tokens",
+    "moe_rollout_ragged": "rollout with experts, 32 ragged lengths",
     "moe_score": "log-probs with experts, 32 x 192 tokens",
     "moe_train_step": "train step with experts, 32 x 192 tokens",
     "moe_grpo_step": "whole GRPO step with experts",
@@ -81,7 +82,7 @@ SMOLLM2_CASES = {
 SUITES = {"dense": CASES, "lora": LORA_CASES, "moe": MOE_CASES, "smollm2": SMOLLM2_CASES}
 ALL_CASES = CASES | LORA_CASES | MOE_CASES | SMOLLM2_CASES
 SCRIPTS = {"ours": "ours.py", "floor": "floor.py", "tunix": "tunix_peer.py", "torch_trl": "torch_trl.py"}
-NOT_DONE = {"floor": {"rollout_ragged"}, "tunix": {*SMOLLM2_CASES}}
+NOT_DONE = {"floor": {"rollout_ragged", "moe_rollout_ragged"}, "tunix": {*SMOLLM2_CASES}}
 HISTORY_EXPLANATION = """\
 Medians of the paired ratios of each run of [cpu_peers.py](cpu_peers.py), of wall time (of CPU seconds): above
 1 ours is faster. "floor" is the matrix products alone, so below 1: the share of our time that they take.

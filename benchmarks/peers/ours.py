@@ -192,6 +192,7 @@ if __name__ == "__main__":
             "train_step": train_step,
             "grpo_step": grpo_step,
             "moe_rollout_fixed": lambda: rollout(fixed, MIXTURE),
+            "moe_rollout_ragged": lambda: rollout(ragged, MIXTURE),
             "moe_score": lambda: score(MIXTURE),
             "moe_train_step": lambda: train_step(MIXTURE),
             "moe_grpo_step": lambda: grpo_step(MIXTURE),

@@ -210,6 +210,7 @@ if __name__ == "__main__":
             "train_step": train_step,
             "grpo_step": grpo_step,
             "moe_rollout_fixed": lambda: rollout(lambda _: SMALL.new_tokens, MIXTURE),
+            "moe_rollout_ragged": lambda: rollout(lambda i: max(work.ragged_lengths(i)), MIXTURE),
             "moe_score": lambda: score(MIXTURE),
             "moe_train_step": lambda: train_step(config=MIXTURE),
             "moe_grpo_step": lambda: grpo_step(config=MIXTURE),

@@ -209,6 +209,9 @@ if __name__ == "__main__":
             "lora_train_step": lambda: train_step(adapted),
             "lora_grpo_step": lambda: grpo_step(adapted),
             "moe_rollout_fixed": lambda: rollout(SMALL.new_tokens, lambda _: SMALL.new_tokens, mixture),
+            "moe_rollout_ragged": lambda: rollout(
+                work.RAGGED_MAX, lambda i: max(work.ragged_lengths(i)), mixture
+            ),
             "moe_score": lambda: score(mixture),
             "moe_train_step": lambda: train_step(mixture),
             "moe_grpo_step": lambda: grpo_step(mixture),
