@@ -90,7 +90,7 @@ class RolloutConfig(PlacementConfig):
     """Tokens per page of the paged cache."""
     pages: Count | None = None
     """Pages on each device; None = enough for all slots, or what its memory holds. With fewer, responses wait
-    until others have finished."""
+    until others have finished; with more, conversations keep theirs while they wait for a slot."""
     draft_tokens: Annotated[int, Range(0, 63, usual="7 is usual")] = 0
     """Draft tokens that a slot reads with its last one, in one forward: what followed the same few tokens
     earlier in the text, its group or the last epoch. They make text that repeats itself faster, and never

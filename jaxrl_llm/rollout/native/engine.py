@@ -247,6 +247,8 @@ class NativeEngine:
         if paged is None:
             return shapes
         required = pages_required(shapes, num_shards, paged.page_size)
+        if turns and config.pages:  # the others hold conversations that wait for a slot
+            required = max(required, config.pages)
         if self._pages is None or not config.max_staleness:  # later the free memory depends on the time
             reserved = config.max_staleness * self.transfer.bytes_of_version()  # of versions still in use
             reserved += 0 if self._published else self._resident + rollout_weight_bytes(self.programs)

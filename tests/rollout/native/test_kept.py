@@ -45,6 +45,16 @@ def test_conversations_without_pages_are_read_again():
     assert few.metrics["rollout/prefill_tokens"] > talked()[1]["rollout/prefill_tokens"]
 
 
+@pytest.mark.parametrize("cache", ["auto", "paged"])
+def test_more_pages_than_slots_need_keep_the_conversations_that_wait_for_a_slot(cache):
+    """As above, with 13 pages (96 tokens, and one that is a copy) for each of the fifteen in place of the three."""
+    roomy = engine(cache=cache, page=8, slots=3, chunk=5, pages=15 * 13)
+    late = Late(sum(t.episode is not None for t in talked()[0]))
+    assert_same(talk(roomy, late), talked()[0], atol=3e-5)
+    for name in ("prefill_tokens", "reused_tokens"):
+        assert roomy.metrics[f"rollout/{name}"] == talked()[1][f"rollout/{name}"]
+
+
 def test_eight_devices_keep_turns_and_compile_nothing_after_warm_up():
     """Slots over data and fsdp, each shard with its own pages; kv heads over tensor."""
     mesh = make_mesh(MeshConfig(2, 2, 2), jax.devices()[:8])
