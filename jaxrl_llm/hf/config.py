@@ -15,6 +15,7 @@ from jaxrl_llm.hf.expert_config import (
     write_latent_attention,
 )
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
+from jaxrl_llm.hf.windows import read_windows, write_windows
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig, check_model_config
 
 _QWEN = {
@@ -120,9 +121,6 @@ DEQUANTIZE = {
     "quantization_config=transformers.Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)",
 }
 """Kinds of quantized weights -> how to get plain ones, for the message."""
-WINDOWED = ("mistral", "mixtral")
-"""Families whose layers all have the sliding window, if there is one."""
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _REQUIRED = {
     **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
@@ -148,7 +146,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
     sizes = {ours: keys.integer(hf, LARGEST[hf]) for ours, hf in SAME.items()}
     heads = sizes["num_heads"]
     biased = keys.flag("attention_bias") and family in BIAS_FLAG
-    window, window_layers = _windows(keys, family, sizes["num_layers"])
+    window, window_layers = read_windows(keys, family, sizes["num_layers"])
     has_head = _has_value_head(keys)
     own_kv = (
         None if family == "baichuan" else keys.optional("num_key_value_heads", LARGEST["num_attention_heads"])
@@ -214,7 +212,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         "dtype": dtype,
         "torch_dtype": dtype,
         **_write_rope(config),
-        **_write_windows(config),
+        **write_windows(config),
     }
     raw |= {"attention_bias": config.qkv_bias} if family in BIAS_FLAG else {}
     raw |= {"qkv_bias": config.qkv_bias} if family == "qwen2_moe" else {}
@@ -274,51 +272,6 @@ def _as_classifier(raw: dict[str, Any]) -> dict[str, Any]:
     name = raw["architectures"][0].replace(LANGUAGE, CLASSIFIER)
     labels = {"id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}, "num_labels": 1}
     return {**raw, "architectures": [name], **labels}
-
-
-def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
-    """Return (sliding_window, window_layers). Llama and Baichuan have none, Mistral one in every layer."""
-    largest = LARGEST["max_position_embeddings"]
-    if family in WINDOWED:
-        return keys.optional("sliding_window", largest), None
-    alternates = family == "gpt_oss"
-    if not alternates and not (family.startswith("qwen") and keys.flag("use_sliding_window")):
-        return None, None
-    window = keys.optional("sliding_window", largest)
-    if window is None:
-        return None, None
-    kinds = keys.get("layer_types")
-    if kinds is None and alternates:
-        kinds = [LAYER_TYPES[i % 2 == 0] for i in range(num_layers)]
-    if kinds is None:
-        first = keys.integer("max_window_layers", LARGEST["num_hidden_layers"], low=0)
-        kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
-    if not isinstance(kinds, list) or not all(
-        isinstance(kind, str) and kind in LAYER_TYPES for kind in kinds
-    ):
-        raise keys.wrong("layer_types", kinds, f"must be a list of {' and '.join(LAYER_TYPES)}")
-    if len(kinds) != num_layers:
-        raise UserError(f"{keys.file}: layer_types has {len(kinds)} entries for {num_layers} layers")
-    slides = tuple(kind == LAYER_TYPES[True] for kind in kinds)
-    return (window if any(slides) else None), (slides if len(set(slides)) > 1 else None)
-
-
-def _write_windows(config: TransformerConfig) -> dict[str, Any]:
-    if config.family in WINDOWED:
-        return {"sliding_window": config.sliding_window}
-    if not config.family.startswith("qwen") and config.family != "gpt_oss":
-        return {}
-    slides = config.window_layers or (True,) * config.num_layers
-    if config.sliding_window is None:
-        slides = (False,) * config.num_layers
-    both = {
-        "sliding_window": config.sliding_window,
-        "layer_types": [LAYER_TYPES[on] for on in slides],
-    }
-    if config.family == "gpt_oss":
-        return both
-    first = slides.index(True) if any(slides) else config.num_layers
-    return {**both, "use_sliding_window": any(slides), "max_window_layers": first}
 
 
 def _read_rope(keys: JsonKeys, max_position: int, family: str) -> RopeConfig:

@@ -285,6 +285,41 @@ def test_sliding_windows_of_qwen(family, extra, window, layers):
     assert theirs.layer_types == kinds
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    "extra, window, layers",
+    [
+        ({**WINDOW, "max_window_layers": 0}, None, None),
+        ({**WINDOW, "max_window_layers": 1}, 8, (True, False)),
+        (WINDOW, 8, (True, False)),
+        ({**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}, 8, (False, True)),
+    ],
+)
+def test_sliding_windows_of_qwen2_moe_are_in_the_first_layers_but_every_other(extra, window, layers):
+    config = read_config(tiny("qwen2_moe", **extra))
+    assert (config.sliding_window, config.window_layers) == (window, layers)
+    kinds = ["sliding_attention" if on else "full_attention" for on in layers or (False, False)]
+    assert HF_CLASSES["qwen2_moe"](**TINY, **extra).layer_types == kinds
+    assert read_config(to_hf_config(config)) == config
+    with pytest.raises(ValueError, match=r"layer_types.*need use_sliding_window: true"):
+        read_config(tiny("qwen2_moe", layer_types=["full_attention", "sliding_attention"]))
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"max_window_layers": 1}, {"layer_types": ["full_attention", "sliding_attention"]}]
+)
+def test_sliding_windows_of_qwen3_moe_are_in_every_layer(extra):
+    """transformers' attention of it reads `sliding_window` alone."""
+    config = read_config(tiny("qwen3_moe", **WINDOW, **extra))
+    assert (config.sliding_window, config.window_layers) == (8, None)
+    assert HF_CLASSES["qwen3_moe"](**TINY, **WINDOW, **extra).sliding_window == 8
+    assert read_config(to_hf_config(config)) == config
+    with pytest.raises(ValueError, match=r"a qwen3_moe config.json cannot express window_layers"):
+        to_hf_config(dataclasses.replace(config, window_layers=(True, False)))
+
+
 CASES = [
     *[(family, {}) for family in DEFAULTS if family not in ("baichuan", "deepseek_v3")],
     ("deepseek_v3", {"num_key_value_heads": 4, "first_k_dense_replace": 1}),

@@ -47,7 +47,7 @@ def test_conversations_without_pages_are_read_again():
 
 @pytest.mark.parametrize("cache", ["auto", "paged"])
 def test_more_pages_than_slots_need_keep_the_conversations_that_wait_for_a_slot(cache):
-    """As above, with 13 pages (96 tokens, and one that is a copy) for each of the fifteen in place of the three."""
+    """As above, with 13 pages (96 tokens, and one that is a copy) for each of the fifteen."""
     roomy = engine(cache=cache, page=8, slots=3, chunk=5, pages=15 * 13)
     late = Late(sum(t.episode is not None for t in talked()[0]))
     assert_same(talk(roomy, late), talked()[0], atol=3e-5)

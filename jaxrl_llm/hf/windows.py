@@ -1,0 +1,73 @@
+"""Sliding windows in HF's config.json: which layers have one, by family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.json_file import JsonKeys
+from jaxrl_llm.models.config import TransformerConfig
+
+WINDOWED = ("mistral", "mixtral")
+"""Families whose layers all have the sliding window, if there is one."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
+LARGEST = 2**31 - 1
+"""Windows and layers beyond those of any model."""
+
+
+def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+    """Return (sliding_window, window_layers).
+
+    Llama and Baichuan have none, Mistral and Qwen3-MoE one in every layer (transformers reads neither
+    `layer_types` nor `max_window_layers` of the latter).
+    """
+    if family in WINDOWED:
+        return keys.optional("sliding_window", LARGEST), None
+    kinds = keys.get("layer_types")
+    if family != "gpt_oss" and not (family.startswith("qwen") and keys.flag("use_sliding_window")):
+        named = kinds if isinstance(kinds, list) else ()
+        if family == "qwen2_moe" and LAYER_TYPES[True] in named:  # transformers has windows of 0 then
+            raise keys.wrong("layer_types", kinds, "has windows, which need use_sliding_window: true")
+        return None, None
+    window = keys.optional("sliding_window", LARGEST)
+    if window is None or family == "qwen3_moe":
+        return window, None
+    if kinds is None:
+        kinds = _default_layer_types(keys, family, num_layers)
+    if not isinstance(kinds, list) or not all(
+        isinstance(kind, str) and kind in LAYER_TYPES for kind in kinds
+    ):
+        raise keys.wrong("layer_types", kinds, f"must be a list of {' and '.join(LAYER_TYPES)}")
+    if len(kinds) != num_layers:
+        raise UserError(f"{keys.file}: layer_types has {len(kinds)} entries for {num_layers} layers")
+    slides = tuple(kind == LAYER_TYPES[True] for kind in kinds)
+    return (window if any(slides) else None), (slides if len(set(slides)) > 1 else None)
+
+
+def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[str]:
+    """Return the `layer_types` of a config.json without them."""
+    if family == "gpt_oss":
+        return [LAYER_TYPES[i % 2 == 0] for i in range(num_layers)]
+    first = keys.integer("max_window_layers", LARGEST, low=0)
+    if family == "qwen2_moe":
+        return [LAYER_TYPES[i % 2 == 0 and i < first] for i in range(num_layers)]
+    return [LAYER_TYPES[i >= first] for i in range(num_layers)]
+
+
+def write_windows(config: TransformerConfig) -> dict[str, Any]:
+    """Return the keys of config.json that `read_windows` reads."""
+    if config.family in WINDOWED:
+        return {"sliding_window": config.sliding_window}
+    if not config.family.startswith("qwen") and config.family != "gpt_oss":
+        return {}
+    slides = config.window_layers or (True,) * config.num_layers
+    if config.sliding_window is None:
+        slides = (False,) * config.num_layers
+    both = {
+        "sliding_window": config.sliding_window,
+        "layer_types": [LAYER_TYPES[on] for on in slides],
+    }
+    if config.family == "gpt_oss":
+        return both
+    first = slides.index(True) if any(slides) else config.num_layers
+    return {**both, "use_sliding_window": any(slides), "max_window_layers": first}
