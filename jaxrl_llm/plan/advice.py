@@ -162,8 +162,8 @@ def _sharded_by(plan: Plan, config: TrainConfig) -> str:
         return "which only tensor parallelism shards"
     sizes = rollout_sizes(plan)
     shape = model.moe.num_experts, model.hidden_size, model.moe.expert_size
-    owners, _, mlp = dividing_spec(sizes, ("experts", "expert_embed", "expert_mlp"), shape, ROLLOUT)
-    count = math.prod(sizes[axis] for axis in (*axes_of(owners), *axes_of(mlp)))
+    spec = dividing_spec(sizes, ("experts", "expert_embed", "expert_mlp"), shape, ROLLOUT)
+    count = math.prod(sizes[axis] for dim in spec for axis in axes_of(dim))
     devices = math.prod(sizes.values())
     return f"which tensor parallelism shards; experts are divided over {count} of {devices} devices"
 

@@ -85,7 +85,8 @@ def sharding_for(
     """Return the sharding of one array; a dim that its mesh axes do not divide evenly is replicated (2 kv
     heads on tensor=4).
 
-    Mesh axes that do not divide the experts (60 on fsdp=8) divide the hidden states of each in their place.
+    Mesh axes that do not divide the experts (60 on fsdp=8) divide the hidden states of each in their place,
+    or else its inputs and outputs (60 of 1,408 on fsdp=256), which are gathered for a layer.
     """
     return NamedSharding(mesh, dividing_spec(mesh.shape, axes, shape, rules))
 
@@ -97,16 +98,13 @@ def dividing_spec(
     names = dict(zip(axes, map(axes_of, partition_spec(axes, rules)), strict=True))
     dims = dict(zip(axes, shape, strict=True))
     divides = lambda axis, by: dims[axis] % math.prod(sizes[name] for name in by) == 0
-    if "experts" in names:
-        owners: tuple[str, ...] = ()
-        for name in names["experts"]:
-            owners += (name,) * divides("experts", (*owners, name))
-        others = tuple(name for name in names["experts"] if name not in owners)
-        names["experts"] = owners
-        if "expert_mlp" in names and divides("expert_mlp", (*names["expert_mlp"], *others)):
-            names["expert_mlp"] += others
-    fitting = (names[axis] if divides(axis, names[axis]) else () for axis in axes)
-    return PartitionSpec(*(by[0] if len(by) == 1 else by or None for by in fitting))
+    fitting = {axis: by if axis != "experts" and divides(axis, by) else () for axis, by in names.items()}
+    takers = ("experts", *("expert_mlp", "expert_embed") * ("expert_mlp" in names))
+    for name in names.get("experts", ()):
+        able = (axis for axis in takers if axis in names and divides(axis, (*fitting[axis], name)))
+        if axis := next(able, None):
+            fitting[axis] += (name,)
+    return PartitionSpec(*(by[0] if len(by) == 1 else by or None for by in map(fitting.get, axes)))
 
 
 def current_spec(

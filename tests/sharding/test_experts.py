@@ -14,7 +14,7 @@ from jaxrl_llm.sharding import experts as experts_module
 from jaxrl_llm.sharding.expert_weights import AdaptedMatrices, ExpertWeights, QuantizedMatrices
 from jaxrl_llm.sharding.experts import grouped_experts, sharded_experts
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, sharding_for
+from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, axes_of, dividing_spec, sharding_for
 
 AXES = ("experts", "expert_embed", "expert_mlp")
 MESHES = [
@@ -59,22 +59,33 @@ def test_axes_that_do_not_divide_the_experts_divide_their_hidden_states():
     """6 experts on 2 x 4 devices: three each over data, and a quarter of each over fsdp."""
     spec = lambda config, rules, shape=(6, 32, 16): sharding_for(mesh_of(config), AXES, shape, rules).spec
     assert spec(MESHES[1], ROLLOUT) == P(("data", "sequence", "expert"), None, ("tensor", "fsdp"))
-    assert spec(MESHES[1], ROLLOUT, (6, 32, 6)) == P(("data", "sequence", "expert"), None, "tensor")
+    assert spec(MESHES[1], ROLLOUT, (6, 32, 6)) == P(("data", "sequence", "expert"), "fsdp", "tensor")
     assert spec(MeshConfig(fsdp=1, expert=8), TRAIN)[2] == ("tensor", "expert")
     bias = sharding_for(mesh_of(MESHES[1]), ("experts", "expert_mlp"), (6, 16), ROLLOUT).spec
     assert bias == P(("data", "sequence", "expert"), ("tensor", "fsdp"))
 
 
-def drawn(count):
+@pytest.mark.parametrize(
+    ("shape", "devices"),
+    [((60, 2048, 1408), 256), ((128, 4096, 1408), 1024), ((128, 2048, 768), 512), ((32, 2880, 2880), 64)],
+    ids=["Qwen2-MoE", "GLM-4.5-Air", "Qwen3-30B-A3B", "gpt-oss-20b"],
+)
+def test_no_device_of_a_large_slice_holds_all_experts(shape, devices):
+    sizes = {"data": 1, "fsdp": devices, "sequence": 1, "expert": 1, "tensor": 1}
+    dims = dividing_spec(sizes, AXES, shape, ROLLOUT)
+    assert sum("fsdp" in axes_of(dim) for dim in dims) == 1
+
+
+def drawn(count, width=16):
     """Return tokens [8, 8, 32], choices of 2 (`count` = none), weights, experts with biases and adapters.
 
     Outputs are of size 1, or rounding of the phase of their sine would be all of the difference.
     """
     draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(jax.random.key(0), i), shape)
     chosen = jax.random.randint(jax.random.key(1), (8, 8, 2), 0, count + 1)
-    up = AdaptedMatrices(draw(0, count, 32, 16), draw(1, count, 32, 2), draw(2, count, 2, 16), 0.5)
-    biases = draw(5, count, 16), draw(6, count, 16), draw(7, count, 32)
-    experts = ExpertWeights(draw(3, count, 32, 16), up, draw(4, count, 16, 32), *biases)
+    up = AdaptedMatrices(draw(0, count, 32, width), draw(1, count, 32, 2), draw(2, count, 2, width), 0.5)
+    biases = draw(5, count, width), draw(6, count, width), draw(7, count, 32)
+    experts = ExpertWeights(draw(3, count, 32, width), up, draw(4, count, width, 32), *biases)
     return draw(8, 8, 8, 32), chosen, jax.nn.sigmoid(draw(9, 8, 8, 2)), experts
 
 
@@ -86,6 +97,11 @@ def drawn(count):
 def test_every_division_gives_the_sums_and_gradients_of_one_device(mesh_config, count, rules):
     """Tokens are divided over data, fsdp and expert, and over sequence."""
     check_on_mesh(mesh_config, rules, *drawn(count))
+
+
+def test_inputs_of_experts_that_alone_divide_are_gathered():
+    """A quarter of 32 inputs on each device of fsdp, which divides neither 6 experts nor 6 hidden states."""
+    check_on_mesh(MESHES[1], ROLLOUT, *drawn(6, width=6))
 
 
 def choose_grouped_products(monkeypatch):
