@@ -34,7 +34,7 @@ learn: $(VENV)/.installed
 # The CPU comparisons of benchmarks/README.md, on an idle machine; interpreters with the peers, as cpu_peers.py says.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/cpu_peers.py --tunix "$(TUNIX_PYTHON)" --torch "$(TRL_PYTHON)"
-	$(BIN)/python benchmarks/prefixes.py --output benchmarks/results/prefixes.json
+	$(BIN)/python benchmarks/prefixes.py --save
 
 # A pretrained model on a CPU. Interrupted runs are continued, finished ones are not repeated.
 real: $(VENV)/.installed-real weights

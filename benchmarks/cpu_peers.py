@@ -29,9 +29,9 @@ Run (20 to 40 minutes a suite; --smoke: one repetition):
     python benchmarks/cpu_peers.py --suites smollm2 --torch trl/bin/python
     python benchmarks/cpu_peers.py --report                       # the pages anew from the results, no runs
 
-Writes results/cpu_SUITE_PROCESSOR.json, so that each processor keeps its results, the tables of all of them
-in README.md beside this file, a line for each case into results/cpu_history.jsonl and from it HISTORY.md: the
-ratios over the commits.
+Writes results/cpu_SUITE_PROCESSOR.json, so that each processor keeps its results; with --cases those of the
+other cases are kept, too, if all packages have the same versions. Then the tables in README.md beside this
+file, a line for each case into results/cpu_history.jsonl and from it HISTORY.md: the ratios over the commits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ import datetime
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -49,7 +48,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import git_commit, processor_name
+from machine import RESULTS, git_commit, processor_name, results_path
 from paired import paired_ratios
 
 from jaxrl_llm.host import huge_pages
@@ -92,7 +91,6 @@ them, and the head multiplied prompts, too.
 Versions and machine of each run are in [results/cpu_history.jsonl](results/cpu_history.jsonl); a "+" after a
 commit says that files had changed since.
 """
-RESULTS = HERE / "results"
 HISTORY = RESULTS / "cpu_history.jsonl"
 Timing = dict[str, float]  # wall, cpu: seconds; peak_mb
 
@@ -163,11 +161,13 @@ def measure_suite(suite: str, cases: list[str], commit: str, arguments: argparse
         "torch_trl": arguments.torch,
     }
     load, versions, results = os.getloadavg(), {}, {}
+    path = results_path(f"cpu_{suite}", processor_name())
     for case in cases:
         chosen = [name for name in pythons if pythons[name] and case not in NOT_DONE.get(name, ())]
         peers = [Peer(name, pythons[name], arguments.core) for name in chosen]
         versions |= {peer.name: peer.versions for peer in peers}
-        results[case] = measure_case(case, peers, 1 if arguments.smoke else arguments.repetitions)
+        measured = measure_case(case, peers, 1 if arguments.smoke else arguments.repetitions)
+        results[case] = {"commit": commit, **measured}
         for peer in peers:
             peer.close()
         report = {
@@ -175,14 +175,22 @@ def measure_suite(suite: str, cases: list[str], commit: str, arguments: argparse
             "commit": commit,
             "machine": describe_machine(load),
             "versions": versions,
-            "cases": results,
+            "cases": kept_cases(path, suite, versions) | results,
         }
         print(peers_table(report), flush=True)
         if not arguments.smoke:
-            results_path(suite, report).write_text(json.dumps(report, indent=1) + "\n")
+            path.write_text(json.dumps(report, indent=1) + "\n")
             with HISTORY.open("a") as history:
                 history.write(json.dumps(history_row(case, report)) + "\n")
             write_tables()
+
+
+def kept_cases(path: Path, suite: str, versions: dict[str, Any]) -> dict[str, Any]:
+    """Return the cases of earlier runs of the suite, unless another version of a package was used."""
+    report = json.loads(path.read_text()) if path.exists() else {"versions": {}, "cases": {}}
+    same = all(report["versions"].get(name) == found for name, found in versions.items())
+    cases = {case: {"commit": report["commit"], **result} for case, result in report["cases"].items()}
+    return {case: cases[case] for case in SUITES[suite] if same and case in cases}
 
 
 def write_tables() -> None:
@@ -190,12 +198,6 @@ def write_tables() -> None:
     for suite in SUITES:
         replace_table(HERE / "README.md", f"cpu_{suite}", suite_tables(suite))
     (HERE / "HISTORY.md").write_text(history_page(read_history()))
-
-
-def results_path(suite: str, report: dict[str, Any]) -> Path:
-    """Return the file of a suite's results on the processor of the report."""
-    slug = re.sub("[^a-z0-9]+", "-", processor_of(report).lower()).strip("-")
-    return RESULTS / f"cpu_{suite}_{slug}.json"
 
 
 def processor_of(report: dict[str, Any]) -> str:
@@ -276,6 +278,8 @@ def peers_table(report: dict[str, Any]) -> str:
     ]
     lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for case, result in report["cases"].items():
+        commit = result.get("commit", report["commit"])
+        work = ALL_CASES[case] + f" (commit {commit})" * (commit != report["commit"])
         seconds = [
             f"{seconds_text(result['median'][name])}, {result['peak_mb'][name]:.0f}"
             if name in result["median"]
@@ -283,7 +287,7 @@ def peers_table(report: dict[str, Any]) -> str:
             for name in names
         ]
         times = [seconds_text(result["ratio"][name]) if name in result["ratio"] else "" for name in others]
-        lines.append("| " + " | ".join([ALL_CASES[case], *seconds, *times]) + " |")
+        lines.append("| " + " | ".join([work, *seconds, *times]) + " |")
     return "\n".join(lines)
 
 

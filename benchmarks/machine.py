@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results"
 
 
 def report_head(computes: bool = True) -> dict[str, Any]:
@@ -61,3 +62,9 @@ def processor_name(accelerators: bool = True) -> str:
     if "cpu family" in facts and not re.search(r"\d", name):  # a virtual machine may hide the model
         name += f", family {facts['cpu family']} model {facts['model']}"
     return f"{os.cpu_count()} cores of {name}"
+
+
+def results_path(benchmark: str, processor: str) -> Path:
+    """Return the file of a benchmark's results on a processor (`processor_name`), whatever its cores."""
+    slug = re.sub("[^a-z0-9]+", "-", processor.rpartition(" cores of ")[2].lower()).strip("-")
+    return RESULTS / f"{benchmark}_{slug}.json"

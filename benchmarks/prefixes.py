@@ -1,6 +1,6 @@
 """Updates with a prompt once for all its responses, against rows of one response each.
 
-    python benchmarks/prefixes.py --output benchmarks/results/prefixes.json      # minutes on a CPU
+    python benchmarks/prefixes.py --save      # minutes on a CPU
 
 The small model of cpu_peers.py, and random weights in the shape of SmolLM2-135M (10 GB of memory); GRPO's
 loss, `--model.remat dots`; prompts x 8 responses in one micro-batch. For each size the two updates alternate.
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 import ours
 import work
-from machine import report_head
+from machine import report_head, results_path
 
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.learn.learner import Learner
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--save", action="store_true", help="write results/prefixes_PROCESSOR.json")
     options = parser.parse_args()
     report: dict[str, Any] = {
         **report_head(),
@@ -115,8 +115,8 @@ def main() -> None:
         report["sizes"][name] = result = measure_size(SIZES[name], options.repetitions)
         parts = ", ".join(f"{key} {value:.2f}" for key, value in result["ratio"].items())
         print(f"{name} tokens, apart / shared: {parts}", flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    if options.save:
+        results_path("prefixes", report["device"]).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Rollout of conversations whose turns are kept (`--rollout.cache auto` and `paged`), against the ring cache.
 
-    python benchmarks/turns.py --output benchmarks/results/turns.json      # minutes on a CPU
+    python benchmarks/turns.py --save      # minutes on a CPU
 
 Models with random weights talk to an environment that answers each turn at once, with observations of fixed
 length. A turn ends at one of several stop tokens, so its length is random, and the same in all caches: they
@@ -17,12 +17,11 @@ import json
 import statistics
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from machine import report_head
+from machine import report_head, results_path
 from paired import medians, paired_ratios, timed
 
 from jaxrl_llm import models
@@ -126,14 +125,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--save", action="store_true", help="write results/turns_PROCESSOR.json")
     options = parser.parse_args()
     report: dict[str, Any] = {**report_head(), "cases": {}}
     for name in options.cases:
         result = report["cases"][name] = measure_turns(CASES[name], options.repetitions)
         print(f"{name}: {json.dumps(result)}", flush=True)
-        if options.output:
-            options.output.write_text(json.dumps(report, indent=1) + "\n")
+        if options.save:
+            results_path("turns", report["device"]).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -77,13 +77,26 @@ def test_results_and_tables_of_each_processor_are_kept(peers, tmp_path):
     amd = report(peers, ours=[(2.0, 4.0)], floor=[(1.0, 1.0)])
     intel_machine = MACHINE.replace("AMD EPYC 7B13, 64-Core", "Intel(R) Xeon(R) Processor")
     intel = report(peers, ours=[(4.0, 4.0)], floor=[(1.0, 1.0)], machine=intel_machine)
-    names = [peers["results_path"]("dense", one).name for one in (intel, amd)]
+    names = [peers["results_path"]("cpu_dense", peers["processor_of"](one)).name for one in (intel, amd)]
     assert names == ["cpu_dense_intel-r-xeon-r-processor.json", "cpu_dense_amd-epyc-7b13-64-core.json"]
     for name, one in zip(names, (intel, amd), strict=True):
         (tmp_path / name).write_text(json.dumps(one))
     (tmp_path / "cpu_moe_amd-epyc.json").write_text(json.dumps(amd))
     tables = [peers["peers_table"](one) for one in (amd, intel)]
     assert peers["suite_tables"]("dense", tmp_path) == "\n\n".join(tables)
+
+
+def test_a_run_of_some_cases_keeps_the_others_of_the_same_versions(peers, tmp_path):
+    path = tmp_path / "cpu_dense_amd-epyc.json"
+    assert peers["kept_cases"](path, "dense", {"ours": {"jax": "1"}}) == {}
+    path.write_text(json.dumps(report(peers, ours=[(2.0, 4.0)], floor=[(1.0, 1.0)])))
+    kept = peers["kept_cases"](path, "dense", {"ours": {"jax": "1"}})
+    assert list(kept) == ["train_step"] and kept["train_step"]["commit"] == "abc1234"
+    assert peers["kept_cases"](path, "dense", {"ours": {"jax": "2"}}) == {}
+    later = report(peers, ours=[(2.0, 4.0)], floor=[(1.0, 1.0)]) | {"commit": "def5678", "cases": kept}
+    assert "| train step, 32 x 192 tokens (commit abc1234) | 2.00 (4.00), 100 |" in peers["peers_table"](
+        later
+    )
 
 
 def test_pages_are_those_of_the_results(peers):
