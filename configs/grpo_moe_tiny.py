@@ -3,7 +3,8 @@
 Command:   python -m jaxrl_llm.train --config grpo_moe_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 4 minutes
-Expected:  as grpo_tiny.py: the experts that a token passes have as many weights as its feed-forward
+Expected:  as grpo_tiny.py (seeds 0, 1, 2: from 0.28, 0.10 and 0.05 to 1.00): the experts that a token passes
+           have as many weights as its feed-forward
 """
 
 import dataclasses

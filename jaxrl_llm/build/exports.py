@@ -14,7 +14,7 @@ from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import check_export_folder, save_model
-from jaxrl_llm.hf.peft import save_adapter
+from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
 from jaxrl_llm.host.processes import on_first, print_on_first
 from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models import lora
@@ -88,6 +88,8 @@ def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, s
     save_model(params, base, folder / f"hf{suffix}", tokenizer, dtype=config.model.dtype)
     if params.config.lora:
         save_adapter(params, folder / f"adapter{suffix}", config.model.path)
+        if unread := unread_by_peft(params.config):
+            print_on_first(f"{folder / f'adapter{suffix}'}: {unread}")
 
 
 def _prune(folder: Path, keep: int) -> None:

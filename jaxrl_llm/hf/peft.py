@@ -53,6 +53,19 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
     return folder
 
 
+def unread_by_peft(config: AdaptedConfig) -> str:
+    """Return a line on adapters that PEFT leaves out of the model, "" if it reads all.
+
+    peft 0.21 lacks the names of Qwen2-MoE's experts in transformers 5, warns and goes on.
+    """
+    if config.family != "qwen2_moe" or not any(name.startswith("expert_") for name in config.adapters):
+        return ""
+    return (
+        "peft with transformers 5 ignores the adapters of qwen2_moe's experts, with a warning on its "
+        "rank_pattern: load the merged model there, or use transformers 4"
+    )
+
+
 def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndarray]:
     """Return the weights of a PEFT folder by our names ("layers.q_lora_a" [L, D, R] ...), float32.
 

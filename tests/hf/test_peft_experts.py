@@ -11,14 +11,14 @@ import pytest
 from hf_oracle import agree_in_greedy_text, hf_logits, our_logits, random_tokens, torch
 from lora_models import merged, replace_weights, with_random_adapters, with_stored_adapters
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import adapter_tensors, hf_tensors
-from jaxrl_llm.hf.peft import load_adapter, save_adapter
+from jaxrl_llm.hf.peft import load_adapter, save_adapter, unread_by_peft
 from jaxrl_llm.hf.peft_config import peft_config, read_adapter_config
 from jaxrl_llm.models import LoraConfig, TransformerConfig, init, named_leaves
 from jaxrl_llm.models.config import MLP, MLAConfig, MoEConfig, linear_layers
@@ -181,6 +181,28 @@ def test_adapters_of_parameters_from_peft_have_its_logits(tmp_path, settings):
     save_adapter(ours, tmp_path / "ours", str(tmp_path / "base"))
     again = in_peft(tmp_path / "base", tmp_path / "ours")
     np.testing.assert_allclose(hf_logits(again, tokens), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_adapters_of_qwen2_moes_experts_that_peft_ignores_are_told(tmp_path):
+    """Its logits are those of all other adapters: once they are not, `unread_by_peft` has served."""
+    torch.manual_seed(0)
+    sizes = {"num_key_value_heads": 2, "num_experts": 6, "shared_expert_intermediate_size": 20}
+    AutoModelForCausalLM.from_config(Qwen2MoeConfig(**COMMON, **sizes)).save_pretrained(tmp_path / "base")
+    plain = load_params(tmp_path / "base", read_config(tmp_path / "base"))
+    params, tokens = with_random_adapters(plain, LORA), random_tokens(1, 12)
+    save_adapter(params, tmp_path / "adapter", str(tmp_path / "base"))
+    no_experts = {
+        name: jnp.zeros_like(x) for name, x in named_leaves(params) if "_lora_" in name and ".expert_" in name
+    }
+    assert "qwen2_moe" in unread_by_peft(params.config)
+    theirs = hf_logits(in_peft(tmp_path / "base", tmp_path / "adapter"), tokens)
+    others = np.asarray(our_logits(replace_weights(params, no_experts), tokens))
+    np.testing.assert_allclose(others, theirs, atol=1e-4, rtol=0)
+    assert np.abs(our_logits(params, tokens) - theirs).max() > 0.01
+    attention = dataclasses.replace(LORA, targets=("q_proj",))
+    assert not unread_by_peft(with_lora(plain.config, attention))
+    assert not unread_by_peft(with_lora(dataclasses.replace(plain.config, family="qwen3_moe"), LORA))
 
 
 @pytest.mark.slow
