@@ -229,8 +229,9 @@ def decoupled(
 WHITENED = {"gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"}  # by their definition
 
 
-def less_greedy(returns: Float[Array, "N R"], greedy: Float[Array, "N"]) -> Float[Array, "N R"]:
+def less_greedy(returns: Float[Array, "N R"], r: Rollouts) -> Float[Array, "N R"]:
     """Return returns - reward of the greedy response (ReMax, arXiv 2310.10505); 0 where that failed."""
+    greedy = r.greedy if r.greedy_process is None else r.greedy + r.greedy_process
     return jnp.where(jnp.isfinite(greedy)[:, None], returns - greedy[:, None], 0.0)
 
 
@@ -291,7 +292,7 @@ PER_RESPONSE: dict[str, Callable[..., Float[Array, "N"]]] = {
 PER_TOKEN: dict[str, Callable[..., Float[Array, "N R"]]] = {
     "gae": lambda t, r, c: gae(t, r.values, r.mask * r.valid[:, None], c.gamma, c.lam, c.gaps)[0],
     "reinforce_pp": lambda t, r, c: return_to_go(t, r.mask, c.gamma),
-    "remax": lambda t, r, c: less_greedy(return_to_go(t, r.mask, c.gamma), r.greedy),
+    "remax": lambda t, r, c: less_greedy(return_to_go(t, r.mask, c.gamma), r),
     "otb": _otb(False),
     "otb_tail": _otb(True),
 }

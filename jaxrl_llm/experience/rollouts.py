@@ -160,7 +160,8 @@ class RolloutSource:
             sampled[i].reward, sampled[i].outcome = float("nan"), Outcome.FAILED
         for trajectory in sampled:
             if greedy:
-                trajectory.greedy_reward = greedy[0][trajectory.prompt_index].reward
+                baseline = greedy[0][trajectory.prompt_index]
+                trajectory.greedy_reward, trajectory.greedy_process = baseline.reward, baseline.process_reward
             trajectory.prompt_index += first_index
         return sampled
 

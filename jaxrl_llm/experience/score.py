@@ -115,7 +115,7 @@ def group_by_prompt(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]
 
 def has_variance(group: Sequence[Trajectory]) -> bool:
     """Return whether the rewards of a group differ, failed ones left out."""
-    return len({t.reward for t in group if np.isfinite(t.reward)}) > 1
+    return len({t.total_reward for t in group if np.isfinite(t.reward)}) > 1
 
 
 def statistics(trajectories: Sequence[Trajectory]) -> Metrics:

@@ -1,5 +1,7 @@
 """Advantages of single tokens: fixed numbers of other systems, gaps left by tools, whitening."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +77,9 @@ def test_remax_subtracts_the_greedy_reward():
     two = dict(rewards=jnp.array([1.0, 0]), group=jnp.zeros(2, jnp.int32), mask=jnp.ones((2, 3)))
     given = rollouts(**two, valid=jnp.ones(2), greedy=jnp.array([0.25, 0.25]), values=None)
     np.testing.assert_allclose(advantages(given, remax.Config()), [[0.75] * 3, [-0.25] * 3])
+    process = jnp.array([[0.0, 1, 0], [0, 0, 2]])  # returns-to-go 2 2 1 | 2 2 2, the greedy one's .25 + 1.5
+    scored = replace(given, token_rewards=process, greedy_process=jnp.array([1.5, 1.5]))
+    np.testing.assert_allclose(advantages(scored, remax.Config()), [[0.25, 0.25, -0.75], [0.25] * 3])
 
 
 OTB = [[0.578947, 0.575758, 0.526316], [-0.421053, -0.424242, -0.473684]]
