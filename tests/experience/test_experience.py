@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algos import dapo, gkd, grpo, remax
+from jaxrl_llm.algos import dapo, gdpo, gkd, grpo, remax
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, RolloutSource, perturbed
@@ -173,6 +173,28 @@ def test_a_greedy_response_is_a_baseline_and_is_not_learned_from():
     found = step(source(remax.Config()))
     assert len(found.items) == 6
     assert all(t.greedy_reward == 1.0 for t in found.trajectories)
+
+
+def opposite(prompts, trajectories):
+    """Score by two rewards whose sum is 1: (1, 0) and (0, 1); those of the first prompt are equal."""
+    for i, t in enumerate(trajectories):
+        t.reward, t.components = 1.0, (0.0, 1.0) if i % 2 and t.prompt_index else (1.0, 0.0)
+    return {}
+
+
+def test_dynamic_sampling_compares_the_rewards_that_gdpo_normalises_apart():
+    settings = dict(dynamic_sampling=True, max_draws=2)
+    found = step(source(gdpo.Config(**settings), scorer=opposite))
+    assert [int(t.prompt_ids[0]) - 1 for t in found.trajectories] == [1, 1, 2, 2, 4, 4]
+    assert found.metrics["zero_variance_fraction"] == 0
+    assert step(source(grpo.Config(**settings), scorer=opposite)).items == []
+
+
+def test_a_component_that_failed_is_left_out():
+    group = step(source(gdpo.Config(), scorer=opposite)).trajectories[2:4]
+    assert has_variance(group, components=True) and not has_variance(group)
+    group[0].components = (float("nan"), 1.0)
+    assert not has_variance(group, components=True)
 
 
 def by_steps(prompts, trajectories):
