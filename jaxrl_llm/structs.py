@@ -87,11 +87,22 @@ class Trajectory:
     components: tuple[float, ...] = ()  # the weighted rewards that `reward` is the sum of
     token_rewards: np.ndarray | None = None  # float32 [R'], of a process reward model
     greedy_reward: float = float("nan")  # of the greedy response to the same prompt (ReMax)
+    greedy_process: float = 0.0  # `process_reward` of that response
     routes: np.ndarray | None = None  # uint8 or uint16 [tokens, L, K], `models.moe.route_spec`, of all tokens
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def process_reward(self) -> float:
+        """Sum of the process rewards of the policy's tokens."""
+        return 0.0 if self.token_rewards is None else float((self.token_rewards * self.mask).sum())
+
+    @property
+    def total_reward(self) -> float:
+        """Reward by which responses are compared: `reward`, which has no process rewards, and those."""
+        return self.reward + self.process_reward
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -129,6 +140,7 @@ class Rollouts:
     components: Float[Array, "N C"] | None = None  # the weighted rewards that `rewards` is the sum of
     token_rewards: Float[Array, "N R"] | None = None  # of a process reward model
     greedy: Float[Array, "N"] | None = None  # reward of the greedy response to the same prompt
+    greedy_process: Float[Array, "N"] | None = None  # sum of that response's process rewards
     rollout: Float[Array, "N R"] | None = None  # log-probs that the rollout engine reported
     old: Float[Array, "N R"] | None = None  # log-probs of the policy before this step's updates
     reference: Float[Array, "N R"] | None = None  # log-probs of the frozen reference
@@ -136,6 +148,13 @@ class Rollouts:
     sum_pi_squared: Float[Array, "N R"] | None = None  # sum over the vocabulary of the policy's p^2
     entropy: Float[Array, "N R"] | None = None  # nats, of the policy before this step's updates
     kl_coef: Float[Array, ""] | None = None  # current coefficient of the KL controller
+
+    @property
+    def total_rewards(self) -> Float[Array, "N"]:
+        """`Trajectory.total_reward` of each."""
+        if self.token_rewards is None:
+            return self.rewards
+        return self.rewards + (self.token_rewards * self.mask).sum(axis=1)
 
 
 @pytree

@@ -130,9 +130,24 @@ def clip_and_scale(
 ) -> Float[Array, "N"]:
     """Return the rewards held within `clip`, then, for "batch", centred and divided by the batch's std."""
     rewards = jnp.where(valid > 0, rewards, 0.0)
+    return jnp.where(valid > 0, in_units_of(rewards, rewards, valid, clip, scale), 0.0)
+
+
+def in_units_of(
+    rewards: Float[Array, "N"],
+    x: Float[Array, "N"],
+    valid: Float[Array, "N"],
+    clip: tuple[float, float] | None,
+    scale: Literal["none", "batch"],
+    eps: float = 1e-6,
+) -> Float[Array, "N"]:
+    """Return x as `clip_and_scale` of the batch's rewards would: with their mean and std, not its own."""
     if clip is not None:
-        rewards = jnp.clip(rewards, *clip)
-    return batch_advantages(rewards, valid, "batch_std") if scale == "batch" else rewards
+        rewards, x = jnp.clip(rewards, *clip), jnp.clip(x, *clip)
+    if scale == "none":
+        return x
+    mean, variance = batch_moments(rewards, valid)
+    return (x - mean) / (jnp.sqrt(variance) + eps)
 
 
 def leave_one_out(
@@ -229,8 +244,14 @@ def decoupled(
 WHITENED = {"gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"}  # by their definition
 
 
-def less_greedy(returns: Float[Array, "N R"], greedy: Float[Array, "N"]) -> Float[Array, "N R"]:
-    """Return returns - reward of the greedy response (ReMax, arXiv 2310.10505); 0 where that failed."""
+def less_greedy(returns: Float[Array, "N R"], r: Rollouts, config: AlgoConfig) -> Float[Array, "N R"]:
+    """Return returns - reward of the greedy response (ReMax, arXiv 2310.10505); 0 where that failed.
+
+    That reward is clipped and scaled as the others of `returns` were; process rewards are not.
+    """
+    greedy = in_units_of(r.rewards, r.greedy, r.valid, config.reward_clip, config.reward_scale)
+    if r.greedy_process is not None:
+        greedy = greedy + r.greedy_process
     return jnp.where(jnp.isfinite(greedy)[:, None], returns - greedy[:, None], 0.0)
 
 
@@ -291,7 +312,7 @@ PER_RESPONSE: dict[str, Callable[..., Float[Array, "N"]]] = {
 PER_TOKEN: dict[str, Callable[..., Float[Array, "N R"]]] = {
     "gae": lambda t, r, c: gae(t, r.values, r.mask * r.valid[:, None], c.gamma, c.lam, c.gaps)[0],
     "reinforce_pp": lambda t, r, c: return_to_go(t, r.mask, c.gamma),
-    "remax": lambda t, r, c: less_greedy(return_to_go(t, r.mask, c.gamma), r.greedy),
+    "remax": lambda t, r, c: less_greedy(return_to_go(t, r.mask, c.gamma), r, c),
     "otb": _otb(False),
     "otb_tail": _otb(True),
 }

@@ -71,6 +71,8 @@ class Requirements:
     """Entropy of the policy before the first update: `advantages` reads it."""
     greedy: bool = False
     """A greedy response to every prompt, and its reward."""
+    components: bool = False
+    """The rewards that are summed, each by itself: dynamic sampling compares these."""
     draws: int = 1
     """Batches of prompts that may be rolled out for one step; with several, only groups whose rewards differ
     are kept, until the step is full (DAPO's dynamic sampling)."""

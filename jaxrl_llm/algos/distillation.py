@@ -113,7 +113,7 @@ def gkd_advantages(rollouts: Rollouts, config: GKDConfig) -> Float[Array, "N R"]
     if config.form == "policy_gradient":
         total = jnp.where(rollouts.mask > 0, rollouts.reference - rollouts.old, 0.0)
     if config.reward_coef:
-        scores = group_advantages(rollouts.rewards, rollouts.group, rollouts.valid)
+        scores = group_advantages(rollouts.total_rewards, rollouts.group, rollouts.valid)
         total = total + config.reward_coef * scores[:, None] * rollouts.mask
     return total
 

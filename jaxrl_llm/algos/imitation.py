@@ -58,7 +58,7 @@ def raft_advantages(rollouts: Rollouts, config: RAFTConfig) -> Float[Array, "N R
 def best_of_group(rollouts: Rollouts, config: RAFTConfig, rng: np.random.Generator) -> np.ndarray:
     """Return the best responses of each prompt, ties broken at random, in their original order."""
     valid, group = np.asarray(rollouts.valid) > 0, np.asarray(rollouts.group)
-    rewards = np.where(valid, np.asarray(rollouts.rewards), -np.inf)
+    rewards = np.where(valid, np.asarray(rollouts.total_rewards), -np.inf)
     order = rng.permutation(len(rewards))
     order = order[np.argsort(-rewards[order], kind="stable")]
     taken: dict[int, int] = {}

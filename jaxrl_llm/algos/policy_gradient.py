@@ -39,6 +39,7 @@ def requires(config: PolicyConfig) -> Requirements:
         sum_pi_squared=config.advantage.startswith("otb"),
         old_entropy=config.top_entropy < 1,
         greedy=config.advantage == "remax",
+        components=config.advantage == "gdpo",
         draws=config.max_draws if config.dynamic_sampling else 1,
     )
 

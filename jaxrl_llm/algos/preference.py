@@ -165,7 +165,7 @@ class OnlineDPOConfig(AlgoConfig):
 
 def best_and_worst(rollouts: Rollouts, config: OnlineDPOConfig, rng: np.random.Generator) -> np.ndarray:
     """Return best, worst, best, worst, ... of each group; groups of equal rewards are left out."""
-    rewards, group = np.asarray(rollouts.rewards), np.asarray(rollouts.group)
+    rewards, group = np.asarray(rollouts.total_rewards), np.asarray(rollouts.group)
     scored = np.asarray(rollouts.valid) > 0
     chosen = []
     for number in np.unique(group[scored]):

@@ -29,7 +29,7 @@ def resample(rollouts: Rollouts, config: FilteredConfig, rng: np.random.Generato
     kept = select(rollouts, config, rng)
     if not len(kept):
         return kept
-    rewards = np.asarray(rollouts.rewards, np.float64)[kept]
+    rewards = np.asarray(rollouts.total_rewards, np.float64)[kept]
     best = rewards == rewards.max()
     if config.filter == "pow":
         weights = np.abs(rewards) ** config.power

@@ -71,6 +71,7 @@ class RolloutSource:
         `max_draws` are used; a step without any such group has no items.
         """
         begin, dynamic = time.perf_counter(), self._requires.draws > 1
+        components = self._requires.components
         if not dynamic:
             self.cursor = step
         with timer("rollout"):
@@ -89,8 +90,8 @@ class RolloutSource:
             del self.started[self.cursor]
             self.cursor += 1
             prompts += draw.prompts
-            groups = [g for g in group_by_prompt(trajectories) if has_variance(g) or not dynamic]
-            kept += [t for group in groups for t in group]
+            groups = group_by_prompt(trajectories)
+            kept += [t for g in groups if not dynamic or has_variance(g, components) for t in g]
             if len(kept) >= complete:
                 break
         with timer("rollout"):
@@ -99,7 +100,8 @@ class RolloutSource:
             metrics["dynamic/draws"] = len(prompts) / self.prompts
             metrics["dynamic/kept_fraction"] = len(kept) / (len(prompts) * self.responses)
         kept = kept[:complete]
-        metrics |= statistics(kept or trajectories) | staleness(kept, version) | self.engine.usage()
+        metrics |= statistics(kept or trajectories, components)
+        metrics |= staleness(kept, version) | self.engine.usage()
         since, self.last_end = self.last_end or begin, time.perf_counter()
         metrics["trainer/idle_fraction"] = metrics["rollout/wait_seconds"] / (self.last_end - since)
         metrics |= self.loader.epochs(self.cursor * self.prompts)
@@ -160,7 +162,8 @@ class RolloutSource:
             sampled[i].reward, sampled[i].outcome = float("nan"), Outcome.FAILED
         for trajectory in sampled:
             if greedy:
-                trajectory.greedy_reward = greedy[0][trajectory.prompt_index].reward
+                baseline = greedy[0][trajectory.prompt_index]
+                trajectory.greedy_reward, trajectory.greedy_process = baseline.reward, baseline.process_reward
             trajectory.prompt_index += first_index
         return sampled
 

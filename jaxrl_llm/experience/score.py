@@ -113,13 +113,24 @@ def group_by_prompt(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]
     return list(groups.values())
 
 
-def has_variance(group: Sequence[Trajectory]) -> bool:
-    """Return whether the rewards of a group differ, failed ones left out."""
-    return len({t.reward for t in group if np.isfinite(t.reward)}) > 1
+def has_variance(group: Sequence[Trajectory], components: bool = False) -> bool:
+    """Return whether the rewards of a group differ, failed ones left out.
+
+    Args:
+        components: compare each component by itself: sums are equal where one gains what another loses.
+    """
+    scored = [t for t in group if np.isfinite(t.reward)]
+    rewards = np.array([t.components if components else (t.total_reward,) for t in scored], np.float64)
+    return any(len(set(column[np.isfinite(column)])) > 1 for column in rewards.T)
 
 
-def statistics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return rewards, lengths and, of conversations, turns and tool calls of a step's responses."""
+def statistics(trajectories: Sequence[Trajectory], components: bool = False) -> Metrics:
+    """Return rewards, lengths and, of conversations, turns and tool calls of a step's responses.
+
+    Args:
+        components: which rewards a group of zero variance has equal, see `has_variance`.
+    """
+    groups = group_by_prompt(trajectories)
     rewards = np.array([t.reward for t in trajectories], np.float64)
     scored = rewards[np.isfinite(rewards)]
     lengths = np.array([len(t.response_ids) for t in trajectories])
@@ -131,7 +142,7 @@ def statistics(trajectories: Sequence[Trajectory]) -> Metrics:
         "response_tokens/mean": lengths.mean(),
         "response_tokens/max": lengths.max(),
         "truncated_fraction": np.mean([t.finish == "length" for t in trajectories]),
-        "zero_variance_fraction": np.mean([not has_variance(g) for g in group_by_prompt(trajectories)]),
+        "zero_variance_fraction": np.mean([not has_variance(g, components) for g in groups]),
         **_conversation_statistics(trajectories),
     }
 

@@ -182,6 +182,17 @@ EXAMPLE_DEFAULTS: dict[str, Any] = {
 }
 
 
+def _filtering(conv: Conversion, n: int) -> None:
+    """Set dynamic sampling for n responses to a prompt."""
+    key = "rollout.train.dynamic_filtering"
+    if conv.get(key) and n == 1:
+        conv.put("algo.dynamic_sampling", False, key, note="RL2 drops no groups of one response")
+    elif conv.get(key):
+        conv.notes.append(
+            "RL2 drops groups of equal rewards; here they are dropped and replaced (dynamic_sampling)"
+        )
+
+
 def _rules_of_ppo(conv: Conversion) -> None:
     estimator = "adv.estimator"
     is_gae = conv.get(estimator) == "gae"
@@ -217,10 +228,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
         _optimizer(conv, "critic", "critic.optim")
     else:
         _without_critic(conv)
-    if conv.get("rollout.train.dynamic_filtering"):
-        conv.notes.append(
-            "RL2 drops groups of equal rewards; here they are dropped and replaced (dynamic_sampling)"
-        )
+    _filtering(conv, n)
     if conv.is_set("rollout.env_path"):
         conv.put("env.name", conv.get("rollout.env_path"), "rollout.env_path", note="the environment rewards")
         conv.put("reward.name", "none", note="the environment rewards")

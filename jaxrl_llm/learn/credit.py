@@ -77,6 +77,7 @@ def side_by_side(
         components=numbers([t.components for t in trajectories]) if trajectories[0].components else None,
         token_rewards=None if scores[0] is None else padded(scores),
         greedy=numbers([t.greedy_reward for t in trajectories]),
+        greedy_process=numbers([t.greedy_process for t in trajectories]),
         kl_coef=jnp.float32(kl_coef),
         **{name: padded(response_part(name)) for name in IN_ADVANTAGES if name in items[0].signals},
     )

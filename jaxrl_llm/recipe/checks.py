@@ -95,6 +95,11 @@ def _step(config: TrainConfig) -> Iterator[str]:
             f"--responses_per_prompt is 1: {name} compares the responses to one prompt, so it would have "
             "nothing to compare. Set it to 2 or more; 8 is usual."
         )
+    elif algos.requirements(config.algo).draws > 1 and config.responses_per_prompt == 1:
+        yield (
+            "--responses_per_prompt is 1: dynamic sampling keeps prompts whose responses have different "
+            "rewards, so it would keep none. Set it to 2 or more, or --algo.dynamic_sampling False."
+        )
     row, sequence = config.min_row_tokens, max(config.mesh.sequence, 1)
     budgets = {
         "tokens_per_device": config.tokens_per_device,

@@ -128,6 +128,11 @@ def test_select_drops_failed_and_truncated_responses():
     assert baseline[0, 0] > 0  # the truncated response still counts in the baseline
 
 
+def process_rewards(first):
+    """Rewards of each response's first token, and some that lie under the mask."""
+    return jnp.where(rollouts().mask > 0, 0.0, 50.0).at[:, 0].set(jnp.array(first))
+
+
 def test_raft_keeps_the_best_of_each_prompt():
     given = rollouts(rewards=jnp.array([0.0, 1, 1, 2]))
     assert raft.select(given, raft.Config(), rng()).tolist() == [1, 3]
@@ -140,6 +145,8 @@ def test_raft_keeps_the_best_of_each_prompt():
     draws = {tuple(raft.select(tied, raft.Config(), np.random.default_rng(i))) for i in range(40)}
     assert draws == {(0, 2), (0, 3), (1, 2), (1, 3)}
     np.testing.assert_array_equal(raft.advantages(given, raft.Config()), given.mask)
+    scored = replace(given, rewards=jnp.zeros(4), token_rewards=process_rewards([2.0, 1.0, -1.0, 3.0]))
+    assert raft.select(scored, raft.Config(), rng()).tolist() == [0, 3]
 
 
 def test_raft_loss_is_nll():
@@ -166,6 +173,8 @@ def test_pf_ppo_draws_responses_by_their_reward():
     given = rollouts(valid=jnp.array([1.0, 1, 0, 1]))
     assert count(pf_ppo.Config(), given)[2] == 0
     assert len(pf_ppo.select(rollouts(valid=jnp.zeros(4)), pf_ppo.Config(), rng())) == 0
+    given = rollouts(rewards=jnp.ones(4), token_rewards=process_rewards([0.0, -1.0, 1.0, -0.5]))
+    np.testing.assert_allclose(shares(pf_ppo.Config(), given), np.array([1, 0, 4, 0.25]) / 5.25, atol=0.04)
 
 
 def test_only_tokens_of_highest_entropy_keep_their_advantage():

@@ -1,6 +1,7 @@
 """Losses over pairs: numbers of other systems, gradients by hand, and layouts that must change nothing."""
 
 import math
+from dataclasses import replace
 
 import chex
 import jax.numpy as jnp
@@ -295,6 +296,8 @@ def test_online_dpo_pairs_the_best_with_the_worst_of_each_group():
     picked = online_dpo.select(made, online_dpo.Config(), np.random.default_rng(0))
     assert picked.tolist() == [1, 2, 7, 5]  # group 1 has no spread; the failed one takes no part
     assert not online_dpo.advantages(made, online_dpo.Config()).any()
+    scored = replace(rollouts([0.0] * 3, [0] * 3), token_rewards=jnp.array([[1.0, 1], [3, -2], [0, 3]]))
+    assert online_dpo.select(scored, online_dpo.Config(), np.random.default_rng(0)).tolist() == [2, 1]
 
 
 def test_online_dpo_breaks_ties_at_random_and_may_select_nothing():

@@ -1,5 +1,7 @@
 """Advantages of single tokens: fixed numbers of other systems, gaps left by tools, whitening."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +77,25 @@ def test_remax_subtracts_the_greedy_reward():
     two = dict(rewards=jnp.array([1.0, 0]), group=jnp.zeros(2, jnp.int32), mask=jnp.ones((2, 3)))
     given = rollouts(**two, valid=jnp.ones(2), greedy=jnp.array([0.25, 0.25]), values=None)
     np.testing.assert_allclose(advantages(given, remax.Config()), [[0.75] * 3, [-0.25] * 3])
+    process = jnp.array([[0.0, 1, 0], [0, 0, 2]])  # returns-to-go 2 2 1 | 2 2 2, the greedy one's .25 + 1.5
+    scored = replace(given, token_rewards=process, greedy_process=jnp.array([1.5, 1.5]))
+    np.testing.assert_allclose(advantages(scored, remax.Config()), [[0.25, 0.25, -0.75], [0.25] * 3])
+
+
+def test_the_greedy_reward_of_remax_is_clipped_and_scaled_as_the_others():
+    """Rewards 10 and 0 have the std 7.0711: 10 is .7071, and so is the greedy one's 10, 0 is -.7071."""
+    shape = dict(group=jnp.zeros(2, jnp.int32), mask=jnp.ones((2, 1)), values=None)
+    tens = jnp.array([10.0, 10.0])
+    equal = rollouts(**shape, rewards=tens, greedy=tens, valid=jnp.ones(2))
+    first = lambda given, **settings: advantages(given, remax.Config(**settings))[:, 0]
+    np.testing.assert_array_equal(first(equal, reward_clip=(0.0, 1.0)), [0, 0])
+    given = replace(equal, rewards=jnp.array([10.0, 0.0]))
+    np.testing.assert_allclose(first(given, reward_scale="batch"), [0, -1.41421], atol=1e-5)
+    both = replace(given, greedy=jnp.array([0.5, jnp.nan]))  # clipped 1 and 0, std .7071; the greedy .5 is 0
+    got = first(both, reward_clip=(0.0, 1.0), reward_scale="batch")
+    np.testing.assert_allclose(got, [0.70711, 0], atol=1e-5)
+    process = dict(token_rewards=jnp.full((2, 1), 3.0), greedy_process=jnp.array([3.0, 3.0]))
+    np.testing.assert_array_equal(first(replace(equal, **process), reward_clip=(0.0, 1.0)), [0, 0])
 
 
 OTB = [[0.578947, 0.575758, 0.526316], [-0.421053, -0.424242, -0.473684]]

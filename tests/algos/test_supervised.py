@@ -1,6 +1,7 @@
 """Supervised losses: likelihood, process rewards, distillation."""
 
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +108,8 @@ def test_gkd_adds_the_reward_of_the_task():
     config = gkd.Config(reward_coef=2.0)
     np.testing.assert_allclose(gkd.advantages(rollouts, config), [[a, a], [-a, 0]], rtol=1e-6)
     assert not gkd.advantages(rollouts, gkd.Config()).any()
+    process = replace(rollouts, rewards=jnp.zeros(2), token_rewards=jnp.array([[0.5, 0.5], [0, 9.0]]))
+    np.testing.assert_allclose(gkd.advantages(process, config), [[a, a], [-a, 0]], rtol=1e-6)
     advantages = [[1.0, 1.0, 1.0], [-1.0]]
     loss, _, _ = run(gkd, config, POLICY, TOGETHER, old=POLICY, divergence=DIVERGENCE, advantages=advantages)
     assert loss == pytest.approx(0.35 - 2 / 4)

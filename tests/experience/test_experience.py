@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algos import dapo, gkd, grpo, remax
+from jaxrl_llm.algos import dapo, gdpo, gkd, grpo, remax
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, RolloutSource, perturbed
 from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, verify
+from jaxrl_llm.learn.credit import assign_credit
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig
@@ -172,6 +173,49 @@ def test_a_greedy_response_is_a_baseline_and_is_not_learned_from():
     found = step(source(remax.Config()))
     assert len(found.items) == 6
     assert all(t.greedy_reward == 1.0 for t in found.trajectories)
+
+
+def opposite(prompts, trajectories):
+    """Score by two rewards whose sum is 1: (1, 0) and (0, 1); those of the first prompt are equal."""
+    for i, t in enumerate(trajectories):
+        t.reward, t.components = 1.0, (0.0, 1.0) if i % 2 and t.prompt_index else (1.0, 0.0)
+    return {}
+
+
+def test_dynamic_sampling_compares_the_rewards_that_gdpo_normalises_apart():
+    settings = dict(dynamic_sampling=True, max_draws=2)
+    found = step(source(gdpo.Config(**settings), scorer=opposite))
+    assert [int(t.prompt_ids[0]) - 1 for t in found.trajectories] == [1, 1, 2, 2, 4, 4]
+    assert found.metrics["zero_variance_fraction"] == 0
+    assert step(source(grpo.Config(**settings), scorer=opposite)).items == []
+
+
+def test_a_component_that_failed_is_left_out():
+    group = step(source(gdpo.Config(), scorer=opposite)).trajectories[2:4]
+    assert has_variance(group, components=True) and not has_variance(group)
+    group[0].components = (float("nan"), 1.0)
+    assert not has_variance(group, components=True)
+
+
+def by_steps(prompts, trajectories):
+    """Score by a process reward alone: 1 on the second token of odd responses, and of greedy ones."""
+    for i, t in enumerate(trajectories):  # 6 sampled ones, then the greedy ones
+        scores = np.array([0.0, float(i % 2 or i >= 6)], np.float32)
+        t.reward, t.components, t.token_rewards = 0.0, (0.0, float(scores.sum())), scores
+    return {}
+
+
+def test_process_rewards_count_for_dynamic_sampling():
+    found = step(source(dapo.Config(max_draws=4), scorer=by_steps))
+    assert len(found.items) == 6 and found.metrics["dynamic/draws"] == 1
+    assert [t.total_reward for t in found.trajectories] == [0, 1] * 3
+
+
+def test_process_rewards_count_for_the_greedy_baseline():
+    found = step(source(remax.Config(), scorer=by_steps))
+    items = assign_credit(remax.Config(), found.items, found.trajectories, 0.0, 0)
+    own = [item.signals["advantages"][-2:].tolist() for item in items]
+    assert own == [[-1, -1], [0, 0]] * 3
 
 
 def test_the_teacher_of_a_prompt_goes_with_its_tokens():

@@ -74,6 +74,7 @@ def test_ppo_on_two_nodes(imported):
 def test_one_response_a_prompt_has_the_batchs_mean(imported):
     run = imported(GAE.replace("gae", "reinforce"))
     assert run.values("algo.advantage", "algo.scale") == ("reinforce", "none")
+    assert run.config.algo.dynamic_sampling is False and "dropped and replaced" not in run.report + run.text
     assert run.unused["critic.model_name"] == "there is no critic with adv.estimator reinforce"
 
 

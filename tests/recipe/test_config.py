@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from jaxrl_llm.algos import a_star_po, dpo, gkd, grpo, reward_model, sft
+from jaxrl_llm.algos import a_star_po, dpo, gkd, grpo, ppo, reward_model, sft
 from jaxrl_llm.algos.config import ClippedConfig
 from jaxrl_llm.build.data import open_loaders
 from jaxrl_llm.build.sizes import derived, mean_context
@@ -56,6 +56,11 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             dict(responses_per_prompt=1, algo=a_star_po.Config()),
             "--responses_per_prompt is 1: optimal_value compares the responses to one prompt, so it would "
             "have nothing to compare. Set it to 2 or more; 8 is usual.",
+        ),
+        (
+            dict(responses_per_prompt=1, algo=ppo.Config(dynamic_sampling=True)),
+            "--responses_per_prompt is 1: dynamic sampling keeps prompts whose responses have different "
+            "rewards, so it would keep none. Set it to 2 or more, or --algo.dynamic_sampling False.",
         ),
         (
             dict(prompts_per_step=3, responses_per_prompt=5, minibatches_per_step=4),
