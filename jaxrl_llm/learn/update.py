@@ -146,6 +146,8 @@ def loss_and_metrics(
         outputs["entropy"] = jax.lax.stop_gradient(outputs["entropy"])
     inputs = loss_inputs(batch, outputs, totals)
     loss, metrics = algos.of(algo).loss(inputs, algo)
+    if jnp.ndim(loss):  # `jax.vjp` takes any
+        raise TypeError(f"the loss is a scalar, here it has shape {jnp.shape(loss)}")
     if totals.balance_weights is not None:
         loss += config.balance_coef * jnp.sum(totals.balance_weights * outputs[ROUTING].scores)
     metrics = {"loss": loss, **metrics, **monitor(inputs, config.old)}
