@@ -174,7 +174,7 @@ class CriticConfig(PlacementConfig):
     path: str = ""
     """Hugging Face folder or hub name to start from, such as a reward model; "" = the policy's weights."""
     warmup_steps: CountOrZero = 0
-    """First steps, in which only the critic is trained."""
+    """First steps, in which only the critic is trained; the policy's schedule spans the steps after them."""
     loss: ValueConfig = VALUE
     """Value loss of the critic."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))

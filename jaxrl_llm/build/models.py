@@ -89,8 +89,9 @@ def make_stages(
     mesh = meshes[POLICY]
     updates = config.steps * config.updates_per_step
     requires, warm = algos.requirements(config.algo), config.warm_start
-    policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
     critic = make_critic(config, model, meshes[CRITIC], updates, stored) if requires.critic else {}
+    updates -= min(critic.get("critic_warmup", 0), config.steps) * config.updates_per_step
+    policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
     settings = {"steps": config.steps, "minibatches": config.minibatches_per_step, **critic}
     settings["epochs"] = config.ppo_epochs
     settings["teachers"] = load_teachers(config, meshes[TEACHER], stored)

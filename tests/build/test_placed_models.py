@@ -148,6 +148,27 @@ def steps(stage, state, reference, count=2):
     return collected, jax.tree.map(np.asarray, state.params), frozen
 
 
+def rates(optimizer, updates):
+    """The learning rates of sgd: how far a gradient of 1 moves a weight."""
+    weight = {"w": np.float32(1.0)}
+    state, moved = optimizer.init(weight), []
+    for _ in range(updates):
+        update, state = optimizer.update(weight, state, weight)
+        moved.append(-float(update["w"]))
+    return moved
+
+
+@pytest.mark.parametrize(("warmup", "last"), [(0, 1 / 10), (2, 1 / 6), (5, 0.0)])
+def test_the_schedule_of_the_policy_spans_the_steps_after_the_warm_up_of_the_critic(warmup, last):
+    """5 steps of 2 updates; after 2 steps of the critic alone, the rate falls by 1/6 an update."""
+    optim = OptimConfig(name="sgd", b1=0.0, learning_rate=1.0, schedule="linear", final_fraction=0.0)
+    critic = CriticConfig(optim=optim, warmup_steps=warmup)
+    config = replace(BASE, algo=ppo.Config(kl_coef=0.0), optim=optim, critic=critic, steps=5, ppo_epochs=2)
+    stage = make_stages(config, trained_config(MODEL, config), make_meshes(config), RandomModels())[-1]
+    assert rates(stage.critic.optimizer, 10)[-1] == pytest.approx(1 / 10)
+    assert [0.0, *rates(stage.policy.optimizer, (5 - warmup) * 2)][-1] == pytest.approx(last)
+
+
 @functools.cache
 def on_one_device(case):
     return steps(*built(case))[:2]
