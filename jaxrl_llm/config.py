@@ -172,7 +172,8 @@ class CriticConfig(PlacementConfig):
     """Critic with its own backbone (ppo); without a path it starts as a copy of the policy."""
 
     path: str = ""
-    """Hugging Face folder or hub name to start from, such as a reward model; "" = the policy's weights."""
+    """Hugging Face folder or hub name to start from, such as a reward model; a language model gets a score
+    head of zeros. "" = the policy's weights."""
     warmup_steps: CountOrZero = 0
     """First steps, in which only the critic is trained; the policy's schedule spans the steps after them."""
     loss: ValueConfig = VALUE

@@ -12,8 +12,9 @@ from jax._src.array import ArrayImpl
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import gkd, grpo, ppo
-from jaxrl_llm.build.models import has_own_reference, load_frozen, make_stages, trained_config
+from jaxrl_llm.build.models import has_own_reference, make_stages, trained_config
 from jaxrl_llm.build.placement import make_meshes
+from jaxrl_llm.build.weights import load_frozen
 from jaxrl_llm.config import (
     CriticConfig,
     LoraConfig,
@@ -146,6 +147,25 @@ def steps(stage, state, reference, count=2):
             state, metrics = stage.update(state, minibatches, step)
             collected.append(jax.device_get(metrics))
     return collected, jax.tree.map(np.asarray, state.params), frozen
+
+
+def test_a_pretrained_critic_is_read_for_a_new_state_alone():
+    """A resumed run, which restores the critic, would keep what it read beside it."""
+    read = []
+
+    class Counted(RandomModels):
+        def params(self, path, *args):
+            read.append(path)
+            return super().params(path, *args)
+
+    config = replace(BASE, warm_start=WarmStartConfig(steps=1), **CASES["ppo"])
+    warm, train = make_stages(config, trained_config(MODEL, config), make_meshes(config), Counted())
+    assert read == []
+    with jax.set_mesh(warm.policy.mesh):
+        state = warm.init_state(models.init(MODEL, jax.random.key(0)))
+        assert read == ["critic"]
+        assert train.init_state(state.params, state.critic).critic is state.critic
+    assert read == ["critic"]
 
 
 def rates(optimizer, updates):
