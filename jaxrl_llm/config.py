@@ -82,7 +82,8 @@ class ModelConfig:
     architecture: TransformerConfig | None = None
     """Shape of a model with random weights; not used where `path` is set."""
     adapter: str = ""
-    """PEFT folder of the adapters to start from, whose settings `lora` must have; "" = new adapters."""
+    """PEFT folder of the adapters to start from, whose settings `lora` must have; "" = new adapters. The
+    reference keeps them as they are."""
     tokenizer: str = ""
     """Folder or hub name; "" = beside the model; "tiny" = the built-in character tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -187,8 +188,8 @@ class ReferenceConfig(PlacementConfig):
     """Frozen models that score a step: the reference of the KL penalty, or teachers."""
 
     path: str = ""
-    """Hugging Face folder, GGUF file or hub name of the reference; "" = the model as it was at the start, or
-    after the SFT warm-up. Read where the algorithm needs a reference."""
+    """Hugging Face folder, GGUF file or hub name of the reference; "" = the model as it was at the start,
+    with model.adapter, or after the SFT warm-up. Read where the algorithm needs a reference."""
     offload: bool = False
     """Keep the weights in host memory; each layer is copied to the devices while it computes."""
 

@@ -143,7 +143,7 @@ class Run:
         initial = functools.partial(self.initial_params, REFERENCE)
         path, offload = self.config.reference.path, self.config.reference.offload
         pretrained = functools.partial(load_frozen, self.config, path, mesh) if path else None
-        return Reference(run_dir, dtype, initial, abstract, own, offload, pretrained)
+        return Reference(run_dir, dtype, initial, abstract, own, offload, pretrained, self.adapter)
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step."""

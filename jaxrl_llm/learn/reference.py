@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ class Reference:
     """Weights at the start of the last stage of a run, or those of another model, in the compute type.
 
     Without an SFT warm-up they are the initial weights, loaded or initialised again when needed; after one
-    they are saved once, in run_dir/reference.
+    they are saved once, in run_dir/reference. Of a model with adapters the reference is another set of them
+    on the same frozen weights.
 
     Args:
         initial: returns the initial weights.
@@ -37,6 +39,7 @@ class Reference:
         mesh: of the reference, which then holds a copy of all its weights; None = the policy's.
         offload: keep them in host memory.
         pretrained: returns the weights of another model, which is the reference all along; None = none.
+        adapter: weights by name of the adapters that the run starts from; {} = new ones, without effect.
     """
 
     def __init__(
@@ -48,9 +51,10 @@ class Reference:
         mesh: Mesh | None = None,
         offload: bool = False,
         pretrained: Callable[[], Params] | None = None,
+        adapter: Mapping[str, np.ndarray] = MappingProxyType({}),
     ):
         self.run_dir, self.dtype, self.initial, self.abstract = run_dir, dtype, initial, abstract
-        self.mesh, self.offload, self.pretrained = mesh, offload, pretrained
+        self.mesh, self.offload, self.pretrained, self.adapter = mesh, offload, pretrained, adapter
         self.weights: Params | None = None
         self.placed: Params | None = None
 
@@ -79,13 +83,18 @@ class Reference:
 
     def _shared(self, start: int, step: int, current: Params) -> Params:
         """Return the reference, which shares the policy's arrays where the policy does not change them."""
-        if current.config.lora and not start:
+        if current.config.lora and not start and not self.adapter:
             return lora.base(current)  # the frozen weights themselves
-        if self.weights is None:
-            self.weights = self._saved(step == start, current) if start else self._frozen(self.initial())
+        if self.weights is None and start:
+            self.weights = self._saved(step == start, current)
+        elif self.weights is None:
+            self.weights = self._frozen(self._first_adapters(current) if self.adapter else self.initial())
         if current.config.lora:
             return lora.join_params(self.weights, lora.split_params(current)[1])
         return self.weights
+
+    def _first_adapters(self, current: Params) -> Params:
+        return lora.split_params(lora.replace_weights(current, self.adapter))[0]
 
     def _saved(self, is_start: bool, current: Params) -> Params:
         current, abstract = lora.split_params(current)[0], lora.split_params(self.abstract)[0]
