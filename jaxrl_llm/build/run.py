@@ -222,13 +222,13 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         compile_stages(stages, abstract_reference(config, stages[-1], meshes))
     if stages[0] is not stages[-1]:
         examples = config.warm_start.examples_per_step
-        stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
+        stages[0].source = dataset_source(stages[0], loaders["warm_start"], examples)
     if rolls_out:
         rewarding = [model for model in scorer.reward_models if model.config.weight]
         training = Scorer(rewards, rewarding)
         stages[-1].source = make_rollout_source(config, loaders["train"], engine, training, env)
     else:
-        stages[-1].source = DatasetSource(loaders["train"], config.prompts_per_step, config.algo)
+        stages[-1].source = dataset_source(stages[-1], loaders["train"], config.prompts_per_step)
     evaluators = []
     if config.eval.every:
         evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, scorer, env, judge)
@@ -291,6 +291,11 @@ def open_rewards(
     pool = closing.enter_context(RewardPool(settings, log, function))
     on_first(lambda: pool.check(samples))
     return pool
+
+
+def dataset_source(stage: Stage, loader: Loader, examples: int) -> DatasetSource:
+    """Return the source of experience of a stage that learns from a dataset."""
+    return DatasetSource(loader, examples, stage.policy.algo, stage.reference_cache)
 
 
 def make_rollout_source(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -116,10 +118,14 @@ class Reference:
         return models.to_host(frozen) if self.offload and self.mesh is None else frozen
 
 
+KEY_BYTES = 16  # of a row in the cache
+
+
 class LogprobCache:
     """Least-recently-used cache of the reference log-probs of dataset rows, which repeat every epoch.
 
-    Its key is a row's tokens and mask: log-probs are computed only where the mask is 1.
+    Its key is a hash of a row's tokens and mask: log-probs are computed only where the mask is 1. Checkpoints
+    hold it: what is computed again, packed with other rows, may differ in its last bits.
 
     Args:
         max_bytes: of the arrays that are kept.
@@ -128,7 +134,7 @@ class LogprobCache:
     def __init__(self, max_bytes: int = 2**28):
         self.max_bytes, self.size = max_bytes, 0
         self.computed: list[int] = []  # tokens of each row that was not here, at the last start of the model
-        self._rows: OrderedDict[tuple[bytes, bytes], np.ndarray] = OrderedDict()
+        self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
 
     def get(self, item: PackItem) -> np.ndarray | None:
         """Return the log-probs of a row, or None."""
@@ -138,15 +144,35 @@ class LogprobCache:
         return self._rows.get(key)
 
     def put(self, item: PackItem, logprobs: np.ndarray) -> None:
-        key = self._key(item)
+        self._put(self._key(item), logprobs)
+
+    def pack(self) -> bytes:
+        """Return the rows as one .npz, from the one that was used longest ago; b"" where there are none."""
+        if not self._rows:
+            return b""
+        rows, out = list(self._rows.values()), io.BytesIO()
+        keys = np.frombuffer(b"".join(self._rows), np.uint8).reshape(len(rows), KEY_BYTES)
+        np.savez(out, keys=keys, lengths=[len(row) for row in rows], logprobs=np.concatenate(rows))
+        return out.getvalue()
+
+    def unpack(self, data: bytes) -> None:
+        """Add the rows of `pack`."""
+        if data:
+            arrays = np.load(io.BytesIO(data), allow_pickle=False)
+            rows = np.split(arrays["logprobs"], np.cumsum(arrays["lengths"])[:-1])
+            for key, logprobs in zip(arrays["keys"], rows, strict=True):
+                self._put(key.tobytes(), logprobs)
+
+    def _put(self, key: bytes, logprobs: np.ndarray) -> None:
         if key not in self._rows:
             self._rows[key] = logprobs
             self.size += logprobs.nbytes
         while self.size > self.max_bytes:
             self.size -= self._rows.popitem(last=False)[1].nbytes
 
-    def _key(self, item: PackItem) -> tuple[bytes, bytes]:
-        return item.tokens.tobytes(), np.asarray(item.mask, np.int8).tobytes()
+    def _key(self, item: PackItem) -> bytes:
+        row = item.tokens.tobytes() + np.asarray(item.mask, np.int8).tobytes()
+        return hashlib.blake2b(row, digest_size=KEY_BYTES).digest()
 
 
 def start_reference(
