@@ -82,7 +82,8 @@ class ModelConfig:
     architecture: TransformerConfig | None = None
     """Shape of a model with random weights; not used where `path` is set."""
     adapter: str = ""
-    """PEFT folder of the adapters to start from, whose settings `lora` must have; "" = new adapters."""
+    """PEFT folder of the adapters to start from, whose settings `lora` must have; "" = new adapters. The
+    reference keeps them as they are."""
     tokenizer: str = ""
     """Folder or hub name; "" = beside the model; "tiny" = the built-in character tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -172,9 +173,10 @@ class CriticConfig(PlacementConfig):
     """Critic with its own backbone (ppo); without a path it starts as a copy of the policy."""
 
     path: str = ""
-    """Hugging Face folder or hub name to start from, such as a reward model; "" = the policy's weights."""
+    """Hugging Face folder or hub name to start from, such as a reward model; a language model gets a score
+    head of zeros. "" = the policy's weights."""
     warmup_steps: CountOrZero = 0
-    """First steps, in which only the critic is trained."""
+    """First steps, in which only the critic is trained; the policy's schedule spans the steps after them."""
     loss: ValueConfig = VALUE
     """Value loss of the critic."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
@@ -186,8 +188,8 @@ class ReferenceConfig(PlacementConfig):
     """Frozen models that score a step: the reference of the KL penalty, or teachers."""
 
     path: str = ""
-    """Hugging Face folder, GGUF file or hub name of the reference; "" = the model as it was at the start, or
-    after the SFT warm-up. Read where the algorithm needs a reference."""
+    """Hugging Face folder, GGUF file or hub name of the reference; "" = the model as it was at the start,
+    with model.adapter, or after the SFT warm-up. Read where the algorithm needs a reference."""
     offload: bool = False
     """Keep the weights in host memory; each layer is copied to the devices while it computes."""
 

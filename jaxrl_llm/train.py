@@ -33,6 +33,7 @@ from jaxrl_llm.build.samples import samples_of
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.experience.dataset import REFERENCE_FILE
 from jaxrl_llm.experience.evaluate import evaluate_all
 from jaxrl_llm.experience.flops import step_flops
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE
@@ -136,7 +137,7 @@ def train(
     done, metrics, reason, outage = start, {}, "", Outage()
     source = run.stages[-1].source
     if start > run.stages[-1].start:
-        files = {name: checkpoints.file(start, name) or b"" for name in (CURSOR_FILE, PARTIAL_FILE)}
+        files = {name: checkpoints.file(start, name) for name in (CURSOR_FILE, PARTIAL_FILE, REFERENCE_FILE)}
         source.resume(files, start - run.stages[-1].start, state.params, int(state.version))
     for step in log.steps(start, run.total, warm_up=run.stages[-1].start):
         if reason := outage.reason or stop.requested(step, checkpoints.longest_save):

@@ -1,6 +1,7 @@
 """Whole runs with averages, epochs, exports in between, moments and a reference of another run."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -18,6 +19,13 @@ TINY = [
 ]
 AVERAGED = ("--warm_start.steps", "1", "--optim.ema", "0.5", "--checkpoint.every", "1")
 AVERAGED += ("--optim.schedule", "constant")  # that of a run of 1 step would end at 0
+
+PAIRS = [
+    *("--config", "dpo_tiny.py", "--steps", "7", "--prompts_per_step", "8", "--warm_start.steps", "0"),
+    *("--eval.every", "0", "--log.progress", "none", "--log.tensorboard", "false", "--devices", "0:3"),
+    *("--mesh.data", "3", "--mesh.fsdp", "1", "--tokens_per_device", "192", "--max_prompt_tokens", "24"),
+    *("--max_response_tokens", "24", "--checkpoint.every", "1", "--checkpoint.keep", "9"),
+]
 
 
 def train(run_dir, *more):
@@ -50,6 +58,25 @@ def test_a_stopped_run_continues_bit_for_bit_with_averages_and_epochs(finished, 
     assert [row["kind"] for row in rows] == ["warm_start"] + ["train"] * 3
     saved = finished / "checkpoints/4/manifest.json"
     assert "opt_state.ema.layers.q" in json.loads(saved.read_text())["arrays"]
+
+
+def test_a_run_of_pairs_continues_bit_for_bit_in_its_second_epoch(tmp_path):
+    """20 pairs, 8 a step: step 5 reads reference log-probs that were computed in other rows in epoch 1."""
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(20):
+        digits = lambda: " ".join(map(str, rng.integers(0, 10, rng.integers(1, 12))))
+        rows.append({"prompt": f"{rng.integers(1, 999)}=", "chosen": digits(), "rejected": digits()})
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*PAIRS, "--data.path", str(data), "--run_dir"]
+    assert main([*words, str(tmp_path / "whole")]) == 0
+    stopped = shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    for step in (5, 6, 7):
+        shutil.rmtree(stopped / f"checkpoints/{step}")
+    assert main([*words, str(stopped)]) == 0
+    assert untimed_metrics(stopped) == untimed_metrics(tmp_path / "whole")
+    files = [(run / "hf/model.safetensors").read_bytes() for run in (stopped, tmp_path / "whole")]
+    assert files[0] == files[1]
 
 
 def test_moments_and_reference_of_another_run(finished, tmp_path):

@@ -134,7 +134,8 @@ def test_the_adapter_of_a_run_is_peft_s_and_another_run_starts_from_it(command, 
     assert (config["r"], config["lora_alpha"]) == (4, 32.0)
     assert main(words) == 0
     continued, new = untimed_metrics(tmp_path / "run")[0], untimed_metrics(finished)[0]
-    assert continued["param_norm"] > new["param_norm"] and continued["kl"] > 1e-4 > new["kl"]
+    assert continued["param_norm"] > new["param_norm"]
+    assert continued["kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the adapter at the start
     capsys.readouterr()
     assert main([*words[:-2], "--model.adapter", str(tmp_path), "--run_dir", str(tmp_path / "other")]) == 2
     assert "adapter_config.json" in capsys.readouterr().err

@@ -8,14 +8,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm import algos, models
+from jaxrl_llm import algos
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.algos.contract import old_logprobs
 from jaxrl_llm.build.sizes import derived
+from jaxrl_llm.build.weights import load_frozen, load_with_heads, with_new_adapters
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
@@ -33,11 +32,9 @@ from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import linear_layers
-from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, rank_of_experts, with_lora
+from jaxrl_llm.models.lora import base_config, frozen_config, rank_of_experts, with_lora
 from jaxrl_llm.models.moe import route_spec
-from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
-from jaxrl_llm.sharding.rules import TRAIN, with_shardings
 from jaxrl_llm.structs import Params
 
 WITHOUT_SERVED_ROUTES = ("mixtral", "olmoe")
@@ -89,8 +86,9 @@ def make_stages(
     mesh = meshes[POLICY]
     updates = config.steps * config.updates_per_step
     requires, warm = algos.requirements(config.algo), config.warm_start
-    policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
     critic = make_critic(config, model, meshes[CRITIC], updates, stored) if requires.critic else {}
+    updates -= min(critic.get("critic_warmup", 0), config.steps) * config.updates_per_step
+    policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
     settings = {"steps": config.steps, "minibatches": config.minibatches_per_step, **critic}
     settings["epochs"] = config.ppo_epochs
     settings["teachers"] = load_teachers(config, meshes[TEACHER], stored)
@@ -166,15 +164,6 @@ def load_teachers(config: TrainConfig, mesh: Mesh, stored: PretrainedModels) -> 
     return tuple(load_frozen(config, path, mesh, stored) for path in paths)
 
 
-def load_frozen(config: TrainConfig, path: str, mesh: Mesh, stored: PretrainedModels = PRETRAINED) -> Params:
-    """Return the weights of a teacher or reference, in the compute type, where `offload` puts them."""
-    model = stored.config(path)
-    shardings, dtype = models.shardings(model, mesh, TRAIN), jnp.dtype(config.model.dtype)
-    with jax.set_mesh(mesh):
-        params = stored.params(path, model, shardings, dtype)
-        return models.to_host(params) if config.reference.offload else params
-
-
 def has_own_reference(config: TrainConfig, model: TransformerConfig, meshes: Mapping[str, Mesh]) -> bool:
     """Return whether a reference has weights of its own: it has none where it is the adapters' base."""
     return bool(config.reference.path) or not model.lora or meshes[REFERENCE] != meshes[POLICY]
@@ -189,12 +178,13 @@ def make_critic(
     model = adapted_config(config_with_heads(base, critic.loss), config.lora)
     config = replace(config, mesh=config.mesh_of(CRITIC))
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
-    params = None
-    if critic.path:
-        base = frozen_config(model)
-        params = stored.params(critic.path, base, models.shardings(base, mesh, TRAIN), jnp.float32)
-        params = with_new_adapters(params, model, mesh, config.seed)
-    return {"critic": learner, "critic_warmup": critic.warmup_steps, "critic_params": params}
+
+    def load() -> Params:
+        params = load_with_heads(critic.path, frozen_config(model), mesh, stored)
+        return with_new_adapters(params, model, mesh, config.seed)
+
+    weights = load if critic.path else None
+    return {"critic": learner, "critic_warmup": critic.warmup_steps, "critic_params": weights}
 
 
 def trained_config(model: TransformerConfig, config: TrainConfig) -> TransformerConfig:
@@ -304,36 +294,6 @@ def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
     else:
         sizes["num_kv_heads * head_dim"] = model.num_kv_heads * model.head_dim
     return sizes if model.moe else sizes | {"mlp_size": model.mlp_size}
-
-
-def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed: int) -> Params:
-    """Return the weights with new adapters where the architecture has some; they are donated."""
-    if model.lora is None:
-        return params
-    shardings = models.shardings(model, mesh, TRAIN)
-    if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):  # of a plan
-        return with_shardings(models.abstract(model), shardings)
-    add = jax.jit(add_adapters, static_argnums=1, out_shardings=shardings, donate_argnums=0)
-    with jax.set_mesh(mesh):
-        return add(params, model, run_key(seed, Purpose.ADAPTERS))
-
-
-def check_frozen(saved: str, frozen: str, path: str, run_dir: Path | str) -> None:
-    """Refuse frozen weights other than those that the adapters of a run were trained on.
-
-    Args:
-        saved, frozen: `models.lora.frozen_fingerprint` of the checkpoint's run and of these weights.
-        path: source of the weights, for the message.
-
-    Raises:
-        UserError: they differ.
-    """
-    if saved != frozen:
-        raise UserError(
-            f"{path or 'the random weights'}: not the weights that the adapters of {run_dir} were trained on "
-            f"(fingerprint {frozen}, not {saved}). Put them back; on other weights, start a new "
-            "run with another --run_dir."
-        )
 
 
 def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:

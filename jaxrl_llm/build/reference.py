@@ -38,7 +38,7 @@ def own_reference(
 def abstract_reference(
     config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh], stored: PretrainedModels = PRETRAINED
 ) -> Params:
-    """Return the abstract weights that score: with adapters, the policy's own arrays (`models.lora.base`)."""
+    """Return the abstract weights that score: with adapters, those of the policy, whose base it shares."""
     if not has_own_reference(config, stage.policy.model, meshes):
         return stage.policy.abstract_state().params
     params = own_reference(config, stage, meshes[REFERENCE], stored)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -20,16 +19,13 @@ from jaxrl_llm.build.engines import make_engine
 from jaxrl_llm.build.evaluation import Evaluator, make_evaluators, open_judge
 from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step
 from jaxrl_llm.build.models import (
-    check_frozen,
     check_own_algorithm,
     check_vocabularies,
     has_own_reference,
-    load_frozen,
     load_model_config,
     make_stages,
     step_of,
     trained_config,
-    with_new_adapters,
 )
 from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
 from jaxrl_llm.build.placement import make_meshes
@@ -37,6 +33,13 @@ from jaxrl_llm.build.push import push_run
 from jaxrl_llm.build.reference import abstract_reference, own_reference
 from jaxrl_llm.build.sizes import with_prefixes
 from jaxrl_llm.build.warm_up import compile_stages
+from jaxrl_llm.build.weights import (
+    check_critic_files,
+    check_frozen,
+    load_frozen,
+    load_with_heads,
+    with_new_adapters,
+)
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -47,9 +50,7 @@ from jaxrl_llm.experience.dataset import DatasetSource
 from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
-from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.hub import check_repository
-from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.peft import load_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.memory import check_host_memory
@@ -112,25 +113,15 @@ class Run:
             role: of the model whose mesh they are for.
         """
         mesh, base = self.meshes[role], lora.frozen_config(self.model)
-        with jax.set_mesh(mesh):
-            if self.folder is not None:
-                params = self._pretrained(base, mesh)
-            else:
-                shardings = models.shardings(base, mesh, TRAIN)
-                make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
+        if self.folder is not None:
+            params = load_with_heads(self.folder, base, mesh)
+        else:
+            shardings = models.shardings(base, mesh, TRAIN)
+            make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
+            with jax.set_mesh(mesh):
                 params = make(base, run_key(self.config.seed, Purpose.WEIGHTS))
         params = with_new_adapters(params, self.model, mesh, self.config.seed)
         return lora.replace_weights(params, self.adapter)
-
-    def _pretrained(self, base: TransformerConfig, mesh: Mesh) -> Params:
-        """Return the folder's weights; a missing value head is initialised with zeros."""
-        saved = lora.frozen_config(read_config(self.folder), base.quantize)
-        shardings = models.shardings(base, mesh, TRAIN)
-        params = load_params(self.folder, saved, models.shardings(saved, mesh, TRAIN), jnp.float32)
-        if saved == base:
-            return params
-        fit = functools.partial(models.with_heads, config=base)
-        return jax.jit(fit, out_shardings=shardings, donate_argnums=0)(params)
 
     def export(self, state: TrainState, step: int | None = None) -> None:
         """Export the model at the end of the run, or at a step where --checkpoint.hf_every has one due.
@@ -152,7 +143,7 @@ class Run:
         initial = functools.partial(self.initial_params, REFERENCE)
         path, offload = self.config.reference.path, self.config.reference.offload
         pretrained = functools.partial(load_frozen, self.config, path, mesh) if path else None
-        return Reference(run_dir, dtype, initial, abstract, own, offload, pretrained)
+        return Reference(run_dir, dtype, initial, abstract, own, offload, pretrained, self.adapter)
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step."""
@@ -201,6 +192,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
     check_vocabularies(config, tokenizer)
+    check_critic_files(config)
     check_model(
         config, {role: own.shape for role, own in meshes.items()}, model.max_position, model.num_heads
     )
@@ -230,13 +222,13 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         compile_stages(stages, abstract_reference(config, stages[-1], meshes))
     if stages[0] is not stages[-1]:
         examples = config.warm_start.examples_per_step
-        stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
+        stages[0].source = dataset_source(stages[0], loaders["warm_start"], examples)
     if rolls_out:
         rewarding = [model for model in scorer.reward_models if model.config.weight]
         training = Scorer(rewards, rewarding)
         stages[-1].source = make_rollout_source(config, loaders["train"], engine, training, env)
     else:
-        stages[-1].source = DatasetSource(loaders["train"], config.prompts_per_step, config.algo)
+        stages[-1].source = dataset_source(stages[-1], loaders["train"], config.prompts_per_step)
     evaluators = []
     if config.eval.every:
         evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, scorer, env, judge)
@@ -299,6 +291,11 @@ def open_rewards(
     pool = closing.enter_context(RewardPool(settings, log, function))
     on_first(lambda: pool.check(samples))
     return pool
+
+
+def dataset_source(stage: Stage, loader: Loader, examples: int) -> DatasetSource:
+    """Return the source of experience of a stage that learns from a dataset."""
+    return DatasetSource(loader, examples, stage.policy.algo, stage.reference_cache)
 
 
 def make_rollout_source(

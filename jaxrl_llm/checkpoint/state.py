@@ -131,9 +131,12 @@ class Checkpointer:
         return on_first(lambda: step in self.steps())
 
     def file(self, step: int, name: str) -> bytes:
-        """Return one of the further files of a checkpoint, b"" if there is none. A collective."""
-        path = self.folder / str(step) / name
-        return on_first(lambda: path.read_bytes() if path.is_file() else b"")
+        """Return one of the further files of a checkpoint, b"" if there is none.
+
+        Every process reads it: the coordinator is too slow for the hundreds of MB that it may have.
+        """
+        folder = self.folder / str(step)
+        return (folder / name).read_bytes() if name in read_manifest(folder).files else b""
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, oldest first."""

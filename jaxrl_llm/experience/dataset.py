@@ -11,17 +11,21 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.learn.reference import LogprobCache
 from jaxrl_llm.learn.stage import Experience, Timer
 from jaxrl_llm.structs import Params
+
+REFERENCE_FILE = "reference_logprobs.npz"  # in a checkpoint: `LogprobCache.pack`
 
 
 @dataclass
 class DatasetSource:
-    """Examples of a dataset; they depend only on the step."""
+    """Examples of a dataset; they depend only on the step. The cache is that of their stage."""
 
     loader: Loader
     examples: int
     algo: AlgoConfig
+    cache: LogprobCache
 
     def next(self, step: int, params: Params, version: int, timer: Timer) -> Experience:
         with timer("data"):
@@ -30,10 +34,11 @@ class DatasetSource:
         return Experience(items, epochs, sum(len(item.tokens) for item in items))
 
     def snapshot(self) -> dict[str, bytes]:
-        return {}
+        return {REFERENCE_FILE: self.cache.pack()}
 
     def resume(self, files: Mapping[str, bytes], step: int, params: Params, version: int) -> None:
-        """Do nothing: the next examples follow from the step."""
+        """Fill the cache; the next examples follow from the step."""
+        self.cache.unpack(files.get(REFERENCE_FILE, b""))
 
 
 def dataset_items(loader: Loader, algo: AlgoConfig, step: int, size: int) -> list[PackItem]:

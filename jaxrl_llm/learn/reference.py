@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import io
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +32,8 @@ class Reference:
     """Weights at the start of the last stage of a run, or those of another model, in the compute type.
 
     Without an SFT warm-up they are the initial weights, loaded or initialised again when needed; after one
-    they are saved once, in run_dir/reference.
+    they are saved once, in run_dir/reference. Of a model with adapters the reference is another set of them
+    on the same frozen weights.
 
     Args:
         initial: returns the initial weights.
@@ -37,6 +41,7 @@ class Reference:
         mesh: of the reference, which then holds a copy of all its weights; None = the policy's.
         offload: keep them in host memory.
         pretrained: returns the weights of another model, which is the reference all along; None = none.
+        adapter: weights by name of the adapters that the run starts from; {} = new ones, without effect.
     """
 
     def __init__(
@@ -48,9 +53,10 @@ class Reference:
         mesh: Mesh | None = None,
         offload: bool = False,
         pretrained: Callable[[], Params] | None = None,
+        adapter: Mapping[str, np.ndarray] = MappingProxyType({}),
     ):
         self.run_dir, self.dtype, self.initial, self.abstract = run_dir, dtype, initial, abstract
-        self.mesh, self.offload, self.pretrained = mesh, offload, pretrained
+        self.mesh, self.offload, self.pretrained, self.adapter = mesh, offload, pretrained, adapter
         self.weights: Params | None = None
         self.placed: Params | None = None
 
@@ -79,13 +85,18 @@ class Reference:
 
     def _shared(self, start: int, step: int, current: Params) -> Params:
         """Return the reference, which shares the policy's arrays where the policy does not change them."""
-        if current.config.lora and not start:
+        if current.config.lora and not start and not self.adapter:
             return lora.base(current)  # the frozen weights themselves
-        if self.weights is None:
-            self.weights = self._saved(step == start, current) if start else self._frozen(self.initial())
+        if self.weights is None and start:
+            self.weights = self._saved(step == start, current)
+        elif self.weights is None:
+            self.weights = self._frozen(self._first_adapters(current) if self.adapter else self.initial())
         if current.config.lora:
             return lora.join_params(self.weights, lora.split_params(current)[1])
         return self.weights
+
+    def _first_adapters(self, current: Params) -> Params:
+        return lora.split_params(lora.replace_weights(current, self.adapter))[0]
 
     def _saved(self, is_start: bool, current: Params) -> Params:
         current, abstract = lora.split_params(current)[0], lora.split_params(self.abstract)[0]
@@ -107,10 +118,14 @@ class Reference:
         return models.to_host(frozen) if self.offload and self.mesh is None else frozen
 
 
+KEY_BYTES = 16  # of a row in the cache
+
+
 class LogprobCache:
     """Least-recently-used cache of the reference log-probs of dataset rows, which repeat every epoch.
 
-    Its key is a row's tokens and mask: log-probs are computed only where the mask is 1.
+    Its key is a hash of a row's tokens and mask: log-probs are computed only where the mask is 1. Checkpoints
+    hold it: what is computed again, packed with other rows, may differ in its last bits.
 
     Args:
         max_bytes: of the arrays that are kept.
@@ -119,7 +134,7 @@ class LogprobCache:
     def __init__(self, max_bytes: int = 2**28):
         self.max_bytes, self.size = max_bytes, 0
         self.computed: list[int] = []  # tokens of each row that was not here, at the last start of the model
-        self._rows: OrderedDict[tuple[bytes, bytes], np.ndarray] = OrderedDict()
+        self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
 
     def get(self, item: PackItem) -> np.ndarray | None:
         """Return the log-probs of a row, or None."""
@@ -129,15 +144,35 @@ class LogprobCache:
         return self._rows.get(key)
 
     def put(self, item: PackItem, logprobs: np.ndarray) -> None:
-        key = self._key(item)
+        self._put(self._key(item), logprobs)
+
+    def pack(self) -> bytes:
+        """Return the rows as one .npz, from the one that was used longest ago; b"" where there are none."""
+        if not self._rows:
+            return b""
+        rows, out = list(self._rows.values()), io.BytesIO()
+        keys = np.frombuffer(b"".join(self._rows), np.uint8).reshape(len(rows), KEY_BYTES)
+        np.savez(out, keys=keys, lengths=[len(row) for row in rows], logprobs=np.concatenate(rows))
+        return out.getvalue()
+
+    def unpack(self, data: bytes) -> None:
+        """Add the rows of `pack`."""
+        if data:
+            arrays = np.load(io.BytesIO(data), allow_pickle=False)
+            rows = np.split(arrays["logprobs"], np.cumsum(arrays["lengths"])[:-1])
+            for key, logprobs in zip(arrays["keys"], rows, strict=True):
+                self._put(key.tobytes(), logprobs)
+
+    def _put(self, key: bytes, logprobs: np.ndarray) -> None:
         if key not in self._rows:
             self._rows[key] = logprobs
             self.size += logprobs.nbytes
         while self.size > self.max_bytes:
             self.size -= self._rows.popitem(last=False)[1].nbytes
 
-    def _key(self, item: PackItem) -> tuple[bytes, bytes]:
-        return item.tokens.tobytes(), np.asarray(item.mask, np.int8).tobytes()
+    def _key(self, item: PackItem) -> bytes:
+        row = item.tokens.tobytes() + np.asarray(item.mask, np.int8).tobytes()
+        return hashlib.blake2b(row, digest_size=KEY_BYTES).digest()
 
 
 def start_reference(

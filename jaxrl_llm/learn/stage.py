@@ -74,7 +74,7 @@ class Stage:
     minibatches: int = 1  # of a step, each an update
     epochs: int = 1  # passes over them (`ppo_epochs`)
     critic: Learner | None = None
-    critic_params: Params | None = None  # pretrained weights of the critic; None = the policy's
+    critic_params: Callable[[], Params] | None = None  # loads its own weights; None = the policy's
     critic_warmup: int = 0  # first steps in which the critic alone is updated
     teachers: tuple[Params, ...] = ()  # an item's label is the index of its teacher
     reference_model: ScoringModel | None = None  # on a mesh of its own; None = the policy's
@@ -112,8 +112,8 @@ class Stage:
         The critic starts from a copy of them, or is that of the stage before if it has weights of its own.
         """
         if self.critic and not (critic and self.critic_params):
-            fit = functools.partial(models.with_heads, config=self.critic.model)
-            start = self.critic_params or jax.tree.map(jnp.copy, jax.jit(fit)(params))
+            fit = jax.jit(functools.partial(models.with_heads, config=self.critic.model))
+            start = self.critic_params() if self.critic_params else jax.tree.map(jnp.copy, fit(params))
             critic = self.critic.init_state(reshard(start, self.critic.param_shardings))
         state = self.policy.init_state(params)
         if critic and not self.critic_params:  # one frozen base for both

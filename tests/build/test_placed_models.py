@@ -12,8 +12,9 @@ from jax._src.array import ArrayImpl
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import gkd, grpo, ppo
-from jaxrl_llm.build.models import has_own_reference, load_frozen, make_stages, trained_config
+from jaxrl_llm.build.models import has_own_reference, make_stages, trained_config
 from jaxrl_llm.build.placement import make_meshes
+from jaxrl_llm.build.weights import load_frozen
 from jaxrl_llm.config import (
     CriticConfig,
     LoraConfig,
@@ -146,6 +147,46 @@ def steps(stage, state, reference, count=2):
             state, metrics = stage.update(state, minibatches, step)
             collected.append(jax.device_get(metrics))
     return collected, jax.tree.map(np.asarray, state.params), frozen
+
+
+def test_a_pretrained_critic_is_read_for_a_new_state_alone():
+    """A resumed run, which restores the critic, would keep what it read beside it."""
+    read = []
+
+    class Counted(RandomModels):
+        def params(self, path, *args):
+            read.append(path)
+            return super().params(path, *args)
+
+    config = replace(BASE, warm_start=WarmStartConfig(steps=1), **CASES["ppo"])
+    warm, train = make_stages(config, trained_config(MODEL, config), make_meshes(config), Counted())
+    assert read == []
+    with jax.set_mesh(warm.policy.mesh):
+        state = warm.init_state(models.init(MODEL, jax.random.key(0)))
+        assert read == ["critic"]
+        assert train.init_state(state.params, state.critic).critic is state.critic
+    assert read == ["critic"]
+
+
+def rates(optimizer, updates):
+    """The learning rates of sgd: how far a gradient of 1 moves a weight."""
+    weight = {"w": np.float32(1.0)}
+    state, moved = optimizer.init(weight), []
+    for _ in range(updates):
+        update, state = optimizer.update(weight, state, weight)
+        moved.append(-float(update["w"]))
+    return moved
+
+
+@pytest.mark.parametrize(("warmup", "last"), [(0, 1 / 10), (2, 1 / 6), (5, 0.0)])
+def test_the_schedule_of_the_policy_spans_the_steps_after_the_warm_up_of_the_critic(warmup, last):
+    """5 steps of 2 updates; after 2 steps of the critic alone, the rate falls by 1/6 an update."""
+    optim = OptimConfig(name="sgd", b1=0.0, learning_rate=1.0, schedule="linear", final_fraction=0.0)
+    critic = CriticConfig(optim=optim, warmup_steps=warmup)
+    config = replace(BASE, algo=ppo.Config(kl_coef=0.0), optim=optim, critic=critic, steps=5, ppo_epochs=2)
+    stage = make_stages(config, trained_config(MODEL, config), make_meshes(config), RandomModels())[-1]
+    assert rates(stage.critic.optimizer, 10)[-1] == pytest.approx(1 / 10)
+    assert [0.0, *rates(stage.policy.optimizer, (5 - warmup) * 2)][-1] == pytest.approx(last)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from jaxrl_llm.config import LoraConfig, MLAConfig, ModelConfig, MoEConfig, Trai
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
@@ -86,6 +87,27 @@ def test_outputs_of_new_adapters_of_merged_ones_and_of_the_base(adapted):
     assert type(whole.config) is TransformerConfig and whole.config == BASE
     assert np.abs(hidden(trained) - hidden(base)).max() > 0.1
     np.testing.assert_allclose(hidden(whole), hidden(trained), atol=2e-5)
+
+
+@pytest.mark.parametrize("own_mesh", [False, True])
+def test_a_run_that_starts_from_an_adapter_has_it_as_its_reference(adapted, own_mesh, tmp_path):
+    """At the start, and of a restarted run whose weights are others by now; a new adapter's is the base."""
+    base, fresh, start = adapted
+    adapter = {name: np.asarray(x) for name, x in models.named_leaves(start) if "_lora_" in name}
+    mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2]) if own_mesh else None
+
+    def reference(adapter):
+        return Reference(tmp_path, "float32", lambda: fresh, start, mesh, adapter=adapter)
+
+    trained = lora.with_random_b(start, 0.5)
+    assert np.abs(hidden(trained) - hidden(start)).max() > 0.1
+    for step, current in enumerate((start, trained)):
+        found = reference(adapter).params(0, step, current)
+        np.testing.assert_allclose(hidden(found), hidden(start), atol=1e-5 * own_mesh)
+        np.testing.assert_allclose(hidden(reference({}).params(0, step, current)), hidden(base), atol=1e-5)
+    if not own_mesh:
+        assert found.layers.q[...] is trained.layers.q[...]
+        assert found.layers.q_lora_b[...] is not trained.layers.q_lora_b[...]
 
 
 def test_one_layer_by_hand(adapted):

@@ -33,3 +33,19 @@ def test_the_row_that_was_used_longest_ago_makes_room():
     cache.put(row(3), values(-3.0))
     assert [cache.get(row(token)) is not None for token in (1, 2, 3)] == [True, False, True]
     assert cache.size == 32
+
+
+def test_a_cache_that_is_restored_has_the_same_rows_in_the_same_order():
+    cache, restored = LogprobCache(max_bytes=32), LogprobCache(max_bytes=32)
+    assert cache.pack() == b""
+    cache.put(row(1), np.array([0, -1.1, -1.2, -1.3], np.float32))
+    cache.put(row(2), values(-2.0))
+    cache.get(row(1))
+    restored.unpack(cache.pack())
+    restored.unpack(b"")  # of a checkpoint without the file
+    np.testing.assert_array_equal(restored.get(row(1)), cache.get(row(1)))
+    assert restored.size == 32 and restored.get(row(1)).dtype == np.float32
+    restored = LogprobCache(max_bytes=32)
+    restored.unpack(cache.pack())
+    restored.put(row(3), values(-3.0))  # row 2 was used longest ago
+    assert [restored.get(row(token)) is not None for token in (1, 2, 3)] == [True, False, True]

@@ -91,7 +91,7 @@ def make_stage(algo, model, mesh=ONE, replay=None, **settings):
     if requires.critic:
         value = algos.value.Config()
         critic = Learner(value, config_with_heads(model, value), SUM, step, mesh)
-        others = {"critic": critic, "critic_params": weights_for(critic, 2)}
+        others = {"critic": critic, "critic_params": lambda: weights_for(critic, 2)}
     if requires.teachers:
         others["teachers"] = (weights_for(policy, 3), weights_for(policy, 4))
     return Stage(policy, minibatches=2, **others)

@@ -1,0 +1,89 @@
+"""Weights of a run's models: read from their files, with the heads and adapters of the run."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm import algos, models
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.folder import read_headers, refuse_remote_code
+from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
+from jaxrl_llm.hf.resolve import resolve_model
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.lora import add_adapters, frozen_config
+from jaxrl_llm.rollout.keys import Purpose, run_key
+from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.structs import Params
+
+
+def load_with_heads(
+    path: Path | str, model: TransformerConfig, mesh: Mesh, stored: PretrainedModels = PRETRAINED
+) -> Params:
+    """Return float32 weights with the heads of `model`; a value head that its files lack is zero.
+
+    Args:
+        model: without adapters, perhaps quantized.
+    """
+    saved = frozen_config(stored.config(path), model.quantize)
+    with jax.set_mesh(mesh):
+        params = stored.params(path, saved, models.shardings(saved, mesh, TRAIN), jnp.float32)
+        if saved == model:
+            return params
+        fit = functools.partial(models.with_heads, config=model)
+        return jax.jit(fit, out_shardings=models.shardings(model, mesh, TRAIN), donate_argnums=0)(params)
+
+
+def load_frozen(config: TrainConfig, path: str, mesh: Mesh, stored: PretrainedModels = PRETRAINED) -> Params:
+    """Return the weights of a teacher or reference, in the compute type, where `offload` puts them."""
+    model = stored.config(path)
+    shardings, dtype = models.shardings(model, mesh, TRAIN), jnp.dtype(config.model.dtype)
+    with jax.set_mesh(mesh):
+        params = stored.params(path, model, shardings, dtype)
+        return models.to_host(params) if config.reference.offload else params
+
+
+def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed: int) -> Params:
+    """Return the weights with new adapters where the architecture has some; they are donated."""
+    if model.lora is None:
+        return params
+    shardings = models.shardings(model, mesh, TRAIN)
+    add = jax.jit(add_adapters, static_argnums=1, out_shardings=shardings, donate_argnums=0)
+    with jax.set_mesh(mesh):
+        return add(params, model, run_key(seed, Purpose.ADAPTERS))
+
+
+def check_critic_files(config: TrainConfig) -> None:
+    """Check the files of a pretrained critic, whose weights are read when everything else is ready.
+
+    Raises:
+        UserError: as `read_headers`.
+    """
+    if config.critic.path and algos.requirements(config.algo).critic:
+        folder = resolve_model(config.critic.path)
+        refuse_remote_code(folder)
+        read_headers(folder, read_config(folder))
+
+
+def check_frozen(saved: str, frozen: str, path: str, run_dir: Path | str) -> None:
+    """Refuse frozen weights other than those that the adapters of a run were trained on.
+
+    Args:
+        saved, frozen: `models.lora.frozen_fingerprint` of the checkpoint's run and of these weights.
+        path: source of the weights, for the message.
+
+    Raises:
+        UserError: they differ.
+    """
+    if saved != frozen:
+        raise UserError(
+            f"{path or 'the random weights'}: not the weights that the adapters of {run_dir} were trained on "
+            f"(fingerprint {frozen}, not {saved}). Put them back; on other weights, start a new "
+            "run with another --run_dir."
+        )
