@@ -54,12 +54,15 @@ RANKED = (
     f"{unseen('task:preference', 500, **TWO_DIGITS)}"
 )
 DAPO = f"--config dapo_tiny.py {FROM} {SUMS}"
-FOUR_UPDATES = "--steps 50 --minibatches_per_step 4"
+FOUR_UPDATES = "--steps 50 --minibatches_per_step 4 --minibatches_of responses"
 ONLINE = f"{GRPO} {FOUR_UPDATES}"
 ONLINE_PPO = f"{PPO} {FOUR_UPDATES}"
 GKD = f"--config gkd_tiny.py {FROM} {SUMS} --algo.teachers runs/learn/online/dapo/{{seed}}/hf"
 EIGHT_SAMPLES = "--eval.samples 8 --eval.sampling.temperature 1.0"
-BUSY = "--steps 50 --minibatches_per_step 16 --tokens_per_device 768 --optim.learning_rate 5e-4"
+BUSY = (
+    "--steps 50 --minibatches_per_step 16 --minibatches_of responses --tokens_per_device 768 "
+    "--optim.learning_rate 5e-4"
+)
 HOT = f"{GRPO} --steps 40 --rollout.sampling.temperature 2.0 --max_response_tokens 64"
 NOISY = f"{GRPO} --steps 60 --rollout.weight_noise 0.2"
 EXPERTS = f"--config grpo_moe_tiny.py {FROM}"

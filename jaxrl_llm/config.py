@@ -223,6 +223,10 @@ class TrainConfig:
     """Responses to each prompt: the group that GRPO compares."""
     minibatches_per_step: Annotated[int, Range(1, 2**20)] = 1
     """Mini-batches of a step, each an optimizer update; the trajectories are divided evenly among them."""
+    minibatches_of: Literal["prompts", "responses"] = "prompts"
+    """prompts: all responses to a prompt are in one mini-batch, whose rows hold the prompt once; mini-batches
+    may differ by a prompt. responses: they are mixed over all mini-batches; so they are, too, in a step with
+    fewer prompts than mini-batches."""
     ppo_epochs: Annotated[int, Range(1, 1024, usual="1 to 4 are usual")] = 1
     """Passes over the mini-batches of a step, each in an order of its own; old log-probs and values are
     those before the first. For algorithms that learn from responses."""

@@ -90,7 +90,7 @@ def make_stages(
     updates -= min(critic.get("critic_warmup", 0), config.steps) * config.updates_per_step
     policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
     settings = {"steps": config.steps, "minibatches": config.minibatches_per_step, **critic}
-    settings["epochs"] = config.ppo_epochs
+    settings |= {"whole_prompts": config.minibatches_of == "prompts", "epochs": config.ppo_epochs}
     settings["teachers"] = load_teachers(config, meshes[TEACHER], stored)
     settings["teacher_model"] = scoring_model(config, policy, TEACHER, meshes)
     settings["reference_model"] = scoring_model(config, policy, REFERENCE, meshes)

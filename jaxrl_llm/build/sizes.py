@@ -23,33 +23,33 @@ def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
     """
     sizes = config.mesh.resolved_sizes(num_devices)
     replicas = num_shards("batch", sizes)
-    per_update = config.trajectories_per_step // config.minibatches_per_step
+    updates = config.minibatches_per_step
 
-    def rows_of(tokens_per_device: int, trajectories: int) -> int:
+    def rows_of(tokens_per_device: int, minibatches: int) -> int:
         in_budget = max(tokens_per_device * num_shards("sequence", sizes) // config.row_tokens, 1)
-        return replicas * min(in_budget, math.ceil(rows_needed(config, trajectories) / replicas))
+        return replicas * min(in_budget, math.ceil(rows_needed(config, minibatches) / replicas))
 
-    rows, score_tokens = rows_of(config.tokens_per_device, per_update), config.score.tokens_per_device
+    rows, score_tokens = rows_of(config.tokens_per_device, updates), config.score.tokens_per_device
     return {
         "devices": num_devices,
         "trajectories_per_step": config.trajectories_per_step,
-        "trajectories_per_update": per_update,
+        "trajectories_per_update": config.trajectories_per_step // updates,
         "updates": config.steps * config.updates_per_step,
         "tokens_per_row": config.row_tokens,
         "rows_per_microbatch": rows,
         "tokens_per_microbatch": rows * config.row_tokens,
-        "microbatches_per_update_at_most": math.ceil(rows_needed(config, per_update) / rows),
-        "rows_per_scored_microbatch": (
-            rows_of(score_tokens, config.trajectories_per_step) if score_tokens else rows
-        ),
+        "microbatches_per_update_at_most": math.ceil(rows_needed(config, updates) / rows),
+        "rows_per_scored_microbatch": rows_of(score_tokens, 1) if score_tokens else rows,
     }
 
 
-def rows_needed(config: TrainConfig, trajectories: int) -> int:
-    """Return the rows that some of a step's trajectories take if all are as long as they may be."""
-    if not config.shares_prompts:
-        return trajectories
-    return min(trajectories, config.prompts_per_step * rows_of_prompt(config))
+def rows_needed(config: TrainConfig, minibatches: int) -> int:
+    """Return the rows of a step's largest mini-batch if all trajectories are as long as they may be."""
+    prompts, trajectories = config.prompts_per_step, config.trajectories_per_step // minibatches
+    if config.minibatches_of == "prompts" and minibatches <= prompts:
+        prompts = math.ceil(prompts / minibatches)
+        trajectories = prompts * (config.trajectories_per_step // config.prompts_per_step)
+    return min(trajectories, prompts * rows_of_prompt(config)) if config.shares_prompts else trajectories
 
 
 def rows_of_prompt(config: TrainConfig) -> int:

@@ -26,6 +26,7 @@ class PackItem:
         default_factory=dict
     )  # by the name in structs.SIGNALS, float32 [t]
     routes: np.ndarray | None = None  # as those of a Trajectory, [t, L, K]
+    prompt: int | None = None  # `prompt_index` of its Trajectory; None = a document
 
 
 def from_trajectory(trajectory: Trajectory) -> PackItem:
@@ -37,6 +38,7 @@ def from_trajectory(trajectory: Trajectory) -> PackItem:
         mask=on_response(trajectory.mask),
         signals={"rollout": on_response(trajectory.logprobs)},
         routes=trajectory.routes,
+        prompt=trajectory.prompt_index,
     )
 
 

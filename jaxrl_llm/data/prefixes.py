@@ -7,6 +7,7 @@ that a sequence is trained on are its own, and so is the token before them, whos
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,25 +53,36 @@ def context_tokens(item: PackItem) -> int:
 def trees(sequences: Sequence[PackItem], groups: Sequence[Sequence[int]], row_length: int) -> list[list[int]]:
     """Return the groups joined to trees, as lists of the indices of their sequences; a tree fits a row.
 
-    Neighbours in the order of their tokens are joined, those that share most first, if the second then has
-    less than half of its context for itself; so a tree that is too long for a row is cut, and the prompt
-    copied.
+    Groups of equal context are joined first, in the order of their tokens; if they are too long for a row,
+    they are cut, and the context copied. Then neighbours in that order, those that share most first, if the
+    tree of the second then has less than half of its context for itself.
     """
     groups = sorted(groups, key=lambda members: sequences[members[0]].tokens.tobytes())
-    pairs = [(sequences[a[-1]], sequences[b[0]]) for a, b in itertools.pairwise(groups)]
-    shared = [0, *(shared_tokens(*pair) for pair in pairs)]
     sizes = [places_of(sequences, members, share=True)[-1].end for members in groups]
-    starts, ends = list(range(len(groups))), list(range(len(groups)))  # of the tree that ends or starts here
-    for i in sorted(range(1, len(groups)), key=lambda i: (-shared[i], i)):
-        first, size = starts[i - 1], sizes[starts[i - 1]] + sizes[i] - shared[i]
-        context = context_tokens(sequences[groups[i][0]]) - 1
-        if shared[i] and 2 * shared[i] >= context and size <= row_length:
-            sizes[first], ends[first], starts[ends[i]] = size, ends[i], first
-    joined, start = [], 0
-    while start < len(groups):
-        joined.append([index for members in groups[start : ends[start] + 1] for index in members])
-        start = ends[start] + 1
-    return joined
+    firsts = [sequences[members[0]] for members in groups]
+    contexts = [context_tokens(item) for item in firsts]
+    shared = functools.cache(lambda a, b: shared_tokens(sequences[groups[a][-1]], firsts[b]))
+    tree_of = [[n] for n in range(len(groups))]  # of each group, in order
+
+    def join(a: int, b: int) -> None:
+        joined = sorted(tree_of[a] + tree_of[b])
+        common = sum(itertools.starmap(shared, itertools.pairwise(joined)))
+        if sum(sizes[n] for n in joined) - common <= row_length:
+            for n in joined:
+                tree_of[n] = joined
+
+    before: dict[bytes, int] = {}  # context -> the last group that has it
+    for n, item in enumerate(firsts):
+        context = item.tokens[: contexts[n]].tobytes()
+        if context in before:
+            join(before[context], n)
+        before[context] = n
+    for n in sorted(range(1, len(groups)), key=lambda n: (-shared(n - 1, n), n)):
+        common = shared(n - 1, n)
+        if n == tree_of[n][0] and common and 2 * common >= contexts[n] - 1:
+            join(n - 1, n)
+    roots = (n for n, tree in enumerate(tree_of) if n == tree[0])
+    return [[index for n in tree_of[root] for index in groups[n]] for root in roots]
 
 
 def places_of(sequences: Sequence[PackItem], members: Sequence[int], share: bool) -> list[Place]:

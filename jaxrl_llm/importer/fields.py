@@ -163,12 +163,13 @@ class Conversion:
         elif epochs:
             self.put("epochs", float(epochs), epochs_key)
 
-    def put_minibatches(self, total: int, per_update: int, *keys: str) -> int:
+    def put_minibatches(self, total: int, per_update: int, *keys: str, mixed: bool = False) -> int:
         """Set the updates of a step, and return them.
 
         Args:
             total: trajectories of a step.
             per_update: trajectories of an update.
+            mixed: responses to one prompt may be in several of them.
         """
         updates = max(-(-total // max(per_update, 1)), 1)
         fitting = updates
@@ -178,6 +179,8 @@ class Conversion:
         if fitting != updates:
             note += f" are {updates}, the last one smaller; here updates are equal"
         self.put("minibatches_per_step", fitting, *keys, note=note)
+        if mixed and fitting > 1:
+            self.put("minibatches_of", "responses")
         return fitting
 
     def put_lengths(self, total: int, *keys: str) -> None:

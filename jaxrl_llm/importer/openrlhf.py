@@ -35,6 +35,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
         "rollout.batch_size",
         "rollout.n_samples_per_prompt",
         "train.batch_size",
+        mixed=True,
     )
     conv.put("ppo_epochs", conv.get("train.max_epochs"), "train.max_epochs")
     _limit_rows(conv)

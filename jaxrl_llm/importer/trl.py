@@ -89,7 +89,7 @@ def _rollout_batch(conv: Conversion) -> int:
     conv.put("prompts_per_step", max(size // n, 1), *keys, note=note)
     if size % n:
         conv.notes.append(f"{size} sequences of a generation are no multiple of {n}: TRL refuses this file")
-    updates = conv.put_minibatches(max(size // n, 1) * n, per_update, ACCUMULATION, *keys)
+    updates = conv.put_minibatches(max(size // n, 1) * n, per_update, ACCUMULATION, *keys, mixed=True)
     return updates * conv.get("num_iterations")
 
 

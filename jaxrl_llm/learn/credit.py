@@ -99,16 +99,29 @@ def _advantages(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
 
 
 def split_minibatches(
-    items: Sequence[PackItem], count: int, seed: int, group_size: int = 1, epochs: int = 1
+    items: Sequence[PackItem],
+    count: int,
+    seed: int,
+    group_size: int = 1,
+    epochs: int = 1,
+    whole_prompts: bool = False,
 ) -> list[list[PackItem]]:
     """Return at most `count` mini-batches of the shuffled items, none empty; one keeps their order.
 
     Args:
         group_size: consecutive items that are kept together.
         epochs: passes over the items, each shuffled by itself; their mini-batches follow one another.
+        whole_prompts: keep all responses to a prompt together, in their order, if there are at least `count`
+            prompts.
     """
     if count == 1:
         return [list(items)] * epochs if items else []
-    orders = [np.random.default_rng([seed, n]).permutation(len(items) // group_size) for n in range(epochs)]
+    groups = [items[i : i + group_size] for i in range(0, len(items), group_size)]
+    if whole_prompts:
+        prompts: dict[int | None, list[PackItem]] = {}  # examples of a dataset are all under None
+        for group in groups:
+            prompts.setdefault(group[0].prompt, []).extend(group)
+        groups = list(prompts.values()) if len(prompts) >= count else groups
+    orders = [np.random.default_rng([seed, n]).permutation(len(groups)) for n in range(epochs)]
     parts = [part for order in orders for part in np.array_split(order, count) if len(part)]
-    return [[items[group_size * g + i] for g in part for i in range(group_size)] for part in parts]
+    return [[item for g in part for item in groups[g]] for part in parts]

@@ -73,6 +73,7 @@ class Stage:
     source: Source | None = None
     minibatches: int = 1  # of a step, each an update
     epochs: int = 1  # passes over them (`ppo_epochs`)
+    whole_prompts: bool = False  # all responses to a prompt are in one of them
     critic: Learner | None = None
     critic_params: Callable[[], Params] | None = None  # loads its own weights; None = the policy's
     critic_warmup: int = 0  # first steps in which the critic alone is updated
@@ -134,7 +135,8 @@ class Stage:
         self.score(state, experience.items, reference)
         kl_coef = float(state.kl_coef)
         items = credit.assign_credit(algo, experience.items, experience.trajectories, kl_coef, seed)
-        return credit.split_minibatches(items, self.minibatches, seed, self.policy.group_size, self.epochs)
+        settings = self.policy.group_size, self.epochs, self.whole_prompts
+        return credit.split_minibatches(items, self.minibatches, seed, *settings)
 
     def update(
         self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], step: int

@@ -177,8 +177,7 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
     for name, scored, program in score_programs(stage, reference):
         model = scored.model if name != "reference" else reference_model(config, stage, ABSTRACT_MODELS)
         rows = scored.config.rows_scored
-        needed = rows_needed(config, config.trajectories_per_step)
-        times, tokens = math.ceil(needed / rows), rows * config.row_tokens
+        times, tokens = math.ceil(rows_needed(config, 1) / rows), rows * config.row_tokens
         resident = base | {"batch": [program.args[1]] * times}
         counted = Rows(tokens, mean_context(config), reads_logits(program.static["names"]))
         floor = forward_floor(model, scored.mesh, config.model.dtype, counted)

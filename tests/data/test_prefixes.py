@@ -88,6 +88,21 @@ def test_a_tree_that_does_not_fit_a_row_is_cut():
     assert [place.shared for row in rows for place in row] == [0, 7, 7, 0, 7]
 
 
+def test_a_group_that_fits_a_row_is_not_split_by_a_prompt_that_continues_its_own():
+    """10 + 4 x 3 + 3 tokens of the short prompt, 31 + 4 x 3 + 3 of the long one: a row of 64 each."""
+    short = [*range(1, 11)]
+    long = [*short, 50, *range(60, 80)]  # between the responses 40 and 60 to the short one
+    items = [item(short, [first, 5, 5]) for first in (40, 60, 80, 100)]
+    items += [item(long, [first, 8, 8]) for first in (7, 8, 9, 10)]
+    rows = arrange(items, 64, share=True)
+    assert [[place.index for place in row] for row in rows] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert [row[-1].end for row in rows] == [46, 25]
+    close = [item([*short, 50], [first, 8, 8]) for first in (7, 8, 9, 10)]
+    (row,) = arrange(items[:4] + close, 64, share=True)  # one tree, in the order of the tokens
+    assert [place.index for place in row] == [0, 4, 5, 6, 7, 1, 2, 3]
+    assert row[-1].end == 25 + (11 + 4 * 3 + 3) - 9
+
+
 def test_pairs_stay_side_by_side_and_share_their_prompt():
     items = [item([7, 8, 9 + i // 2], [1 + i, 2]) for i in range(6)]
     for batch in pack(items, 18, 1, group_size=2, share=True):

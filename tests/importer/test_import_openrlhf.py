@@ -63,6 +63,7 @@ def test_ppo_with_a_reward_model(imported):
     run = imported(PPO)
     # 256 x 2 trajectories / 64
     assert run.values("prompts_per_step", "minibatches_per_step", "epochs") == (256, 8, 1.0)
+    assert run.config.minibatches_of == "responses"
     assert run.values("max_prompt_tokens", "max_response_tokens") == (2000, 1000)
     # cosine to a tenth
     schedule = run.values("optim.schedule", "optim.final_fraction", "optim.warmup_ratio", "optim.b2")

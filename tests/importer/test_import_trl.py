@@ -101,6 +101,7 @@ def test_generation_batches_of_several_updates(imported):
     run = imported(GENERATION, devices=2)
     # 8 x 2 processes x 16 steps = 256 sequences / 4 = 64 prompts; updates of 8 x 2 x 1 = 16 sequences
     assert run.values("prompts_per_step", "minibatches_per_step", "epochs") == (64, 16, 3.0)
+    assert run.config.minibatches_of == "responses"  # shuffled over the generation batch
     assert run.values("algo.aggregation", "algo.constant", "algo.scale") == ("constant", 512.0, "none")
     assert run.values("algo.kl_coef", "algo.clip_low", "algo.clip_high") == (0.04, 0.2, 0.28)
     assert run.values("checkpoint.every", "eval.every") == (31, 3)  # 500 and 50 updates / 16

@@ -123,7 +123,7 @@ def test_grpo_with_shell_variables(imported):
     run = imported(GRPO)
     sizes = run.values("prompts_per_step", "responses_per_prompt", "minibatches_per_step", "epochs")
     # 256 x 6 trajectories a step / (64 x 6) an update
-    assert sizes == (256, 6, 4, 3.0)
+    assert sizes == (256, 6, 4, 3.0) and run.config.minibatches_of == "prompts"
     # warm-up of 5 steps x 4 updates; micro-batches of 4 x (384 + 2048) tokens
     assert run.values("optim.warmup_steps", "tokens_per_device", "max_response_tokens") == (20, 9728, 2048)
     assert run.values("algo.kl_coef", "algo.kl", "algo.kl_in") == (0.002, "k3", "loss")

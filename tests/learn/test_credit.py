@@ -1,12 +1,17 @@
 """Credit by hand: what of a response is learned from, and what its tokens are worth."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from jaxrl_llm.algos import grpo, online_dpo
-from jaxrl_llm.data.packing import PackItem, counts, from_trajectory
+from jaxrl_llm.build.models import make_stages
+from jaxrl_llm.build.placement import make_meshes
+from jaxrl_llm.data.packing import PackItem, arrange, counts, from_trajectory
 from jaxrl_llm.learn.credit import assign_credit, side_by_side, split_minibatches
-from jaxrl_llm.learn.stage import Stage
+from jaxrl_llm.learn.stage import Experience, Stage
+from jaxrl_llm.recipe.load import find_recipe, load_recipe
 from jaxrl_llm.structs import TrainState, Trajectory
 
 
@@ -78,6 +83,74 @@ def test_each_epoch_is_all_items_in_an_order_of_its_own():
     assert numbers[2:4] == [[4, 2, 5, 0], [7, 6, 3, 1]]
     assert sorted(numbers[4] + numbers[5]) == list(range(8)) and numbers[4:] != numbers[2:4]
     assert split_minibatches(items, 1, seed=5, epochs=3) == [items] * 3
+
+
+def numbered(prompts, group_size=1):
+    """Return items 0, 1, ... of these prompts; a group's items have one prompt."""
+    return [
+        PackItem(np.array([i]), np.ones(1), prompt=prompts[i // group_size])
+        for i in range(len(prompts) * group_size)
+    ]
+
+
+def split(items, count, **settings):
+    parts = split_minibatches(items, count, seed=5, whole_prompts=True, **settings)
+    return [[int(item.tokens[0]) for item in part] for part in parts]
+
+
+def test_minibatches_of_whole_prompts():
+    """Prompts are in the order of numpy's permutations, [1 2 0] and [0 2 1]; responses keep theirs."""
+    assert [list(np.random.default_rng([5, n]).permutation(3)) for n in (0, 1)] == [[1, 2, 0], [0, 2, 1]]
+    equal = numbered([40, 40, 7, 7, 9, 9])
+    assert split(equal, 3) == [[2, 3], [4, 5], [0, 1]]
+    assert split(equal, 2) == [[2, 3, 4, 5], [0, 1]]
+    assert split(equal, 3, epochs=2)[3:] == [[0, 1], [4, 5], [2, 3]]
+    # Filters leave groups of one and three; asynchronous responses may not be in the order of their prompts.
+    assert split(numbered([40, 7, 7, 40, 9, 7]), 2) == [[1, 2, 5, 4], [0, 3]]
+
+
+def test_responses_are_mixed_where_there_are_fewer_prompts_than_minibatches():
+    mixed = lambda items, count, **settings: [
+        [int(item.tokens[0]) for item in part] for part in split_minibatches(items, count, seed=5, **settings)
+    ]
+    few = numbered([7, 7, 7, 7, 9, 9, 9, 9])
+    assert split(few, 4) == mixed(few, 4) == [[1, 4], [2, 3], [7, 5], [6, 0]]
+    documents = numbered([None] * 4, group_size=2)
+    assert split(documents, 2, group_size=2) == mixed(documents, 2, group_size=2)
+    pairs = numbered([3, 5, 8, 9], group_size=2)  # a best and a worst response to each prompt
+    assert split(pairs, 2, group_size=2) == mixed(pairs, 2, group_size=2)
+
+
+def test_a_prompt_is_in_one_row_of_a_step_whatever_its_minibatches():
+    """4 prompts of 10 tokens, 4 responses of 3 to each: 10 + 4 x 3 + 3 tokens of a prompt."""
+    prompts = [range(1 + 20 * p, 11 + 20 * p) for p in range(4)]
+    mask = np.repeat([0.0, 1.0], [10, 3])
+    items = [
+        PackItem(np.array([*tokens, r, r, r]), mask, prompt=p)
+        for p, tokens in enumerate(prompts)
+        for r in range(90, 94)
+    ]
+    for count in (1, 2, 4):
+        parts = split_minibatches(items, count, seed=5, whole_prompts=True)
+        ends = [row[-1].end for part in parts for row in arrange(part, 32, share=True)]
+        assert ends == [25] * 4
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_steps_are_divided_as_the_config_says_with_and_without_shared_prefixes(shares, monkeypatch):
+    config = load_recipe(find_recipe("grpo_tiny.py"))
+    config = replace(config, minibatches_per_step=2, share_prefixes=shares)
+    trajectories = [trajectory(float(i % 2), [5, i], prompt_index=i // 4) for i in range(8)]
+    monkeypatch.setattr(Stage, "score", lambda *_: None)
+
+    def minibatches(config):
+        stage = make_stages(config, config.model.architecture, make_meshes(config))[-1]
+        experience = Experience([from_trajectory(t) for t in trajectories], {}, 0, [], trajectories)
+        parts = stage.prepare(TrainState({}, (), 0, 0, 0.0), experience, None, 5)
+        return [[int(item.tokens[-1]) for item in part] for part in parts]
+
+    assert minibatches(config) == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert minibatches(replace(config, minibatches_of="responses")) == [[1, 4, 2, 3], [7, 5, 6, 0]]
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (1, 1)])

@@ -534,6 +534,9 @@ def test_derived_numbers_by_hand(config):
         "rows_per_scored_microbatch": 12,
     }
     assert derived(replace(config, ppo_epochs=3), 4) == {**derived(config, 4), "updates": 60}
+    uneven = derived(replace(config, minibatches_per_step=4), 1)  # 3 rows of 32 in 100 tokens
+    assert uneven["trajectories_per_update"] == 6  # on average: 8 of two prompts, or 4 of one
+    assert uneven["microbatches_per_update_at_most"] == 3
     score = lambda tokens: derived(replace(config, score=ScoreConfig(tokens)), 4)[
         "rows_per_scored_microbatch"
     ]
@@ -557,7 +560,11 @@ def test_rows_for_shared_prompts_by_hand(config):
     )
     assert numbers() == (64, 3, 2)  # a multiple of 16; one row for each prompt
     assert numbers(devices=4) == (64, 8, 1)
-    assert numbers(minibatches_per_step=4) == (64, 3, 2)  # all 6 prompts may be among its 6 trajectories
+    assert numbers(minibatches_per_step=3) == (64, 2, 1)  # 2 prompts
+    assert numbers(minibatches_per_step=4) == (64, 2, 1)  # 2 prompts in two of them, 1 in the others
+    mixed = {"minibatches_of": "responses"}
+    assert numbers(minibatches_per_step=4, **mixed) == (64, 3, 2)  # 6 trajectories, maybe of all 6 prompts
+    assert numbers(minibatches_per_step=8) == (64, 3, 1)  # 3 trajectories; more mini-batches than prompts
     assert numbers(tokens_per_device=50) == (32, 1, 24)  # a row is no longer than the budget
     assert numbers(tokens_per_device=63) == (32, 1, 24)
     assert numbers(score=ScoreConfig(40)) == (32, 6, 4)
