@@ -39,6 +39,7 @@ from jaxrl_llm.experience.flops import step_flops
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.lock import run_dir_lock
+from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.host.signals import deferred
 from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import Stop
@@ -132,8 +133,7 @@ def train(
     config, reference = run.config, run.reference()
     state = run.initial_state() if state is None else state
     meta = run.checkpoint_meta(state.params)
-    if start == 0 and run.evaluators and not config.warm_start.steps:
-        log.step(0, evaluate(run, state, reference, 0, log), tokens=0, kind="start")
+    evaluate_start(run, state, reference, start, log)
     done, metrics, reason, outage = start, {}, "", Outage()
     source = run.stages[-1].source
     if start > run.stages[-1].start:
@@ -226,6 +226,16 @@ def eval_due(run: Run, done: int) -> bool:
     return bool(run.evaluators) and (
         done == run.total or since == 0 or (since > 0 and since % run.config.eval.every == 0)
     )
+
+
+def evaluate_start(run: Run, state: TrainState, reference: Reference, start: int, log: RunLog) -> None:
+    """Evaluate before the first step, and after the restored one if an outage ended its evaluation."""
+    if not eval_due(run, start):
+        return
+    if start == 0:
+        log.step(0, evaluate(run, state, reference, 0, log), tokens=0, kind="start")
+    elif on_first(lambda: log.restored and not any(name.startswith("eval/") for name in log.restored)):
+        log.add(evaluate(run, state, reference, start, log))
 
 
 def evaluate(run: Run, state: TrainState, reference: Reference, done: int, log: RunLog) -> Metrics:

@@ -12,6 +12,8 @@ from jaxrl_llm.build.describe import next_command
 from jaxrl_llm.build.run import Run
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.errors import ServerError
+from jaxrl_llm.experience.evaluate import HeldOutResponses
 from jaxrl_llm.report.log import RunLog
 from jaxrl_llm.structs import TrainState
 from jaxrl_llm.train import Ended, UnsavedError, finish, main
@@ -101,6 +103,28 @@ def test_another_algorithm_is_told_to_use_another_folder(finished, capsys):
 def test_more_steps_continue_a_finished_run(finished, tmp_path):
     assert train(finished, "--steps", "4", "--warm_start.steps", "2", "--eval.every", "0") == 0
     assert [r["step"] for r in rows(finished)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_evaluation_that_an_outage_ended_is_made_up_for(tmp_path):
+    """The last one, of step 2: by the next start, and once."""
+    evaluated, evaluate = [], HeldOutResponses.__call__
+
+    def failing(self, state, reference, step):
+        evaluated.append(step)
+        if evaluated == [0, 2]:
+            raise ServerError("all servers are lost")
+        return evaluate(self, state, reference, step)
+
+    more = ["--steps", "2", "--warm_start.steps", "0", "--eval.every", "2"]
+    with mock.patch.object(HeldOutResponses, "__call__", failing):
+        assert [train(tmp_path, *more) for _ in range(3)] == [75, 0, 0]
+    assert evaluated == [0, 2, 2]
+    found = rows(tmp_path)
+    assert [(r["step"], "eval/pass@1" in r, "loss" in r) for r in found] == [
+        (0, True, False),
+        (1, False, True),
+        (2, True, True),
+    ]
 
 
 def test_a_changed_seed_is_refused(finished, capsys):

@@ -65,11 +65,12 @@ def make_engine(
         return _sglang(config, model, meshes[POLICY], tokenizer, eos_ids, closing, folder)
     mesh, strict, routes = meshes[ROLLOUT_ENGINE], config.strict, config.routing.replay == "rollout"
     engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, strict, resident, routes)
+    longest = config.max_prompt_tokens, config.max_response_tokens
+    engine.set_lengths(*longest, turns=config.env.active)
     if config.rollout.max_staleness:
         engine = AsynchronousEngine(engine)
         closing.callback(engine.close)
     if config.rollout.warm_up:
-        longest = config.max_prompt_tokens, config.max_response_tokens
         engine.warm_up(*longest, list(samplings.values()), turns=config.env.active)
     return engine
 

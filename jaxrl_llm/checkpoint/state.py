@@ -122,9 +122,9 @@ class Checkpointer:
             self.longest_save = max(self.longest_save, future.result())
 
     def close(self) -> None:
-        """Wait for the save under way and end the background thread."""
-        self.wait()
-        self._thread.shutdown()
+        """Wait for the save under way and end the background thread, also after a save that failed."""
+        with self._thread:
+            self.wait()
 
     def has(self, step: int) -> bool:
         """Return whether this step has a checkpoint, as process 0 sees it. A collective."""

@@ -68,7 +68,8 @@ class RolloutSource:
         """Return the experience of a step.
 
         Under dynamic sampling draws are added until the step has enough groups whose rewards differ, or
-        `max_draws` are used; a step without any such group has no items.
+        `max_draws` are used; a step without any such group has no items. An error in any draw leaves the
+        cursor at the step's first one.
         """
         begin, dynamic = time.perf_counter(), self._requires.draws > 1
         components = self._requires.components
@@ -84,11 +85,9 @@ class RolloutSource:
         prompts: list[Prompt] = []
         kept: list[Trajectory] = []
         complete = self.prompts * self.responses
-        for _ in range(self._requires.draws):
-            draw = self._start(self.cursor)
+        for number in range(self.cursor, self.cursor + self._requires.draws):
+            draw = self._start(number)
             trajectories = self._finish(draw, len(prompts), params, metrics, timer)
-            del self.started[self.cursor]
-            self.cursor += 1
             prompts += draw.prompts
             groups = group_by_prompt(trajectories)
             kept += [t for g in groups if not dynamic or has_variance(g, components) for t in g]
@@ -104,6 +103,8 @@ class RolloutSource:
         metrics |= staleness(kept, version) | self.engine.usage()
         since, self.last_end = self.last_end or begin, time.perf_counter()
         metrics["trainer/idle_fraction"] = metrics["rollout/wait_seconds"] / (self.last_end - since)
+        self.cursor = number + 1  # only now: a step that an outage ends is repeated with all of its draws
+        self.started = {n: draw for n, draw in self.started.items() if n >= self.cursor}
         metrics |= self.loader.epochs(self.cursor * self.prompts)
         return self._experience(kept, trajectories, prompts, metrics)
 

@@ -47,5 +47,9 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 def truncate_after(path: Path, step: int) -> None:
     """Delete the lines of steps after `step`, and those that were cut short."""
     if path.exists():
-        kept = (json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step)
-        replace_text(path, "".join(kept), sync=False)
+        replace_rows(path, [row for row in read_rows(path) if row["step"] <= step])
+
+
+def replace_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Replace the rows of the file."""
+    replace_text(path, "".join(json.dumps(row) + "\n" for row in rows), sync=False)

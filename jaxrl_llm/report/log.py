@@ -95,8 +95,8 @@ class RunLog:
         for file in (METRICS, SAMPLES):
             self._try(file, lambda file=file: jsonl.truncate_after(self.run_dir / file, resume_step))
         rows = self._try(METRICS, lambda: jsonl.read_rows(self.run_dir / METRICS)) or []
-        last = rows[-1] if rows and rows[-1]["step"] == resume_step else {}
-        self._try(GOODPUT_FILE, lambda: self.goodput.resume(resume_step, last))
+        self.restored = rows[-1] if rows and rows[-1]["step"] == resume_step else {}  # line of that step
+        self._try(GOODPUT_FILE, lambda: self.goodput.resume(resume_step, self.restored))
         self.goodput.add(with_start(self.startup or {}))
         self._open_loggers(config, resume_step)
         self._send_missing(rows)
@@ -166,6 +166,17 @@ class RunLog:
             self.startup = None
         self.progress.step(step, row)
         return row
+
+    def add(self, metrics: Metrics) -> None:
+        """Add metrics to the line of the restored step."""
+        values = {k: json_value(v) for k, v in metrics.items()}
+        self.restored |= values
+        rows = self._try(METRICS, lambda: jsonl.read_rows(self.run_dir / METRICS)) or [{}]
+        self._try(METRICS, lambda: jsonl.replace_rows(self.run_dir / METRICS, [*rows[:-1], self.restored]))
+        for name, logger in list(self.loggers.items()):
+            step = lambda logger=logger: logger.step(self.last_step, values, self.shown)
+            self._try(name, step)
+        self.shown = []
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]], limit: int | None = None) -> None:
         """Write the first rows, by default `config.samples`; see `sample_rows`.

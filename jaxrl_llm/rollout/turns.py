@@ -47,7 +47,8 @@ def read_reply(future: Future[Reply] | Any, response: PartialResponse, vocab_siz
 
 def append_reply(response: PartialResponse, reply: Reply) -> bool:
     """Append a reply that `read_reply` has checked. Returns whether another turn follows."""
-    response.conversation = reply.conversation or response.conversation
+    if reply.conversation is not None:
+        response.conversation = reply.conversation
     response.episode = reply.episode
     if reply.done:
         return False

@@ -185,6 +185,20 @@ def test_newest_and_best_are_kept(tmp_path):
     assert rank_steps(saver.folder, "", "max") == []
 
 
+def test_a_save_that_failed_does_not_keep_the_thread(tmp_path):
+    saver = checkpointer(tmp_path)
+
+    def failing(step, start, response, *rest):
+        response.result()
+        raise OSError("no such device")
+
+    saver._finish = failing
+    saver.save(1, small_state(), META, {})
+    with pytest.raises(OSError, match=r"the checkpoint of step 1 failed: .*no such device"):
+        saver.close()
+    assert not any(thread.is_alive() for thread in saver._thread._threads)
+
+
 def test_a_step_is_saved_once(tmp_path):
     saver = checkpointer(tmp_path, keep=5)
     assert saver.save(1, small_state(1.0), META, {})

@@ -11,6 +11,7 @@ import pytest
 from jaxrl_llm.algos import dapo, gdpo, gkd, grpo, remax
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
+from jaxrl_llm.errors import ServerError
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, RolloutSource, perturbed
 from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, verify
 from jaxrl_llm.learn.credit import assign_credit
@@ -62,6 +63,9 @@ class FakeEngine:
 
     def release_memory(self):
         pass
+
+    def snapshot(self, pending):
+        return [[] for _ in pending]
 
     def generate(self, requests, sampling, key):
         made = []
@@ -145,6 +149,26 @@ def test_dynamic_sampling_uses_every_prompt_and_continues_from_its_cursor():
     assert resumed.loader.asked == [6, 7, 8]
     resumed.resume({CURSOR_FILE: b""}, 2, {}, 0)  # a checkpoint from before there were cursors
     assert resumed.cursor == 8
+
+
+def test_a_step_that_an_outage_ends_in_its_second_draw_is_repeated_with_the_first():
+    built, calls = source(dapo.Config(max_draws=4)), []
+    generate = built.engine.generate
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise ServerError("all servers are lost")
+        return generate(*args)
+
+    built.engine.generate = failing
+    with pytest.raises(ServerError):
+        step(built)
+    resumed = source(dapo.Config(max_draws=4))
+    resumed.resume(built.snapshot(), 0, {}, 0)
+    found = step(resumed)
+    assert resumed.loader.asked == [0, 1, 2]
+    assert [int(t.prompt_ids[0]) - 1 for t in found.trajectories] == [1, 1, 4, 4, 7, 7]
 
 
 def test_dynamic_sampling_without_a_group_that_differs_learns_nothing():

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,20 @@ def test_a_killed_and_rerun_training_has_the_file_of_an_uninterrupted_one(tmp_pa
     assert without_times(killed / "metrics.jsonl") == without_times(whole / "metrics.jsonl")
     assert (killed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     assert [row["step"] for row in lines(killed / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_are_added_to_the_line_of_the_restored_step(tmp_path):
+    for step in (1, 2, 3):
+        RunLog(tmp_path, QUIET, 3, resume_step=step - 1).step(step, {"loss": 1 / step}, tokens=1)
+    log = RunLog(tmp_path, QUIET, 3, resume_step=2)
+    log.loggers["fake"] = mock.Mock()
+    log.add({"eval/score": np.float32(0.5)})
+    log.loggers["fake"].step.assert_called_once_with(2, {"eval/score": 0.5}, [])
+    rows = [(row["step"], row["loss"], row.get("eval/score")) for row in lines(tmp_path / "metrics.jsonl")]
+    assert rows == [
+        (1, 1, None),
+        (2, 0.5, 0.5),
+    ]
 
 
 def test_a_run_from_the_start_begins_an_empty_file(tmp_path):

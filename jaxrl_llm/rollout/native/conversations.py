@@ -85,7 +85,8 @@ class TurnQueue:
                 number, future = self._arrived.get(block, timeout if block else None)
                 response = self.responses[number]
                 reply = read_reply(future, response, self.vocab_size)
-                response.conversation = reply.conversation  # stays here: may not be picklable
+                if reply.conversation is not None:
+                    response.conversation = reply.conversation  # stays here: may not be picklable
                 replies.append((number, reply._replace(conversation=None)))
         except queue.Empty:
             return replies if replies or not block else no_reply_error(self.dialogue, self.num_waiting)

@@ -85,7 +85,7 @@ class NativeEngine:
         self.transfer = WeightTransfer(self.programs)
         self._published, self._resident, self._shares_devices = None, resident, True
         self._pages: int | None = None  # that each device has memory for
-        self._shapes = self._make_shapes(1, 1, False)
+        self._shapes: ProgramShapes | None = self._make_shapes(1, 1, False)
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Copy the weights into the sharding and type of the rollout; the caller may donate its own after."""
@@ -185,6 +185,18 @@ class NativeEngine:
             self._published = None
             self.transfer.free()
 
+    def set_lengths(self, max_prompt_tokens: int, max_response_tokens: int, turns: bool = False) -> None:
+        """Choose the shapes for prompts and responses of at most these lengths; nothing is compiled.
+
+        Without it, or beyond these lengths, shapes grow with the longest ones so far: the last bits of
+        log-probs then depend on earlier calls, which a resumed run has not made.
+
+        Args:
+            turns: whether `generate` will be given a dialogue.
+        """
+        self._limits = max_prompt_tokens, max_response_tokens, turns
+        self._shapes = None  # made at the first call, when the free memory is known
+
     def warm_up(
         self,
         max_prompt_tokens: int,
@@ -223,10 +235,6 @@ class NativeEngine:
             params: the trainer's weights, abstract.
             prompts: of one call of `generate`.
         """
-        if not self.config.warm_up:  # shapes then grow in buckets
-            max_prompt_tokens, max_response_tokens = (
-                bucket(length, MIN_LENGTH) for length in (max_prompt_tokens, max_response_tokens)
-            )
         shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
         calls = largest_calls(self.programs, shapes, params, prompts, sampling, self._stop_ids(sampling))
         return calls | ({"publish": self.transfer.program(params)} if self.transfer.is_needed(params) else {})
@@ -261,7 +269,7 @@ class NativeEngine:
         prompt = max((len(r.prompt_ids) for r in requests), default=1)
         response = max((r.max_tokens for r in requests), default=1)
         max_prompt, max_response, with_turns = self._limits
-        if prompt > max_prompt or response > max_response or turns > with_turns:
+        if self._shapes is None or prompt > max_prompt or response > max_response or turns > with_turns:
             longer_prompt = max_prompt if prompt <= max_prompt else bucket(prompt, MIN_LENGTH)
             longer_response = max_response if response <= max_response else bucket(response, MIN_LENGTH)
             self._shapes = self._make_shapes(longer_prompt, longer_response, turns or with_turns)

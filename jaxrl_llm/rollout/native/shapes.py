@@ -82,11 +82,12 @@ def make_shapes(
     multiples = lambda counts: tuple(sorted({-(-n // num_shards) * num_shards for n in counts}))
     widths = (MIN_LENGTH // 2, *ladder(longest - 1, MIN_LENGTH, 1.5)) if turns else ()
     rows = lambda width: min(prefill_tokens // width, per_shard * num_shards)  # of different conversations
+    shortest = max(2 * MIN_LENGTH, max_response // 5)  # short prompts do not pay for the longest one
     return ProgramShapes(
         max_prompt,
         max_response,
         tuple(n * num_shards for n in sorted(counts)),
-        ladder(max_prompt + max_response, 2 * MIN_LENGTH, 1.5)[-5:],
+        ladder(max_prompt + max_response, shortest, 1.5),
         tuple((length, row_counts(prefill_tokens // length)) for length in lengths),
         tuple((width, multiples(row_counts(rows(width)))) for width in widths),
         draft_tokens=draft_tokens,

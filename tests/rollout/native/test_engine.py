@@ -1,5 +1,6 @@
 """The native engine's promises about text, log-probs, stopping, sharding and compilation."""
 
+import contextlib
 import functools
 
 import jax
@@ -10,6 +11,7 @@ from small_engine import (
     EOS,
     KEY,
     LIMIT,
+    MODEL,
     VERSION,
     assert_same,
     base,
@@ -21,9 +23,14 @@ from small_engine import (
     requests,
 )
 
+from jaxrl_llm.build.engines import make_engine
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
-from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import Request, text_of
+from jaxrl_llm.sharding.config import ROLLOUT_ENGINE
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 
 def test_trajectories_in_order_with_ids_masks_versions():
@@ -127,6 +134,20 @@ def test_on_eight_devices_the_same_text_and_nothing_compiles_after_warm_up():
     for t, whole in zip(again, base(), strict=True):
         assert t.response_ids.tolist() == whole.response_ids[:24].tolist()
         np.testing.assert_allclose(t.logprobs, whole.logprobs[:24], atol=2e-5)
+
+
+def test_no_bit_of_a_run_depends_on_earlier_calls(tmp_path):
+    """A resumed run has not seen the longest prompt, of 40 tokens; the short one has 5."""
+    lengths = {"max_prompt_tokens": 40, "max_response_tokens": LIMIT}
+    config = TrainConfig(run_dir=str(tmp_path), rollout=RolloutConfig(slots=2, chunk=8), **lengths)
+    meshes = {ROLLOUT_ENGINE: make_mesh(MeshConfig(), jax.devices()[:1])}
+    with contextlib.ExitStack() as closing:
+        of_run = make_engine(config, MODEL, meshes, make_tokenizer(), (), closing)
+    of_run.publish(params(), VERSION)
+    short = lambda: of_run.generate(requests()[:1], SamplingConfig(), KEY)
+    before, _, after = short(), of_run.generate(requests(), SamplingConfig(), KEY), short()
+    assert ids(before) == ids(after)
+    assert all(np.array_equal(t.logprobs, u.logprobs) for t, u in zip(before, after, strict=True))
 
 
 def test_publish_copies_so_that_the_trainer_may_donate():

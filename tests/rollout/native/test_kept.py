@@ -79,11 +79,11 @@ def test_conversations_that_are_prefilled_in_no_time_are_not_kept(monkeypatch):
 
 
 def test_planned_programs_keep_turns():
-    """48 + 48 tokens (buckets) take 12 pages, and one that is a copy."""
+    """40 + 40 tokens take 10 pages, and one that is a copy; the ring has the tokens of 12."""
     calls = engine(**KEPT).largest_calls(params(), 40, 40, 5, SamplingConfig(), turns=True)
     ring, pages, table, *_ = calls["read_kept"].args
     assert ring.length == 96 and table.shape == (15, 12)
-    assert pages.k.shape == (2 * (1 + 15 * 13), 2, 8, 8) and pages.k.dtype == jnp.float32
+    assert pages.k.shape == (2 * (1 + 15 * 11), 2, 8, 8) and pages.k.dtype == jnp.float32
     assert calls["write_kept"].args[3].shape == (15 * 12, 3)
     assert "read_kept" not in engine(**KEPT).largest_calls(params(), 40, 40, 5, SamplingConfig(), turns=False)
 

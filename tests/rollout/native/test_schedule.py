@@ -234,6 +234,24 @@ def test_turns_on_pages_read_only_what_came_since(sizes):
     assert metrics["rollout/prefill_tokens"] == 1 + 3 * 3 and metrics["rollout/reused_tokens"] == 2 + 6 + 10
 
 
+def test_a_reply_without_a_conversation_leaves_it_as_it_was():
+    asked = []
+
+    class Short(Replies):
+        def reply(self, prompt_index, response_index, conversation, ids, start):
+            asked.append(conversation)
+            future, new = Future(), {1: {}, 2: None}.get(len(asked), "end")
+            future.set_result(Reply([5], len(asked) == 3, Episode(), new))
+            return future
+
+    [response] = new_responses([Request(np.array([3]), 0, 1, 50)], jax.random.key(0))
+    queue = TurnQueue(Short(), [response], lambda value: value, VOCAB)
+    for _ in range(3):
+        queue.send(response)
+        queue.collect(block=True)
+    assert asked == [None, {}, {}] and response.conversation == "end"
+
+
 def test_a_turn_goes_to_the_shard_of_its_pages_and_where_they_are_few_before_what_has_none():
     programs = FakePrograms(num_shards=2, page_size=8)
     shapes = dataclasses.replace(make_shapes(2, 50, 4, 2, 512, turns=True), num_pages=40)

@@ -26,6 +26,12 @@ def test_shapes_of_a_small_run():
     assert shapes.slot_counts == (1,) and shapes.cache_lengths == (32,) and shapes.prefill == ((32, (1,)),)
 
 
+def test_short_prompts_use_a_short_cache_beside_a_long_limit():
+    """Rungs of 1.5 down to a fifth of the response, 51 tokens, but not below 64."""
+    lengths = make_shapes(4096, 256, slots=8, num_shards=1, prefill_tokens=4096).cache_lengths
+    assert lengths == (96, 128, 192, 256, 384, 576, 864, 1312, 1952, 2912, 4352)
+
+
 def test_slots_are_rounded_up_to_the_shards():
     assert make_shapes(8, 8, slots=5, num_shards=2, prefill_tokens=64).slot_counts == (2, 4, 6)
 
