@@ -239,7 +239,8 @@ class Checkpointer:
         """Agree on how a save ended and clean up after a failure. Return whether it succeeded."""
         outcome = agree(_OK if error is None else _DISK_FULL if folders.is_disk_full(error) else _FAILED)
         if outcome == _DISK_FULL:
-            self._give_up(step, "the disk is full")
+            limit = "a file reached its size limit (ulimit -f)"
+            self._give_up(step, limit if folders.TOO_LARGE in str(error) else "the disk is full")
         if outcome == _FAILED:
             self._sweep(step)
             where = f"{self.folder / str(step)}: {error}" if error else "in another process"
