@@ -190,7 +190,8 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
         there = "there is no checkpoint" if newest is None else f"the newest checkpoint there is {newest}"
         missing.append(
             f"step {ended.step}, the last, is not saved: the disk of {checkpoints.folder} was full, and "
-            f"{there}. Free some space, or lower --checkpoint.keep, and run the same command again: it "
+            f"{there}. Free some space, or lower --checkpoint.keep, "
+            f"{f'move {run_dir} away ' if newest is None else ''}and run the same command again: it "
             f"{'begins anew' if newest is None else 'continues from there'}."
         )
     if not ended.reason:

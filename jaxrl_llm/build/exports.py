@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm import algos, models
+from jaxrl_llm.checkpoint import folder as checkpoint_folder
 from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
@@ -26,15 +27,23 @@ EMA = "_ema"  # after the names of folders with averaged weights
 
 
 def check_export_folders(config: TrainConfig) -> None:
-    """Refuse places for the exports at the end of a run that have something else.
+    """Refuse places for the exports at the end of a run that have something else, or the model of a run that
+    can no longer be continued.
 
     Raises:
         UserError: names what is there.
     """
+    run_dir = Path(config.run_dir)
     for suffix in ("", EMA)[: 2 if config.optim.ema else 1]:
-        check_export_folder(Path(config.run_dir) / f"hf{suffix}")
+        check_export_folder(run_dir / f"hf{suffix}")
         if config.lora.rank:
-            check_export_folder(Path(config.run_dir) / f"adapter{suffix}", "adapter_config.json")
+            check_export_folder(run_dir / f"adapter{suffix}", "adapter_config.json")
+    if (run_dir / "hf/config.json").exists() and not checkpoint_folder.steps(run_dir / "checkpoints"):
+        raise UserError(
+            f"{run_dir}/hf: the model of a finished run, which has no checkpoint any more in "
+            f"{run_dir}/checkpoints. This run would begin anew and replace model and metrics: set another "
+            f"--run_dir, or move {run_dir} away."
+        )
 
 
 def export_due(config: CheckpointConfig, done: int) -> bool:

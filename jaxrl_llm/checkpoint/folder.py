@@ -19,6 +19,9 @@ from jaxrl_llm.checkpoint.manifest import checkpoint_problem, read_metrics
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.processes import print_on_first
 
+TOO_LARGE = "File too large"
+"""Text of errors about a file that reached the limit on its size (`ulimit -f`, or of the file system)."""
+
 
 class CheckpointChoice(NamedTuple):
     """The newest valid checkpoint, if any, and the newer ones that are damaged."""
@@ -109,10 +112,12 @@ def free_bytes(folder: Path) -> int:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error of ours, Orbax or tensorstore means that the disk or the quota is full."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    """Return whether an error of ours, Orbax or tensorstore means that the disk or the quota is full, or that
+    a file reached the limit on its size."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return True
-    return any(sign in str(error) for sign in ("RESOURCE_EXHAUSTED", "No space left", "Disk quota"))
+    signs = ("RESOURCE_EXHAUSTED", "No space left", "Disk quota", TOO_LARGE)
+    return any(sign in str(error) for sign in signs)
 
 
 def _rejected(folder: Path, step: int) -> Path:

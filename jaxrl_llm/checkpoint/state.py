@@ -27,7 +27,9 @@ from jaxrl_llm.checkpoint.manifest import array_type, flatten_state, read_manife
 from jaxrl_llm.checkpoint.resume import check_arrays, check_resume
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.processes import agree, on_first, print_on_first
+from jaxrl_llm.user_file import did_you_mean
 
+HELD_OUT = "eval/"  # how names of held-out metrics begin
 _OK, _DISK_FULL, _FAILED = 0, 1, 2  # how a save ended, worst last
 
 
@@ -53,6 +55,7 @@ class Checkpointer:
         self.longest_save = 0.0
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, Future[float]] | None = None
+        self._warned: set[str] = set()
         on_first(lambda: folders.make_writable(self.folder))
 
     def save(
@@ -89,6 +92,7 @@ class Checkpointer:
         if on_first(lambda: self._exists(step)):
             return False
         self._refuse_non_finite(step, arrays)
+        self._warn_unranked(step, metrics)
         size = sum(x.nbytes for x in arrays.values()) + sum(map(len, files.values()))
         needed = int(1.05 * size) + 2**20
         free = on_first(lambda: folders.free_bytes(self.folder))
@@ -218,6 +222,20 @@ class Checkpointer:
                 f"{self._newest()}. Lower --optim.learning_rate and run the same command again."
             )
 
+    def _warn_unranked(self, step: int, metrics: dict[str, float]) -> None:
+        """Say why a save cannot be the best, where its step has no `best_metric`; each reason once."""
+        metric = self.config.best_metric
+        if not metric or metric in metrics:
+            return
+        if metric.startswith(HELD_OUT) and not any(name.startswith(HELD_OUT) for name in metrics):
+            why = "it was not evaluated. Saves on evaluated steps are ranked, which --eval.every sets."
+        else:
+            why = f"it has no such number; metrics.jsonl has the names.{did_you_mean(metric, metrics)}"
+        if why not in self._warned:
+            name = f"{metric} (--checkpoint.best_metric)"
+            print_on_first(f"checkpoint: step {step} is not ranked by {name}: {why}")
+        self._warned.add(why)
+
     def _finish(
         self, step: int, start: float, response: Any, shapes: dict, meta: dict, metrics: dict, files
     ) -> float:
@@ -242,7 +260,8 @@ class Checkpointer:
         """Agree on how a save ended and clean up after a failure. Return whether it succeeded."""
         outcome = agree(_OK if error is None else _DISK_FULL if folders.is_disk_full(error) else _FAILED)
         if outcome == _DISK_FULL:
-            self._give_up(step, "the disk is full")
+            limit = "a file reached its size limit (ulimit -f)"
+            self._give_up(step, limit if folders.TOO_LARGE in str(error) else "the disk is full")
         if outcome == _FAILED:
             self._sweep(step)
             where = f"{self.folder / str(step)}: {error}" if error else "in another process"

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -33,10 +34,14 @@ _MAX_STACK = 2**30
 """Bytes of a layer's experts that are gathered at once; a larger stack is gathered in pieces."""
 _OTHER_FILES = 2**20  # bytes of config and tokenizer, at most
 _EXPORTED = {
-    "config.json": ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"),
-    "adapter_config.json": ("adapter_config.json", "adapter_model.safetensors"),
+    "config.json": re.compile(
+        r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+        r"|tokenizer(_config)?\.json|special_tokens_map\.json|added_tokens\.json|chat_template\.(jinja|json)"
+        r"|vocab\.(json|txt)|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+    ),
+    "adapter_config.json": re.compile(r"adapter_config\.json|adapter_model\.safetensors"),
 }
-"""File by which an earlier export is known -> the files of such an export, which may be replaced."""
+"""File by which an earlier export is known -> names of the files of such an export, which may be replaced."""
 
 
 def save_model(
@@ -172,9 +177,11 @@ def _export_problem(folder: Path, size: int, config_name: str) -> str | None:
     """Return why `size` bytes cannot be exported to `folder`; None = they can."""
     if folder.exists() and not folder.is_dir():
         return f"{folder}: a file; the export needs a folder"
-    inside = list(folder.iterdir()) if folder.exists() else []
-    replaced = {path for pattern in _EXPORTED[config_name] for path in folder.glob(pattern) if path.is_file()}
-    foreign = [path.name for path in inside if path not in replaced]
+    if Path.cwd().is_relative_to(folder.resolve()):
+        return f"{folder}: holds the working directory; choose another folder"
+    inside = sorted(folder.iterdir()) if folder.exists() else []
+    is_ours = lambda path: path.is_file() and _EXPORTED[config_name].fullmatch(path.name)
+    foreign = [path.name for path in inside if not is_ours(path)]
     if inside and (foreign or not (folder / config_name).is_file()):
         what = foreign[0] if foreign else inside[0].name
         return f"{folder}: holds {what}, which is no part of an export; choose another folder"

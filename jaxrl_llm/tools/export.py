@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.hub import PushError, check_repository, push_folder
 from jaxrl_llm.ranges import CountOrZero
 from jaxrl_llm.tools.arguments import parse_arguments
@@ -19,6 +20,8 @@ class ExportArguments:
     """Directory of the run (its --run_dir)."""
     out: Path
     """Folder to write."""
+    overwrite: bool = False
+    """Replace the folder where it holds an earlier export; nothing else is ever replaced."""
     step: CountOrZero | None = None
     """Step of the checkpoint; None = the newest."""
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
@@ -38,8 +41,8 @@ def main(argv: list[str]) -> int:
     """Write the folder and print its size.
 
     Raises:
-        UserError: there is no usable checkpoint or tokenizer, the folder cannot be written, or the hub
-            refuses the repository.
+        UserError: there is no usable checkpoint or tokenizer, the folder cannot be written or replaced, or
+            the hub refuses the repository.
         PushError: the upload failed; the folder is complete.
     """
     args = parse_arguments(ExportArguments, argv, "export")
@@ -47,11 +50,14 @@ def main(argv: list[str]) -> int:
         check_repository(args.push, args.private)
     from jaxrl_llm.build.push import model_card  # these import jax: --help and bad flags end before
     from jaxrl_llm.checkpoint.params import restore_params
-    from jaxrl_llm.hf.export import save_model
+    from jaxrl_llm.hf.export import check_export_folder, save_model
     from jaxrl_llm.models.lora import base_config
     from jaxrl_llm.models.params import with_heads
     from jaxrl_llm.tools.models import exported_config, run_tokenizer, with_base
 
+    check_export_folder(args.out)
+    if not args.overwrite and args.out.exists() and any(args.out.iterdir()):
+        raise UserError(f"--out {args.out}: exists. Set another --out, or --overwrite True.")
     saved = restore_params(args.checkpoint, args.step, args.ema)
     params = with_heads(with_base(args.checkpoint, saved), exported_config(args.checkpoint, saved))
     config = base_config(params.config)

@@ -28,7 +28,8 @@ class GenerateArguments(ModelChoice, GenerateConfig, SelectConfig):
     """JSONL to write: {"prompt", "responses": [{"text", "tokens", "logprobs", "finish"}]}, each response with
     "reward" where there is one, and the columns of the prompt's row. Other rows: --select."""
     resume: bool = True
-    """Continue the file of a command that was killed; False = write it anew."""
+    """Continue the file of a command that was killed, and refuse one that this command did not write; False =
+    write it anew."""
     batch_tokens: Count = 8192
     """Tokens of one forward pass of a reward model, including padding."""
 

@@ -23,24 +23,25 @@ from jaxrl_llm.rewards.config import RewardConfig
 
 SPEED_KEYS = ("out", "resume", "slots", "batch_tokens", "mesh.", "reward.workers", "reward.concurrency")
 """Keys, or their beginnings, that do not change what is written."""
+INPUT_SIZE = "size of the input"  # a setting
 BAR_WIDTH = 20  # characters
 
 
 class ResumableOutput:
-    """A JSONL file to which windows of rows are added, and beside it the number of input rows done.
+    """A JSONL file to which windows of rows are added, and beside it a record (".NAME.progress").
 
-    A complete file of that name is kept until the first window is there to replace it.
+    The record has the settings and the number of input rows done, and tells our files from others. A complete
+    file of the same settings is kept until the first window is there to replace it.
 
     A context manager: what ends it before `finish` is followed by a line on what there is. A command that was
-    killed continues behind the last whole window; process 0 writes. The file beside it
-    (".NAME.progress") is removed at the end.
+    killed continues behind the last whole window; process 0 writes.
 
     Args:
-        settings: of `settings_of`; a partial file of others is refused.
-        resume: continue a partial file; False = write it anew.
+        settings: of `settings_of`; a file of others is refused.
+        resume: continue a partial file; False = write anew, whatever is there.
 
     Raises:
-        UserError: there is a partial file of other settings.
+        UserError: there is a file of other settings, or one that is not ours.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, str], resume: bool = True):
@@ -51,16 +52,16 @@ class ResumableOutput:
 
     def append(self, rows: Iterable[str], rows_done: int) -> None:
         """Add lines; the first `rows_done` rows of the input are done with them."""
+        if jax.process_index() == 0:
+            data = "".join(rows).encode()
+            if not self.num_bytes:  # a kill before the next record leaves a file that is known as ours
+                self._record(self.rows_done)
+            with self.path.open("ab" if self.num_bytes else "wb") as file:
+                file.write(data)
+                sync_to_disk(file)
+            self.num_bytes += len(data)
+            self._record(rows_done)
         self.rows_done = rows_done
-        if jax.process_index():
-            return
-        data = "".join(rows).encode()
-        with self.path.open("ab" if self.num_bytes else "wb") as file:
-            file.write(data)
-            sync_to_disk(file)
-        self.num_bytes += len(data)
-        state = {"rows": rows_done, "bytes": self.num_bytes, "settings": self.settings}
-        replace_text(self.progress, json.dumps(state), sync=False)
 
     def __enter__(self) -> ResumableOutput:
         return self
@@ -75,35 +76,46 @@ class ResumableOutput:
         print_progress(f"\n{self.path} is not complete: {done}.")
 
     def finish(self) -> None:
-        """Remove the record of the progress: the file is complete."""
+        """Record that the file is complete."""
         self.complete = True
         if jax.process_index() == 0:
-            self.progress.unlink(missing_ok=True)
+            self._record(self.rows_done, complete_at=self.path.stat().st_mtime_ns)
+
+    def _record(self, rows_done: int, **more: int) -> None:
+        state = {"rows": rows_done, "bytes": self.num_bytes, "settings": self.settings, **more}
+        replace_text(self.progress, json.dumps(state), sync=False)
 
     def _open(self, resume: bool) -> tuple[int, int]:
-        """Return (bytes, input rows) of a partial file, cut to whole windows; (0, 0) without one."""
-        state = self._read_progress() if resume else None
+        """Return (bytes, input rows) of a partial file, cut to whole windows; (0, 0) = write anew."""
+        state = self._read_record() if resume else None
         if state is None:
-            self.progress.unlink(missing_ok=True)
+            if resume and self.path.is_file() and self.path.stat().st_size:
+                raise UserError(
+                    f"--out {self.path}: exists, and is no output of this command, or was changed since. Set "
+                    "another --out, or --resume False to write the file anew."
+                )
             return 0, 0
-        before = state["settings"]
-        changed = sorted(
-            k for k in before.keys() | self.settings.keys() if before.get(k) != self.settings.get(k)
-        )
-        if changed:
+        complete, before = "complete_at" in state, state["settings"]
+        keys = (before.keys() | self.settings.keys()) - ({INPUT_SIZE} if complete else set())
+        if changed := sorted(k for k in keys if before.get(k) != self.settings.get(k)):
+            what = "output" if complete else "partial output"
+            fix = "Set another --out" if complete else "Repeat that command to continue it"
             raise UserError(
-                f"--out {self.path}: partial output of a command with another {', '.join(changed)}. Repeat "
-                "that command to continue it, or set --resume False to write the file anew."
+                f"--out {self.path}: {what} of a command with another {', '.join(changed)}. {fix}, or set "
+                "--resume False to write the file anew."
             )
+        if complete:
+            return 0, 0
         os.truncate(self.path, state["bytes"])
         return state["bytes"], state["rows"]
 
-    def _read_progress(self) -> dict[str, Any] | None:
-        """Return the record of a partial file; None = there is none, or it is damaged."""
+    def _read_record(self) -> dict[str, Any] | None:
+        """Return the record of the file; None = there is none, it is damaged, or not of this file."""
         try:
-            state = json.loads(self.progress.read_text())
-            whole = self.path.stat().st_size >= state["bytes"] and state["rows"] >= 0
-            return state if whole and isinstance(state["settings"], dict) else None
+            state, file = json.loads(self.progress.read_text()), self.path.stat()
+            ours = file.st_size >= state["bytes"] and state["rows"] >= 0
+            ours = ours and state.get("complete_at", file.st_mtime_ns) == file.st_mtime_ns
+            return state if ours and isinstance(state["settings"], dict) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -112,7 +124,7 @@ def settings_of(args: Any, reward: RewardConfig, source: Path) -> dict[str, str]
     """Return a hash of each setting that determines the output, and of the size of the input file."""
     fields = [*iter_fields(args), *((f"reward.{key}", field) for key, field in iter_fields(reward))]
     names = {key: field.value for key, field in fields if not key.startswith(SPEED_KEYS)}
-    names["size of the input"] = source.stat().st_size if source.is_file() else 0
+    names[INPUT_SIZE] = source.stat().st_size if source.is_file() else 0
     return {key: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for key, value in names.items()}
 
 

@@ -42,7 +42,8 @@ class ScoreArguments(ModelChoice, SelectConfig):
     window: Count = 1024
     """Rows between two writes; a command that is killed continues behind the last of them."""
     resume: bool = True
-    """Continue the file of a command that was killed; False = write it anew."""
+    """Continue the file of a command that was killed, and refuse one that this command did not write; False =
+    write it anew."""
     dtype: Dtype = "auto"
     """Type of weights and activations; auto = float32 on CPU, float16 on Turing GPUs, else bfloat16."""
     chat: ChatConfig = field(default_factory=ChatConfig)

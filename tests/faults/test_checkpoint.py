@@ -4,6 +4,7 @@ import ctypes
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -291,6 +292,26 @@ def test_disk_that_fills_up_in_a_save(small_disk, capsys, monkeypatch, async_sav
     assert saver.save(3, state_of(3), META, {})
     saver.close()
     assert restored(small_disk) == 3
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_limit_on_the_size_of_files_is_a_full_disk(tmp_path, capsys, async_save):
+    """As `ulimit -f` sets it: the run goes on with the checkpoint before."""
+    saver = Checkpointer(CheckpointConfig(async_save=async_save), tmp_path)
+    assert saver.save(1, state_of(1), META, {})
+    saver.wait()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        saver.save(2, state_of(2, 2_000_000), META, {})
+        saver.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().err.startswith(
+        f"checkpoint: step 2 is NOT saved: a file reached its size limit (ulimit -f) ({saver.folder});"
+    )
+    assert [p.name for p in saver.folder.iterdir()] == ["1"] and saver.failures == 1
+    saver.close()
 
 
 def test_disk_that_fills_up_stops_the_run_if_asked(small_disk, monkeypatch):

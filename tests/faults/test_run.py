@@ -75,6 +75,21 @@ def test_a_full_disk_stops_the_run_if_asked(tmp_path, capsys, full_after_one_sav
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_a_finished_run_without_its_checkpoints_is_not_trained_anew(tmp_path, capsys):
+    assert train(tmp_path) == 0
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = {name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "hf/model.safetensors")}
+    capsys.readouterr()
+    assert train(tmp_path, "--seed", "7") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}/hf: the model of a finished run, which has no checkpoint any")
+    assert f"set another --run_dir, or move {tmp_path} away." in said
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    shutil.rmtree(tmp_path / "hf")  # as of a run that was killed before its first checkpoint
+    assert train(tmp_path, "--seed", "7") == 0
+    assert (tmp_path / "metrics.jsonl").read_bytes() != before["metrics.jsonl"]
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path

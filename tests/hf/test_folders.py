@@ -382,7 +382,7 @@ def test_export_command(tmp_path, capsys):
     arguments = ["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--dtype", "float32"]
     assert export.main([*arguments, "--step", "1"]) == 0
     assert "step 1 of" in capsys.readouterr().out
-    assert export.main(arguments) == 0
+    assert export.main([*arguments, "--overwrite", "True"]) == 0
     assert "step 2 of" in capsys.readouterr().out
     raw = json.loads((tmp_path / "out/config.json").read_text())
     assert raw["model_type"] == "llama"
@@ -390,7 +390,7 @@ def test_export_command(tmp_path, capsys):
     np.testing.assert_array_equal(written, params.embed[...])
     assert load_tokenizer(tmp_path / "out").eos_token_id == 1
     with pytest.raises(ValueError, match=r"no checkpoint of step 7; there are \[1, 2\]"):
-        export.main([*arguments, "--step", "7"])
+        export.main([*arguments, "--overwrite", "True", "--step", "7"])
 
 
 # --- what is refused

@@ -148,5 +148,5 @@ def test_runs_and_exports_push(api, tmp_path, capsys):
     assert api.upload_folder.call_args.kwargs["folder_path"] == str(tmp_path / "out")
     assert "pushed to https://hf.example/me/other" in capsys.readouterr().out
     api.upload_folder.side_effect = http_error(500)
-    assert main(["export", *out]) == 1
+    assert main(["export", *out, "--overwrite", "True"]) == 1
     assert (tmp_path / "out" / "config.json").exists()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -26,6 +27,7 @@ from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools import generate, score
+from jaxrl_llm.tools import output as output_files
 from jaxrl_llm.tools.config import SelectConfig
 from jaxrl_llm.tools.output import ResumableOutput
 from jaxrl_llm.tools.response_rewards import ResponseScorer
@@ -277,21 +279,68 @@ def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monk
     assert score.main(argv) == 0
     assert calls[3:] == [6, 7]  # input rows done
     assert [row["reward"] for row in read(out)] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    assert not (tmp_path / ".o.jsonl.progress").exists() and "not complete" not in capsys.readouterr().err
+    assert "not complete" not in capsys.readouterr().err
+
+
+def write_output(out, settings, rows, resume=True):
+    with ResumableOutput(out, settings, resume) as output:
+        for i, row in enumerate(rows):
+            output.append([row], i + 1)
+        output.finish()
 
 
 def test_a_complete_file_is_kept_until_there_are_rows(tmp_path):
     """A model that cannot be loaded, or a kill before the first window, loses no earlier output."""
     out = tmp_path / "o.jsonl"
-    out.write_text("earlier\n")
+    write_output(out, {}, ["earlier\n"])
     with pytest.raises(KeyboardInterrupt), ResumableOutput(out, {}):
         raise KeyboardInterrupt
     assert out.read_text() == "earlier\n"
-    with ResumableOutput(out, {}) as output:
-        output.append(["new\n"], 1)
-        output.append(["rows\n"], 2)
-        output.finish()
+    write_output(out, {}, ["new\n", "rows\n"])
     assert out.read_text() == "new\nrows\n"
+
+
+def test_a_file_that_the_command_did_not_write_is_kept(tmp_path):
+    """A data set, labels added by hand to an output, or the output of other settings."""
+    out, other = tmp_path / "o.jsonl", r"o\.jsonl: exists, and is no output of this command, or was changed"
+    out.write_text("mine\n")
+    with pytest.raises(UserError, match=rf"{other} since\. Set another --out, or --resume False to write"):
+        ResumableOutput(out, {"n": "1"})
+    assert out.read_text() == "mine\n"
+    write_output(out, {"n": "1"}, ["a\n"], resume=False)
+    with pytest.raises(UserError, match=r"o\.jsonl: output of a command with another n\. Set another --out"):
+        ResumableOutput(out, {"n": "2"})
+    write_output(out, {"n": "1"}, ["b\n"])
+    assert out.read_text() == "b\n"
+    out.write_text("c\n")  # by hand, of the same size
+    os.utime(out, ns=(0, 1))
+    with pytest.raises(UserError, match=other):
+        ResumableOutput(out, {"n": "1"})
+    out.write_text("")
+    write_output(out, {"n": "1"}, ["d\n"])
+    assert out.read_text() == "d\n"
+
+
+def test_the_same_command_replaces_its_output_of_an_input_that_has_grown(tmp_path):
+    out = tmp_path / "o.jsonl"
+    write_output(out, {"n": "1", "size of the input": "10"}, ["a\n"])
+    write_output(out, {"n": "1", "size of the input": "20"}, ["a\n", "b\n"])
+    assert out.read_text() == "a\nb\n"
+
+
+def test_a_command_killed_in_its_first_window_is_repeated(tmp_path, monkeypatch):
+    out = tmp_path / "o.jsonl"
+
+    def kill(file):
+        file.flush()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(output_files, "sync_to_disk", kill)
+        write_output(out, {}, ["half"])
+    assert out.read_text() == "half"
+    write_output(out, {}, ["whole\n"])
+    assert out.read_text() == "whole\n"
 
 
 def test_a_failed_verifier_leaves_the_response_without_a_reward(write, tmp_path):

@@ -66,7 +66,8 @@ def runs(tmp_path_factory):
 def logprobs(tmp_path, *arguments):
     data, out = tmp_path / "t.jsonl", tmp_path / "o.jsonl"
     data.write_text(json.dumps({"tokens": TOKENS}) + "\n")
-    assert score.main(["--data", str(data), "--out", str(out), *map(str, arguments)]) == 0
+    files = ["--data", str(data), "--out", str(out), "--resume", "False"]
+    assert score.main([*files, *map(str, arguments)]) == 0
     return json.loads(out.read_text())["logprobs"]
 
 
@@ -87,7 +88,7 @@ def test_a_step_of_a_run_generates_as_the_merged_model(runs, tmp_path):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     prompts.write_text('{"prompt": "1 + 1 ="}\n')
     common = ["--prompts", str(prompts), "--out", str(out), "--max_tokens", "4", "--slots", "8"]
-    common += ["--temperature", "0", "--ignore_eos", "True"]
+    common += ["--temperature", "0", "--ignore_eos", "True", "--resume", "False"]
     responses = []
     for model in (["merged"], ["run", "--step", "1"], ["base", "--adapter", str(runs / "adapter")]):
         assert generate.main(["--model", str(runs / model[0]), *model[1:], *common]) == 0
