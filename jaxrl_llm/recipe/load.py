@@ -24,7 +24,14 @@ from jaxrl_llm.importer.algorithm_names import translate_algorithm
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.idle import without_effect
 from jaxrl_llm.recipe.keys import iter_fields, shorten
-from jaxrl_llm.recipe.overrides import Pair, apply_overrides, closest_key, closest_word, split_arguments
+from jaxrl_llm.recipe.overrides import (
+    Pair,
+    apply_overrides,
+    closest_key,
+    closest_word,
+    resolve_key,
+    split_arguments,
+)
 from jaxrl_llm.user_file import expand_home, explain, explain_end, import_user_file
 
 PROG = "python -m jaxrl_llm.train"
@@ -104,11 +111,10 @@ def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) ->
 
 def _changed(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[str]]:
     """Return `apply_overrides`; --steps takes the place of a recipe's epochs, --data.path of its sources."""
-    given = {key.replace("-", "_") for key, _ in pairs}
     config, notes = apply_overrides(config, pairs)
-    data = _with_more_sources(
-        _with_more_sources(config.data, given, "path", "train"), given, "eval_path", "eval"
-    )
+    known = dict(iter_fields(config))
+    given = {resolve_key(key, known) or key.replace("-", "_") for key, _ in pairs}
+    data = _with_sources(_with_sources(config.data, given, "path", "train"), given, "eval_path", "eval")
     config = dataclasses.replace(config, data=data)
     notes = notes + _evaluated_elsewhere(config, given)
     if "steps" not in given or not config.epochs:
@@ -125,24 +131,32 @@ def _evaluated_elsewhere(config: TrainConfig, given: set[str]) -> list[str]:
     kept = "data.path" in given and not any(key.startswith(("data.eval", "data.holdout")) for key in given)
     if not kept or not config.eval.every or data.holdout or not data.sources("eval"):
         return []
-    paths = ", ".join(source.path for source in data.sources("eval"))
-    if paths == data.path:  # generated data, which hold out a part of their own
+    paths, trained = (", ".join(own.path for own in data.sources(split)) for split in ("eval", "train"))
+    if paths == trained:  # generated data, which hold out a part of their own
         return []
     return [
         f"evaluated is the recipe's held-out data, {paths}: --data.holdout 0.1 holds out a tenth of "
-        f"{data.path}, --data.eval_path FILE names other data, --eval.every 0 turns evaluation off"
+        f"{trained}, --data.eval_path FILE names other data, --eval.every 0 turns evaluation off"
     ]
 
 
-def _with_more_sources(
+def _with_sources(
     data: DataConfig, given: set[str], path: str, split: Literal["train", "eval"]
 ) -> DataConfig:
-    """Return `data` with both sources of --data.path a.jsonl --data.train.1.path b.jsonl."""
-    numbers = {int(key.split(".")[2]) for key in given if re.match(rf"data\.{split}\.[1-9]", key)}
-    if not numbers or not getattr(data, path):
+    """Return `data` with all sources of --data.path a.jsonl --data.train.1.path b.jsonl.
+
+    Settings of the first one that --data.path alone leaves out (--data.train.0.options) are kept if given.
+    """
+    keys = [key.split(".")[2:] for key in given if re.match(rf"data\.{split}\.\d+\.", key)]
+    if not keys or not getattr(data, path):
         return data
-    more = (getattr(data, split)[number] for number in sorted(numbers))
-    return dataclasses.replace(data, **{split: (*data.sources(split), *more), path: ""})
+    sources, (named,) = getattr(data, split), data.sources(split)
+    settings = {name: getattr(sources[0], name) for index, name in keys if index == "0" and name != "path"}
+    first = dataclasses.replace(named, **settings)
+    more = [sources[index] for index in sorted({int(index) for index, _ in keys} - {0})]
+    if not more and first == named:
+        return data
+    return dataclasses.replace(data, **{split: (first, *more), path: ""})
 
 
 def as_words(value: Any) -> list[str]:

@@ -240,6 +240,32 @@ def test_an_evaluation_of_the_recipes_data_beside_ones_own_is_noted(tmp_path, ca
     assert notes("grpo_tiny.py", *mine) == notes("grpo_tiny.py", "--data.path", "task:arithmetic") == ""
 
 
+def test_options_that_are_given_with_a_path_are_those_of_its_source(tmp_path):
+    def sources(*argv, split="train"):
+        line = ["--config", "grpo_tiny.py", "--run_dir", str(tmp_path), *argv]
+        return from_command_line(line).config.data.sources(split)
+
+    sums, options = ("--data.path", "task:arithmetic"), '{"digits": 1, "terms": 2}'
+    assert [own.options for own in sources(*sums)] == [""]  # not the recipe's
+    for key in ("data.train.0.options", "data.options"):
+        (source,) = sources(*sums, f"--{key}", options, "--data.train.0.distinct", "True")
+        assert (source.path, source.options, source.distinct) == ("task:arithmetic", options, True)
+    (held_out,) = sources(*sums, "--data.train.0.options", options, split="eval")
+    assert (held_out.options, held_out.split) == (options, "test")
+    more = ("--data.train.0.options", options, "--data.train.1.path", "b.jsonl")
+    assert [(own.path, own.options) for own in sources(*sums, *more)] == [
+        ("task:arithmetic", options),
+        ("b.jsonl", ""),
+    ]
+    (held_out,) = sources("--data.eval_path=my.jsonl", "--data.eval.0.prompt_key=question", split="eval")
+    assert (held_out.path, held_out.prompt_key, held_out.split) == ("my.jsonl", "question", "test")
+    message = refusal(sources, "--data.path", "my.jsonl", "--data.train.0.options", options)
+    assert message.endswith("only task: and gym: sources have options.")
+
+    settings = {"data.path": "task:arithmetic", "data.train.0.options": options, "run_dir": str(tmp_path)}
+    assert load.with_settings("grpo_tiny.py", settings).config.data.sources("train")[0].options == options
+
+
 def test_an_installation_without_recipes_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "packaged_dir", lambda: tmp_path / "none")
     message = refusal(load.find_recipe, "grpo_tiny.py")
