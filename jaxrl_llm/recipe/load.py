@@ -100,13 +100,17 @@ def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> Res
 
 
 def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) -> ResolvedRecipe:
-    """Return the recipe after `check_config`; print the notes, and those on settings without effect."""
+    """Return the recipe after `check_config`, with the run directory as a path without ~.
+
+    The notes, and those on settings without effect, are printed.
+    """
     from jaxrl_llm.recipe.checks import check_config  # imports jax: not for --help
 
     check_config(resolved.config, writes)
     for note in notes + without_effect(resolved.config):
         print(f"note: {note}", file=sys.stderr)
-    return resolved
+    run_dir = os.path.expanduser(resolved.config.run_dir)
+    return resolved._replace(config=dataclasses.replace(resolved.config, run_dir=run_dir))
 
 
 def _changed(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[str]]:

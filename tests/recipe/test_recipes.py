@@ -266,6 +266,15 @@ def test_options_that_are_given_with_a_path_are_those_of_its_source(tmp_path):
     assert load.with_settings("grpo_tiny.py", settings).config.data.sources("train")[0].options == options
 
 
+def test_a_run_directory_below_the_home_is_one_path_for_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    expected = str(tmp_path / "runs/a")
+    assert from_command_line(["--config", "grpo_tiny.py", "--run_dir=~/runs/a"]).config.run_dir == expected
+    assert load.with_settings("grpo_tiny.py", {"run_dir": "~/runs/a"}).config.run_dir == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
 def test_an_installation_without_recipes_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "packaged_dir", lambda: tmp_path / "none")
     message = refusal(load.find_recipe, "grpo_tiny.py")
