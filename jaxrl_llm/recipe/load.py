@@ -23,7 +23,7 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.importer.algorithm_names import translate_algorithm
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.idle import without_effect
-from jaxrl_llm.recipe.keys import iter_fields, shorten
+from jaxrl_llm.recipe.keys import iter_fields, short_repr, shorten
 from jaxrl_llm.recipe.overrides import (
     Pair,
     apply_overrides,
@@ -91,8 +91,10 @@ def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> Res
     algo = settings.get("algo")
     notes: list[str] = []
     if isinstance(algo, str | None):
+        check_algo(config.algo)
         config, notes = with_algo(config, algo)
     else:
+        check_algo(algo)
         config = dataclasses.replace(config, algo=algo)
     pairs = [(key, as_words(value)) for key, value in settings.items() if key != "algo"]
     config, more = _changed(config, pairs)
@@ -314,7 +316,27 @@ def load_recipe(path: Path) -> TrainConfig:
         raise ConfigError(
             f"--config: {path}: {what}; a recipe defines get_config() and returns a TrainConfig."
         )
+    check_algo(config.algo, f"--config: {path}: ")
     return config
+
+
+def check_algo(algo: Any, where: str = "") -> None:
+    """Refuse what is no Config of an algorithm: its module or name, or a Config that is not called.
+
+    Args:
+        where: beginning of the message.
+
+    Raises:
+        ConfigError: says what to write.
+    """
+    if isinstance(algo, algos.AlgoConfig):
+        return
+    owner = getattr(algo, "__self__", algo)  # of the method grpo.Config
+    name = str(getattr(owner, "name", owner))
+    given = name if isinstance(owner, algos.Algorithm) else short_repr(algo)
+    method = "" if owner is algo else ".Config"
+    name = name if name in algos.ALGOS else "grpo"
+    raise ConfigError(f"{where}algo is {given}{method}, not its settings: write algo={name}.Config().")
 
 
 def list_text() -> str:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,30 @@ def test_a_broken_recipe_is_blamed_with_its_line(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text, errors="surrogateescape")
     assert refusal(load.load_recipe, path).startswith(f"--config: {path}{message}")
+
+
+@pytest.mark.parametrize(
+    ("algo", "problem"),
+    [
+        ("grpo", "grpo, not its settings: write algo=grpo.Config()."),
+        ("grpo.Config", "grpo.Config, not its settings: write algo=grpo.Config()."),
+        ("'rloo'", "'rloo', not its settings: write algo=rloo.Config()."),
+        ("None", "None, not its settings: write algo=grpo.Config()."),
+    ],
+)
+def test_an_algorithm_in_place_of_its_settings(tmp_path, algo, problem):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from jaxrl_llm.algos import grpo\nfrom jaxrl_llm.config import TrainConfig\n"
+        f"def get_config():\n    return TrainConfig(algo={algo})\n"
+    )
+    assert refusal(load.load_recipe, path) == f"--config: {path}: algo is {problem}"
+
+
+def test_settings_of_python_are_checked_as_a_recipe_is(config):
+    problem = "algo is grpo, not its settings: write algo=grpo.Config()."
+    assert refusal(load.with_settings, config, {"algo": algos.grpo}) == problem
+    assert refusal(load.with_settings, replace(config, algo=algos.grpo), {}) == problem
 
 
 def test_a_broken_file_that_a_recipe_imports_is_named(tmp_path, monkeypatch):
