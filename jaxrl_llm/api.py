@@ -80,7 +80,7 @@ class Response:
 
 
 def run(
-    recipe: TrainConfig | str,
+    recipe: TrainConfig | str | os.PathLike[str],
     *,
     reward: Callable[..., Any] | None = None,
     data: Rows | None = None,

@@ -75,7 +75,9 @@ def from_command_line(argv: list[str], prog: str = PROG, writes: bool = True) ->
     return _checked(ResolvedRecipe(config, str(path)), dropped + notes, writes)
 
 
-def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> ResolvedRecipe:
+def with_settings(
+    recipe: TrainConfig | str | os.PathLike[str], settings: Mapping[str, Any]
+) -> ResolvedRecipe:
     """Return the checked config of a recipe, given as its name or as a config, changed by Python values.
 
     Args:
@@ -84,7 +86,7 @@ def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> Res
     Raises:
         ConfigError: as `from_command_line`.
     """
-    path = find_recipe(recipe) if isinstance(recipe, str) else None
+    path = find_recipe(os.fspath(recipe)) if isinstance(recipe, str | os.PathLike) else None
     config = load_recipe(path) if path else recipe
     if not isinstance(config, TrainConfig):
         raise ConfigError(f"a recipe is a name, a path or a TrainConfig, not {config!r:.100}")

@@ -131,6 +131,9 @@ def test_an_algorithm_in_place_of_its_settings(tmp_path, algo, problem):
 
 
 def test_settings_of_python_are_checked_as_a_recipe_is(config):
+    (path,) = (path for path in load.packaged_recipes() if path.name == "grpo_tiny.py")
+    run_dir = {"run_dir": config.run_dir}
+    assert load.with_settings(path, run_dir).config == load.with_settings("grpo_tiny", run_dir).config
     problem = "algo is grpo, not its settings: write algo=grpo.Config()."
     assert refusal(load.with_settings, config, {"algo": algos.grpo}) == problem
     assert refusal(load.with_settings, replace(config, algo=algos.grpo), {}) == problem
