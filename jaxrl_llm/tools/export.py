@@ -48,10 +48,12 @@ def main(argv: list[str]) -> int:
     from jaxrl_llm.build.push import model_card  # these import jax: --help and bad flags end before
     from jaxrl_llm.checkpoint.params import restore_params
     from jaxrl_llm.hf.export import save_model
+    from jaxrl_llm.host.devices import open_devices
     from jaxrl_llm.models.lora import base_config
     from jaxrl_llm.models.params import with_heads
     from jaxrl_llm.tools.models import exported_config, run_tokenizer, with_base
 
+    open_devices()
     saved = restore_params(args.checkpoint, args.step, args.ema)
     params = with_heads(with_base(args.checkpoint, saved), exported_config(args.checkpoint, saved))
     config = base_config(params.config)
