@@ -167,8 +167,10 @@ def _with_sources(
     return dataclasses.replace(data, **{split: (first, *more), path: ""})
 
 
-def as_words(value: Any) -> list[str]:
-    """Return a Python value as the words of the command line: (0.5, 1) -> ["0.5", "1"]."""
+def as_words(value: Any) -> list[str] | None:
+    """Return a Python value as the words of the command line: (0.5, 1) -> ["0.5", "1"]; None stays None."""
+    if value is None:
+        return None
     return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 

@@ -139,6 +139,16 @@ def test_settings_of_python_are_checked_as_a_recipe_is(config):
     assert refusal(load.with_settings, replace(config, algo=algos.grpo), {}) == problem
 
 
+def test_none_is_none_or_no_value(config):
+    for key, kind in {"run_dir": "text", "reward.name": "text", "steps": "a whole number"}.items():
+        assert refusal(load.with_settings, config, {key: None}) == (
+            f"--{key} is None: expected {kind}. Leave the key out for the recipe's value."
+        )
+    changed = load.with_settings(config, {"score.tokens_per_device": 64}).config
+    assert load.with_settings(changed, {"score.tokens_per_device": None}).config == config
+    assert load.with_settings(config, {"critic.mesh": None}).config == config
+
+
 def test_a_broken_file_that_a_recipe_imports_is_named(tmp_path, monkeypatch):
     (tmp_path / "broken_neighbor.py").write_text("x = 1\ny = (\n")
     monkeypatch.syspath_prepend(tmp_path)
