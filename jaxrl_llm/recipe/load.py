@@ -23,7 +23,7 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.importer.algorithm_names import translate_algorithm
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.idle import without_effect
-from jaxrl_llm.recipe.keys import iter_fields, short_repr, shorten
+from jaxrl_llm.recipe.keys import iter_fields, plain_values, short_repr, shorten
 from jaxrl_llm.recipe.overrides import (
     Pair,
     apply_overrides,
@@ -99,7 +99,7 @@ def with_settings(
         check_algo(algo)
         config = dataclasses.replace(config, algo=algo)
     pairs = [(key, as_words(value)) for key, value in settings.items() if key != "algo"]
-    config, more = _changed(config, pairs)
+    config, more = _changed(plain_values(config), pairs)
     return _checked(ResolvedRecipe(config, str(path or "")), notes + more)
 
 
@@ -321,7 +321,7 @@ def load_recipe(path: Path) -> TrainConfig:
             f"--config: {path}: {what}; a recipe defines get_config() and returns a TrainConfig."
         )
     check_algo(config.algo, f"--config: {path}: ")
-    return config
+    return plain_values(config)
 
 
 def check_algo(algo: Any, where: str = "") -> None:

@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from refusals import refusal
 
@@ -137,6 +138,20 @@ def test_settings_of_python_are_checked_as_a_recipe_is(config):
     problem = "algo is grpo, not its settings: write algo=grpo.Config()."
     assert refusal(load.with_settings, config, {"algo": algos.grpo}) == problem
     assert refusal(load.with_settings, replace(config, algo=algos.grpo), {}) == problem
+
+
+def test_lists_and_numbers_of_numpy_in_a_recipe_are_those_of_python(config):
+    shaping = (("format", 0.5),)
+    expected = replace(config, steps=100, reward=replace(config.reward, shaping=shaping))
+    given = replace(
+        config,
+        steps=np.int64(100),
+        reward=replace(config.reward, shaping=[["format", np.float32(0.5)]]),
+        data=replace(config.data, train=list(config.data.train)),
+    )
+    checked = load.with_settings(given, {}).config
+    assert checked == expected and type(checked.steps) is int and hash(checked) == hash(expected)
+    assert dump(checked) == dump(expected)
 
 
 def test_none_is_none_or_no_value(config):
