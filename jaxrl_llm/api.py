@@ -21,7 +21,9 @@ from jaxrl_llm.data.rows import Example, read_prompt_row
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.signals import interruptible
 from jaxrl_llm.recipe.fields import check_fields
+from jaxrl_llm.recipe.keys import plain_values
 from jaxrl_llm.recipe.load import with_settings
+from jaxrl_llm.recipe.overrides import closest_key
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.tools.config import GenerateConfig, ModelChoice
 from jaxrl_llm.tools.generation import Generator
@@ -80,7 +82,7 @@ class Response:
 
 
 def run(
-    recipe: TrainConfig | str,
+    recipe: TrainConfig | str | os.PathLike[str],
     *,
     reward: Callable[..., Any] | None = None,
     data: Rows | None = None,
@@ -197,10 +199,12 @@ def generate(
     Raises:
         UserError: a model, prompt or setting that cannot be used.
     """
-    try:
-        config = GenerateConfig(**settings)
-    except TypeError as error:
-        raise UserError(f"generate: {str(error).replace('GenerateConfig.__init__() ', '')}") from None
+    known = [field.name for field in dataclasses.fields(GenerateConfig)]
+    if unknown := next((name for name in settings if name not in known), ""):
+        near = closest_key(unknown, known)
+        advice = f"Did you mean {near}?" if near else f"There are {', '.join(known)}."
+        raise UserError(f"generate: {unknown}: unknown setting. {advice}")
+    config = plain_values(GenerateConfig(**settings))
     check_fields(config)
     if isinstance(prompts, str | Mapping):
         raise UserError("generate: prompts is one prompt, a list of prompts is expected: [prompt]")

@@ -141,12 +141,29 @@ def test_mistakes_are_user_errors(arguments, settings, message, tmp_path):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("temprature", "generate: temprature: unknown setting. Did you mean temperature?"),
+        ("max_token", "generate: max_token: unknown setting. Did you mean max_tokens?"),
+        ("xyzzy", "generate: xyzzy: unknown setting. There are "),
+    ],
+)
+def test_a_misspelt_setting_of_generate_is_answered_with_the_nearest(setting, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        jaxrl_llm.generate("models/none", ["1"], **{setting: 1})
+
+
+def test_lists_and_numbers_of_numpy_are_settings_of_generate(tmp_path):
+    settings = {"stop": ["\n"], "max_tokens": np.int64(4), "temperature": np.float32(0.5)}
+    with pytest.raises(UserError, match="no such folder"):  # after the settings
+        jaxrl_llm.generate(tmp_path / "none", ["1"], **settings)
+
+
 @pytest.mark.slow
 def test_a_config_is_a_recipe_and_a_wrong_setting_of_generate_is_named(result, tmp_path):
     with pytest.raises(ConfigError, match=r"--optim.b1 is 1.0"):
         jaxrl_llm.run(grpo_tiny.get_config(), run_dir=str(tmp_path), **{"optim.b1": 1.0})
-    with pytest.raises(UserError, match="unexpected keyword argument 'max_token'"):
-        jaxrl_llm.generate(result.model, ["1"], max_token=3)
     with pytest.raises(ConfigError, match=r"--temperature is -1"):
         jaxrl_llm.generate(result.model, ["1"], temperature=-1.0)
     with pytest.raises(UserError, match="prompt 0"):

@@ -23,7 +23,7 @@ ALLOWED: dict[str, str | None] = {
     "host": "errors",
     "report": "ranges errors structs host jaxrl_kernels",
     # the parts
-    "sharding": "ranges errors jaxrl_kernels structs",
+    "sharding": "ranges errors jaxrl_kernels structs host",
     "models": "ranges errors jaxrl_kernels structs sharding",
     "algos": "ranges errors structs user_file",
     "rewards": "ranges errors outcome user_file sharding",

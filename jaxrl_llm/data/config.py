@@ -129,7 +129,8 @@ class DataConfig:
     """Training and evaluation data."""
 
     path: str = ""
-    """Train on this instead: takes the place of train.0.path, without its options and other sources."""
+    """Train on this instead: takes the place of train.0.path, without the recipe's options and other
+    sources."""
     eval_path: str = ""
     """Evaluate on this instead: as `path`, for evaluation (split test)."""
     train: tuple[SourceConfig, ...] = (SourceConfig(),)

@@ -13,6 +13,7 @@ from jax._src import clusters  # jax has no public function that detects a clust
 
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.command import quiet_transformers
+from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.host.processes import show_warnings
 
 COMPILATION_CACHE = "~/.cache/jaxrl_llm/compiled"
@@ -41,14 +42,15 @@ def open_compilation_cache() -> None:
 
 
 def start_host() -> None:
-    """Join the other processes of the run, if there are any, and share compiled programs between runs.
+    """Join the other processes of the run, if there are any, share compiled programs, and open the devices.
 
     Processes on GCE TPU VMs, GKE, SLURM, Open MPI and in indexed Kubernetes Jobs are detected; elsewhere set
     JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
     JAX_COMPILATION_CACHE_DIR sets the folder of compiled programs ("" = no cache).
 
     Raises:
-        UserError: the variables are incomplete, or a cluster does not describe its processes.
+        UserError: the variables are incomplete, a cluster does not describe its processes, or there are no
+            devices of JAX_PLATFORMS.
         RunError: jax cannot join the others.
     """
     quiet_transformers()
@@ -56,6 +58,7 @@ def start_host() -> None:
     open_compilation_cache()
     if not jax.distributed.is_initialized() and (cluster := find_cluster()):
         join_cluster(cluster)
+    open_devices()
 
 
 def find_cluster() -> Cluster | None:

@@ -11,6 +11,7 @@ import jax
 from jaxrl_kernels.chips import CHIPS, Chip
 from jaxrl_kernels.topology import gpu_devices, missing_compiler, tpu_devices
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.plan.topology import Topology
 
 GPU_MEM_FRACTION = 0.75
@@ -34,7 +35,7 @@ def open_target(topology: Topology) -> CompileTarget:
         ConfigError: its compiler is not installed; names the package to install.
     """
     if topology.platform == "cpu":
-        devices = jax.devices("cpu")
+        devices = open_devices("cpu")
         return CompileTarget(topology, devices, _host_memory() / len(devices), None, _version("jaxlib"))
     if problem := missing_compiler(topology.platform):
         raise ConfigError(

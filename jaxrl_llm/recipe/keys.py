@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,18 @@ def nested_configs(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def is_config(value: Any) -> bool:
     """Return whether a value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def plain_values(value: Any) -> Any:
+    """Return a Config, or a value in one, with tuples for lists and Python's numbers for NumPy's."""
+    if is_config(value):
+        old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: new for name, x in old.items() if (new := plain_values(x)) is not x}
+        return dataclasses.replace(value, **changed) if changed else value
+    if isinstance(value, list | tuple):
+        items = tuple(map(plain_values, value))
+        return value if isinstance(value, tuple) and all(map(operator.is_, items, value)) else items
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def replace_at(config: Config, path: Sequence[str], value: Any) -> Config:

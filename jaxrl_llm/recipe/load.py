@@ -23,8 +23,15 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.importer.algorithm_names import translate_algorithm
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.idle import without_effect
-from jaxrl_llm.recipe.keys import iter_fields, shorten
-from jaxrl_llm.recipe.overrides import Pair, apply_overrides, closest_key, closest_word, split_arguments
+from jaxrl_llm.recipe.keys import iter_fields, plain_values, short_repr, shorten
+from jaxrl_llm.recipe.overrides import (
+    Pair,
+    apply_overrides,
+    closest_key,
+    closest_word,
+    resolve_key,
+    split_arguments,
+)
 from jaxrl_llm.user_file import expand_home, explain, explain_end, import_user_file
 
 PROG = "python -m jaxrl_llm.train"
@@ -68,7 +75,9 @@ def from_command_line(argv: list[str], prog: str = PROG, writes: bool = True) ->
     return _checked(ResolvedRecipe(config, str(path)), dropped + notes, writes)
 
 
-def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> ResolvedRecipe:
+def with_settings(
+    recipe: TrainConfig | str | os.PathLike[str], settings: Mapping[str, Any]
+) -> ResolvedRecipe:
     """Return the checked config of a recipe, given as its name or as a config, changed by Python values.
 
     Args:
@@ -77,38 +86,43 @@ def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> Res
     Raises:
         ConfigError: as `from_command_line`.
     """
-    path = find_recipe(recipe) if isinstance(recipe, str) else None
+    path = find_recipe(os.fspath(recipe)) if isinstance(recipe, str | os.PathLike) else None
     config = load_recipe(path) if path else recipe
     if not isinstance(config, TrainConfig):
         raise ConfigError(f"a recipe is a name, a path or a TrainConfig, not {config!r:.100}")
     algo = settings.get("algo")
     notes: list[str] = []
     if isinstance(algo, str | None):
+        check_algo(config.algo)
         config, notes = with_algo(config, algo)
     else:
+        check_algo(algo)
         config = dataclasses.replace(config, algo=algo)
     pairs = [(key, as_words(value)) for key, value in settings.items() if key != "algo"]
-    config, more = _changed(config, pairs)
+    config, more = _changed(plain_values(config), pairs)
     return _checked(ResolvedRecipe(config, str(path or "")), notes + more)
 
 
 def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) -> ResolvedRecipe:
-    """Return the recipe after `check_config`; print the notes, and those on settings without effect."""
+    """Return the recipe after `check_config`, with the run directory as a path without ~.
+
+    The notes, and those on settings without effect, are printed.
+    """
     from jaxrl_llm.recipe.checks import check_config  # imports jax: not for --help
 
     check_config(resolved.config, writes)
     for note in notes + without_effect(resolved.config):
         print(f"note: {note}", file=sys.stderr)
-    return resolved
+    run_dir = os.path.expanduser(resolved.config.run_dir)
+    return resolved._replace(config=dataclasses.replace(resolved.config, run_dir=run_dir))
 
 
 def _changed(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[str]]:
     """Return `apply_overrides`; --steps takes the place of a recipe's epochs, --data.path of its sources."""
-    given = {key.replace("-", "_") for key, _ in pairs}
     config, notes = apply_overrides(config, pairs)
-    data = _with_more_sources(
-        _with_more_sources(config.data, given, "path", "train"), given, "eval_path", "eval"
-    )
+    known = dict(iter_fields(config))
+    given = {resolve_key(key, known) or key.replace("-", "_") for key, _ in pairs}
+    data = _with_sources(_with_sources(config.data, given, "path", "train"), given, "eval_path", "eval")
     config = dataclasses.replace(config, data=data)
     notes = notes + _evaluated_elsewhere(config, given)
     if "steps" not in given or not config.epochs:
@@ -125,28 +139,38 @@ def _evaluated_elsewhere(config: TrainConfig, given: set[str]) -> list[str]:
     kept = "data.path" in given and not any(key.startswith(("data.eval", "data.holdout")) for key in given)
     if not kept or not config.eval.every or data.holdout or not data.sources("eval"):
         return []
-    paths = ", ".join(source.path for source in data.sources("eval"))
-    if paths == data.path:  # generated data, which hold out a part of their own
+    paths, trained = (", ".join(own.path for own in data.sources(split)) for split in ("eval", "train"))
+    if paths == trained:  # generated data, which hold out a part of their own
         return []
     return [
         f"evaluated is the recipe's held-out data, {paths}: --data.holdout 0.1 holds out a tenth of "
-        f"{data.path}, --data.eval_path FILE names other data, --eval.every 0 turns evaluation off"
+        f"{trained}, --data.eval_path FILE names other data, --eval.every 0 turns evaluation off"
     ]
 
 
-def _with_more_sources(
+def _with_sources(
     data: DataConfig, given: set[str], path: str, split: Literal["train", "eval"]
 ) -> DataConfig:
-    """Return `data` with both sources of --data.path a.jsonl --data.train.1.path b.jsonl."""
-    numbers = {int(key.split(".")[2]) for key in given if re.match(rf"data\.{split}\.[1-9]", key)}
-    if not numbers or not getattr(data, path):
+    """Return `data` with all sources of --data.path a.jsonl --data.train.1.path b.jsonl.
+
+    Settings of the first one that --data.path alone leaves out (--data.train.0.options) are kept if given.
+    """
+    keys = [key.split(".")[2:] for key in given if re.match(rf"data\.{split}\.\d+\.", key)]
+    if not keys or not getattr(data, path):
         return data
-    more = (getattr(data, split)[number] for number in sorted(numbers))
-    return dataclasses.replace(data, **{split: (*data.sources(split), *more), path: ""})
+    sources, (named,) = getattr(data, split), data.sources(split)
+    settings = {name: getattr(sources[0], name) for index, name in keys if index == "0" and name != "path"}
+    first = dataclasses.replace(named, **settings)
+    more = [sources[index] for index in sorted({int(index) for index, _ in keys} - {0})]
+    if not more and first == named:
+        return data
+    return dataclasses.replace(data, **{split: (first, *more), path: ""})
 
 
-def as_words(value: Any) -> list[str]:
-    """Return a Python value as the words of the command line: (0.5, 1) -> ["0.5", "1"]."""
+def as_words(value: Any) -> list[str] | None:
+    """Return a Python value as the words of the command line: (0.5, 1) -> ["0.5", "1"]; None stays None."""
+    if value is None:
+        return None
     return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 
@@ -296,7 +320,27 @@ def load_recipe(path: Path) -> TrainConfig:
         raise ConfigError(
             f"--config: {path}: {what}; a recipe defines get_config() and returns a TrainConfig."
         )
-    return config
+    check_algo(config.algo, f"--config: {path}: ")
+    return plain_values(config)
+
+
+def check_algo(algo: Any, where: str = "") -> None:
+    """Refuse what is no Config of an algorithm: its module or name, or a Config that is not called.
+
+    Args:
+        where: beginning of the message.
+
+    Raises:
+        ConfigError: says what to write.
+    """
+    if isinstance(algo, algos.AlgoConfig):
+        return
+    owner = getattr(algo, "__self__", algo)  # of the method grpo.Config
+    name = str(getattr(owner, "name", owner))
+    given = name if isinstance(owner, algos.Algorithm) else short_repr(algo)
+    method = "" if owner is algo else ".Config"
+    name = name if name in algos.ALGOS else "grpo"
+    raise ConfigError(f"{where}algo is {given}{method}, not its settings: write algo={name}.Config().")
 
 
 def list_text() -> str:

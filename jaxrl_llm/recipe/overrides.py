@@ -15,6 +15,7 @@ from jaxrl_llm.importer.hints import translate
 from jaxrl_llm.recipe.keys import (
     ConfigField,
     add_missing,
+    has_type,
     inner_key,
     iter_fields,
     parse_value,
@@ -24,7 +25,8 @@ from jaxrl_llm.recipe.keys import (
     type_words,
 )
 
-Pair = tuple[str, list[str]]
+Pair = tuple[str, list[str] | None]
+"""Key, and the words after it; None = Python's None."""
 MIN_LIKENESS = 0.6  # of a key that is suggested: "gguf_file" and "profile" have 0.5
 
 
@@ -72,7 +74,8 @@ def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig
         except ValueError as error:  # a part's own check
             raise ConfigError(f"--{key}: {str(error).rstrip('.')}.") from None
         if key in set_keys:
-            notes.append(f"--{key} is given more than once; the last counts: {shorten(' '.join(words))}")
+            last = shorten("None" if words is None else " ".join(words))
+            notes.append(f"--{key} is given more than once; the last counts: {last}")
         set_keys.add(key)
     if "model.path" in set_keys and config.model.path and "model.tokenizer" not in set_keys:
         config, note = _own_tokenizer(config, before.model.path)
@@ -80,12 +83,17 @@ def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig
     return config, notes
 
 
-def parse_words(key: str, hint: typing.Any, words: list[str]) -> typing.Any:
-    """Return the words after --key as a value of type `hint`.
+def parse_words(key: str, hint: typing.Any, words: list[str] | None) -> typing.Any:
+    """Return the words after --key as a value of type `hint`; None is Python's None.
 
     Raises:
         ConfigError: they are not one.
     """
+    if words is None:
+        if has_type(None, hint):
+            return None
+        fix = "Leave the key out for the recipe's value."
+        raise ConfigError(f"--{key} is None: expected {type_words(hint)}. {fix}")
     if inner := inner_key(key, hint):
         raise ConfigError(f"--{key} has fields of its own, such as --{inner}.")
     try:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.sharding.config import AXES, MeshConfig
 
 
@@ -23,7 +24,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, f
     Raises:
         UserError: the sizes do not multiply to the number of devices; it names the flag to change and how.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = open_devices() if devices is None else devices
     for name, problem in config.problems():
         raise UserError(f"{flag}.{name} {problem}")
     sizes = config.resolved_sizes(len(devices))

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
+from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import text_of
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -28,7 +28,8 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 def chat_mesh(config: MeshConfig) -> Mesh:
     """Return the mesh over as many devices as its sizes need; over all where one of them is -1."""
     sizes = config.sizes.values()
-    return make_mesh(config, jax.devices() if -1 in sizes else jax.devices()[: math.prod(sizes)])
+    devices = open_devices()
+    return make_mesh(config, devices if -1 in sizes else devices[: math.prod(sizes)])
 
 
 class ConversationEngine(NativeEngine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -91,13 +92,26 @@ def check_devices() -> Iterator[Finding]:
     done = run_command_line([sys.executable, "-c", DEVICES])
     if isinstance(done, str) or done.returncode:
         reason = done if isinstance(done, str) else (done.stderr.strip().splitlines() or ["no message"])[-1]
-        fix = "another process may hold the devices (fuser -v /dev/accel* /dev/vfio/* /dev/nvidia*)"
-        yield Finding("devices", "fix", f"jax cannot open them ({reason}): {fix}")
+        yield Finding("devices", "fix", _unopened(reason, bool(gpus) or has_tpu()))
         return
     found = json.loads(done.stdout.splitlines()[-1])
     yield from describe_devices(found, gpus)
     if found[0]["platform"] == "cpu":
         yield from check_huge_pages()
+
+
+def _unopened(reason: str, present: bool) -> str:
+    """Return why jax has no devices, and the fix.
+
+    Args:
+        present: whether this machine has an accelerator.
+    """
+    if (platforms := os.environ.get("JAX_PLATFORMS")) and not present:
+        from jaxrl_llm.host.devices import no_devices  # imports jax
+
+        return no_devices(platforms, reason)
+    fix = "another process may hold the devices (fuser -v /dev/accel* /dev/vfio/* /dev/nvidia*)"
+    return f"jax cannot open them ({reason}): {fix}"
 
 
 def describe_devices(devices: list[dict], gpus: list[tuple[str, str, int]]) -> Iterator[Finding]:

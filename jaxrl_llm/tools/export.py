@@ -51,10 +51,12 @@ def main(argv: list[str]) -> int:
     from jaxrl_llm.build.push import model_card  # these import jax: --help and bad flags end before
     from jaxrl_llm.checkpoint.params import restore_params
     from jaxrl_llm.hf.export import check_export_folder, save_model
+    from jaxrl_llm.host.devices import open_devices
     from jaxrl_llm.models.lora import base_config
     from jaxrl_llm.models.params import with_heads
     from jaxrl_llm.tools.models import exported_config, run_tokenizer, with_base
 
+    open_devices()
     check_export_folder(args.out)
     if not args.overwrite and args.out.exists() and any(args.out.iterdir()):
         raise UserError(f"--out {args.out}: exists. Set another --out, or --overwrite True.")

@@ -16,6 +16,7 @@ from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import RESPONSE_KEYS, Example, RowError, check_row, check_text, first_column
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import check_kernels_setting
@@ -49,6 +50,7 @@ def write_scores(args: ScoreArguments, reward: RewardConfig) -> None:
     check_kernels_setting()
     rows = RawRows(args.data)
     with contextlib.ExitStack() as closing:
+        open_devices()
         if args.model:
             model = open_model(args.model, args)
             score, args = logprob_scores(args, model, rows), replace(args, step=model.step)

@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from refusals import refusal
 
@@ -109,6 +111,57 @@ def test_a_broken_recipe_is_blamed_with_its_line(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text, errors="surrogateescape")
     assert refusal(load.load_recipe, path).startswith(f"--config: {path}{message}")
+
+
+@pytest.mark.parametrize(
+    ("algo", "problem"),
+    [
+        ("grpo", "grpo, not its settings: write algo=grpo.Config()."),
+        ("grpo.Config", "grpo.Config, not its settings: write algo=grpo.Config()."),
+        ("'rloo'", "'rloo', not its settings: write algo=rloo.Config()."),
+        ("None", "None, not its settings: write algo=grpo.Config()."),
+    ],
+)
+def test_an_algorithm_in_place_of_its_settings(tmp_path, algo, problem):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from jaxrl_llm.algos import grpo\nfrom jaxrl_llm.config import TrainConfig\n"
+        f"def get_config():\n    return TrainConfig(algo={algo})\n"
+    )
+    assert refusal(load.load_recipe, path) == f"--config: {path}: algo is {problem}"
+
+
+def test_settings_of_python_are_checked_as_a_recipe_is(config):
+    (path,) = (path for path in load.packaged_recipes() if path.name == "grpo_tiny.py")
+    run_dir = {"run_dir": config.run_dir}
+    assert load.with_settings(path, run_dir).config == load.with_settings("grpo_tiny", run_dir).config
+    problem = "algo is grpo, not its settings: write algo=grpo.Config()."
+    assert refusal(load.with_settings, config, {"algo": algos.grpo}) == problem
+    assert refusal(load.with_settings, replace(config, algo=algos.grpo), {}) == problem
+
+
+def test_lists_and_numbers_of_numpy_in_a_recipe_are_those_of_python(config):
+    shaping = (("format", 0.5),)
+    expected = replace(config, steps=100, reward=replace(config.reward, shaping=shaping))
+    given = replace(
+        config,
+        steps=np.int64(100),
+        reward=replace(config.reward, shaping=[["format", np.float32(0.5)]]),
+        data=replace(config.data, train=list(config.data.train)),
+    )
+    checked = load.with_settings(given, {}).config
+    assert checked == expected and type(checked.steps) is int and hash(checked) == hash(expected)
+    assert dump(checked) == dump(expected)
+
+
+def test_none_is_none_or_no_value(config):
+    for key, kind in {"run_dir": "text", "reward.name": "text", "steps": "a whole number"}.items():
+        assert refusal(load.with_settings, config, {key: None}) == (
+            f"--{key} is None: expected {kind}. Leave the key out for the recipe's value."
+        )
+    changed = load.with_settings(config, {"score.tokens_per_device": 64}).config
+    assert load.with_settings(changed, {"score.tokens_per_device": None}).config == config
+    assert load.with_settings(config, {"critic.mesh": None}).config == config
 
 
 def test_a_broken_file_that_a_recipe_imports_is_named(tmp_path, monkeypatch):
@@ -238,6 +291,41 @@ def test_an_evaluation_of_the_recipes_data_beside_ones_own_is_noted(tmp_path, ca
     for more in ("--data.holdout=9", "--data.eval_path=a.json", "--data.eval.0.split=test", "--eval.every=0"):
         assert notes("grpo_smollm2.py", *mine, more) == ""
     assert notes("grpo_tiny.py", *mine) == notes("grpo_tiny.py", "--data.path", "task:arithmetic") == ""
+
+
+def test_options_that_are_given_with_a_path_are_those_of_its_source(tmp_path):
+    def sources(*argv, split="train"):
+        line = ["--config", "grpo_tiny.py", "--run_dir", str(tmp_path), *argv]
+        return from_command_line(line).config.data.sources(split)
+
+    sums, options = ("--data.path", "task:arithmetic"), '{"digits": 1, "terms": 2}'
+    assert [own.options for own in sources(*sums)] == [""]  # not the recipe's
+    for key in ("data.train.0.options", "data.options"):
+        (source,) = sources(*sums, f"--{key}", options, "--data.train.0.distinct", "True")
+        assert (source.path, source.options, source.distinct) == ("task:arithmetic", options, True)
+    (held_out,) = sources(*sums, "--data.train.0.options", options, split="eval")
+    assert (held_out.options, held_out.split) == (options, "test")
+    more = ("--data.train.0.options", options, "--data.train.1.path", "b.jsonl")
+    assert [(own.path, own.options) for own in sources(*sums, *more)] == [
+        ("task:arithmetic", options),
+        ("b.jsonl", ""),
+    ]
+    (held_out,) = sources("--data.eval_path=my.jsonl", "--data.eval.0.prompt_key=question", split="eval")
+    assert (held_out.path, held_out.prompt_key, held_out.split) == ("my.jsonl", "question", "test")
+    message = refusal(sources, "--data.path", "my.jsonl", "--data.train.0.options", options)
+    assert message.endswith("only task: and gym: sources have options.")
+
+    settings = {"data.path": "task:arithmetic", "data.train.0.options": options, "run_dir": str(tmp_path)}
+    assert load.with_settings("grpo_tiny.py", settings).config.data.sources("train")[0].options == options
+
+
+def test_a_run_directory_below_the_home_is_one_path_for_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    expected = str(tmp_path / "runs/a")
+    assert from_command_line(["--config", "grpo_tiny.py", "--run_dir=~/runs/a"]).config.run_dir == expected
+    assert load.with_settings("grpo_tiny.py", {"run_dir": "~/runs/a"}).config.run_dir == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_an_installation_without_recipes_says_so(tmp_path, monkeypatch):

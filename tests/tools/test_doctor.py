@@ -302,6 +302,15 @@ def test_drivers(monkeypatch, plugin, driver, status, text):
         assert "jax cannot open them (no answer within 120 s)" in findings[-1].text
 
 
+def test_a_platform_that_this_machine_lacks(monkeypatch):
+    monkeypatch.setattr(devices, "nvidia_gpus", list)
+    monkeypatch.setattr(devices, "has_tpu", lambda: False)
+    monkeypatch.setenv("JAX_PLATFORMS", "abacus")  # of the process that opens the devices
+    (finding,) = devices.check_devices()
+    assert finding.status == "fix"
+    assert finding.text.startswith("JAX_PLATFORMS=abacus: jax finds no such device (Unable to initialize ")
+
+
 def test_an_accelerator_that_jax_does_not_see():
     cpu = [{"platform": "cpu", "kind": "cpu", "memory": 0}]
     (finding,) = devices.describe_devices(cpu, [("NVIDIA L4", "580.1", 0)])
