@@ -171,7 +171,9 @@ def test_too_many_failures_stop_the_run_with_the_reasons(write):
     config = RewardConfig(name=write(FAULTS), retries=0, max_failed_fraction=0.5)
     with RewardPool(config) as pool:
         pool.score(samples("raise", "raise", "ok", "ok"))
-        with pytest.raises(RewardFailureError, match=r"(?s)3 of 4 samples.*2 x RuntimeError.*1 x ValueError"):
+        with pytest.raises(
+            RewardFailureError, match=r"(?s)3 of 4 samples.*2 x RuntimeError.*1 x InvalidScoreError"
+        ):
             pool.score(samples("raise", "raise", "nan", "ok"))
         assert pool.metrics["reward/failed_fraction"] == 0.75
         assert pool.score(samples("ok"))[0].score == 1.0
