@@ -7,8 +7,10 @@ prompts can also be read by position, for steps that use a varying number of the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -193,6 +195,19 @@ class Loader:
         if warning := plain_text_warning(self._tokenizer, fitting, self._config.chat):
             log.warning("%s", warning)
         return fitting
+
+    def spread_rows(self, count: int) -> list[Example]:
+        """Return `count` rows of each source, or all of fewer: evenly spread, the first of each source first.
+
+        They are read only, not tried: some may be too long.
+        """
+        spread = (_spread(len(source), count) for source in self._sources)
+        rows = []
+        for of_sources in itertools.zip_longest(*spread):
+            for k, row in enumerate(of_sources):
+                with contextlib.suppress(RowError):
+                    rows += [] if row is None else [self._read((k, row))]
+        return rows
 
     def stats(self) -> dict[str, int]:
         """Return counts of rows: good ones, bad_rows (skipped) and overlong.

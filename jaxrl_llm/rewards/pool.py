@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.rewards.builtin import COMPARING, REWARDS
+from jaxrl_llm.rewards.builtin import COMPARING, REWARDS, answer_texts
 from jaxrl_llm.rewards.config import MAX_CHUNK, URL, RewardConfig
 from jaxrl_llm.rewards.environment import check_trial, explain_failure, mask_kept, warn_of_keys
 from jaxrl_llm.rewards.load import PICKLED, pickle_function, resolve_reward
@@ -144,7 +144,7 @@ class RewardPool:
 
     def can_score(self, row: RewardSample) -> bool:
         """Return whether responses to a row can be scored: most built-in rewards compare with its answer."""
-        if self._only_name == "none" or row.answer is not None:
+        if self._only_name == "none" or answer_texts(row.answer):
             return self._only_name != "none"
         try:
             return self._name(row) not in COMPARING

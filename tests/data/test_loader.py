@@ -261,6 +261,13 @@ def test_one_row_of_each_source_is_tried_as_the_algorithm_reads_it(tmp_path, sev
     assert loader(seven, split="eval").check_first_rows() == []
 
 
+def test_spread_rows_are_of_all_sources_and_of_all_parts_of_each(tmp_path, seven):
+    """Of seven rows 3 are i * 7 // 3 = 0, 2, 4; a source of one row gives that one."""
+    one = write(tmp_path / "one.jsonl", "z")
+    drawn = loader(train=(SourceConfig(path=seven), SourceConfig(path=one)))
+    assert [row.text for row in drawn.spread_rows(3)] == ["a", "z", "c", "e"]
+
+
 def test_a_template_that_refuses_everything_is_found_before_the_run(tmp_path, seven):
     (tmp_path / "t.jinja").write_text("{{ raise_exception('not mine') }}")
     chat = ChatConfig(render="chat", chat_template=str(tmp_path / "t.jinja"))
