@@ -25,7 +25,7 @@ from jaxrl_llm.ranges import problems
 from jaxrl_llm.rewards.builtin import COMPARING, REWARDS, answer_texts
 from jaxrl_llm.rewards.config import MAX_CHUNK, URL, RewardConfig
 from jaxrl_llm.rewards.environment import check_trial, explain_failure, mask_kept, warn_of_keys
-from jaxrl_llm.rewards.load import PICKLED, pickle_function, resolve_reward
+from jaxrl_llm.rewards.load import pickle_function, pickled_name, resolve_reward
 from jaxrl_llm.rewards.messages import (
     Broken,
     ExpectedReply,
@@ -104,6 +104,7 @@ class RewardPool:
         self.config = config
         self.metrics: dict[str, float] = {}
         self._setup = Setup(config, b"" if function is None else pickle_function(function))
+        self._only_name = config.name if function is None else pickled_name(function)  # "auto": of each row
         self._log = log
         self._logged = 0
         self._workers: list[Worker] = []
@@ -190,11 +191,6 @@ class RewardPool:
             while self._dying:
                 self._reap()
                 time.sleep(0.002)
-
-    @property
-    def _only_name(self) -> str:
-        """Return the name of the reward of every row for workers; "auto" if it depends on the row."""
-        return PICKLED if self._setup.function else self.config.name
 
     def _name(self, sample: RewardSample) -> str:
         return resolve_reward(self._only_name, sample.source, sample.columns)

@@ -168,3 +168,14 @@ def test_a_function_that_cannot_be_sent_is_refused_with_the_fix():
         RewardPool(RewardConfig(), function=3)
     with pytest.raises(RewardLoadError, match=re.escape("no convention has parameters (a, b)")):
         check_reward(RewardConfig(), function=lambda a, b: 1.0)
+
+
+def test_a_function_that_fails_is_named_with_its_file_and_line(tmp_path):
+    """Two cells of a notebook, each a file of its own: the helper's line 3 raises."""
+    main = types.ModuleType("__main__")
+    for name, text in (("a", "\n\ndef helper(s): return s.respons"), ("b", "def mine(s): return helper(s)")):
+        exec(compile(text, tmp_path / f"{name}.py", "exec"), vars(main))
+    with pytest.raises(RewardLoadError, match=r"(?s)reward function mine fails .*'respons' .*/a\.py:3\)"):
+        check_reward(RewardConfig(), ROWS, main.mine)
+    with pytest.raises(RewardLoadError, match=r"reward function <lambda> fails .*test_check\.py:\d+\)"):
+        check_reward(RewardConfig(), ROWS, lambda sample: sample.respons)
