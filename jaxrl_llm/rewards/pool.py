@@ -326,6 +326,7 @@ class RewardPool:
     def _fail(self, round_: Round, chunk: Chunk, reason: str, error: str = "", offset: int = 0) -> None:
         """Fail a sample at work. A list that failed is taken apart first, to find the sample at fault."""
         if chunk.batched and len(chunk.indices) > 1:
+            self._warn.of_list(error, reason)
             self._take_apart(round_, chunk, len(chunk.indices))
         else:
             self._settle(round_, chunk, RewardResult(math.nan, Outcome.FAILED, reason, error=error), offset)

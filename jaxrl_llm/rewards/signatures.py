@@ -56,6 +56,7 @@ class AdaptedReward:
     """A reward function in the one form that workers call; an async function's scores are awaited."""
 
     call: Callable[[list[RewardSample]], list[Any] | Awaitable[list[Any]]]
+    name: str = ""  # in messages
     batched: bool = False  # takes all samples at once
     bools: bool = False  # True and False are scores
     abstains: bool = False  # None = it abstains

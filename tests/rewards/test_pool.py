@@ -206,6 +206,19 @@ def test_a_list_that_fails_is_taken_apart(write, fault, reason):
         assert reason in results[2].reason
 
 
+def test_lists_of_the_wrong_length_are_warned_of_once(caplog):
+    """The first of four scores is taken for each of them alone: a reward that is right by luck, or wrong."""
+
+    def mean_only(completions, **columns):
+        return [float(len(completions))]
+
+    with RewardPool(RewardConfig(workers=1), function=mean_only) as pool:
+        for _ in range(2):
+            assert [r.score for r in pool.score(samples("a", "b", "c", "d"))] == [1.0] * 4
+    (warning,) = caplog.messages
+    assert "function mean_only returned 1 scores for 4 samples" in warning and "one by one" in warning
+
+
 def test_an_abstention_is_masked_but_no_failure(write):
     with RewardPool(RewardConfig(name=write(BATCHED) + ":f", max_failed_fraction=0.0)) as pool:
         results = pool.score(samples("a", "abstain"))
