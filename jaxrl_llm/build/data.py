@@ -119,8 +119,8 @@ def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Exam
     kind = "prompts" if algorithm.on_rollouts else algorithm.data
     kinds = {"train": kind, "warm_start": "tokens"}
     rows = {name: loaders[name].check_first_rows(kinds[name]) for name in kinds if name in loaders}
-    if "eval" in loaders:
-        check_held_out_rows(loaders["eval"], kind)
+    held_out = check_held_out_rows(loaders["eval"], kind) if "eval" in loaders else []
+    loaders["train"].warn_of_plain_text([row for of in (*rows.values(), held_out) for row in of])
     on_first(lambda: check_env(config.env, rows["train"]))
     return rows["train"]
 
@@ -145,18 +145,20 @@ def check_answers(rows: Sequence[Example], can_score: Callable[[RewardSample], b
     log.warning("%s", problem)
 
 
-def check_held_out_rows(held_out: Loader, kind: RowKind) -> None:
-    """Try rows of each held-out source: those that the algorithm learns from, or else prompts to answer.
+def check_held_out_rows(held_out: Loader, kind: RowKind) -> list[Example]:
+    """Return a row of each held-out source: one that the algorithm learns from, or else a prompt to answer.
 
     Raises:
         UserError: no row of a source is either, with the reason for the first.
     """
+    rows = []
     for i in range(held_out.num_sources):
         source = held_out.of_sources([i])
         try:
-            source.check_first_rows(kind)
+            rows += source.check_first_rows(kind)
         except UserError as error:
             try:
-                source.check_first_rows("prompts")
+                rows += source.check_first_rows("prompts")
             except UserError:
                 raise error from None
+    return rows

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import tyro
 
+from jaxrl_llm.build.data import try_first_rows
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data import template
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
@@ -292,12 +294,19 @@ def test_a_template_that_never_ends_stops_a_run_that_skips_bad_rows(tmp_path, se
     process.close()
 
 
-def test_plain_text_for_a_chat_model_is_said(seven, caplog):
-    assert loader(seven).check_first_rows() and "seven.jsonl:1: the prompt is plain text" in caplog.text
-    caplog.clear()
-    loader(seven, chat=PLAIN).check_first_rows()
-    loader("task:arithmetic").check_first_rows()
-    assert not caplog.text
+def test_plain_text_for_a_chat_model_is_said_once(seven, caplog):
+    """Training and held-out rows are both plain text."""
+
+    def try_rows(path, **config):
+        caplog.clear()
+        try_first_rows(
+            TrainConfig(), {s: loader(path, eval_path=path, split=s, **config) for s in ("train", "eval")}
+        )
+        return caplog.messages
+
+    (warning,) = try_rows(seven)
+    assert "seven.jsonl:1: the prompt is plain text" in warning
+    assert try_rows(seven, chat=PLAIN) == try_rows("task:arithmetic") == []
 
 
 def test_fewer_eval_prompts_than_asked_for_are_said(tmp_path, mixed_lengths, caplog):
