@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -232,7 +233,7 @@ def write_rows(rows: Rows, folder: Path, name: str) -> Path:
     """Write rows as JSONL. Return the file: "train_1a2b3c4d5e6f.jsonl", for the name "train".
 
     Raises:
-        UserError: these are no rows, or one is not a JSON object; names the row.
+        UserError: these are no rows, or one is not a JSON object; names the row and its column.
     """
     if isinstance(rows, str | Path | Mapping):
         raise UserError(
@@ -242,11 +243,9 @@ def write_rows(rows: Rows, folder: Path, name: str) -> Path:
     lines = []
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise UserError(f"data: row {i} is {row!r:.100}: expected a dict of columns")
-        try:
-            lines.append(json.dumps(dict(row), allow_nan=False) + "\n")
-        except (TypeError, ValueError) as error:
-            raise UserError(f"data: row {i} cannot be written as JSON: {error}") from error
+            fix = '; df.to_dict("records") makes rows of a DataFrame' if hasattr(rows, "iterrows") else ""
+            raise UserError(f"data: row {i} is {row!r:.100}: expected a dict of columns{fix}")
+        lines.append(_json_line(row, f"data: row {i}"))
     if not lines:
         raise UserError("data: there are no rows")
     text = "".join(lines).encode()
@@ -256,3 +255,25 @@ def write_rows(rows: Rows, folder: Path, name: str) -> Path:
     partial.write_bytes(text)
     os.replace(partial, file)  # a run that reads it reads on
     return file
+
+
+def _json_line(row: Mapping[str, Any], where: str) -> str:
+    """Return a row as a line of JSON. Raises UserError with the column that it cannot hold."""
+    write = functools.partial(json.dumps, allow_nan=False, default=_plain_value)
+    try:
+        return write(dict(row)) + "\n"
+    except (TypeError, ValueError) as error:
+        for name, value in row.items():
+            try:
+                write({name: value})
+            except (TypeError, ValueError):
+                where += f", column {name}"
+                break
+        raise UserError(f"{where} cannot be written as JSON: {error}") from error
+
+
+def _plain_value(value: Any) -> Any:
+    """Return numbers and arrays of numpy, as tables hold them, as numbers and lists."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.api import RunResult
+from jaxrl_llm.api import RunResult, write_rows
 from jaxrl_llm.configs import grpo_tiny
 from jaxrl_llm.errors import ConfigError, UserError
 
@@ -126,7 +126,7 @@ def test_the_model_generates(result):
         (("grpo_tiny.py",), {"steps": "many"}, "--steps: expected a whole number, got 'many'"),
         (("grpo_tiny.py",), {"algo": "grppo"}, "--algo grppo: unknown algorithm"),
         (("grpo_tiny.py",), {"data": []}, "data: there are no rows"),
-        (("grpo_tiny.py",), {"data": [{"prompt": {1, 2}}]}, "data: row 0 cannot be written as JSON"),
+        (("grpo_tiny.py",), {"data": [{"prompt": {1, 2}}]}, "row 0, column prompt cannot be written as JSON"),
         (("grpo_tiny.py",), {"data": [3]}, "data: row 0 is 3: expected a dict of columns"),
         (("grpo_tiny.py",), {"data": "my.jsonl"}, "data: str given, a list of rows (dicts) expected; the"),
         (("grpo_tiny.py",), {"data": ROWS, "epochs": 2}, "--steps and --epochs are both given"),
@@ -158,6 +158,32 @@ def test_lists_and_numbers_of_numpy_are_settings_of_generate(tmp_path):
     settings = {"stop": ["\n"], "max_tokens": np.int64(4), "temperature": np.float32(0.5)}
     with pytest.raises(UserError, match="no such folder"):  # after the settings
         jaxrl_llm.generate(tmp_path / "none", ["1"], **settings)
+
+
+def test_rows_of_tables_are_written_as_rows_of_files_are(tmp_path):
+    row = {
+        "prompt": "1 + 1 =",
+        "answer": np.int64(2),
+        "level": np.float32(0.5),
+        "ids": np.arange(2),
+        "ok": np.True_,
+    }
+    (line,) = write_rows([row], tmp_path, "train").read_text().splitlines()
+    assert line == '{"prompt": "1 + 1 =", "answer": 2, "level": 0.5, "ids": [0, 1], "ok": true}'
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"prompt": ["a", "b"], "answer": [1, 2], "day": pandas.Timestamp(0)})
+    with pytest.raises(
+        UserError, match=r"row 0 is 'prompt': expected a dict .*; df.to_dict\(\"records\"\) makes"
+    ):
+        write_rows(table, tmp_path, "train")
+    with pytest.raises(
+        UserError, match=r"data: row 0, column day cannot be written as JSON: .*Timestamp is not"
+    ):
+        write_rows(table.to_dict("records"), tmp_path, "train")
+    with pytest.raises(
+        UserError, match=r"data: row 1, column answer cannot be written as JSON: .*bytes is not"
+    ):
+        write_rows([{"answer": "1"}, {"prompt": "1", "answer": b"1"}], tmp_path, "train")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -15,14 +16,16 @@ from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.holdout import HeldOutSplit, OpenSource, shared_prompts, split_sources
 from jaxrl_llm.data.loader import Loader, RowKind
-from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.rows import Example, column_names
 from jaxrl_llm.data.sources import open_sources
 from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.experience.score import reward_sample
 from jaxrl_llm.host.files import replace_json
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.checks import check_held_out
 from jaxrl_llm.recipe.fields import refuse
+from jaxrl_llm.rewards.sample import RewardSample
 
 log = logging.getLogger(__name__)
 
@@ -116,24 +119,46 @@ def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Exam
     kind = "prompts" if algorithm.on_rollouts else algorithm.data
     kinds = {"train": kind, "warm_start": "tokens"}
     rows = {name: loaders[name].check_first_rows(kinds[name]) for name in kinds if name in loaders}
-    if "eval" in loaders:
-        check_held_out_rows(loaders["eval"], kind)
+    held_out = check_held_out_rows(loaders["eval"], kind) if "eval" in loaders else []
+    loaders["train"].warn_of_plain_text([row for of in (*rows.values(), held_out) for row in of])
     on_first(lambda: check_env(config.env, rows["train"]))
     return rows["train"]
 
 
-def check_held_out_rows(held_out: Loader, kind: RowKind) -> None:
-    """Try rows of each held-out source: those that the algorithm learns from, or else prompts to answer.
+def check_answers(rows: Sequence[Example], can_score: Callable[[RewardSample], bool]) -> None:
+    """Warn of a row without the answer that its reward compares with.
+
+    Raises:
+        UserError: no row has one.
+    """
+    lacking = [row for row in rows if not can_score(reward_sample(row))]
+    if not lacking:
+        return
+    first = lacking[0]
+    problem = (
+        f"{first.where}: no answer for the reward to compare with, as in {len(lacking)} of the {len(rows)} "
+        f"rows tried: the columns are {column_names(first.columns)}. --data.train.0.answer_key COLUMN names "
+        "the one with the answer; rows that lack it are then refused, or left out with --data.bad_rows skip"
+    )
+    if len(lacking) == len(rows):
+        raise UserError(problem)
+    log.warning("%s", problem)
+
+
+def check_held_out_rows(held_out: Loader, kind: RowKind) -> list[Example]:
+    """Return a row of each held-out source: one that the algorithm learns from, or else a prompt to answer.
 
     Raises:
         UserError: no row of a source is either, with the reason for the first.
     """
+    rows = []
     for i in range(held_out.num_sources):
         source = held_out.of_sources([i])
         try:
-            source.check_first_rows(kind)
+            rows += source.check_first_rows(kind)
         except UserError as error:
             try:
-                source.check_first_rows("prompts")
+                rows += source.check_first_rows("prompts")
             except UserError:
                 raise error from None
+    return rows

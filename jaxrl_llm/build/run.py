@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.data import open_loaders, try_first_rows, with_steps
+from jaxrl_llm.build.data import check_answers, open_loaders, try_first_rows, with_steps
 from jaxrl_llm.build.engines import make_engine
 from jaxrl_llm.build.evaluation import Evaluator, make_evaluators, open_judge
 from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step
@@ -63,7 +63,7 @@ from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.recipe.dump import dump
 from jaxrl_llm.rewards.load import choose_reward
-from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.pool import CHECKED_ROWS, RewardPool
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import POLICY, REFERENCE, ROLLOUT_ENGINE, reward_role
@@ -206,7 +206,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
     engine = scorer = judge = None
     if generates:
-        rewards = open_rewards(config, rows, reward, closing)
+        rewards = open_rewards(config, loaders["train"].spread_rows(CHECKED_ROWS), reward, closing)
         judge = open_judge(config, rows, closing)
     config = with_prefixes(config, model, meshes[POLICY])
     stages = make_stages(config, model, meshes)
@@ -271,11 +271,11 @@ def check_offload(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh])
 def open_rewards(
     config: TrainConfig, rows: Sequence[Example], function: Callable | None, closing: contextlib.ExitStack
 ) -> RewardPool:
-    """Return the pool of reward workers, after it has scored the first rows.
+    """Return the pool of reward workers, after it has scored some rows.
 
     Raises:
         RewardLoadError: the reward cannot be found, imported, or called on any of the rows.
-        UserError: nothing rewards the responses that the run learns from.
+        UserError: nothing rewards the responses that the run learns from, or no row has an answer.
     """
     samples = [reward_sample(row) for row in rows]
     others = config.env.name or any(model.weight for model in config.reward.models)
@@ -289,6 +289,8 @@ def open_rewards(
         )
     log = Path(config.run_dir) / "rewards.log"
     pool = closing.enter_context(RewardPool(settings, log, function))
+    if settings.name != "none" and not config.env.name:
+        check_answers(rows, pool.can_score)
     on_first(lambda: pool.check(samples))
     return pool
 

@@ -27,6 +27,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.user_file import did_you_mean, expand_home
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # files that `datasets` writes beside the data
 SCHEMES = ("hub:", "task:", "gym:")
 MAX_LINE_BYTES = 4 * MAX_CHARACTERS  # bytes of one row of text
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -57,6 +58,8 @@ def open_rows(config: SourceConfig) -> list[RowFile]:
 
 def _no_such_path(path: Path, name: str) -> str:
     """Return the message of a source that is not there: a misspelt file, or the name of a dataset."""
+    if re.search(r"[*?\[]", path.name):
+        return f"there is no file {path}: patterns are not read. Give the folder: {path.parent}"
     if _suffix(path) in READERS:
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         return f"there is no file {path}.{did_you_mean(path.name, beside)}"
@@ -85,7 +88,7 @@ def folder_files(path: Path, config: SourceConfig) -> list[Path]:
     root = path / config.subset if config.subset else path
     hidden = lambda file: any(part.startswith(".") for part in file.relative_to(root).parts)
     files = sorted(file for file in root.rglob("*") if _suffix(file) in READERS and file.is_file())
-    files = [file for file in files if not hidden(file)]
+    files = [file for file in files if not hidden(file) and file.name not in DESCRIPTIONS]
     if not files:
         raise UserError(f"{root} holds no data file; read are {', '.join(READERS)} and saved datasets")
     labels = {file: _split_label(file.relative_to(root)) for file in files}

@@ -105,13 +105,18 @@ def choose_prompts(hashes: np.ndarray, holdout: float) -> np.ndarray:
         UserError: nothing would be held out, or nothing left to train on.
     """
     rows = len(hashes)
+    prompts, sizes = np.unique(hashes, return_counts=True)
+    if len(prompts) == 1:
+        raise UserError(
+            f"--data.holdout {holdout:g}: the files have only one prompt (rows: {rows:,}), and rows with the "
+            "same prompt stay together. Set --data.holdout 0 and --data.eval_path FILE, of other prompts."
+        )
     count = round(holdout * rows) if holdout < 1 else int(holdout)
     if count >= rows:
         raise UserError(
             f"--data.holdout {holdout:g}: the files have {rows:,} rows, of which none would be left to train "
             "on. Set it lower; 0.1 holds out a tenth."
         )
-    prompts, sizes = np.unique(hashes, return_counts=True)
     chosen, total = [], 0
     for prompt, size in zip(prompts, sizes, strict=True):
         if total + size <= count:

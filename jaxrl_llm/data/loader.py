@@ -7,8 +7,10 @@ prompts can also be read by position, for steps that use a varying number of the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -168,7 +170,7 @@ class Loader:
         """Try rows of each source, as training will read them, until one fits; return these rows.
 
         Cheap enough to be called before models are loaded: one row of each source is rendered and tokenized
-        where the first one fits, `MAX_ROWS_CHECKED` where none does. Warns of plain text for a chat model.
+        where the first one fits, `MAX_ROWS_CHECKED` where none does.
 
         Raises:
           UserError: a source has no row that fits, with the reason and the fix; or a row that
@@ -190,9 +192,25 @@ class Loader:
             if tried is None:
                 raise self._nothing_fits(k, reasons, kind)
             fitting.append(tried[0])
-        if warning := plain_text_warning(self._tokenizer, fitting, self._config.chat):
-            log.warning("%s", warning)
         return fitting
+
+    def warn_of_plain_text(self, rows: Sequence[Example]) -> None:
+        """Warn of the first of these rows whose prompt is plain text, where the model is a chat model."""
+        if warning := plain_text_warning(self._tokenizer, rows, self._config.chat):
+            log.warning("%s", warning)
+
+    def spread_rows(self, count: int) -> list[Example]:
+        """Return `count` rows of each source, or all of fewer: evenly spread, the first of each source first.
+
+        They are read only, not tried: some may be too long.
+        """
+        spread = (_spread(len(source), count) for source in self._sources)
+        rows = []
+        for of_sources in itertools.zip_longest(*spread):
+            for k, row in enumerate(of_sources):
+                with contextlib.suppress(RowError):
+                    rows += [] if row is None else [self._read((k, row))]
+        return rows
 
     def stats(self) -> dict[str, int]:
         """Return counts of rows: good ones, bad_rows (skipped) and overlong.

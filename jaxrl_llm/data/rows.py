@@ -111,7 +111,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
     Raises:
       RowError: unknown shape, wrong type, empty prompt, NUL character or lone surrogate.
     """
-    present = {key: value for key, value in row.items() if not _is_null(value)}
+    present = {key: None if _is_null(value) else value for key, value in row.items()}
     key, prompt = _prompt(present, where, config)
     messages, text = _chat_or_text(key, prompt, present, where, config)
     answer, worked = _answer(present, where, config)
@@ -124,7 +124,8 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         template_columns(row, where)
     if text is not None and key == "text" and not config.prompt_key:
         text, response = "", text
-    source = present.get("data_source", "")
+    source = first_column(present, ("data_source",))
+    source = "" if source is None else source
     check_text(source, f"{where}: data_source")
     return Example(
         messages=messages,
@@ -227,8 +228,10 @@ def role_of(message: dict) -> str:
 
 
 def column_names(row: dict) -> str:
-    """Return the names of a row's columns, for messages."""
-    return ", ".join(sorted(map(str, row)))
+    """Return the names of a row's columns, for messages; null ones are marked."""
+    return ", ".join(
+        sorted(f"{name} (null)" if _is_null(value) else str(name) for name, value in row.items())
+    )
 
 
 def type_name(value: Any) -> str:

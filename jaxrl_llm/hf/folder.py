@@ -18,6 +18,7 @@ from jaxrl_llm.models import TransformerConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LFS_POINTER = b"version https://git-lfs"
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Types of weights that are read, in the spelling of safetensors, and their bytes an element."""
 
@@ -209,10 +210,20 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
             return {n: StoredTensor(file, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
     except (SafetensorError, OSError) as error:
+        if is_lfs_pointer(file):
+            raise UserError(
+                f"{file}: a pointer of git-lfs, not the weights. Run: git -C {file.parent} lfs pull"
+            ) from error
         raise UserError(
             f"{file}: truncated or damaged ({error}); its {file.stat().st_size:,} bytes are not what its "
             "header says. Copy or download it again."
         ) from error
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Return whether a file is what git checks out without git-lfs, in place of a large one."""
+    with file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def shorten_names(names: list[str]) -> str:

@@ -169,11 +169,16 @@ def accepted_answers(answer: Any) -> list[str]:
     Raises:
         UserError: the row has none.
     """
-    listed = list(answer) if isinstance(answer, list | tuple) else [answer]
-    texts = [str(item) for item in listed if item is not None and str(item).strip()]
+    texts = answer_texts(answer)
     if not texts:
         raise UserError("the row has no answer to compare with")
     return texts
+
+
+def answer_texts(answer: Any) -> list[str]:
+    """Return the answers of a row as text, without empty ones."""
+    listed = list(answer) if isinstance(answer, list | tuple) else [answer]
+    return [str(item) for item in listed if item is not None and str(item).strip()]
 
 
 def same_answer(given: str, answer: str) -> bool:

@@ -25,7 +25,7 @@ VARIABLE = re.compile(r"\b[A-Z][A-Z0-9_]{2,}\b")
 MIN_SECRET = 8  # characters; what is shorter may be an ordinary word
 log = logging.getLogger(__name__)
 CERTAIN = {"NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
-CERTAIN |= {"IndentationError", "UserError", "ServiceError", "InvalidScoreError"}
+CERTAIN |= {"IndentationError", "UserError", "ServiceError", "InvalidScoreError", "SystemExit"}
 OF_SAMPLE = f"'{RewardSample.__name__}' object"
 """Text of errors about the sample itself, which has the same fields whatever the response: sample.respons,
 sample["response"]."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import io
 import pickle
+from collections import ChainMap
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 from jaxrl_llm.errors import UserError
@@ -39,8 +42,8 @@ SOURCES = {  # for "auto": the first key that the name of the data source contai
     "amc": "math",
     "deepscaler": "math",
 }
-PICKLED = "<function>"
-"""The name, in requests to workers, of a Python function that was given instead of a name."""
+PICKLED = "function "
+"""Begins the name, in requests to workers, of a Python function that was given instead of a name."""
 MAX_PICKLE = 64 << 20  # bytes: each worker gets a copy
 
 
@@ -85,13 +88,13 @@ def choose_reward(config: RewardConfig, rows: Sequence[RewardSample], required: 
 
 
 def load_reward(name: str, config: RewardConfig, function: bytes = b"") -> AdaptedReward:
-    """Return the AdaptedReward of a built-in, a service, the user's file, or of `function` (for PICKLED).
+    """Return the AdaptedReward of a built-in, a service, the user's file, or of `function` (`pickled_name`).
 
     Raises:
         RewardLoadError: it cannot be loaded; names file, line and fix.
     """
-    if name == PICKLED:
-        return adapt(_unpickle(function), "function", config)
+    if function and name.startswith(PICKLED):
+        return adapt(_unpickle(function), name, config)
     if name.startswith(URL):
         return service_reward(name, config)
     if name not in REWARDS:
@@ -105,15 +108,18 @@ def load_reward(name: str, config: RewardConfig, function: bytes = b"") -> Adapt
     return adapt(REWARDS[name], name, config)
 
 
+def pickled_name(function: Callable[..., Any]) -> str:
+    """Return the name of a Python function in requests to workers and in messages: "function my_reward"."""
+    return PICKLED + getattr(function, "__name__", type(function).__name__)
+
+
 def pickle_function(function: Callable[..., Any]) -> bytes:
     """Return a Python function, such as one defined in a notebook, as bytes for our own workers.
 
     Raises:
         RewardLoadError: it cannot be pickled, or is too large; gives the reason and the fix.
     """
-    import cloudpickle  # by value, also what is defined in __main__; loading needs pickle alone
-
-    name = getattr(function, "__name__", type(function).__name__)
+    name = pickled_name(function)
     if not callable(function):
         raise RewardLoadError(f"the reward must be a function, not {type(function).__name__}")
     fix = (
@@ -121,18 +127,35 @@ def pickle_function(function: Callable[..., Any]) -> bytes:
         "or put it into a file and set reward.name to file.py:function."
     )
     try:
-        data = cloudpickle.dumps(function)
+        data = _pickle_with_files(function)
     except Exception as error:  # any error of the objects that it refers to
         problem = f"{type(error).__name__}: {error}"
         raise RewardLoadError(
-            f"the reward function {name} cannot be sent to reward workers: {problem}. {fix}"
+            f"the reward {name} cannot be sent to reward workers: {problem}. {fix}"
         ) from error
     if len(data) > MAX_PICKLE:
         raise RewardLoadError(
-            f"the reward function {name} carries {len(data) >> 20} MiB with it, more than the "
+            f"the reward {name} carries {len(data) >> 20} MiB with it, more than the "
             f"{MAX_PICKLE >> 20} that are sent to each reward worker. {fix}"
         )
     return data
+
+
+def _pickle_with_files(function: Callable[..., Any]) -> bytes:
+    """Return a function by value, also one of __main__, whose errors name its file."""
+    import cloudpickle  # loading needs pickle alone
+
+    reduce = cloudpickle.Pickler.dispatch_table[CodeType]
+
+    def reduce_code(code: CodeType) -> tuple[Any, ...]:
+        """Put back the file, in place of which cloudpickle writes "<dynamic-code>"."""
+        make, parts = reduce(code)
+        return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
+
+    table = ChainMap({CodeType: reduce_code}, cloudpickle.Pickler.dispatch_table)
+    pickler, data = type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table}), io.BytesIO()
+    pickler(data).dump(function)
+    return data.getvalue()
 
 
 def _unpickle(data: bytes) -> Callable[..., Any]:

@@ -22,10 +22,10 @@ from typing import Any
 
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.rewards.builtin import COMPARING, REWARDS
+from jaxrl_llm.rewards.builtin import COMPARING, REWARDS, answer_texts
 from jaxrl_llm.rewards.config import MAX_CHUNK, URL, RewardConfig
 from jaxrl_llm.rewards.environment import check_trial, explain_failure, mask_kept, warn_of_keys
-from jaxrl_llm.rewards.load import PICKLED, pickle_function, resolve_reward
+from jaxrl_llm.rewards.load import pickle_function, pickled_name, resolve_reward
 from jaxrl_llm.rewards.messages import (
     Broken,
     ExpectedReply,
@@ -104,6 +104,7 @@ class RewardPool:
         self.config = config
         self.metrics: dict[str, float] = {}
         self._setup = Setup(config, b"" if function is None else pickle_function(function))
+        self._only_name = config.name if function is None else pickled_name(function)  # "auto": of each row
         self._log = log
         self._logged = 0
         self._workers: list[Worker] = []
@@ -144,7 +145,7 @@ class RewardPool:
 
     def can_score(self, row: RewardSample) -> bool:
         """Return whether responses to a row can be scored: most built-in rewards compare with its answer."""
-        if self._only_name == "none" or row.answer is not None:
+        if self._only_name == "none" or answer_texts(row.answer):
             return self._only_name != "none"
         try:
             return self._name(row) not in COMPARING
@@ -190,11 +191,6 @@ class RewardPool:
             while self._dying:
                 self._reap()
                 time.sleep(0.002)
-
-    @property
-    def _only_name(self) -> str:
-        """Return the name of the reward of every row for workers; "auto" if it depends on the row."""
-        return PICKLED if self._setup.function else self.config.name
 
     def _name(self, sample: RewardSample) -> str:
         return resolve_reward(self._only_name, sample.source, sample.columns)
@@ -330,6 +326,7 @@ class RewardPool:
     def _fail(self, round_: Round, chunk: Chunk, reason: str, error: str = "", offset: int = 0) -> None:
         """Fail a sample at work. A list that failed is taken apart first, to find the sample at fault."""
         if chunk.batched and len(chunk.indices) > 1:
+            self._warn.of_list(error, reason)
             self._take_apart(round_, chunk, len(chunk.indices))
         else:
             self._settle(round_, chunk, RewardResult(math.nan, Outcome.FAILED, reason, error=error), offset)

@@ -110,6 +110,13 @@ class FailureWarning:
 
     def __init__(self, zero: bool):
         self.effect, self.failed, self.due = "score 0" if zero else "do not count", 0, 1
+        self.warned_of_list = False
+
+    def of_list(self, error: str, reason: str) -> None:
+        """Warn once of a reward whose list of scores is none for the list of samples that it got."""
+        if error == "InvalidScoreError" and not self.warned_of_list:
+            self.warned_of_list = True
+            log.warning("a list of samples is scored one by one, which hides a mistake: %s", reason)
 
     def __call__(self, results: Sequence[RewardResult]) -> None:
         """Count the failures of a batch, and warn if it is time."""

@@ -56,6 +56,7 @@ class AdaptedReward:
     """A reward function in the one form that workers call; an async function's scores are awaited."""
 
     call: Callable[[list[RewardSample]], list[Any] | Awaitable[list[Any]]]
+    name: str = ""  # in messages
     batched: bool = False  # takes all samples at once
     bools: bool = False  # True and False are scores
     abstains: bool = False  # None = it abstains
@@ -106,8 +107,8 @@ def parse_score(raw: Any, reward: AdaptedReward, correct_at: float) -> Score:
     """Return score and outcome of a raw value.
 
     Raises:
-        InvalidScoreError: it is of a type that is no score.
-        ValueError: it is a number that can be none: NaN, infinite, huge; or no Outcome.
+        InvalidScoreError: it can be no score: another type, NaN, infinite or huge; or has no Outcome.
+        ValueError: the reward itself says that it failed.
     """
     if raw is None and reward.abstains:
         return Score(None, Outcome.FAILED)
@@ -118,10 +119,15 @@ def parse_score(raw: Any, reward: AdaptedReward, correct_at: float) -> Score:
             return Score(value, Outcome.CORRECT if judged else Outcome.WRONG)
         return Score(value, _outcome(value if judged is None else _number(judged, True), correct_at))
     if isinstance(raw, tuple) and len(raw) == 2:
-        value, outcome = _number(raw[0], reward.bools), Outcome(raw[1])
-        if outcome is Outcome.FAILED:
+        value = _number(raw[0], reward.bools)
+        if raw[1] not in list(Outcome):
+            raise InvalidScoreError(
+                f"returned {raw[1]!r:.80} for an Outcome; return a number, (number, Outcome), or "
+                '{"score": number, "acc": bool}'
+            )
+        if raw[1] == Outcome.FAILED:
             raise ValueError("returned Outcome.FAILED")
-        return Score(value, outcome)
+        return Score(value, Outcome(raw[1]))
     value = _number(raw, reward.bools)
     return Score(value, _outcome(value, correct_at))
 
@@ -164,9 +170,9 @@ def _number(raw: Any, bools: bool) -> float:
     if not isinstance(value, int | float):
         raise InvalidScoreError(f"returned {type(value).__name__} instead of a number")
     if not math.isfinite(value) if isinstance(value, float) else value.bit_length() > 64:
-        raise ValueError("returned " + (str(value) if isinstance(value, float) else "a huge integer"))
+        raise InvalidScoreError("returned " + (str(value) if isinstance(value, float) else "a huge integer"))
     if abs(value) > MAX_SCORE:
-        raise ValueError(f"returned {value:g}, beyond +-{MAX_SCORE:g}")
+        raise InvalidScoreError(f"returned {value:g}, beyond +-{MAX_SCORE:g}")
     return float(value)
 
 

@@ -231,9 +231,9 @@ def _results(
     started: float,
 ) -> Scored:
     """Return the results of a group from the raw scores of each reward."""
-    for raws in columns:
+    for reward, raws in zip(used, columns, strict=True):
         if len(raws) != len(group):
-            raise InvalidScoreError(f"returned {len(raws)} scores for {len(group)} samples")
+            raise InvalidScoreError(f"{reward.name} returned {len(raws)} scores for {len(group)} samples")
     seconds = (time.perf_counter() - started) / len(group)
     return Scored(tuple(_combine(raws, used, setup, seconds) for raws in zip(*columns, strict=True)))
 
@@ -259,7 +259,7 @@ def _weighted(scores: list[Score], weights: tuple[float, ...], seconds: float) -
 
 def _loaded(name: str, rewards: dict[str, AdaptedReward], setup: Setup) -> AdaptedReward:
     if name not in rewards:
-        rewards[name] = load_reward(name, setup.config, setup.function)
+        rewards[name] = replace(load_reward(name, setup.config, setup.function), name=name)
     return rewards[name]
 
 

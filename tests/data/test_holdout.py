@@ -99,6 +99,9 @@ def test_prompts_are_held_out_by_their_hashes(hashes, holdout, chosen):
             "of 4 rows no prompt can be held out; rows with the same prompt stay together, and",
         ),
         ([1, 2, 3], 0.01, "Set --data.holdout 1 or more."),
+        ([7] * 50, 0.1, "only one prompt (rows: 50), and rows with the same prompt stay together. Set"),
+        ([7] * 50, 50, "--data.holdout 50: the files have only one prompt (rows: 50)"),
+        ([7], 1, "Set --data.holdout 0 and --data.eval_path FILE"),
     ],
 )
 def test_too_few_rows_to_hold_out(hashes, holdout, message):

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import tyro
 
+from jaxrl_llm.build.data import try_first_rows
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data import template
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
@@ -261,6 +263,13 @@ def test_one_row_of_each_source_is_tried_as_the_algorithm_reads_it(tmp_path, sev
     assert loader(seven, split="eval").check_first_rows() == []
 
 
+def test_spread_rows_are_of_all_sources_and_of_all_parts_of_each(tmp_path, seven):
+    """Of seven rows 3 are i * 7 // 3 = 0, 2, 4; a source of one row gives that one."""
+    one = write(tmp_path / "one.jsonl", "z")
+    drawn = loader(train=(SourceConfig(path=seven), SourceConfig(path=one)))
+    assert [row.text for row in drawn.spread_rows(3)] == ["a", "z", "c", "e"]
+
+
 def test_a_template_that_refuses_everything_is_found_before_the_run(tmp_path, seven):
     (tmp_path / "t.jinja").write_text("{{ raise_exception('not mine') }}")
     chat = ChatConfig(render="chat", chat_template=str(tmp_path / "t.jinja"))
@@ -285,12 +294,19 @@ def test_a_template_that_never_ends_stops_a_run_that_skips_bad_rows(tmp_path, se
     process.close()
 
 
-def test_plain_text_for_a_chat_model_is_said(seven, caplog):
-    assert loader(seven).check_first_rows() and "seven.jsonl:1: the prompt is plain text" in caplog.text
-    caplog.clear()
-    loader(seven, chat=PLAIN).check_first_rows()
-    loader("task:arithmetic").check_first_rows()
-    assert not caplog.text
+def test_plain_text_for_a_chat_model_is_said_once(seven, caplog):
+    """Training and held-out rows are both plain text."""
+
+    def try_rows(path, **config):
+        caplog.clear()
+        try_first_rows(
+            TrainConfig(), {s: loader(path, eval_path=path, split=s, **config) for s in ("train", "eval")}
+        )
+        return caplog.messages
+
+    (warning,) = try_rows(seven)
+    assert "seven.jsonl:1: the prompt is plain text" in warning
+    assert try_rows(seven, chat=PLAIN) == try_rows("task:arithmetic") == []
 
 
 def test_fewer_eval_prompts_than_asked_for_are_said(tmp_path, mixed_lengths, caplog):

@@ -132,6 +132,11 @@ BAD = {
         "no prompt: the columns are gold, q, expected one of conversations, messages, prompt, question, "
         "problem, instruction, input, text; --data.train.0.prompt_key names another in training",
     ),
+    "null": (
+        {"prompt": None, "text": float("nan"), "gold": 1},
+        {},
+        "are gold, prompt (null), text (null), exp",
+    ),
     "missing key": ({"prompt": "x"}, {"prompt_key": "q"}, "columns are prompt, expected prompt_key 'q'"),
     "missing answer": ({"prompt": "x"}, {"answer_key": "gold"}, "no answer_key 'gold'"),
     "missing response": ({"prompt": "x"}, {"response_key": "out"}, "no response_key 'out'"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 
 import datasets
@@ -218,6 +219,20 @@ def test_wrong_source_names_the_fix(config, message, monkeypatch):
         pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match=message):
         open_source(SourceConfig(**config), 0)
+
+
+def test_descriptions_of_a_dataset_are_no_rows(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    for name in ("dataset_info.json", "dataset_infos.json"):
+        (tmp_path / name).write_text('{"splits": {"train": {"num_examples": 5}}}')
+    assert len(opened(tmp_path)) == len(ROWS)
+
+
+def test_a_pattern_is_answered_by_its_folder(tmp_path):
+    write_jsonl(tmp_path / "ok.jsonl", ROWS)
+    message = r"\*\.jsonl: patterns are not read\. Give the folder: "
+    with pytest.raises(ValueError, match=message + re.escape(str(tmp_path)) + "$"):
+        opened(tmp_path / "*.jsonl")
 
 
 def test_empty_folder(tmp_path):

@@ -230,6 +230,10 @@ def test_absent_damaged_and_pickled_files_are_refused(stored, tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(weights[:-1])
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: truncated or damaged"):
         load_adapter(tmp_path, config)
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9000\n"
+    (tmp_path / "adapter_model.safetensors").write_text(pointer)
+    with pytest.raises(UserError, match=rf"a pointer of git-lfs.* Run: git -C {tmp_path} lfs pull$"):
+        load_adapter(tmp_path, config)
     (tmp_path / "adapter_model.safetensors").unlink()
     (tmp_path / "adapter_model.safetensors").symlink_to(stored / "adapter_model.safetensors")
     with pytest.raises(UserError, match=r"a link out of the folder"):

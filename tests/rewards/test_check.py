@@ -50,6 +50,11 @@ def write(tmp_path):
         ("def f(completions, levels): ...", ":f", r"levels, which is no column.*Did you mean level\?"),
         ("def reward(s): return s.response == s.answer", "", "returned a bool"),
         ("def reward(s): pass", "", "returned NoneType"),
+        ("def reward(s): return float('nan')", "", "tried .4.*InvalidScoreError: returned nan"),
+        ("def reward(s): return 2e6", "", r"tried .4.*returned 2e\+06, beyond \+-1e\+06"),
+        ("def reward(s): return 0.5, {'acc': 1}", "", r"tried .4.*returned {'acc': 1} for an Outcome"),
+        ("def reward(s): return {'score': 1.0, 'acc': 'yes'}", "", "tried .4.*returned str instead"),
+        ("import sys\ndef reward(s): sys.exit(3)", "", r"tried .4.*SystemExit: 3 \(.*rewards.py:2\)"),
         ("import os\ndef reward(s): os._exit(3)", "", "exited with code 3"),
         ("def reward(s):\n    while True: pass", "", r"took longer than 0.5 s \(reward.timeout\)"),
     ],
@@ -65,7 +70,8 @@ def test_a_mistake_in_a_reward_file_is_named(write, text, name, message):
     [
         "def reward(s): return float(s.response == s.answer)",
         "import re\ndef reward(s): return float(re.search('<a>(.*)</a>', s.response).group(1) == '1')",
-        "def reward(s): return float('nan')",  # may be the response's fault
+        "def reward(s): return float('nan') if s.answer != '3' else 0.0",  # one row is scored
+        "def reward(s): return 0.0, 3",  # Outcome.FAILED: the reward says so
         "def reward(s): return 1.0 if s.answer == '3' else oops",  # one row is scored
     ],
 )
@@ -162,3 +168,14 @@ def test_a_function_that_cannot_be_sent_is_refused_with_the_fix():
         RewardPool(RewardConfig(), function=3)
     with pytest.raises(RewardLoadError, match=re.escape("no convention has parameters (a, b)")):
         check_reward(RewardConfig(), function=lambda a, b: 1.0)
+
+
+def test_a_function_that_fails_is_named_with_its_file_and_line(tmp_path):
+    """Two cells of a notebook, each a file of its own: the helper's line 3 raises."""
+    main = types.ModuleType("__main__")
+    for name, text in (("a", "\n\ndef helper(s): return s.respons"), ("b", "def mine(s): return helper(s)")):
+        exec(compile(text, tmp_path / f"{name}.py", "exec"), vars(main))
+    with pytest.raises(RewardLoadError, match=r"(?s)reward function mine fails .*'respons' .*/a\.py:3\)"):
+        check_reward(RewardConfig(), ROWS, main.mine)
+    with pytest.raises(RewardLoadError, match=r"reward function <lambda> fails .*test_check\.py:\d+\)"):
+        check_reward(RewardConfig(), ROWS, lambda sample: sample.respons)

@@ -171,7 +171,9 @@ def test_too_many_failures_stop_the_run_with_the_reasons(write):
     config = RewardConfig(name=write(FAULTS), retries=0, max_failed_fraction=0.5)
     with RewardPool(config) as pool:
         pool.score(samples("raise", "raise", "ok", "ok"))
-        with pytest.raises(RewardFailureError, match=r"(?s)3 of 4 samples.*2 x RuntimeError.*1 x ValueError"):
+        with pytest.raises(
+            RewardFailureError, match=r"(?s)3 of 4 samples.*2 x RuntimeError.*1 x InvalidScoreError"
+        ):
             pool.score(samples("raise", "raise", "nan", "ok"))
         assert pool.metrics["reward/failed_fraction"] == 0.75
         assert pool.score(samples("ok"))[0].score == 1.0
@@ -202,6 +204,19 @@ def test_a_list_that_fails_is_taken_apart(write, fault, reason):
         results = pool.score(samples("a", "b", fault, "c"))
         assert [r.score for r in results if r.valid] == [1.0] * 3
         assert reason in results[2].reason
+
+
+def test_lists_of_the_wrong_length_are_warned_of_once(caplog):
+    """The first of four scores is taken for each of them alone: a reward that is right by luck, or wrong."""
+
+    def mean_only(completions, **columns):
+        return [float(len(completions))]
+
+    with RewardPool(RewardConfig(workers=1), function=mean_only) as pool:
+        for _ in range(2):
+            assert [r.score for r in pool.score(samples("a", "b", "c", "d"))] == [1.0] * 4
+    (warning,) = caplog.messages
+    assert "function mean_only returned 1 scores for 4 samples" in warning and "one by one" in warning
 
 
 def test_an_abstention_is_masked_but_no_failure(write):

@@ -142,7 +142,8 @@ def test_an_unknown_signature_lists_the_accepted_ones():
         (1e30, "beyond"),
         (10**400, "a huge integer"),
         ({}, "returned NoneType"),
-        ((1.0, 9), "9 is not a valid Outcome"),
+        ((1.0, 9), "returned 9 for an Outcome; return a number"),
+        ((0.5, {"acc": 1}), r"returned \{'acc': 1\} for an Outcome"),
         ((1.0, Outcome.FAILED), "returned Outcome.FAILED"),
     ],
 )
