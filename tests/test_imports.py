@@ -29,7 +29,7 @@ ALLOWED: dict[str, str | None] = {
     "rewards": "ranges errors outcome user_file sharding",
     "data": "ranges errors structs user_file",
     "hf": "errors structs user_file host sharding models",
-    "checkpoint": "ranges errors structs host models",
+    "checkpoint": "ranges errors structs user_file host models",
     "bridge": "ranges errors structs models hf",
     "rollout": "ranges jaxrl_kernels errors structs sharding models bridge",
     "envs": "ranges errors structs outcome user_file data rollout",

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.advantages import PER_RESPONSE, PER_TOKEN, WHITENED, clip_and_scale
+from jaxrl_llm.algos.advantages import clip_and_scale
 from jaxrl_llm.algos.config import PolicyConfig
 from jaxrl_llm.algos.contract import Algorithm, Requirements
 from jaxrl_llm.algos.correction import mean_weight
+from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, WHITENED
 from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.algos.returns import gae, on_last_token, return_to_go, whiten
 from jaxrl_llm.structs import Rollouts

@@ -6,7 +6,8 @@ import pytest
 from golden import advantages, rollouts
 
 from jaxrl_llm.algos import grpo, reinforce, remax
-from jaxrl_llm.algos.advantages import PER_RESPONSE, clip_and_scale, group_advantages
+from jaxrl_llm.algos.advantages import clip_and_scale, group_advantages
+from jaxrl_llm.algos.estimators import PER_RESPONSE
 from jaxrl_llm.algos.returns import whiten
 from jaxrl_llm.structs import Rollouts
 

@@ -11,14 +11,9 @@ from golden import advantages, rollouts
 
 from jaxrl_llm import ranges
 from jaxrl_llm.algos import cispo, gdpo, gpg, grpo, gspo, opo, passk, reinforce, rloo
-from jaxrl_llm.algos.advantages import (
-    PER_RESPONSE,
-    PER_TOKEN,
-    best_over_second,
-    leave_one_out,
-    length_weighted,
-)
+from jaxrl_llm.algos.advantages import leave_one_out
 from jaxrl_llm.algos.config import Advantage  # fmt: skip
+from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, best_over_second, length_weighted
 from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.algos.policy_gradient import shaped_rewards
 from jaxrl_llm.errors import UserError
