@@ -17,7 +17,7 @@ class CheckpointConfig:
     keep: Count = 2
     """Newest checkpoints to keep."""
     best_metric: str = ""
-    """Also keep the best by this metric, such as eval/pass@1; "" = by none."""
+    """Also keep the best by this metric, such as eval/pass@1, of the steps that have it; "" = by none."""
     best_mode: Literal["max", "min"] = "max"
     """max = a larger best_metric is better, min = a smaller one."""
     keep_best: CountOrZero = 1

@@ -7,6 +7,7 @@ to array, so that a checkpoint does not depend on the classes of its tree.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import time
@@ -28,6 +29,7 @@ from jaxrl_llm.checkpoint.resume import check_arrays, check_resume
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.processes import agree, on_first, print_on_first
 
+HELD_OUT = "eval/"  # how names of held-out metrics begin
 _OK, _DISK_FULL, _FAILED = 0, 1, 2  # how a save ended, worst last
 
 
@@ -53,6 +55,7 @@ class Checkpointer:
         self.longest_save = 0.0
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, Future[float]] | None = None
+        self._warned: set[str] = set()
         on_first(lambda: folders.make_writable(self.folder))
 
     def save(
@@ -89,6 +92,7 @@ class Checkpointer:
         if on_first(lambda: self._exists(step)):
             return False
         self._refuse_non_finite(step, arrays)
+        self._warn_unranked(step, metrics)
         size = sum(x.nbytes for x in arrays.values()) + sum(map(len, files.values()))
         needed = int(1.05 * size) + 2**20
         free = on_first(lambda: folders.free_bytes(self.folder))
@@ -214,6 +218,22 @@ class Checkpointer:
                 f"step {step} is NOT saved: {len(bad)} of {len(checked)} arrays hold NaN or Inf ({names}); "
                 f"{self._newest()}. Lower --optim.learning_rate and run the same command again."
             )
+
+    def _warn_unranked(self, step: int, metrics: dict[str, float]) -> None:
+        """Say why a save cannot be the best, where its step has no `best_metric`; each reason once."""
+        metric = self.config.best_metric
+        if not metric or metric in metrics:
+            return
+        if metric.startswith(HELD_OUT) and not any(name.startswith(HELD_OUT) for name in metrics):
+            why = "it was not evaluated. Saves on evaluated steps are ranked, which --eval.every sets."
+        else:
+            near = difflib.get_close_matches(metric, metrics, 1)
+            why = "it has no such number; metrics.jsonl has the names."
+            why += f" Did you mean {near[0]}?" if near else ""
+        if why not in self._warned:
+            name = f"{metric} (--checkpoint.best_metric)"
+            print_on_first(f"checkpoint: step {step} is not ranked by {name}: {why}")
+        self._warned.add(why)
 
     def _finish(
         self, step: int, start: float, response: Any, shapes: dict, meta: dict, metrics: dict, files

@@ -93,6 +93,11 @@ IDLE = (
     Idle("eval.judge", "--eval.every is 0", lambda c: not c.eval.every),
     Idle("checkpoint.hf_keep", "--checkpoint.hf_every is 0", lambda c: not c.checkpoint.hf_every),
     Idle(
+        "checkpoint.best_metric",
+        "--eval.every is 0, so no step has held-out metrics",
+        lambda c: c.checkpoint.best_metric.startswith("eval/") and not c.eval.every,
+    ),
+    Idle(
         "checkpoint.keep_best checkpoint.best_mode",
         "--checkpoint.best_metric is empty",
         lambda c: not c.checkpoint.best_metric,

@@ -185,6 +185,28 @@ def test_newest_and_best_are_kept(tmp_path):
     assert rank_steps(saver.folder, "", "max") == []
 
 
+def test_saves_that_cannot_be_the_best_are_named_once(tmp_path, capsys):
+    saver = checkpointer(tmp_path / "typo", best_metric="reward/men")
+    for step in (1, 2):
+        saver.save(step, small_state(), META, {"reward/mean": 0.5, "loss": 0.1})
+    saver.close()
+    assert capsys.readouterr().err == (
+        "checkpoint: step 1 is not ranked by reward/men (--checkpoint.best_metric): it has no such number; "
+        "metrics.jsonl has the names. Did you mean reward/mean?\n"
+    )
+    saver = checkpointer(tmp_path / "held_out", best_metric="eval/pass@1")
+    for step, metrics in {2: {"eval/pass@1": 0.5}, 3: {"loss": 0.1}, 5: {"loss": 0.1}}.items():
+        saver.save(step, small_state(), META, metrics)
+    saver.save(6, small_state(), META, {"eval/pass@k": 0.5})
+    saver.close()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == (
+        "checkpoint: step 3 is not ranked by eval/pass@1 (--checkpoint.best_metric): it was not evaluated. "
+        "Saves on evaluated steps are ranked, which --eval.every sets."
+    )
+    assert second.startswith("checkpoint: step 6 is not") and second.endswith("Did you mean eval/pass@k?")
+
+
 def test_a_step_is_saved_once(tmp_path):
     saver = checkpointer(tmp_path, keep=5)
     assert saver.save(1, small_state(1.0), META, {})
