@@ -134,11 +134,11 @@ def check_answers(rows: Sequence[Example], can_score: Callable[[RewardSample], b
     lacking = [row for row in rows if not can_score(reward_sample(row))]
     if not lacking:
         return
-    first = lacking[0]
+    where, columns = lacking[0].where, column_names(lacking[0].columns) or "none"
     problem = (
-        f"{first.where}: no answer for the reward to compare with, as in {len(lacking)} of the {len(rows)} "
-        f"rows tried: the columns are {column_names(first.columns)}. --data.train.0.answer_key COLUMN names "
-        "the one with the answer; rows that lack it are then refused, or left out with --data.bad_rows skip"
+        f"{where}: no answer for the reward to compare with, as in {len(lacking)} of the {len(rows)} rows "
+        f"tried; the columns beside the prompt are {columns}. --data.train.0.answer_key COLUMN names the one "
+        "with the answer; rows that lack it are then refused, or left out with --data.bad_rows skip"
     )
     if len(lacking) == len(rows):
         raise UserError(problem)

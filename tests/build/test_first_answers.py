@@ -39,7 +39,7 @@ def test_the_first_row_alone_does_not_decide(tmp_path, caplog):
 
 @pytest.mark.parametrize("answer", [None, "", [], " "])
 def test_a_file_without_answers_is_refused_with_file_line_and_keys(tmp_path, answer):
-    message = r"a.jsonl:1: no answer .* 4 of the 4 rows tried: the columns are answer.*, level\. --data"
+    message = r"a.jsonl:1: no answer .* 4 of the 4 rows tried; the columns .* are answer.*, level\. --data"
     with pytest.raises(UserError, match=message):
         open_exact(load(tmp_path / "a.jsonl", [answer] * 8), tmp_path)
 
