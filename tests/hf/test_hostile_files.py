@@ -373,7 +373,7 @@ def test_the_export_command_refuses_a_checkpoint_that_is_not_finite(tmp_path, mo
     assert saver.save(1, {"params": with_a(np.nan, config)}, meta, {})
     saver.close()
     (tmp_path / "run/config.json").write_text('{"config": {"model": {"path": "", "tokenizer": "tiny"}}}')
-    argv = ["export", "--checkpoint", str(tmp_path / "run"), "--out", str(folder)]
+    argv = ["export", "--checkpoint", str(tmp_path / "run"), "--out", str(folder), "--overwrite", "True"]
     assert cli.main(argv) == 1
     assert capsys.readouterr().err.startswith(
         "error: not exported: 1 of 14 tensors of model.safetensors hold"

@@ -196,9 +196,9 @@ def test_a_rollout_that_does_not_fit():
         (None, "which only tensor parallelism shards."),
         (MoEConfig(8, 2, 16), "which tensor parallelism shards; experts are divided over 4 of 4 devices."),
         (MoEConfig(6, 2, 16), "which tensor parallelism shards; experts are divided over 4 of 4 devices."),
-        (MoEConfig(6, 2, 18), "which tensor parallelism shards; experts are divided over 1 of 4 devices."),
+        (MoEConfig(6, 2, 18), "which tensor parallelism shards; experts are divided over 4 of 4 devices."),
     ],
-    ids=["dense", "experts", "hidden states of experts", "neither"],
+    ids=["dense", "experts", "hidden states of experts", "inputs of experts"],
 )
 def test_what_shards_the_rollouts_weights(moe, sharded_by):
     """fsdp is 4."""
