@@ -8,6 +8,8 @@ Suites (peers/work.py), all float32:
     lora     both steps with adapters of rank 8, alpha 32, on all linear layers of the same model (peft in
              TRL, qwix in Tunix)
     moe      Qwen3-MoE of 8 experts of width 384, 2 a token, so with the same active weights
+    long     an AdamW step of the dense model on 8 responses of 64 tokens to a prompt of 1,024, which ours
+             computes once; not by Tunix
     smollm2  random weights in the shape of SmolLM2-135M; 8 prompts of 38 tokens with 8 responses each of 11,
              the work of a step of configs/grpo_smollm2.py; not by Tunix
 
@@ -72,16 +74,23 @@ MOE_CASES = {
     "moe_train_step": "train step with experts, 32 x 192 tokens",
     "moe_grpo_step": "whole GRPO step with experts",
 }
+LONG_CASES = {"long_train_step": "train step, 8 responses of 64 tokens to a prompt of 1,024"}
 SMOLLM2_CASES = {
     "smollm2_rollout_fixed": "rollout of SmolLM2-135M, 64 x 11 new tokens",
     "smollm2_score": "log-probs of SmolLM2-135M, 64 x 49 tokens",
     "smollm2_train_step": "train step of SmolLM2-135M, 64 x 49 tokens",
     "smollm2_grpo_step": "whole GRPO step of SmolLM2-135M",
 }
-SUITES = {"dense": CASES, "lora": LORA_CASES, "moe": MOE_CASES, "smollm2": SMOLLM2_CASES}
-ALL_CASES = CASES | LORA_CASES | MOE_CASES | SMOLLM2_CASES
+SUITES = {
+    "dense": CASES,
+    "lora": LORA_CASES,
+    "moe": MOE_CASES,
+    "long": LONG_CASES,
+    "smollm2": SMOLLM2_CASES,
+}
+ALL_CASES = CASES | LORA_CASES | MOE_CASES | LONG_CASES | SMOLLM2_CASES
 SCRIPTS = {"ours": "ours.py", "floor": "floor.py", "tunix": "tunix_peer.py", "torch_trl": "torch_trl.py"}
-NOT_DONE = {"floor": {"rollout_ragged", "moe_rollout_ragged"}, "tunix": {*SMOLLM2_CASES}}
+NOT_DONE = {"floor": {"rollout_ragged", "moe_rollout_ragged"}, "tunix": {*LONG_CASES, *SMOLLM2_CASES}}
 HISTORY_EXPLANATION = """\
 Medians of the paired ratios of each run of [cpu_peers.py](cpu_peers.py), of wall time (of CPU seconds): above
 1 ours is faster. "floor" is the matrix products alone, so below 1: the share of our time that they take.

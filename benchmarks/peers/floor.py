@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import work
 from serve import serve
-from work import SMALL, SMOLLM2, Work
+from work import LONG, SMALL, SMOLLM2, Work
 
 MICROBATCH = 1536  # tokens: more at once are no faster
 Activations = dict[int, jax.Array]  # width -> [tokens, width]
@@ -212,8 +212,8 @@ def train_step(size: Work = SMALL, experts: bool = False, trained: bool = True):
     return lambda repetition: [products(), attended()]
 
 
-def grpo_step(size: Work = SMALL, experts: bool = False, trained: bool = True):
-    weights = make_weights(size, experts)
+def shared_update(weights: list[Weight], size: Work, trained: bool = True):
+    """Return the products of an update that computes each prompt once, in two parts."""
     prompt, response = size.prompt_tokens, size.new_tokens
     responses = size.batch * response
     tokens = size.prompts * prompt + responses
@@ -221,8 +221,17 @@ def grpo_step(size: Work = SMALL, experts: bool = False, trained: bool = True):
         Attended(size.prompts, prompt, prompt // 2),
         Attended(size.batch, response, prompt + response // 2),
     ]
-    update = train(weights, tokens, responses, trained), attention(size, seen)
-    parts = decode(weights, size), *update
+    return train(weights, tokens, responses, trained), attention(size, seen)
+
+
+def shared_train_step(size: Work):
+    parts = shared_update(make_weights(size, experts=False), size)
+    return lambda repetition: [part() for part in parts]
+
+
+def grpo_step(size: Work = SMALL, experts: bool = False, trained: bool = True):
+    weights = make_weights(size, experts)
+    parts = decode(weights, size), *shared_update(weights, size, trained)
     return lambda repetition: [part() for part in parts]
 
 
@@ -241,6 +250,7 @@ if __name__ == "__main__":
             "moe_grpo_step": lambda: grpo_step(experts=True),
             "lora_train_step": lambda: train_step(trained=False),
             "lora_grpo_step": lambda: grpo_step(trained=False),
+            "long_train_step": lambda: shared_train_step(LONG),
             "smollm2_rollout_fixed": lambda: rollout(SMOLLM2),
             "smollm2_score": lambda: score(SMOLLM2),
             "smollm2_train_step": lambda: train_step(SMOLLM2),

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import work
 from serve import serve
-from work import SMALL, SMOLLM2, Work
+from work import LONG, SMALL, SMOLLM2, Work
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
@@ -127,12 +127,12 @@ def ragged(size: Work, repetition: int) -> list[Request]:
     return [Request(prompts[i // size.group], i, 1, length) for i, length in enumerate(lengths)]
 
 
-def items_of(size: Work, repetition: int) -> list[PackItem]:
+def items_of(size: Work, repetition: int, ids_of=work.training_ids) -> list[PackItem]:
     mask = np.r_[np.zeros(size.prompt_tokens), np.ones(size.new_tokens)].astype(np.float32)
     advantages = work.training_advantages(size, repetition)
     return [
         PackItem(np.array(ids, np.int32), mask, {"advantages": mask * advantage})
-        for ids, advantage in zip(work.training_ids(size, repetition), advantages, strict=True)
+        for ids, advantage in zip(ids_of(size, repetition), advantages, strict=True)
     ]
 
 
@@ -147,13 +147,15 @@ def score(model: TransformerConfig = MODEL, size: Work = SMALL):
     return run
 
 
-def train_step(model: TransformerConfig = MODEL, size: Work = SMALL):
-    trainer = learner(model, one_response(size))
+def train_step(
+    model: TransformerConfig = MODEL, size: Work = SMALL, rows_of=one_response, ids_of=work.training_ids
+):
+    trainer = learner(model, rows_of(size))
     state = fresh_state(trainer)
 
     def run(repetition: int) -> None:
         nonlocal state
-        state, metrics = trainer.update(state, [items_of(size, repetition)])
+        state, metrics = trainer.update(state, [items_of(size, repetition, ids_of)])
         jax.block_until_ready(state)
         assert float(metrics["grad_norm"]) > 0 and not float(metrics["nonfinite"])
 
@@ -198,6 +200,7 @@ if __name__ == "__main__":
             "moe_grpo_step": lambda: grpo_step(MIXTURE),
             "lora_train_step": lambda: train_step(ADAPTED),
             "lora_grpo_step": lambda: grpo_step(ADAPTED),
+            "long_train_step": lambda: train_step(MODEL, LONG, all_responses, work.grouped_ids),
             "smollm2_rollout_fixed": lambda: rollout(fixed, LLAMA, SMOLLM2),
             "smollm2_score": lambda: score(LLAMA, SMOLLM2),
             "smollm2_train_step": lambda: train_step(LLAMA, SMOLLM2),

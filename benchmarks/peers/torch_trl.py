@@ -30,7 +30,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from trl import GRPOConfig, GRPOTrainer
-from work import SMALL, SMOLLM2, Work
+from work import LONG, SMALL, SMOLLM2, Work
 
 STEPS = 10_000
 
@@ -160,7 +160,12 @@ def score(config: PreTrainedConfig = CONFIG, size: Work = SMALL):
     return run
 
 
-def train_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CONFIG, size: Work = SMALL):
+def train_step(
+    adapters: LoraConfig | None = None,
+    config: PreTrainedConfig = CONFIG,
+    size: Work = SMALL,
+    ids_of=work.training_ids,
+):
     """Return a step of TRL's loss, backward and the trainer's own optimizer."""
     loop = trainer(no_reward, adapters, config, size)
     loop.current_gradient_accumulation_steps = 1
@@ -170,7 +175,7 @@ def train_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CO
     optimizer = loop.create_optimizer()
 
     def run(repetition: int) -> None:
-        ids = torch.tensor(work.training_ids(size, repetition))
+        ids = torch.tensor(ids_of(size, repetition))
         inputs = {
             "prompt_ids": ids[:, : size.prompt_tokens],
             "prompt_mask": torch.ones(size.batch, size.prompt_tokens, dtype=torch.long),
@@ -216,6 +221,7 @@ if __name__ == "__main__":
             "moe_grpo_step": lambda: grpo_step(config=MIXTURE),
             "lora_train_step": lambda: train_step(ADAPTERS),
             "lora_grpo_step": lambda: grpo_step(ADAPTERS),
+            "long_train_step": lambda: train_step(size=LONG, ids_of=work.grouped_ids),
             "smollm2_rollout_fixed": lambda: rollout(lambda _: SMOLLM2.new_tokens, LLAMA, SMOLLM2),
             "smollm2_score": lambda: score(LLAMA, SMOLLM2),
             "smollm2_train_step": lambda: train_step(config=LLAMA, size=SMOLLM2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Work:
 
 SMALL = Work(2048, 4, 256, 768, 8, 4, 32, 1_000_000, 1e-6, prompts=4, prompt_tokens=64, new_tokens=128)
 """A small Qwen3."""
+LONG = replace(SMALL, prompts=1, prompt_tokens=1024, new_tokens=64)
+"""The same model with a long prompt."""
 SMOLLM2 = Work(49152, 30, 576, 1536, 9, 3, 64, 100_000, 1e-5, prompts=8, prompt_tokens=38, new_tokens=11)
 """SmolLM2-135M, a Llama, at the lengths of configs/grpo_smollm2.py."""
 RAGGED_MEAN, RAGGED_MAX, RAGGED_SETS = 40, 256, 3
@@ -59,6 +61,14 @@ def training_ids(work: Work, repetition: int) -> list[list[int]]:
     draw = random.Random(f"training {repetition}")
     length = work.prompt_tokens + work.new_tokens
     return [[draw.randrange(3, SMALL.vocab) for _ in range(length)] for _ in range(work.batch)]
+
+
+def grouped_ids(work: Work, repetition: int) -> list[list[int]]:
+    """Return the token ids of prompts and responses, each prompt with all responses to it."""
+    draw = random.Random(f"groups {repetition}")
+    ids = lambda length: [draw.randrange(3, SMALL.vocab) for _ in range(length)]
+    prompts = [ids(work.prompt_tokens) for _ in range(work.prompts)]
+    return [prompt + ids(work.new_tokens) for prompt in prompts for _ in range(work.group)]
 
 
 def training_advantages(work: Work, repetition: int) -> list[float]:
