@@ -77,6 +77,15 @@ def test_no_device_of_a_large_slice_holds_all_experts(shape, devices):
     assert sum("fsdp" in axes_of(dim) for dim in dims) == 1
 
 
+def test_two_axes_divide_what_one_does_not():
+    """128 experts of 2,880 hidden states (gpt-oss-120b) on 256 devices."""
+    sizes = {"data": 1, "fsdp": 256, "sequence": 1, "expert": 1, "tensor": 1}
+    dims = lambda sizes: dividing_spec(sizes, AXES, (128, 2880, 2880), ROLLOUT)
+    assert all("fsdp" not in axes_of(dim) for dim in dims(sizes))
+    owners, embed, mlp = dims(sizes | {"fsdp": 128, "expert": 2})
+    assert "fsdp" in axes_of(owners) and embed is None and axes_of(mlp) == ("tensor", "expert")
+
+
 def drawn(count, width=16):
     """Return tokens [8, 8, 32], choices of 2 (`count` = none), weights, experts with biases and adapters.
 
