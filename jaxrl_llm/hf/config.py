@@ -14,7 +14,7 @@ from jaxrl_llm.hf.expert_config import (
     write_experts,
     write_latent_attention,
 )
-from jaxrl_llm.hf.json_file import JsonKeys, read_json
+from jaxrl_llm.hf.json_file import LARGEST, JsonKeys, read_json
 from jaxrl_llm.hf.windows import read_windows, write_windows
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig, check_model_config
 
@@ -103,15 +103,6 @@ SAME = {
 }
 """Our field -> HF key, for the sizes that every config has."""
 
-LARGEST = {
-    "vocab_size": 10**8,
-    "hidden_size": 10**6,
-    "intermediate_size": 10**7,
-    "num_hidden_layers": 10**4,
-    "num_attention_heads": 10**5,
-    "max_position_embeddings": 2**31 - 1,
-}
-"""Sizes beyond those of any model: nonsense rather than hours of making a list of weights."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 BIAS_FLAG = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
 """Families whose attention has biases where `attention_bias` says so."""

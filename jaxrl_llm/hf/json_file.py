@@ -12,6 +12,15 @@ from jaxrl_llm.errors import UserError
 
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 80
+LARGEST = {
+    "vocab_size": 10**8,
+    "hidden_size": 10**6,
+    "intermediate_size": 10**7,
+    "num_hidden_layers": 10**4,
+    "num_attention_heads": 10**5,
+    "max_position_embeddings": 2**31 - 1,
+}
+"""Sizes beyond those of any model: nonsense rather than hours of making a list of weights."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.json_file import JsonKeys
+from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
 from jaxrl_llm.models.config import TransformerConfig
 
 WINDOWED = ("mistral", "mixtral")
 """Families whose layers all have the sliding window, if there is one."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
-LARGEST = 2**31 - 1
-"""Windows and layers beyond those of any model."""
 
 
 def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
@@ -21,15 +19,16 @@ def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | No
     Llama and Baichuan have none, Mistral and Qwen3-MoE one in every layer (transformers reads neither
     `layer_types` nor `max_window_layers` of the latter).
     """
+    largest = LARGEST["max_position_embeddings"]
     if family in WINDOWED:
-        return keys.optional("sliding_window", LARGEST), None
+        return keys.optional("sliding_window", largest), None
     kinds = keys.get("layer_types")
     if family != "gpt_oss" and not (family.startswith("qwen") and keys.flag("use_sliding_window")):
         named = kinds if isinstance(kinds, list) else ()
         if family == "qwen2_moe" and LAYER_TYPES[True] in named:  # transformers has windows of 0 then
             raise keys.wrong("layer_types", kinds, "has windows, which need use_sliding_window: true")
         return None, None
-    window = keys.optional("sliding_window", LARGEST)
+    window = keys.optional("sliding_window", largest)
     if window is None or family == "qwen3_moe":
         return window, None
     if kinds is None:
@@ -48,7 +47,7 @@ def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[s
     """Return the `layer_types` of a config.json without them."""
     if family == "gpt_oss":
         return [LAYER_TYPES[i % 2 == 0] for i in range(num_layers)]
-    first = keys.integer("max_window_layers", LARGEST, low=0)
+    first = keys.integer("max_window_layers", LARGEST["num_hidden_layers"], low=0)
     if family == "qwen2_moe":
         return [LAYER_TYPES[i % 2 == 0 and i < first] for i in range(num_layers)]
     return [LAYER_TYPES[i >= first] for i in range(num_layers)]
