@@ -171,8 +171,9 @@ class RunLog:
         """Add metrics to the line of the restored step."""
         values = {k: json_value(v) for k, v in metrics.items()}
         self.restored |= values
-        rows = self._try(METRICS, lambda: jsonl.read_rows(self.run_dir / METRICS)) or [{}]
-        self._try(METRICS, lambda: jsonl.replace_rows(self.run_dir / METRICS, [*rows[:-1], self.restored]))
+        path = self.run_dir / METRICS
+        replace_last = lambda: jsonl.replace_rows(path, [*jsonl.read_rows(path)[:-1], self.restored])
+        self._try(METRICS, replace_last)
         for name, logger in list(self.loggers.items()):
             step = lambda logger=logger: logger.step(self.last_step, values, self.shown)
             self._try(name, step)
