@@ -50,7 +50,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import RESULTS, git_commit, processor_name, results_path
+from machine import RESULTS, git_commit, kept_results, processor_name, results_path
 from paired import paired_ratios
 
 from jaxrl_llm.host import huge_pages
@@ -195,11 +195,9 @@ def measure_suite(suite: str, cases: list[str], commit: str, arguments: argparse
 
 
 def kept_cases(path: Path, suite: str, versions: dict[str, Any]) -> dict[str, Any]:
-    """Return the cases of earlier runs of the suite, unless another version of a package was used."""
-    report = json.loads(path.read_text()) if path.exists() else {"versions": {}, "cases": {}}
-    same = all(report["versions"].get(name) == found for name, found in versions.items())
-    cases = {case: {"commit": report["commit"], **result} for case, result in report["cases"].items()}
-    return {case: cases[case] for case in SUITES[suite] if same and case in cases}
+    """Return the cases of earlier runs of the suite with these versions, in its order."""
+    cases = kept_results(path, "cases", versions)
+    return {case: cases[case] for case in SUITES[suite] if case in cases}
 
 
 def write_tables() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -68,3 +69,16 @@ def results_path(benchmark: str, processor: str) -> Path:
     """Return the file of a benchmark's results on a processor (`processor_name`), whatever its cores."""
     slug = re.sub("[^a-z0-9]+", "-", processor.rpartition(" cores of ")[2].lower()).strip("-")
     return RESULTS / f"{benchmark}_{slug}.json"
+
+
+def kept_results(path: Path, part: str, versions: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of earlier runs in a file, unless another version of a package was used.
+
+    Args:
+        part: key of the report that has them, by name.
+        versions: of the present run; those of further packages do not matter.
+    """
+    report = json.loads(path.read_text()) if path.exists() else {"versions": {}, part: {}}
+    if any(report["versions"].get(name) != found for name, found in versions.items()):
+        return {}
+    return {name: {"commit": report["commit"], **result} for name, result in report[part].items()}

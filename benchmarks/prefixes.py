@@ -24,7 +24,7 @@ import jax
 import numpy as np
 import ours
 import work
-from machine import report_head, results_path
+from machine import kept_results, report_head, results_path
 
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.learn.learner import Learner
@@ -112,11 +112,14 @@ def main() -> None:
         "sizes": {},
     }
     for name in options.sizes:
-        report["sizes"][name] = result = measure_size(SIZES[name], options.repetitions)
+        result = {"commit": report["commit"], **measure_size(SIZES[name], options.repetitions)}
+        report["sizes"][name] = result
         parts = ", ".join(f"{key} {value:.2f}" for key, value in result["ratio"].items())
         print(f"{name} tokens, apart / shared: {parts}", flush=True)
     if options.save:
-        results_path("prefixes", report["device"]).write_text(json.dumps(report, indent=1) + "\n")
+        path = results_path("prefixes", report["device"])
+        report["sizes"] = kept_results(path, "sizes", report["versions"]) | report["sizes"]
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from machine import report_head, results_path
+from machine import kept_results, report_head, results_path
 from paired import medians, paired_ratios, timed
 
 from jaxrl_llm import models
@@ -129,10 +129,13 @@ def main() -> None:
     options = parser.parse_args()
     report: dict[str, Any] = {**report_head(), "cases": {}}
     for name in options.cases:
-        result = report["cases"][name] = measure_turns(CASES[name], options.repetitions)
+        result = {"commit": report["commit"], **measure_turns(CASES[name], options.repetitions)}
+        report["cases"][name] = result
         print(f"{name}: {json.dumps(result)}", flush=True)
         if options.save:
-            results_path("turns", report["device"]).write_text(json.dumps(report, indent=1) + "\n")
+            path = results_path("turns", report["device"])
+            report["cases"] = kept_results(path, "cases", report["versions"]) | report["cases"]
+            path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
