@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
+CAUGHT_UP = b"\0"  # no signal has this number
 SHOW_CURSOR = b"\x1b[?25h"  # a live panel hides the cursor
 
 
@@ -55,6 +56,7 @@ class SignalHandlers:
         self._lock = threading.RLock()  # a handler may interrupt a handler
         self._handled = 0
         self._announced = threading.Event()
+        self._caught_up = threading.Event()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous = {number: signal.signal(number, self._handle) for number in HANDLED}
@@ -67,6 +69,13 @@ class SignalHandlers:
         """Wait until a received signal is announced, at most a second: the terminal may be blocked."""
         if self.received:
             self._announced.wait(1.0)
+
+    def wait_for_thread(self) -> None:
+        """Wait until the thread has read the signals so far, at most 5 seconds: it may be blocked."""
+        self._caught_up.clear()
+        with contextlib.suppress(BlockingIOError):  # a full pipe
+            os.write(self._write, CAUGHT_UP)
+            self._caught_up.wait(5.0)
 
     def remove(self) -> None:
         """Restore the previous handlers."""
@@ -137,6 +146,8 @@ class SignalHandlers:
                 self._announced.set()
                 if self._response == "exit" and not self._raises(number):
                     exit_at_once(number)
+            if CAUGHT_UP in data:
+                self._caught_up.set()
         os.close(self._read)
 
 
@@ -227,7 +238,11 @@ def deferred(action: str) -> Iterator[None]:
 def interrupts_call(action: Callable[[], None]) -> Iterator[None]:
     """Have each SIGINT (Ctrl-C) inside call `action` in the main thread; SIGTERM ends the command."""
     with _handlers_with("interrupt", action):
-        yield
+        try:
+            yield
+        finally:
+            if _handlers is not None:
+                _handlers.wait_for_thread()  # which would end the command at a signal that it reads later
 
 
 def received_signal() -> int:

@@ -234,3 +234,27 @@ def test_signals_of_a_forked_child_are_its_own():
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
         time.sleep(0.1)
         assert received_signal() == 0
+
+
+SLOW_THREAD = """
+import os, signal, time
+from jaxrl_llm.host.command import run_command
+from jaxrl_llm.host.signals import install_handlers, interrupts_call
+read = os.read
+def late(fd, count):  # as on a machine that has no core for the thread
+    data = read(fd, count)
+    time.sleep(1)
+    return data
+os.read = late
+install_handlers()
+def command(argv):
+    with interrupts_call(lambda: print("stopped", flush=True)):
+        os.kill(os.getpid(), signal.SIGINT)
+    print("goes on", flush=True)
+    time.sleep(2)
+run_command(command, [])
+"""
+
+
+def test_a_signal_that_an_action_handled_ends_nothing_when_the_thread_reads_it_late():
+    assert Running(["-c", SLOW_THREAD]).end(20) == (0, "stopped\ngoes on\n", "")
