@@ -284,7 +284,7 @@ class RewardPool:
         if isinstance(reply, Broken):
             raise RewardLoadError(explain_failure(reply.text, self.config.keep_env))
         if isinstance(reply, Loaded):
-            self._failed_starts = 0
+            self._failed_starts, worker.loaded = 0, True
             chunk.loaded, chunk.batched, chunk.concurrency = True, reply.batched, reply.concurrency
         elif isinstance(reply, Failed):
             round_.counts["timeout"] += not reply.error
@@ -346,7 +346,7 @@ class RewardPool:
             self._take_apart(round_, chunk, chunk.concurrency)
         elif chunk.loaded:
             self._fail(round_, chunk, reason)
-        else:
+        elif not worker.loaded:  # else it was idle and died just before the request
             self._failed_starts += 1
             if self._failed_starts >= MAX_STARTS:
                 text = f"the reward {chunk.name} cannot be loaded: {reason}"

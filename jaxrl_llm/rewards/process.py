@@ -32,7 +32,7 @@ LAST_RESORT = 5.0  # seconds after SIGTERM in which a supervisor must have kille
 
 
 class Worker:
-    """One process. `assigned`, `deadline` and `scored` belong to the pool."""
+    """One process. `assigned`, `deadline`, `loaded` and `scored` belong to the pool."""
 
     def __init__(self, keep_env: tuple[str, ...], on_output: Callable[[bytes], None]):
         ours, theirs = socket.socketpair()
@@ -55,6 +55,7 @@ class Worker:
         self.socket = ours
         self.on_output = on_output
         self.tail = b""
+        self.loaded = False  # it has loaded a reward
         self.scored = 0
         self.assigned: Any = None
         self.deadline = float("inf")

@@ -303,6 +303,19 @@ def test_an_idle_worker_that_died_is_replaced_unnoticed():
         assert pool.score(samples("1"))[0].score == 1.0
 
 
+def test_idle_workers_that_die_just_before_the_request_cost_nothing():
+    """All at once, as when memory is short: more of them than starts that may fail."""
+    with RewardPool(RewardConfig(name="exact", retries=0, workers=4)) as pool:
+        pool.score(samples(*"1111"))
+        assert len(pool._workers) == 4
+        for worker in pool._workers:
+            process, poll, answers = worker.process, worker.process.poll, [None]
+            process.kill()
+            process.wait()
+            process.poll = lambda poll=poll, answers=answers: answers.pop() if answers else poll()
+        assert [r.score for r in pool.score(samples(*"1111"))] == [1.0] * 4
+
+
 def test_an_interrupted_call_leaves_no_stale_answers(write, monkeypatch):
     with RewardPool(RewardConfig(name=write(FAULTS), **ONCE)) as pool:
         pool.score(samples("a"))
