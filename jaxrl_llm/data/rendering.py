@@ -73,8 +73,12 @@ class TemplateProcess:
             UserError: the template is not valid Jinja, or exceeds a limit (TemplateLimitError).
             RunError: the process cannot be started.
         """
+        request = _request(template, calls, where)
         with self._lock:
-            reply = self._exchange(_request(template, calls, where))
+            idle = self._process is not None
+            reply = self._exchange(request)
+            if idle and reply.get("signal") == signal.SIGKILL:  # perhaps before it had the request
+                reply = self._exchange(request)
         if "rendered" in reply:
             return [(text, [tuple(span) for span in spans]) for text, spans in reply["rendered"]]
         if "syntax" in reply:
@@ -125,8 +129,8 @@ class TemplateProcess:
         atexit.unregister(self.close)
         atexit.register(self.close)
 
-    def _reason_of_death(self) -> dict[str, str]:
-        """Wait for the process, which has closed its output, and return the limit that ended it."""
+    def _reason_of_death(self) -> dict[str, Any]:
+        """Wait for the process, which has closed its output; return limit and signal that ended it."""
         code = self._process.wait()
         self._errors.seek(0)
         errors = self._errors.read()[-2000:].decode(errors="replace")
@@ -134,7 +138,8 @@ class TemplateProcess:
         if code == -signal.SIGPROF:
             return {"limit": f"takes more than {self._seconds:g} s of processor time"}
         if code < 0:
-            return {"limit": f"ends the process that renders it ({signal.Signals(-code).name})"}
+            name = signal.Signals(-code).name
+            return {"limit": f"ends the process that renders it ({name})", "signal": -code}
         raise RunError(f"the process that renders chat templates ended with code {code}: {errors}")
 
 

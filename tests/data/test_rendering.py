@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import time
 
 import pytest
 
@@ -48,13 +47,11 @@ def render(process, text, **arguments):
     ],
 )
 def test_time_memory_and_size_of_a_chat_are_bounded(process, text):
-    start = time.perf_counter()
     with pytest.raises(TemplateLimitError, match=r"f.jsonl:3: the chat template t.jinja [tnw]") as error:
         render(process, text)
     assert any(
         word in str(error.value) for word in ("takes more than", "needs more than", "writes more than")
     )
-    assert time.perf_counter() - start < 10
     assert render(process, GOOD) == [("<user>hi", [])]  # the next chat is rendered
 
 
@@ -105,6 +102,10 @@ def test_a_process_that_was_killed_is_started_again(process, monkeypatch):
     render(process, GOOD)
     process._process.kill()
     process._process.wait()
+    assert render(process, GOOD) == [("<user>hi", [])]
+    process._process.kill()
+    process._process.wait()
+    monkeypatch.setattr(process._process, "poll", lambda: None)  # as if it dies just after this
     assert render(process, GOOD) == [("<user>hi", [])]
     monkeypatch.setattr(rendering, "START", "import sys; sys.exit('no room')")
     with pytest.raises(RunError, match=r"renders chat templates ended with code 1: no room"):
