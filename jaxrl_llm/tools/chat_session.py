@@ -85,7 +85,7 @@ class Session:
         self.args, self.tokenizer, self.engine, self.lines = args, tokenizer, engine, lines
         self.system, self.messages, self.answers = args.chat.system_prompt, [], 0
         self.is_plain = args.chat.render == "plain" or not tokenizer.chat_template
-        self.answering = self.stopped = False
+        self.at_prompt = self.stopped = False
 
     def run(self) -> None:
         """Answer messages and do commands until the input ends."""
@@ -94,8 +94,10 @@ class Session:
         with interrupts_call(self.interrupt):
             while True:
                 try:
+                    self.at_prompt, self.stopped = True, False
                     line = next(self.lines, None)
-                except KeyboardInterrupt:  # at the prompt; a generator that raised has ended
+                    self.at_prompt = False
+                except KeyboardInterrupt:  # a generator that raised has ended
                     print()
                     self.lines = terminal_lines()
                     continue
@@ -107,9 +109,10 @@ class Session:
                     print_progress(f"error: {error}")
 
     def interrupt(self) -> None:
-        """Stop the answer, or leave the line that is being typed."""
+        """Stop the answer, or leave the line that is being typed; commands are finished."""
         self.stopped = True
-        if not self.answering:
+        if self.at_prompt:
+            self.at_prompt = False  # no second exception while the first one is handled
             raise KeyboardInterrupt
 
     def handle(self, line: str) -> None:
@@ -250,7 +253,6 @@ class Session:
         (response,) = new_responses([request], jax.random.key(self.args.seed))
         self.answers += 1
         stream = TextStream(self.tokenizer, self.write)
-        self.answering, self.stopped = True, False
         try:
             self.engine.finish(
                 [response],
@@ -261,8 +263,6 @@ class Session:
             )
         except AnswerStoppedError:
             response.finish = "stopped"
-        finally:
-            self.answering = False
         stream.update(response.ids, final=True)
         self.write("\n")
         self.messages.append({"role": "assistant", "content": text_of(self.tokenizer, response.ids)})

@@ -171,6 +171,22 @@ def test_ctrl_c_at_the_prompt_leaves_the_line(talk, monkeypatch):
     assert contents(session)[0] == "kept"
 
 
+@pytest.mark.parametrize("place", ["prompt_ids", "print_history", "write"])
+def test_ctrl_c_beside_an_answer_ends_nothing(talk, monkeypatch, capsys, place):
+    """While the question is encoded, in a command, and when the answer has just ended."""
+    original = getattr(chat_session.Session, place)
+
+    def interrupted(self, *args):
+        if args in ((), ("\n",)):
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *args)
+
+    monkeypatch.setattr(chat_session.Session, place, interrupted)
+    session = talk("a", "/history", "b")
+    assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
+    assert capsys.readouterr().err.count("[stopped]") == 2 * (place == "prompt_ids")
+
+
 class Bytes:
     """A tokenizer of bytes."""
 
@@ -214,7 +230,10 @@ def test_a_run_talks_in_a_pipe_and_on_a_terminal(tmp_path):
     )
     terminal, child = pty.openpty()
     long = [*command, "--max_tokens", "4000", "--context", "5000", "--temperature", "1"]
-    with subprocess.Popen(long, stdin=child, stdout=child, stderr=child, start_new_session=True) as process:
+    plain = {**os.environ, "TERM": "dumb"}  # readline writes no escape sequences
+    with subprocess.Popen(
+        long, stdin=child, stdout=child, stderr=child, start_new_session=True, env=plain
+    ) as process:
         os.close(child)
         wait_for(terminal, b"> ")
         os.write(terminal, b"1+2=\n")
