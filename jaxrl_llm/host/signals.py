@@ -43,6 +43,7 @@ class SignalHandlers:
         unwinds: True where the first signal unwinds the main thread, False where it exits immediately.
         deferred: description of the work that is finished first; "" = none.
         interrupt: called in the main thread by each SIGINT, which then ends nothing; None = SIGINT ends.
+        main_decides: the thread leaves SIGINT to the main thread: it may read one that `interrupt` handled.
     """
 
     def __init__(self, keep_process: bool = False):
@@ -51,6 +52,7 @@ class SignalHandlers:
         self.unwinds = False
         self.deferred = ""
         self.interrupt: Callable[[], None] | None = None
+        self.main_decides = False
         self._response: Literal["exit", "unwind", "defer"] = "exit"
         self._action = ""  # announced with the first signal
         self._lock = threading.RLock()  # a handler may interrupt a handler
@@ -120,6 +122,9 @@ class SignalHandlers:
             raise KeyboardInterrupt
         if self._response == "unwind":
             raise Interrupted(128 + number)
+        if self._response == "exit":
+            self.wait_for_announcement()  # after which the thread exits, if it can still run
+            exit_at_once(number)
 
     def _report_unraisable(self, unraisable: Any) -> None:
         """Report an exception that Python drops, as in a finalizer, unless it is that of a signal.
@@ -134,7 +139,7 @@ class SignalHandlers:
         count = 0
         while data := os.read(self._read, 64):
             for number in filter(HANDLED.__contains__, data):
-                if number == signal.SIGINT and self.interrupt:
+                if number == signal.SIGINT and self.main_decides:
                     continue
                 count += 1
                 if count > 1 and self._raises(number):
@@ -237,12 +242,13 @@ def deferred(action: str) -> Iterator[None]:
 @contextlib.contextmanager
 def interrupts_call(action: Callable[[], None]) -> Iterator[None]:
     """Have each SIGINT (Ctrl-C) inside call `action` in the main thread; SIGTERM ends the command."""
-    with _handlers_with("interrupt", action):
+    with _handlers_with("main_decides", True):
         try:
-            yield
+            with _handlers_with("interrupt", action):
+                yield
         finally:
             if _handlers is not None:
-                _handlers.wait_for_thread()  # which would end the command at a signal that it reads later
+                _handlers.wait_for_thread()
 
 
 def received_signal() -> int:
