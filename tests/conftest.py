@@ -38,6 +38,9 @@ import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
+from jaxrl_llm.host.start import write_programs_by_rename  # noqa: E402
+
+write_programs_by_rename()  # the processes of the tests share the cache, and some are killed
 install_import_hook(
     ["jaxrl_kernels", "jaxrl_llm.algos", "jaxrl_llm.sharding", "jaxrl_llm.models"], "beartype.beartype"
 )

@@ -23,6 +23,8 @@ os.dup2(2, 1)
 PREAMBLE = """\
 import jax
 n, i = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+from jaxrl_llm.host.start import write_programs_by_rename
+write_programs_by_rename()
 jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], n, i)
 """
 

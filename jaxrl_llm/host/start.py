@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import uuid
 import warnings
 from typing import NamedTuple
 
 import jax
-from jax._src import clusters  # jax has no public function that detects a cluster without joining it
+from jax._src import (
+    clusters,  # jax has no public function that detects a cluster without joining it
+    lru_cache,  # nor a setting of how compiled programs are written
+)
 
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.command import quiet_transformers
@@ -35,10 +39,39 @@ def open_compilation_cache() -> None:
 
     JAX's own variables, where they are set, name another folder and another least time.
     """
+    write_programs_by_rename()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(COMPILATION_CACHE))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def write_programs_by_rename() -> None:
+    """Have JAX write each compiled program by one rename, unless the size of its cache is limited.
+
+    It writes in place: other processes could read a part of a program, and a kill would leave one for good.
+    """
+    lru_cache.LRUCache.put = _put
+
+
+def _put(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
+    """Write a program that is not there yet; takes the place of `LRUCache.put`."""
+    if cache.eviction_enabled:  # a second file belongs to each program
+        _jax_put(cache, key, value)
+        return
+    final = cache.path / f"{key}-cache"
+    if final.exists():
+        return
+    temporary = cache.path / f".{uuid.uuid4().hex}.tmp"
+    try:
+        temporary.write_bytes(value)
+        temporary.replace(final)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+_jax_put = lru_cache.LRUCache.put
 
 
 def start_host() -> None:

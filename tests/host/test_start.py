@@ -9,6 +9,7 @@ import jax
 import pytest
 from distributed import Running, free_port
 from jax._src.clusters import cloud_tpu_cluster
+from jax._src.lru_cache import LRUCache
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import start
@@ -193,3 +194,29 @@ def test_a_process_whose_others_do_not_come_says_so(process):
         f"at {address}, or set "
     )
     assert "Terminating process" not in err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_no_part_of_a_compiled_program_is_ever_read(tmp_path, monkeypatch, error):
+    """Neither by another process while it is written, nor after a kill or on a full disk."""
+    start.write_programs_by_rename()
+    cache = LRUCache(str(tmp_path), max_size=-1)
+    kind = type(cache.path)
+    write, read = kind.write_bytes, []
+
+    def in_two_parts(path, data):
+        write(path, data[:3])
+        read.append(cache.get("program"))
+        if len(read) == 1:
+            raise error("killed")
+        return write(path, data)
+
+    monkeypatch.setattr(kind, "write_bytes", in_two_parts)
+    with pytest.raises(error):
+        cache.put("program", b"abcdef")
+    cache.put("program", b"abcdef")
+    assert read == [None, None] and cache.get("program") == b"abcdef"
+    cache.put("program", b"another")
+    assert cache.get("program") == b"abcdef" and len(read) == 2
+    left = [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+    assert len(left) == (error is KeyboardInterrupt)  # as of a kill
