@@ -221,12 +221,20 @@ def start_job(folder, *words, **variables):
     return subprocess.Popen([LAUNCH / "slurm.sbatch", *words], cwd=folder, env=env)
 
 
+def processes_of_step(folder):
+    """Return the two processes of a job, once the fake srun has written both."""
+    while (text := (folder / "step").read_text()).count("\n") < 2:
+        time.sleep(0.05)
+    return [int(word) for word in text.split()]
+
+
 @pytest.mark.slow
 def test_two_processes_of_slurm_save_before_their_time_is_over(tmp_path):
     job = start_job(tmp_path, sys.executable, "probe.py", "wait")
     for i in range(2):
         wait_for(tmp_path / f"joined.{i}")
         assert (tmp_path / f"joined.{i}").read_text() == f"{i} of 2, sum 3 0,1,2,3 wait\n"
+    processes_of_step(tmp_path)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(30) == 75
     log = (tmp_path / "slurm.log").read_text().splitlines()
@@ -250,8 +258,8 @@ def test_a_cancelled_job_is_not_put_back(tmp_path):
     while not all((tmp_path / f"up.{i}").is_file() for i in range(2)):
         time.sleep(0.05)
     job.send_signal(signal.SIGTERM)
-    for pid in (tmp_path / "step").read_text().split():
-        os.kill(int(pid), signal.SIGTERM)
+    for pid in processes_of_step(tmp_path):
+        os.kill(pid, signal.SIGTERM)
     assert job.wait(20) == 75 and not (tmp_path / "slurm.log").is_file()
 
 

@@ -346,19 +346,25 @@ def test_a_cancelled_call_leaves_nothing_behind():
 
 
 @contained
-def test_calls_run_side_by_side_up_to_the_limit():
-    async def overlap() -> int:
-        """Return how many of four programs ran at once; each prints its start and end times."""
-        env = ToolEnv({"python": Python(ToolsConfig(SandboxConfig(concurrent=2)))}, "hermes", 30.0)
-        code = "import time; print(time.time()); time.sleep(1); print(time.time())"
-        call = json.dumps({"name": "python", "arguments": {"code": code}})
-        text = f"<tool_call>{call}</tool_call>" * 4
-        step = await env.step(None, Turn(text, [], 1, False, str))
-        spans = [tuple(map(float, message["content"].split())) for message in step.observation]
-        assert len(spans) == 4
-        return max(sum(a <= start < b for a, b in spans) for start, _ in spans)
+def test_calls_run_side_by_side_up_to_the_limit(monkeypatch):
+    running, most = set(), 0
+    run = Sandbox.run
 
-    assert asyncio.run(overlap()) == 2
+    async def counted(sandbox, code):
+        nonlocal most
+        running.add(asyncio.current_task())
+        most = max(most, len(running))
+        try:
+            return await run(sandbox, code)
+        finally:
+            running.remove(asyncio.current_task())
+
+    monkeypatch.setattr(Sandbox, "run", counted)
+    env = ToolEnv({"python": Python(ToolsConfig(SandboxConfig(concurrent=2)))}, "hermes", 30.0)
+    call = json.dumps({"name": "python", "arguments": {"code": "print(6 * 7)"}})
+    turn = Turn(f"<tool_call>{call}</tool_call>" * 4, [], 1, False, str)
+    step = asyncio.run(env.step(None, turn))
+    assert [message["content"] for message in step.observation] == ["42"] * 4 and most == 2
 
 
 @contained

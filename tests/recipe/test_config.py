@@ -337,12 +337,12 @@ def test_generated_data_has_no_epochs(config):
 
 
 def test_huge_sizes_are_refused_at_once(config):
-    began = time.monotonic()
+    began = time.process_time()
     huge = replace(config, mesh=MeshConfig(sequence=2**20), max_response_tokens=2**24 - 1)
     assert "does not divide a row" in refusal(check_config, huge)
     steps = replace(config, prompts_per_step=2**20 - 3, responses_per_prompt=16, minibatches_per_step=2**20)
     assert "Set it to 16 or 1048573." in refusal(check_config, steps)
-    assert time.monotonic() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ class FakeServer(FakeWeights):
             if request.path in self.replies:
                 return web.json_response(self.replies[request.path])
             said = await asyncio.to_thread(guarded, body)
-            if self.spoil and writes:
-                said = self.spoil(said)
+            if writes and (spoil := self.spoil):  # read once: the test may set it to None meanwhile
+                said = spoil(said)
             return said if isinstance(said, web.Response) else web.json_response(said)
 
         return handle

@@ -58,7 +58,7 @@ class Proxy:
             request.method, self.target + request.path_qs, data=body or None, headers=headers
         ) as answer:
             said = await answer.read()
-        if self.spoil and writes and answer.status == 200:
-            other = self.spoil(json.loads(said))
+        if (spoil := self.spoil) and writes and answer.status == 200:
+            other = spoil(json.loads(said))
             return other if isinstance(other, web.Response) else web.json_response(other)
         return web.Response(body=said, status=answer.status, content_type=answer.content_type)

@@ -194,10 +194,16 @@ def test_a_refused_request_waits_for_a_server_that_may_come_back(make, servers):
     engine.publish(weights(), 1)
     servers[0].spoil = lambda said: web.Response(status=400, text="the prompt is too long")
     servers[1].down = True
-    back = asyncio.run_coroutine_threadsafe(restore_after(1.0, servers), engine.pool._loop)
+    leave_out = engine.pool.servers[1].leave_out
+
+    def restored(error):
+        leave_out(error)
+        servers[1].down = False
+
+    engine.pool.servers[1].leave_out = restored
     todo = requests(prompts=1, responses=1)
     assert ids(engine.generate(todo, GREEDY, KEY)) == expected(prompts=1, responses=1)
-    back.result()
+    assert not servers[1].down
 
 
 @pytest.mark.parametrize(
@@ -313,18 +319,18 @@ def test_all_down_is_waited_for_with_a_word_and_then_goes_on(make, servers, caps
     engine.publish(weights(), 1)
     for server in servers:
         server.down = True
-    back = asyncio.run_coroutine_threadsafe(restore_after(1.0, servers), engine.pool._loop)
+    wait = engine.pool._print_wait
+
+    def print_and_restore(text):
+        wait(text)
+        for server in servers:
+            server.down = False
+
+    engine.pool._print_wait = print_and_restore
     assert ids(engine.generate(requests(), GREEDY, KEY)) == expected()
-    back.result()
     said = capsys.readouterr().err
     assert "sglang: no server can be used; waiting 20 s for one: http://127.0.0.1" in said
     assert said.count("no server can be used") == 1
-
-
-async def restore_after(seconds, servers):
-    await asyncio.sleep(seconds)
-    for server in servers:
-        server.down = False
 
 
 @pytest.mark.parametrize("publishes", [True, False])
