@@ -11,6 +11,7 @@ Plain functions and methods in place of async ones run in threads, many at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable
@@ -211,7 +212,7 @@ async def call_user(function: Callable, *arguments: Any) -> Any:
                 answer.set_exception,
                 error if isinstance(error, Exception) else RuntimeError(repr(error)),
             )
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, *result)
 
     threading.Thread(target=work, name="environment", daemon=True).start()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -239,3 +240,26 @@ def test_plain_functions_that_hang_neither_block_the_others_nor_the_end():
         return done
 
     assert asyncio.run(both()) == [n * n for n in range(20)]
+
+
+def test_a_plain_function_may_end_when_its_loop_closes(monkeypatch):
+    """Also just after the loop was still open; an error of the thread fails this test."""
+    hung, threads, is_closed = threading.Event(), [], asyncio.BaseEventLoop.is_closed
+    just_before = lambda loop: threading.current_thread() not in threads and is_closed(loop)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "is_closed", just_before)
+
+    def hang():
+        threads.append(threading.current_thread())
+        hung.wait()
+
+    async def give_up():
+        call = asyncio.create_task(call_user(hang))
+        while not threads:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        return asyncio.get_running_loop()
+
+    loop = asyncio.run(give_up())
+    hung.set()
+    threads[0].join()
+    assert is_closed(loop)
