@@ -174,7 +174,7 @@ class TransformerConfig:
     out_bias: bool = False
     """Bias on the attention output projection (Llama with `attention_bias`)."""
     mlp_bias: bool = False
-    """Biases on the three feed-forward projections."""
+    """Biases on the three feed-forward projections of a dense model."""
     qk_norm: bool = True
     """RMSNorm over head_dim of queries and keys before RoPE (Qwen3)."""
     qk_norm_over_heads: bool = False
@@ -232,6 +232,8 @@ class TransformerConfig:
             )
         if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
+        if self.moe and self.mlp_bias:
+            yield "mlp_bias", "is true: with moe it must be false; the biases of experts are moe.bias."
         if self.moe and self.moe.dense_layers >= self.num_layers:
             yield (
                 "num_layers",
@@ -389,8 +391,7 @@ def check_model_config(config: TransformerConfig, where: str) -> None:
     Raises:
         UserError: one line that names every bad field.
     """
-    rope = (("rope." + name, text) for name, text in problems(config.rope))
-    moe = (("moe." + name, text) for name, text in problems(config.moe)) if config.moe else ()
-    wrong = [f"{name} {text}" for name, text in (*problems(config), *rope, *moe)]
-    if wrong:
+    parts = {"": config, "rope.": config.rope, "moe.": config.moe, "mla.": config.mla}
+    found = ((f"{key}{name}", text) for key, part in parts.items() if part for name, text in problems(part))
+    if wrong := [f"{name} {text}" for name, text in found]:
         raise UserError(f"{where}: no model can have this architecture: {' '.join(wrong)}")
