@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.clipped import clip, policy_loss
-from jaxrl_llm.algos.config import Aggregation, Bound, ClippedConfig, Old, PolicyConfig
+from jaxrl_llm.algos.config import Bound, ClippedConfig, Old, PolicyAggregation, PolicyConfig
 from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
 from jaxrl_llm.algos.policy_gradient import policy_algorithm, requires
 from jaxrl_llm.algos.reduce import sequence_mean, sequence_sum
@@ -133,7 +133,7 @@ class SAPOConfig(PolicyConfig):
     """Steepness of the gate where the advantage is positive."""
     tau_negative: Positive = 1.05
     """Steepness of the gate elsewhere."""
-    aggregation: Aggregation = "sequence"
+    aggregation: PolicyAggregation = "sequence"
 
 
 def sapo_loss(inputs: LossInputs, config: SAPOConfig) -> tuple[Float[Array, ""], Metrics]:
@@ -166,7 +166,7 @@ class GMPOConfig(PolicyConfig):
     """A token's log-ratio may fall to -clip_low, nats."""
     clip_high: Bound = 0.4
     """A token's log-ratio may rise to clip_high, nats."""
-    aggregation: Aggregation = "sequence"
+    aggregation: PolicyAggregation = "sequence"
 
 
 def gmpo_loss(inputs: LossInputs, config: GMPOConfig) -> tuple[Float[Array, ""], Metrics]:
