@@ -88,11 +88,12 @@ def spread(
     """Return the divisor of an advantage, see `group_advantages`; 1 for a group of one."""
     if scale == "none":
         return jnp.ones_like(rewards)
-    if scale == "batch_std":
-        return jnp.sqrt(batch_moments(rewards, valid)[1]) + jnp.full_like(rewards, eps)
     moments = group_moments(rewards, group, valid)
-    freedom = jnp.maximum(moments.count - (1 if scale == "std" else 0), 1.0)
-    return jnp.where(moments.count == 1, 1.0, jnp.sqrt(moments.square / freedom) + eps)[group]
+    if scale == "batch_std":
+        _, variance = batch_moments(rewards, valid)
+    else:
+        variance = moments.square / jnp.maximum(moments.count - (1 if scale == "std" else 0), 1.0)
+    return jnp.where(moments.count == 1, 1.0, jnp.sqrt(variance) + eps)[group]
 
 
 def batch_moments(
