@@ -24,9 +24,10 @@ Exponent = Annotated[float, Range(0.0, 1000.0)]
 
 
 def reinforce_loss(inputs: LossInputs, config: PolicyConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return -w A log pi with w = sg[min(exp(policy - old), correction.cap)].
+    """Return -w A log pi with w = sg[min(exp(policy - old), max(correction.cap, 1))].
 
-    w is 1 where the policy is the old one. A correction whose numerator is the policy is that weight already.
+    w is 1 where the policy is the old one, whatever the cap. With a correction whose numerator is the policy
+    (`correction.of`) it is 1 everywhere, since `correct` applies that weight.
     """
     weight = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.policy, inputs.old)))
     weight = jnp.minimum(weight, max(config.correction.cap, 1.0))
