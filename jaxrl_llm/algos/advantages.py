@@ -21,8 +21,8 @@ class GroupMoments(NamedTuple):
     size: Float[Array, "N"]  # members, those without a valid reward among them
     count: Float[Array, "N"]  # members with a valid reward
     mean: Float[Array, "N"]
-    square: Float[Array, "N"]  # sum of squared deviations
-    differs: Bool[Array, "N"]  # not all rewards are equal
+    square: Float[Array, "N"]  # sum of squared deviations from the mean
+    differs: Bool[Array, "N"]  # not all valid rewards are equal
 
 
 def group_moments(
@@ -52,8 +52,9 @@ def less_baseline(
 ) -> Float[Array, "N"]:
     """Return reward - baseline; exactly 0 where the valid rewards of the group are all equal.
 
-    float32 would leave a rest: the mean of seven times 0.7 is 0.70000005. One response to a prompt keeps its
-    reward; the last one that failed rewards have left of a group gets 0, as it has nothing to compare with.
+    The difference would be a rounding error, which `spread` enlarges: in float32 the mean of seven times 0.7
+    is 0.70000005. One response to a prompt keeps its reward; the last one that failed rewards have left of a
+    group gets 0, as it has nothing to compare with.
     """
     out = jnp.where(moments.differs[group], rewards - baseline, 0.0)
     out = jnp.where(moments.size[group] == 1, rewards, out)
@@ -88,11 +89,12 @@ def spread(
     """Return the divisor of an advantage, see `group_advantages`; 1 for a group of one."""
     if scale == "none":
         return jnp.ones_like(rewards)
-    if scale == "batch_std":
-        return jnp.sqrt(batch_moments(rewards, valid)[1]) + jnp.full_like(rewards, eps)
     moments = group_moments(rewards, group, valid)
-    freedom = jnp.maximum(moments.count - (1 if scale == "std" else 0), 1.0)
-    return jnp.where(moments.count == 1, 1.0, jnp.sqrt(moments.square / freedom) + eps)[group]
+    if scale == "batch_std":
+        _, variance = batch_moments(rewards, valid)
+    else:
+        variance = moments.square / jnp.maximum(moments.count - (1 if scale == "std" else 0), 1.0)
+    return jnp.where(moments.count == 1, 1.0, jnp.sqrt(variance) + eps)[group]
 
 
 def batch_moments(

@@ -16,7 +16,10 @@ Advantage = Literal[
     "gae", "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg",
     "gpg_rewards", "passk", "otb", "otb_tail", "gdpo", "optimal_value", "reward",
 ]  # fmt: skip
-Aggregation = Literal["token", "sequence", "sequence_sum", "constant", "token_sum"]
+Aggregation = Literal["token", "sequence", "sequence_sum", "token_sum"]
+"""Sums over tokens and their denominators, see `reduce.aggregate`."""
+PolicyAggregation = Literal[Aggregation, "constant"]
+"""Those of policy gradients, which have a `constant` to divide by."""
 Bound = Annotated[float, Range(0.0, math.inf)]
 """Distance of a ratio or log-ratio from 1 or 0; inf = no bound."""
 Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
@@ -142,7 +145,7 @@ class PolicyConfig(AlgoConfig):
     """Weight of the value loss, shared critic only."""
     value_clip: Positive = 0.5
     """Clip values to old value +- this, shared critic only."""
-    aggregation: Aggregation = "token"
+    aggregation: PolicyAggregation = "token"
     """Aggregation of token losses: token, sequence (mean of means), sequence_sum, constant (Dr. GRPO),
     token_sum (no denominator)."""
     constant: Positive = 1024.0
@@ -252,7 +255,8 @@ class ValueConfig(AlgoConfig):
     factor: Positive = 0.5
     """Weight of the squared error (RL2: 1)."""
     aggregation: Aggregation = "token"
-    """Aggregation of token losses: token, sequence (mean of means), sequence_sum."""
+    """Aggregation of token losses: token, sequence (mean of means), sequence_sum, token_sum (no
+    denominator)."""
 
 
 GRPO = ClippedConfig(algorithm=AlgorithmName("grpo"), aggregation="sequence", kl_coef=0.04)

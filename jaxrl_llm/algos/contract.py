@@ -64,9 +64,9 @@ class Requirements:
     critic: bool = False
     """Values of a critic with its own backbone."""
     sum_pi_squared: bool = False
-    """Sum over the vocabulary of the policy's p^2."""
+    """Sum over the vocabulary of p^2 of the policy before the first update: `advantages` reads it."""
     square_in_loss: bool = False
-    """The same of the present policy in the loss, without gradient."""
+    """Sum over the vocabulary of the present policy's p^2: the loss reads it, without gradient."""
     old_entropy: bool = False
     """Entropy of the policy before the first update: `advantages` reads it."""
     greedy: bool = False

@@ -138,12 +138,12 @@ def diagnostics(old: Float[Array, "B T"], inputs: LossInputs) -> Metrics:
     """
     d = log_ratio(old, inputs.rollout)
     total = sequence_sum(old - inputs.rollout, inputs.mask, inputs.segments)
-    bounded = jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    bounded = lambda x: jnp.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     per_sequence = lambda x: aggregate(x, inputs, "sequence")
     return {
         "mismatch/kl": token_mean(-d, inputs),
         "mismatch/k3_kl": token_mean(jnp.expm1(d) - d, inputs),
-        "mismatch/ppl_ratio": per_sequence(jnp.exp(-total / inputs.lengths)),
+        "mismatch/ppl_ratio": per_sequence(jnp.exp(bounded(-total / inputs.lengths))),
         "mismatch/chi2_token": token_mean(jnp.expm1(2 * d), inputs),
-        "mismatch/chi2_sequence": per_sequence(jnp.expm1(2 * bounded)),
+        "mismatch/chi2_sequence": per_sequence(jnp.expm1(2 * bounded(total))),
     }

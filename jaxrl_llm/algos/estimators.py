@@ -48,10 +48,14 @@ def rescaled(
     valid: Float[Array, "N"],
     counted: Literal["groups", "rewards"] = "groups",
 ) -> Float[Array, "N"]:
-    """Return alpha (reward - group mean), GPG (arXiv 2504.02546, eq. 6): some groups make up for equal ones.
+    """Return alpha (reward - group mean), GPG (arXiv 2504.02546, eq. 6).
 
-    alpha = responses / responses counted: those of groups whose rewards differ (the paper), or those whose
-    own reward is not 0 (veRL).
+    alpha = responses / responses counted, so that groups of equal rewards, which have no gradient, do not
+    shrink the step.
+
+    Args:
+        counted: responses of "groups" whose rewards differ (the paper), or whose own "rewards" are not 0
+            (veRL).
     """
     moments = group_moments(rewards, group, valid)
     informative = (moments.differs | (moments.size == 1))[group] if counted == "groups" else rewards != 0

@@ -117,7 +117,7 @@ def transform_ratio(
     """Return f'(p / ref) of a log-ratio, the reward of DPO under an f-divergence (arXiv 2309.16240, table 1).
 
     Args:
-        alpha: of the alpha divergence; 1 is the limit reverse_kl, 0 is forward_kl up to a constant.
+        alpha: order of the alpha divergence: 0 is forward_kl, and 1 the limit reverse_kl.
     """
     if divergence == "forward_kl":
         return 1 - jnp.exp(jnp.minimum(-ratio, MAX_EXPONENT))

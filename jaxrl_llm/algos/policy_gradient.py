@@ -15,7 +15,7 @@ from jaxrl_llm.algos.contract import Algorithm, Requirements
 from jaxrl_llm.algos.correction import mean_weight
 from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, WHITENED
 from jaxrl_llm.algos.kl import kl
-from jaxrl_llm.algos.returns import gae, on_last_token, return_to_go, whiten
+from jaxrl_llm.algos.returns import gae, on_last_token, whiten
 from jaxrl_llm.structs import Rollouts
 
 
@@ -70,13 +70,10 @@ def advantages(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
 
 
 def returns(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
-    """Return the critic's targets: GAE's advantage (not whitened) plus value; without values the
-    return-to-go."""
+    """Return the critic's targets: GAE's advantage, not whitened, plus the value."""
     outcome, dense = shaped_rewards(rollouts, config)
     mask = rollouts.mask * rollouts.valid[:, None]
     rewards = dense + on_last_token(outcome, mask)
-    if rollouts.values is None:
-        return return_to_go(rewards, mask, config.gamma)
     return gae(rewards, rollouts.values, mask, config.gamma, config.lam, config.gaps)[1]
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.algos.config import Aggregation
+from jaxrl_llm.algos.config import PolicyAggregation
 from jaxrl_llm.structs import LossInputs
 
 
@@ -21,7 +21,7 @@ def token_mean(x: Float[Array, "B T"], inputs: LossInputs) -> Float[Array, ""]:
 
 
 def aggregate(
-    x: Float[Array, "B T"], inputs: LossInputs, how: Aggregation, constant: float = 1.0
+    x: Float[Array, "B T"], inputs: LossInputs, how: PolicyAggregation, constant: float = 1.0
 ) -> Float[Array, ""]:
     """Return this micro-batch's part of the loss of the mini-batch.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.config import Aggregation, AlgoConfig
 from jaxrl_llm.algos.contract import Algorithm, Requirements
-from jaxrl_llm.algos.pair_losses import Pair, over_pairs, pair_means, sigmoid_loss
+from jaxrl_llm.algos.pair_losses import Pair, over_pairs, pair_means, pair_sums, sigmoid_loss
 from jaxrl_llm.algos.preference import Smoothing, pair_metrics
-from jaxrl_llm.algos.reduce import aggregate, segment_sums, token_mean
+from jaxrl_llm.algos.reduce import aggregate, token_mean
 from jaxrl_llm.ranges import Weight
 from jaxrl_llm.structs import LossInputs, Metrics
 
@@ -33,9 +33,7 @@ def last_values(inputs: LossInputs) -> Pair:
     """Return the value at the last position, which has read all tokens, of chosen and rejected sequences."""
     following = jnp.pad(inputs.segments[:, 1:], ((0, 0), (0, 1)))
     is_last = ((inputs.segments > 0) & (inputs.segments != following)).astype(inputs.mask.dtype)
-    sums = segment_sums(inputs.values, inputs.segments, is_last)
-    half = inputs.segments.shape[1] // 2
-    return sums[:, 0 : 2 * half : 2], sums[:, 1 : 2 * half : 2]
+    return pair_sums(inputs.values, replace(inputs, mask=is_last))
 
 
 def reward_model_loss(inputs: LossInputs, config: RewardModelLossConfig) -> tuple[Float[Array, ""], Metrics]:

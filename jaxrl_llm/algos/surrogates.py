@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.clipped import clip, policy_loss
-from jaxrl_llm.algos.config import Aggregation, Bound, ClippedConfig, Old, PolicyConfig
+from jaxrl_llm.algos.config import Bound, ClippedConfig, Old, PolicyAggregation, PolicyConfig
 from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
 from jaxrl_llm.algos.policy_gradient import policy_algorithm, requires
 from jaxrl_llm.algos.reduce import sequence_mean, sequence_sum
@@ -24,9 +24,10 @@ Exponent = Annotated[float, Range(0.0, 1000.0)]
 
 
 def reinforce_loss(inputs: LossInputs, config: PolicyConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return -w A log pi with w = sg[min(exp(policy - old), correction.cap)].
+    """Return -w A log pi with w = sg[min(exp(policy - old), max(correction.cap, 1))].
 
-    w is 1 where the policy is the old one. A correction whose numerator is the policy is that weight already.
+    w is 1 where the policy is the old one, whatever the cap. With a correction whose numerator is the policy
+    (`correction.of`) it is 1 everywhere, since `correct` applies that weight.
     """
     weight = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.policy, inputs.old)))
     weight = jnp.minimum(weight, max(config.correction.cap, 1.0))
@@ -133,7 +134,7 @@ class SAPOConfig(PolicyConfig):
     """Steepness of the gate where the advantage is positive."""
     tau_negative: Positive = 1.05
     """Steepness of the gate elsewhere."""
-    aggregation: Aggregation = "sequence"
+    aggregation: PolicyAggregation = "sequence"
 
 
 def sapo_loss(inputs: LossInputs, config: SAPOConfig) -> tuple[Float[Array, ""], Metrics]:
@@ -166,7 +167,7 @@ class GMPOConfig(PolicyConfig):
     """A token's log-ratio may fall to -clip_low, nats."""
     clip_high: Bound = 0.4
     """A token's log-ratio may rise to clip_high, nats."""
-    aggregation: Aggregation = "sequence"
+    aggregation: PolicyAggregation = "sequence"
 
 
 def gmpo_loss(inputs: LossInputs, config: GMPOConfig) -> tuple[Float[Array, ""], Metrics]:

@@ -121,12 +121,16 @@ def _loss(conv: Conversion) -> None:
             conv.put("algo.constant", factor, f"{ACTOR}.loss_scale_factor")
         else:
             conv.put("algo.constant", float(conv.value_of("max_response_tokens", 512)), aggregation)
-        conv.notes.append(
-            f"{conv.origin(aggregation)}: veRL sums over the sequences of a micro-batch, here it is their "
-            "mean: scale optim.learning_rate if the optimizer is not Adam"
-        )
+        conv.notes.append(_sum_note(conv, aggregation, "optim"))
     if conv.algo in ("gspo", "sapo", "gmpo"):  # veRL's code forces the mean over sequences
         conv.put("algo.aggregation", "sequence", aggregation, note=f"{conv.algo} is a mean over sequences")
+
+
+def _sum_note(conv: Conversion, aggregation: str, optimizer: str) -> str:
+    return (
+        f"{conv.origin(aggregation)}: veRL sums over the sequences of a micro-batch, here it is their mean: "
+        f"scale {optimizer}.learning_rate if the optimizer is not Adam"
+    )
 
 
 def _kl(conv: Conversion) -> None:
@@ -244,6 +248,12 @@ def _critic(conv: Conversion, updates: int) -> None:
     conv.put("critic.optim.learning_rate", conv.get("critic.optim.lr"), "critic.optim.lr")
     conv.put("critic.optim.weight_decay", conv.get("critic.optim.weight_decay"), "critic.optim.weight_decay")
     conv.put("critic.loss.value_clip", conv.get("critic.cliprange_value"), "critic.cliprange_value")
+    aggregation = "critic.loss_agg_mode"
+    if conv.get(aggregation) == "constant":  # of the value loss the padded length, whatever the actor's is
+        longest = float(conv.value_of("max_response_tokens", 512))
+        conv.put("critic.loss.aggregation", "sequence_sum", aggregation)
+        conv.put("critic.loss.factor", 0.5 / longest, aggregation)
+        conv.notes.append(_sum_note(conv, aggregation, "critic.optim"))
     _optimizer_rules(conv, "critic.optim", "critic.optim", updates)
     path = conv.get("critic.model.path")
     if path and path != conv.get(f"{MODEL}.path"):

@@ -36,7 +36,7 @@ class OptimConfig:
     eps: Annotated[float, Range(1e-30, 1, usual="1e-8 is usual")] = 1e-8
     """Added to the root of the second moment (adamw, muon's AdamW)."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
-    """Decoupled decay of matrices, scaled by the learning rate; norms and biases do not decay."""
+    """Decoupled decay of matrices, scaled by the learning rate; norms, biases and sinks do not decay."""
     moments: Literal["float32", "int8"] = "float32"
     """Storage of the moments; int8 is blockwise and companded, embeddings, norms and biases stay float32."""
     store_param_remainders: bool = False

@@ -117,7 +117,7 @@ class Learner(ScoringModel):
     def init_state(self, params: Params) -> TrainState:
         """Return a state with a fresh optimizer; these float32 weights are donated to it.
 
-        Frozen weights take the compute type, except norms.
+        Frozen weights take the types in which the forward pass reads them (`cast_weights`).
         """
         with jax.set_mesh(self.mesh):
             return jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)(params)

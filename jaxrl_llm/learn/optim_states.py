@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
-from jaxrl_llm.models.moe import copy_dtype
+from jaxrl_llm.models.transformer import reads_float32
 from jaxrl_llm.sharding.rules import on_device
 from jaxrl_llm.structs import Params, TrainState
 
@@ -216,12 +216,11 @@ def moment_shardings(moment: Any, shape: tuple[int, ...], like: NamedSharding, o
 
 
 def _remainders(params: Params) -> Params:
-    """Return the remainders of the weights that the forward pass rounds: all but norms, value heads and the
-    biases that choose experts."""
+    """Return the remainders of the weights that the forward pass rounds (`reads_float32`)."""
 
     def low(path, weight):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        if "norm" in name or name == "value" or copy_dtype(name, jnp.bfloat16) == jnp.float32:
+        if reads_float32(name):
             return optax.MaskedNode()
         bits = jax.lax.bitcast_convert_type(weight, jnp.int32)
         return (bits - (_high_bits(weight) << 16)).astype(jnp.int16)

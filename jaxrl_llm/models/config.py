@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import Count, Range, problems
 
-Positive = Range(0.0, 1e6, open_low=True)
+Factor = Annotated[float, Range(0.0, 1e6, open_low=True)]
 Size = Annotated[int, Range(1, 2**24)]
 """A dimension of a weight."""
 Quantize = Literal["none", "int8", "nf4"]
@@ -29,15 +29,15 @@ class RopeConfig:
     """Base of the frequencies."""
     scaling: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
     """Context extension beyond the pretraining length."""
-    factor: Annotated[float, Positive] = 1.0
+    factor: Factor = 1.0
     """Ratio of the extended context to the original one (every scaling but "default")."""
     original_max_position: Count | None = None
     """Pretraining length (yarn, llama3); None = `max_position` of the model."""
-    attention_factor: Annotated[float, Positive] | None = None
+    attention_factor: Factor | None = None
     """Multiplies cos and sin (yarn); None = from factor, mscale and mscale_all_dim."""
-    beta_fast: Annotated[float, Positive] = 32.0
+    beta_fast: Factor = 32.0
     """Pairs with more rotations than this over the original length keep their frequency (yarn)."""
-    beta_slow: Annotated[float, Positive] = 1.0
+    beta_slow: Factor = 1.0
     """Pairs with fewer rotations than this have their frequency divided by `factor` (yarn)."""
     mscale: Annotated[float, Range(0.0, 1e6)] | None = None
     """Weight of log(factor) in the numerator of the attention factor (yarn; DeepSeek checkpoints)."""
@@ -45,9 +45,9 @@ class RopeConfig:
     """The same in the denominator; both must be set to count."""
     truncate: bool = True
     """Round the bounds between kept and interpolated pairs outwards to integers (yarn)."""
-    low_freq_factor: Annotated[float, Positive] = 1.0
+    low_freq_factor: Factor = 1.0
     """Frequencies of wavelengths above original length / this are divided by `factor` (llama3)."""
-    high_freq_factor: Annotated[float, Positive] = 4.0
+    high_freq_factor: Factor = 4.0
     """Wavelengths below original length / this stay as they are (llama3)."""
     partial_rotary: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
     """Fraction of the dims of a head that is rotated, the first ones (HF `partial_rotary_factor`)."""
@@ -90,10 +90,10 @@ class MoEConfig:
     """Add a bias to the scores by which experts are chosen, not to their weights (arXiv 2408.15664)."""
     bias: bool = False
     """Biases on the router and on the three projections of each expert (gpt-oss)."""
-    swiglu_limit: Annotated[float, Positive] | None = None
+    swiglu_limit: Factor | None = None
     """c: an expert computes g sigmoid(swiglu_alpha g) (u + 1) with its gate g up to c and its up projection u
     within -c and c (gpt-oss); None = activation(g) u."""
-    swiglu_alpha: Annotated[float, Positive] = 1.702
+    swiglu_alpha: Factor = 1.702
     """Factor inside the sigmoid, where swiglu_limit is set."""
     dense_layers: Annotated[int, Range(0, 10_000)] = 0
     """Leading layers that have the feed-forward of a dense model, of width mlp_size, and no experts."""
@@ -174,7 +174,7 @@ class TransformerConfig:
     out_bias: bool = False
     """Bias on the attention output projection (Llama with `attention_bias`)."""
     mlp_bias: bool = False
-    """Biases on the three feed-forward projections."""
+    """Biases on the three feed-forward projections of a dense model."""
     qk_norm: bool = True
     """RMSNorm over head_dim of queries and keys before RoPE (Qwen3)."""
     qk_norm_over_heads: bool = False
@@ -195,9 +195,9 @@ class TransformerConfig:
     """True for each layer that uses the sliding window; None = all layers."""
     attention_sinks: bool = False
     """A learnt score a head in the denominator of attention's softmax (gpt-oss)."""
-    attention_softcap: Annotated[float, Positive] | None = None
+    attention_softcap: Factor | None = None
     """c: attention scores become c tanh(score / c) (Gemma 2)."""
-    logit_softcap: Annotated[float, Positive] | None = None
+    logit_softcap: Factor | None = None
     """c: logits become c tanh(logit / c). Applied where log-probs are computed, not in the decoder."""
     value_head: bool = False
     """A scalar per token: critics, reward models, a policy with a shared critic."""
@@ -232,6 +232,8 @@ class TransformerConfig:
             )
         if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
+        if self.moe and self.mlp_bias:
+            yield "mlp_bias", "is true: with moe it must be false; the biases of experts are moe.bias."
         if self.moe and self.moe.dense_layers >= self.num_layers:
             yield (
                 "num_layers",
@@ -389,8 +391,7 @@ def check_model_config(config: TransformerConfig, where: str) -> None:
     Raises:
         UserError: one line that names every bad field.
     """
-    rope = (("rope." + name, text) for name, text in problems(config.rope))
-    moe = (("moe." + name, text) for name, text in problems(config.moe)) if config.moe else ()
-    wrong = [f"{name} {text}" for name, text in (*problems(config), *rope, *moe)]
-    if wrong:
+    parts = {"": config, "rope.": config.rope, "moe.": config.moe, "mla.": config.mla}
+    found = ((f"{key}{name}", text) for key, part in parts.items() if part for name, text in problems(part))
+    if wrong := [f"{name} {text}" for name, text in found]:
         raise UserError(f"{where}: no model can have this architecture: {' '.join(wrong)}")

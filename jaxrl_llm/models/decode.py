@@ -79,7 +79,7 @@ def is_unrolled(c: TransformerConfig) -> bool:
 def decode_weights(
     params: Transformer, dtype: DTypeLike, out_shardings: DecodeWeights | None = None
 ) -> DecodeWeights:
-    """Copy the weights for decoding: norms keep their type, all others become `dtype`.
+    """Copy the weights for decoding in the types in which the forward pass reads them (`cast_weights`).
 
     Always a copy, so that the trainer may donate its own.
 

@@ -22,10 +22,17 @@ def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B 
     y = multiply(w, name, x)
     if hasattr(w, f"{name}_bias"):
         y = y + getattr(w, f"{name}_bias")[...]
-    if hasattr(w, f"{name}_lora_a"):
-        a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
+    if adapter := adapter_of(w, name):
+        a, b = adapter
         y = y + c.lora.scale * project(project(x, a), b)
     return y
+
+
+def adapter_of(w: Layers, name: str) -> tuple[Array, Array] | None:
+    """Return A [*I, R] and B [R, *O] of a weight's adapter, of experts with a leading dim X; None = none."""
+    if not hasattr(w, f"{name}_lora_a"):
+        return None
+    return getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
 
 
 def multiply(w: Layers, name: str, x: Float[Array, "B T *I"]) -> Float[Array, "B T *O"]:

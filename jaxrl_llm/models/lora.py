@@ -149,7 +149,7 @@ def share_frozen(params: Params, other: Params) -> Params:
 
 def base(params: Params) -> Params:
     """Return the model without the effect of its adapters: the same arrays, but zeros for each B."""
-    return _map_named(lambda name, x: jnp.zeros_like(x) if name.endswith("_lora_b") else x, params)
+    return _map_named(lambda name, x: jnp.zeros_like(x) if name.endswith(f"{MARK}b") else x, params)
 
 
 def without_adapters(params: Params) -> Params:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.initializer import Initializer
-from jaxrl_llm.models.linear import apply_linear, read_weight, rms_norm
+from jaxrl_llm.models.linear import adapter_of, apply_linear, read_weight, rms_norm
 from jaxrl_llm.models.rope import apply_rope
 from jaxrl_llm.sharding.rules import constrain
 
@@ -100,9 +100,9 @@ def decode_latents(
 def _absorb_keys(c: TransformerConfig, w: Layers, q: Float[Array, "S T H N"]) -> Float[Array, "S T H R"]:
     """Return (W_k + scale A B_k)^T q of each head, without the sum in the brackets."""
     out = jnp.einsum("sthn,rhn->sthr", q, read_weight(w, "kv_b", q)[..., : c.mla.nope_dim])
-    if not hasattr(w, "kv_b_lora_a"):
+    if not (adapter := adapter_of(w, "kv_b")):
         return out
-    a, b = w.kv_b_lora_a[...], w.kv_b_lora_b[..., : c.mla.nope_dim]
+    a, b = adapter[0], adapter[1][..., : c.mla.nope_dim]
     return out + c.lora.scale * jnp.einsum("sthl,rl->sthr", jnp.einsum("sthn,lhn->sthl", q, b), a)
 
 
@@ -111,9 +111,9 @@ def _expand_values(
 ) -> Float[Array, "S T H V"]:
     """Return (W_v + scale A B_v) c of each head's sum c of latents, without the sum in the brackets."""
     out = jnp.einsum("sthr,rhv->sthv", latents, read_weight(w, "kv_b", latents)[..., c.mla.nope_dim :])
-    if not hasattr(w, "kv_b_lora_a"):
+    if not (adapter := adapter_of(w, "kv_b")):
         return out
-    a, b = w.kv_b_lora_a[...], w.kv_b_lora_b[..., c.mla.nope_dim :]
+    a, b = adapter[0], adapter[1][..., c.mla.nope_dim :]
     return out + c.lora.scale * jnp.einsum("sthl,lhv->sthv", jnp.einsum("sthr,rl->sthl", latents, a), b)
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
+from jaxrl_llm.models.linear import adapter_of
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight
 from jaxrl_llm.sharding.expert_weights import (
     AdaptedMatrices,
@@ -210,10 +211,8 @@ def weights_of_experts(c: TransformerConfig, w: Layers) -> ExpertWeights:
         weight = getattr(w, name)[...]
         if hasattr(w, name + SCALE):
             weight = QuantizedMatrices(weight, getattr(w, name + SCALE)[...], dequantize_weight)
-        if not hasattr(w, f"{name}_lora_a"):
-            return weight
-        a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
-        return AdaptedMatrices(weight, a, b, c.adapters[name][1])
+        adapter = adapter_of(w, name)
+        return AdaptedMatrices(weight, *adapter, c.adapters[name][1]) if adapter else weight
 
     return ExpertWeights(*(one(f"expert_{name}") for name in ExpertWeights._fields))
 

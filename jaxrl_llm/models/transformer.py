@@ -19,7 +19,7 @@ from jaxrl_llm.models.config import MLP, MoEConfig, TransformerConfig, layer_sta
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.linear import apply_linear, rms_norm
 from jaxrl_llm.models.mla import DecodeLatents, add_latent_weights, decode_latents, expand_latents
-from jaxrl_llm.models.moe import RoutingSums, copy_dtype, join_routes, routing_sums, sparse_mlp
+from jaxrl_llm.models.moe import SELECTION_BIAS, RoutingSums, join_routes, routing_sums, sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rope import apply_rope, attention_scale, rope_tables, trajectory_lengths
@@ -375,17 +375,22 @@ def final_norm_fn(c: TransformerConfig):
     return lambda weight, x: rms_norm(x, weight, c.norm_eps)
 
 
+def reads_float32(name: str) -> bool:
+    """Return whether the forward pass reads a weight ("layers.q") in float32, whatever the type of products:
+    norms, sinks, value heads, the bias that chooses experts, and scales of quantized weights."""
+    return name == "value" or any(part in name for part in ("norm", "sinks", SELECTION_BIAS, SCALE))
+
+
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except those of norms, sinks, the bias that chooses experts, and codes and
-    scales of quantized ones.
+    """Cast weights to `dtype`, except those that the forward pass reads in float32, and codes.
 
     Weights in host memory are copied to the devices.
     """
 
     def cast(path, w):
-        name, w = jax.tree_util.keystr(path), fetch(w)
-        kept = any(part in name for part in ("norm", "sinks", SCALE))
-        is_float = jnp.issubdtype(w.dtype, jnp.floating)
-        return w if kept or not is_float else rounded(w, copy_dtype(name, dtype))
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        w = fetch(w)
+        kept = reads_float32(name) or not jnp.issubdtype(w.dtype, jnp.floating)
+        return w if kept else rounded(w, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)

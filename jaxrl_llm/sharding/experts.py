@@ -38,7 +38,7 @@ from jaxrl_llm.sharding.expert_weights import (
 )
 from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
 
-GATHERED = "gathered_experts"
+GATHERED_EXPERTS = "gathered_experts"
 """Name of the weights of experts that are gathered for a layer: no rematerialization keeps them."""
 NamesOfDims = tuple[tuple[str, ...], ...]
 MIN_PART = 1024
@@ -132,7 +132,7 @@ def _gather(x: Array, spec: PartitionSpec, axes: str | tuple[str, ...]) -> Array
     """Return the shards of an array over these mesh axes, joined."""
     if axes not in spec:
         return x
-    return checkpoint_name(jax.lax.all_gather(x, axes, axis=spec.index(axes), tiled=True), GATHERED)
+    return checkpoint_name(jax.lax.all_gather(x, axes, axis=spec.index(axes), tiled=True), GATHERED_EXPERTS)
 
 
 def _divide_tiles(matrix: ExpertMatrix, inputs: Any) -> ExpertMatrix:

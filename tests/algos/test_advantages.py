@@ -1,5 +1,7 @@
 """Group-relative advantages: fixed numbers of other systems, degenerate groups, masks."""
 
+from typing import get_args
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from golden import advantages, rollouts
 
 from jaxrl_llm.algos import grpo, reinforce, remax
 from jaxrl_llm.algos.advantages import clip_and_scale, group_advantages
+from jaxrl_llm.algos.config import Scale
 from jaxrl_llm.algos.estimators import PER_RESPONSE
 from jaxrl_llm.algos.returns import whiten
 from jaxrl_llm.structs import Rollouts
@@ -70,8 +73,11 @@ def test_a_batch_of_equal_rewards_is_scaled_to_nothing():
     np.testing.assert_array_equal(whiten(jnp.full((7, 2), 0.7), jnp.ones((7, 2))), np.zeros((7, 2)))
 
 
-def test_one_response_to_a_prompt_keeps_its_reward():
-    np.testing.assert_allclose(group_advantages(jnp.array([3.0]), jnp.array([0]), jnp.ones(1)), [3.0])
+@pytest.mark.parametrize("scale", get_args(Scale))
+def test_one_response_to_a_prompt_keeps_its_reward(scale):
+    """Also in a batch without spread, by which "batch_std" would divide."""
+    got = group_advantages(jnp.array([3.0, 3.0]), jnp.array([0, 1]), jnp.ones(2), scale)
+    np.testing.assert_allclose(got, [3.0, 3.0])
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_pp_baseline", "otb", "otb_tail"])

@@ -91,6 +91,12 @@ def test_settings_that_make_no_sense_are_refused(config, field):
     assert [name for name, _ in ranges.problems(config)] == [field]
 
 
+@pytest.mark.parametrize("algorithm", [*ALGOS.values(), value], ids=lambda a: a.name)
+def test_an_aggregation_divides_by_a_constant_only_where_there_is_one(algorithm):
+    hint = get_type_hints(type(algorithm.config)).get("aggregation")
+    assert ("constant" in get_args(hint)) == hasattr(algorithm.config, "constant")
+
+
 def test_equal_configs_are_traced_once():
     traced = jax.jit(chex.assert_max_traces(of(grpo.config).loss, n=2), static_argnums=1)
     for config in (grpo.Config(), grpo.Config(), grpo.Config(clip_high=0.3), grpo.Config()):

@@ -168,6 +168,14 @@ def test_ppo_with_kl_in_the_reward_a_critic_and_a_reward_model(imported):
     assert run.values("minibatches_per_step", "ppo_epochs") == (4, 2)  # 128 prompts / 32
 
 
+def test_a_critics_sum_over_the_padded_length_is_a_factor(imported):
+    """The squared error, times half, over 512 tokens: veRL's default response."""
+    mode = "critic.loss_agg_mode=seq-mean-token-sum-norm"
+    run = imported(PPO.replace("critic.optim.lr=", f"{mode} critic.optim.lr="))
+    assert run.values("critic.loss.aggregation", "critic.loss.factor") == ("sequence_sum", 0.5 / 512)
+    assert "scale critic.optim.learning_rate" in run.report
+
+
 def test_dapo_with_arrays_overlong_penalty_and_corrections(imported):
     run = imported(DAPO)
     assert run.values("algo.clip_low", "algo.clip_high", "algo.dual_clip") == (0.2, 0.28, 10.0)

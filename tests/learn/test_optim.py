@@ -162,8 +162,9 @@ def test_a_warm_up_by_ratio():
     assert list(problems(both)) == [("warmup_ratio", "is 0.03, beside warmup_steps 5: set one of them to 0.")]
 
 
-def test_decay_spares_norms_and_biases():
-    params = models.init(TINY, jax.random.key(0))
+def test_decay_spares_norms_biases_and_sinks():
+    model = dataclasses.replace(TINY, attention_sinks=True, qkv_bias=True)
+    params = jax.tree.map(lambda x: x + 1, models.init(model, jax.random.key(0)))
     optimizer = make_optimizer(OptimConfig(learning_rate=1.0, weight_decay=0.1), 10)
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     moved = {name for name, u in models.named_leaves(updates) if float(jnp.abs(u).max()) > 0}

@@ -32,6 +32,8 @@ from jaxrl_llm.learn.optim_states import (
 )
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -208,6 +210,20 @@ def test_a_regression_ends_where_adamw_ends():
 
 def test_adafactor_has_no_moments_to_store():
     assert [field for field, _ in problems(OptimConfig(name="adafactor", moments="int8"))] == ["moments"]
+
+
+def test_remainders_are_of_the_weights_that_the_forward_pass_rounds():
+    """All others are stored as they are: sinks too, whose lowest bits it reads."""
+    experts = MoEConfig(num_experts=4, experts_per_token=2, expert_size=8, selection_bias=True)
+    sizes = dict(vocab_size=32, hidden_size=16, mlp_size=32, num_layers=2, num_heads=4, head_dim=8)
+    model = TransformerConfig(**sizes, num_kv_heads=2, moe=experts, attention_sinks=True, value_head=True)
+    params = models.init(model, jax.random.key(0))
+    stored = stored_weights(params, store_remainders(optax.identity()).init(params))
+    read = {name: x.dtype for name, x in models.named_leaves(cast_weights(params, jnp.bfloat16))}
+    assert {name: x.dtype for name, x in models.named_leaves(stored)} == read
+    norms = {f"layers.{name}_norm" for name in ("attention", "mlp", "q", "k")} | {"norm"}
+    others = {"layers.sinks", "layers.router_bias", "value"}
+    assert {name for name, dtype in read.items() if dtype == jnp.float32} == norms | others
 
 
 def test_remainders_need_bfloat16_and_no_adapters():

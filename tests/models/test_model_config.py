@@ -12,7 +12,7 @@ from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.models import flops
-from jaxrl_llm.models.config import MoEConfig, check_model_config
+from jaxrl_llm.models.config import MLAConfig, MoEConfig, check_model_config
 from jaxrl_llm.models.presets import PRESETS
 from jaxrl_llm.models.remat import REMAT
 
@@ -34,6 +34,12 @@ IMPOSSIBLE = {
     "moe.score is softmax_of_chosen: groups and selection_bias need": {
         "moe": MoEConfig(score="softmax_of_chosen", selection_bias=True)
     },
+    "mla.kv_rank is 0: it must be at least 1": {
+        "mla": MLAConfig(kv_rank=0, nope_dim=64, rope_dim=64),
+        "num_kv_heads": 16,
+        "qk_norm": False,
+    },
+    "mlp_bias is true: with moe it must be false": {"mlp_bias": True, "moe": MoEConfig()},
     "rope.high_freq_factor is 1.0: it must be above low_freq_factor, 1.0.": {
         "rope": models.RopeConfig(scaling="llama3", high_freq_factor=1.0)
     },

@@ -40,8 +40,7 @@ def decode_attention(
         softcap: c of c * tanh(score / c).
         k_scales, v_scales: float32, factor of each token's key (value).
         implementation: "auto" or one of `dispatch.OPERATIONS`.
-        splits: of every context (split-KV), None = as many as occupy all cores.
-
+        splits: parts that every context is divided into (split-KV); None = as many as occupy all cores.
         return_lse: also return the log-sum-exp of the scores, float32, in nats.
 
     Returns: the type of q; softmax and sums are float32. With `return_lse` (out, lse).

@@ -186,7 +186,7 @@ def _forward_kernel(spec, blocks, *refs):
         total[...] = kept * total[...] + weights.sum(axis=1, keepdims=True)
         summed[...] = kept[:, :1] * summed[...] + _dot(weights.astype(v.dtype), v[...], (1, 0))
 
-    _unless_masked(spec, blocks, scalars, i, j, add)
+    _unless_masked(blocks, scalars, i, j, add)
 
     @pl.when(j == pl.num_programs(3) - 1)
     def finish():
@@ -232,7 +232,7 @@ def _dq_kernel(spec, blocks, *refs):
         d_scores = d_products(spec, scores, weights * (d_weights - delta[:, :1]))
         summed[...] += _dot(d_scores.astype(k.dtype), k[...], (1, 0))
 
-    _unless_masked(spec, blocks, scalars, i, j, add)
+    _unless_masked(blocks, scalars, i, j, add)
 
     @pl.when(j == pl.num_programs(3) - 1)
     def finish():
@@ -260,14 +260,14 @@ def _dkv_kernel(spec, blocks, *refs):
         dv_sum[...] += _dot(weights.astype(v.dtype), d_out[...], (1, 0))
         dk_sum[...] += _dot(d_scores.astype(q.dtype), q[...], (1, 0))
 
-    _unless_masked(spec, blocks, scalars, i, j, add, by_key=True)
+    _unless_masked(blocks, scalars, i, j, add, by_key=True)
 
     @pl.when((head == pl.num_programs(3) - 1) & (i == pl.num_programs(4) - 1))
     def finish():
         dk[...], dv[...] = dk_sum[...].astype(dk.dtype), dv_sum[...].astype(dv.dtype)
 
 
-def _unless_masked(spec: AttentionSpec, blocks: Blocks, scalars, i, j, add, *, by_key: bool = False) -> None:
+def _unless_masked(blocks: Blocks, scalars, i, j, add, *, by_key: bool = False) -> None:
     """Call `add(mask)` unless all pairs of block i of queries and block j of keys are masked.
 
     `mask(q_windows, q_segments, kv_last)` returns the visible pairs; None if all are.

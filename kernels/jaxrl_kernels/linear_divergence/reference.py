@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_kernels.linear_logprob.reference import MASKED_LOGIT
+from jaxrl_kernels.linear_logprob.reference import MASKED_LOGIT, LogprobSpec
 
 
 def divergence(
@@ -44,8 +44,7 @@ def log_probs(
     products: Float[Array, "*B V"], temperature: float, softcap: float | None
 ) -> Float[Array, "*B V"]:
     """Compute log softmax(logits / temperature); logits are the products, soft-capped where the model is."""
-    logits = products if softcap is None else softcap * jnp.tanh(products / softcap)
-    return jax.nn.log_softmax(logits / temperature)
+    return jax.nn.log_softmax(LogprobSpec(temperature, softcap).logits(products))
 
 
 def _terms(log_p: Float[Array, "..."], log_q: Float[Array, "..."], beta: float) -> Float[Array, "..."]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_kernels.chunks import map_chunks
+from jaxrl_kernels.linear_logprob.reference import LogprobSpec
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "softcap", "chunk"))
@@ -23,12 +24,14 @@ def linear_square(
     """Compute sum(softmax(hidden head^T / temperature)^2) at each position, float32, in chunks over T.
 
     It is the probability that two samples agree (1 - it is the Gini impurity). Not meant for gradients.
+
+    Args:
+        temperature, softcap, chunk: as of `linear_logprob`.
     """
+    spec = LogprobSpec(temperature, softcap)
 
     def one(piece):
-        logits = jnp.einsum("bcd,vd->bcv", piece, head, preferred_element_type=jnp.float32)
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
-        return jnp.sum(jax.nn.softmax(logits / temperature) ** 2, axis=-1)
+        products = jnp.einsum("bcd,vd->bcv", piece, head, preferred_element_type=jnp.float32)
+        return jnp.sum(jax.nn.softmax(spec.logits(products)) ** 2, axis=-1)
 
     return map_chunks(one, chunk, hidden)
