@@ -1,6 +1,7 @@
 """The SGLang engine against a fake server with its JSON, and (where there is one) against a real one."""
 
 import dataclasses
+import errno
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from fake_sglang import FakeServer
 from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
 
+from jaxrl_llm.bridge.transports import disk
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.models.config import MoEConfig
@@ -227,6 +229,22 @@ def test_the_last_two_pushes_are_kept(make, tmp_path):
     for version in range(3):
         engine.publish(weights(version), version)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["1-2", "2-3"]
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_an_outage_and_the_servers_go_on(make, servers, monkeypatch):
+    engine = make()
+    engine.publish(weights(), 0)
+
+    def fails(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, "save_model", fails)
+    problem = r"the weights for the servers are not written: .*No space left on device\. .*--sglang\.folder"
+    with pytest.raises(ServerError, match=problem):
+        engine.publish(weights(1), 1)
+    monkeypatch.undo()
+    assert engine.publish(weights(1), 1)["servers/usable"] == 2
+    assert not any(server.paused for server in servers)
 
 
 def test_a_value_head_is_not_sent(make):
