@@ -13,7 +13,7 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.checkpoint import folder as checkpoint_folder
 from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
 from jaxrl_llm.host.processes import on_first, print_on_first
@@ -78,14 +78,16 @@ def export_step(config: TrainConfig, tokenizer: Any, state: TrainState, step: in
     Where the disk is full the run goes on, unless `checkpoint.on_full_disk` is "stop".
 
     Raises:
-        OSError, UserError, RunError: as `save_model`.
+        UserError, RunError: as `save_model`; an OSError there is a RunError here.
     """
     folder = Path(config.run_dir) / EXPORTS
     try:
         export_models(config, tokenizer, state, folder / str(step))
     except (OSError, UserError) as error:
         if config.checkpoint.on_full_disk == "stop":
-            raise
+            if isinstance(error, UserError):
+                raise
+            raise RunError(f"step {step} is not exported: {error}") from error
         print_on_first(f"step {step} is NOT exported: {error}")
     on_first(lambda: _prune(folder, config.checkpoint.hf_keep))
 
@@ -104,8 +106,8 @@ def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, s
 def _prune(folder: Path, keep: int) -> None:
     """Delete all but the newest exports; each is renamed first, so that none is ever there in part."""
     for left in folder.glob(".*.deleted"):
-        shutil.rmtree(left)
+        shutil.rmtree(left, ignore_errors=True)  # NFS keeps files that are being read
     steps = sorted((int(path.parent.name) for path in folder.glob("[0-9]*/hf")), reverse=True)
     for step in steps[keep:] if keep else []:
         os.replace(folder / str(step), folder / f".{step}.deleted")
-        shutil.rmtree(folder / f".{step}.deleted")
+        shutil.rmtree(folder / f".{step}.deleted", ignore_errors=True)

@@ -71,7 +71,7 @@ def prune(folder: Path, keep: set[int]) -> None:
     for step in set(steps(folder)) - keep:
         # Renamed first: a deletion that is cut off leaves something to sweep, not half a checkpoint.
         os.replace(folder / str(step), temporary(folder, step))
-        shutil.rmtree(temporary(folder, step))
+        shutil.rmtree(temporary(folder, step), ignore_errors=True)  # NFS keeps files that are being read
 
 
 def remove_temporary(folder: Path, step: int | None = None) -> list[str]:

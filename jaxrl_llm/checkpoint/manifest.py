@@ -110,9 +110,19 @@ def checkpoint_problem(folder: Path, checksums: bool = True) -> str | None:
         checksums: read every byte; otherwise only that the files are there with their sizes.
     """
     try:
-        files = read_manifest(folder).files
+        return _file_problem(folder, read_manifest(folder).files, checksums)
     except UserError as error:
         return str(error)
+    except OSError as error:  # such as a folder of another user
+        return f"it cannot be read: {error.strerror}"
+
+
+def _file_problem(folder: Path, files: dict[str, tuple[int, int]], checksums: bool) -> str | None:
+    """Return which file of a checkpoint is missing, unreadable or other than its manifest says; None = none.
+
+    Args:
+        checksums: see `checkpoint_problem`.
+    """
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():
@@ -121,12 +131,18 @@ def checkpoint_problem(folder: Path, checksums: bool = True) -> str | None:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
     if not checksums:
         return None
+
+    def problem(name: str) -> str | None:
+        try:
+            actual, expected = _crc32(folder / name), files[name][1]
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        return (
+            None if actual == expected else f"{name} is corrupt: crc32 {actual:08x} instead of {expected:08x}"
+        )
+
     with ThreadPoolExecutor() as pool:
-        sums = pool.map(_crc32, [folder / name for name in files])
-        for (name, (_, expected)), actual in zip(files.items(), sums, strict=True):
-            if actual != expected:
-                return f"{name} is corrupt: crc32 {actual:08x} instead of {expected:08x}"
-    return None
+        return next(filter(None, pool.map(problem, files)), None)
 
 
 def flatten_state(tree: Any) -> dict[str, Any]:

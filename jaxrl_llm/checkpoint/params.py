@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,11 @@ from jaxrl_llm.models import (
     lora,
     named_leaves,
 )
+from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.structs import Params
+
+PARTS = {"rope": RopeConfig, "moe": MoEConfig, "mla": MLAConfig, "lora": LoraConfig}
+"""Fields of a TransformerConfig that are Configs, or None."""
 
 
 class SavedParams(NamedTuple):
@@ -47,7 +52,7 @@ def restore_params(run_dir: Path, step: int | None = None, ema: bool = False) ->
     """
     folder = find_checkpoint(run_dir, step)
     meta, saved = read_meta(folder), read_manifest(folder).arrays
-    config = _transformer_config(meta["model"])
+    config = transformer_config(meta["model"], str(folder))
     prefixes = ("opt_state.ema.", "opt_state.inner.ema.") if ema else ("params.",)
     prefix = next((p for p in prefixes if any(path.startswith(p) for path in saved)), None)
     if prefix is None:
@@ -87,15 +92,25 @@ def find_checkpoint(run_dir: Path, step: int | None = None, checksums: bool = Tr
     return folder / str(chosen)
 
 
-def _transformer_config(fields: dict[str, Any]) -> TransformerConfig:
-    """Return a config from its dict as JSON gives it back: Configs in it are dicts, tuples are lists."""
-    windows = fields["window_layers"]
-    known = {
-        "rope": RopeConfig(**fields["rope"]),
-        "window_layers": None if windows is None else tuple(windows),
-    }
-    if "lora" not in fields:
-        return TransformerConfig(**(fields | known))
-    adapters = fields["lora"]
-    known["lora"] = LoraConfig(**{**adapters, "targets": tuple(adapters["targets"])})
-    return AdaptedConfig(**(fields | known))
+def transformer_config(fields: dict[str, Any], where: str = "model") -> TransformerConfig:
+    """Return a config from its dict as JSON gives it back: Configs in it are dicts, tuples are lists.
+
+    Args:
+        where: it was read from, for the message.
+
+    Raises:
+        UserError: a field that this version does not have.
+    """
+    cls = AdaptedConfig if "lora" in fields else TransformerConfig
+    parts = {name: part for name, part in PARTS.items() if fields.get(name)}
+    unknown = _unknown(cls, fields)
+    unknown += [f"{name}.{key}" for name, part in parts.items() for key in _unknown(part, fields[name])]
+    if unknown:
+        raise UserError(f"{where}: its model is of another version of this program: {', '.join(unknown)}")
+    as_tuples = lambda values: {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return cls(**as_tuples(fields) | {name: part(**as_tuples(fields[name])) for name, part in parts.items()})
+
+
+def _unknown(cls: type, fields: dict[str, Any]) -> list[str]:
+    """Return the fields that a dataclass does not have."""
+    return sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})

@@ -33,7 +33,11 @@ HELD_OUT = "eval/"  # how names of held-out metrics begin
 _OK, _DISK_FULL, _FAILED = 0, 1, 2  # how a save ended, worst last
 
 
-class DiskFullError(OSError, RunError):
+class SaveError(OSError, RunError):
+    """A checkpoint could not be written."""
+
+
+class DiskFullError(SaveError):
     """The disk is full, and `on_full_disk` is "stop"."""
 
 
@@ -81,7 +85,7 @@ class Checkpointer:
         Raises:
             RunError: an array is not finite (other than of the optimizer, which may start with infinity).
             DiskFullError: this or the previous save did not fit, and `on_full_disk` is "stop".
-            OSError: one of them failed for another reason.
+            SaveError: one of them failed for another reason.
         """
         self.wait()
         arrays = flatten_state(state)
@@ -117,7 +121,7 @@ class Checkpointer:
         """Block until the save under way, if any, has ended.
 
         Raises:
-            OSError: as `save`.
+            SaveError: as `save`.
         """
         if self._saving is None:
             return
@@ -265,7 +269,7 @@ class Checkpointer:
         if outcome == _FAILED:
             self._sweep(step)
             where = f"{self.folder / str(step)}: {error}" if error else "in another process"
-            raise OSError(f"the checkpoint of step {step} failed: {where}") from error
+            raise SaveError(f"the checkpoint of step {step} failed: {where}") from error
         return outcome == _OK
 
     def _give_up(self, step: int, reason: str) -> None:

@@ -126,8 +126,24 @@ class RolloutSource:
             return
         self.engine.publish(params, version)
         for draw, partial in unpack_responses(files[PARTIAL_FILE]).items():
-            if self.max_staleness and len(partial[0]) == self.prompts * self.responses:
+            if self._is_usable(draw, partial, version):
                 self._start(draw, partial)
+
+    def _is_usable(self, draw: int, partial: Sequence[Sequence[PartialResponse]], version: int) -> bool:
+        """Return whether saved responses of a draw may be continued by this run, whose settings may differ.
+
+        A draw that the last step has left is fewer than `max_staleness` draws ahead. One that a step before
+        its end has left, because of an outage, may be further ahead, and has tokens of the newest weights.
+        """
+        responses = [one for each in partial for one in each]
+        newest = all(min(one.versions, default=version) >= version for one in responses)
+        furthest = max(self.max_staleness, self._requires.draws - 1) if newest else self.max_staleness - 1
+        return (
+            self.max_staleness > 0
+            and draw - self.cursor <= furthest
+            and len(partial[0]) == self.prompts * self.responses
+            and all(len(one.ids) <= self.max_tokens for one in responses)
+        )
 
     @property
     def _requires(self) -> Requirements:

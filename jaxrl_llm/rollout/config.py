@@ -37,7 +37,20 @@ class SamplingConfig:
     stop_tokens: tuple[Annotated[int, Range(0, LARGEST)], ...] = ()
     """Token ids that end a response, besides the tokenizer's end token; kept in it."""
     ignore_eos: bool = False
-    """Generate max_tokens tokens, end tokens or not (benchmarks)."""
+    """Generate max_tokens tokens: no end token and no stop string ends a response (benchmarks)."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Return the strings that end a response: none with `ignore_eos`."""
+        return () if self.ignore_eos else self.stop
+
+    def stop_ids(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the token ids that end a response, once each: none with `ignore_eos`.
+
+        Args:
+            eos_ids: those of the model and its tokenizer.
+        """
+        return () if self.ignore_eos else tuple(dict.fromkeys((*eos_ids, *self.stop_tokens)))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it)."""

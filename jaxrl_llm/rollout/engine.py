@@ -70,6 +70,11 @@ class PartialResponse:
         self.logprobs += logprobs
         self.versions += versions
 
+    def truncate(self, length: int) -> None:
+        """Drop all tokens but the first `length`."""
+        del self.ids[length:], self.logprobs[length:], self.versions[length:]
+        del self.routes[len(self.request.prompt_ids) + length :]
+
     def copy(self) -> PartialResponse:
         """Return the response as it is now; the original may grow."""
         names = ("ids", "logprobs", "versions", "observed", "servers", "routes")

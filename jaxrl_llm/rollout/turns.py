@@ -1,14 +1,42 @@
-"""Conversations of several turns: the end of a turn, for both engines."""
+"""The end of a turn, for both engines: stop strings, and the environment's reply."""
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from jaxrl_llm.rollout.engine import Dialogue, DialogueError, PartialResponse, Reply
 from jaxrl_llm.structs import Episode
+
+Detokenize = Callable[[Sequence[int]], str]
+
+
+def stop_end(
+    ids: Sequence[int], checked: int, stops: Sequence[str], detokenize: Detokenize, turn_start: int = 0
+) -> int | None:
+    """Return how many of `ids` to keep: up to the token that completes a stop string; None = no stop string.
+
+    Args:
+        ids: the response so far.
+        checked: leading ids known to hold no stop string; only text around later ones is decoded.
+        turn_start: start of the present turn; text before it does not end it.
+    """
+    start = max(turn_start, checked - max_stop_tokens(stops))
+    holds_stop = lambda end: any(stop in text for text in (detokenize(ids[start:end]),) for stop in stops)
+    if not holds_stop(len(ids)):
+        return None
+    return next(end for end in range(checked + 1, len(ids) + 1) if holds_stop(end))
+
+
+def max_stop_tokens(stops: Sequence[str]) -> int:
+    """Return the most tokens that one of the stop strings spans.
+
+    One of n characters has at most 4 n tokens of a byte each, and a few special ones that decode to nothing.
+    """
+    return 4 * max(map(len, stops)) + 4
 
 
 def request_reply(dialogue: Dialogue, response: PartialResponse) -> Future[Reply]:

@@ -1,6 +1,7 @@
 """Moments of another run, checkpoints without moments, and exports in between."""
 
 import dataclasses
+import errno
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from tiny_models import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
+from jaxrl_llm.build import exports
 from jaxrl_llm.build.exports import export_due, export_step
 from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
 from jaxrl_llm.checkpoint.config import CheckpointConfig
@@ -18,7 +20,7 @@ from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
@@ -136,7 +138,7 @@ def test_moments_that_do_not_fit_are_refused_before_anything_is_read(tmp_path):
     check_initial_moments(config_of(tmp_path, tmp_path / "none"), stage)
 
 
-def test_exports_in_between(tmp_path, capsys):
+def test_exports_in_between(tmp_path, capsys, monkeypatch):
     """Weights and averages every 5 steps of 20, the last two kept; a full disk does not end the run."""
     checkpoint = CheckpointConfig(hf_every=5, hf_keep=2)
     assert [step for step in range(1, 21) if export_due(checkpoint, step)] == [5, 10, 15, 20]
@@ -164,3 +166,11 @@ def test_exports_in_between(tmp_path, capsys):
     stop = dataclasses.replace(config, checkpoint=dataclasses.replace(checkpoint, on_full_disk="stop"))
     with pytest.raises(UserError, match=r"holds mine.txt"):
         export_step(stop, make_tokenizer(), state, 20)
+
+    def fails(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(exports, "save_model", fails)
+    export_step(config, make_tokenizer(), state, 30)
+    with pytest.raises(RunError, match=r"step 30 is not exported: .*Input/output error"):
+        export_step(stop, make_tokenizer(), state, 30)

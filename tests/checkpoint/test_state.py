@@ -15,13 +15,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.checkpoint.folder import rank_steps
 from jaxrl_llm.checkpoint.manifest import read_manifest
-from jaxrl_llm.checkpoint.params import restore_params
+from jaxrl_llm.checkpoint.params import restore_params, transformer_config
 from jaxrl_llm.checkpoint.resume import check_resume
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.optim import make_optimizer
-from jaxrl_llm.models import RopeConfig, TransformerConfig, init
+from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig, init
+from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.models.presets import PRESETS
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import TrainState
@@ -331,6 +334,35 @@ def test_weights_alone_for_export(tmp_path):
         restore_params(tmp_path, 7)
     with pytest.raises(ValueError, match="no checkpoint; give the run_dir of a run"):
         restore_params(tmp_path / "elsewhere")
+
+
+def saved_model(run_dir, model, **changes):
+    """A run directory with one checkpoint of the weights of a model, which it describes with some changes."""
+    saver = checkpointer(run_dir)
+    state = TrainState(init(model, jax.random.key(1)), (), jnp.int32(1), jnp.int32(0), jnp.float32(0))
+    saver.save(1, state, {"model": {**dataclasses.asdict(model), **changes}, "config": {}}, {})
+    saver.close()
+    return run_dir
+
+
+def test_weights_of_a_model_with_experts(tmp_path):
+    experts = MoEConfig(4, 2, expert_size=16)
+    model = dataclasses.replace(TINY, family="qwen3_moe", moe=experts, tie_embeddings=False)
+    _, weights, config, _ = restore_params(saved_model(tmp_path, model))
+    assert config == model
+    assert_same_bits(weights, init(model, jax.random.key(1)))
+
+
+@pytest.mark.parametrize(
+    "model", [*PRESETS.values(), with_lora(TINY, LoraConfig(rank=2, targets=("q_proj",)))]
+)
+def test_every_architecture_is_read_from_a_checkpoint_as_it_was(model):
+    assert transformer_config(json.loads(json.dumps(dataclasses.asdict(model)))) == model
+
+
+def test_a_model_of_a_later_version_is_refused_in_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"checkpoints/1: .* another version of this program: depth_scale$"):
+        restore_params(saved_model(tmp_path, TINY, depth_scale=2))
 
 
 def test_another_algorithm_needs_another_run_directory():

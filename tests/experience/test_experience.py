@@ -12,7 +12,7 @@ from jaxrl_llm.algos import dapo, gdpo, gkd, grpo, remax
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.errors import ServerError
-from jaxrl_llm.experience.rollouts import CURSOR_FILE, RolloutSource, perturbed
+from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE, RolloutSource, perturbed
 from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, verify
 from jaxrl_llm.learn.credit import assign_credit
 from jaxrl_llm.learn.stage import Stage
@@ -21,7 +21,9 @@ from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardResult
 from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import PartialResponse
 from jaxrl_llm.rollout.native.engine import DeferredGeneration
+from jaxrl_llm.rollout.partial import pack_responses
 from jaxrl_llm.structs import Trajectory
 
 
@@ -169,6 +171,30 @@ def test_a_step_that_an_outage_ends_in_its_second_draw_is_repeated_with_the_firs
     found = step(resumed)
     assert resumed.loader.asked == [0, 1, 2]
     assert [int(t.prompt_ids[0]) - 1 for t in found.trajectories] == [1, 1, 4, 4, 7, 7]
+
+
+def continued(saved, algo=None, version=5, **fields):
+    """Draws that a run at draw 8, after 5 updates, continues; saved: draw -> (tokens, their version)."""
+    make = lambda tokens, age: PartialResponse([7] * tokens, [-1.0] * tokens, [age] * tokens)
+    packed = pack_responses({draw: [[make(*each) for _ in range(6)]] for draw, each in saved.items()})
+    resumed = source(algo or grpo.Config(), steps=99, **fields)
+    resumed.resume({CURSOR_FILE: b'{"draw": 8}', PARTIAL_FILE: packed}, 8, {}, version)
+    return sorted(resumed.started)
+
+
+def test_responses_of_a_checkpoint_keep_the_bound_of_the_run_that_continues_it():
+    written_by_4 = {8: (2, 4), 9: (2, 4), 10: (1, 4), 11: (0, 4)}
+    assert continued(written_by_4, max_staleness=4) == [8, 9, 10, 11]
+    assert continued(written_by_4, max_staleness=2) == [8, 9]
+    assert continued(written_by_4, max_staleness=0) == []
+    before_an_outage = {8: (2, 5), 9: (1, 5), 10: (0, 5)}  # by the weights that step 8 begins with
+    assert continued(before_an_outage, max_staleness=2) == [8, 9, 10]
+    assert continued(before_an_outage, max_staleness=1) == [8, 9]
+    assert continued(before_an_outage, dapo.Config(max_draws=3), max_staleness=1) == [8, 9, 10]
+
+
+def test_responses_of_a_checkpoint_that_are_too_long_for_the_run_begin_anew():
+    assert continued({8: (4, 5), 9: (5, 5)}, max_staleness=4) == [8]
 
 
 def test_dynamic_sampling_without_a_group_that_differs_learns_nothing():

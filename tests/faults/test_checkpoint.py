@@ -17,10 +17,11 @@ import pytest
 from distributed import Running
 
 from jaxrl_llm.checkpoint import folder as folders
+from jaxrl_llm.checkpoint import manifest
 from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.checkpoint.manifest import fingerprint
-from jaxrl_llm.checkpoint.state import Checkpointer
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.checkpoint.state import Checkpointer, SaveError
+from jaxrl_llm.errors import RunError, UserError
 
 META = {"config": {"seed": 0}}
 SIZE = 50_000  # float32 values, random: they do not compress
@@ -116,6 +117,41 @@ def test_killed_inside_a_save(tmp_path, capfd, where, step):
     assert saver.save(step + 1, state_of(step + 1), META, {})
     saver.close()
     assert restored(tmp_path) == step + 1
+
+
+def test_a_file_that_the_disk_does_not_read_is_a_damaged_one(two_saved, capsys, monkeypatch):
+    read = manifest._crc32
+
+    def fails(path):
+        if "2" in path.parts:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(manifest, "_crc32", fails)
+    assert restored(two_saved.parent) == 1
+    assert "cannot be read: Input/output error" in capsys.readouterr().err
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(tmp_path, monkeypatch):
+    """As on NFS, where a folder with a file that another process reads is not empty."""
+    saver = Checkpointer(CheckpointConfig(keep=1), tmp_path)
+    assert saver.save(1, state_of(1), META, {})
+    saver.wait()
+    remove = shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if Path(path).name == "1.tmp":
+            if not ignore_errors:
+                raise OSError(errno.ENOTEMPTY, "Directory not empty")
+            return
+        remove(path, ignore_errors)
+
+    monkeypatch.setattr(folders.shutil, "rmtree", busy)
+    assert saver.save(2, state_of(2), META, {})
+    saver.close()
+    assert saver.steps() == [2]
+    monkeypatch.undo()
+    assert restored(tmp_path) == 2 and [path.name for path in saver.folder.iterdir()] == ["2"]
 
 
 def test_killed_in_the_first_save_is_a_fresh_start(tmp_path):
@@ -332,8 +368,9 @@ def test_another_failure_of_a_save_is_not_taken_for_a_full_disk(two_saved, monke
 
     monkeypatch.setattr("jaxrl_llm.checkpoint.state.write_manifest", broken)
     saver.save(3, state_of(3), META, {})
-    with pytest.raises(OSError, match=r"the checkpoint of step 3 failed: .*Input/output error"):
+    with pytest.raises(SaveError, match=r"the checkpoint of step 3 failed: .*Input/output error") as error:
         saver.wait()
+    assert isinstance(error.value, RunError)  # printed as one message
     assert saver.failures == 0
     assert sorted(p.name for p in two_saved.iterdir()) == ["1", "2"]
 

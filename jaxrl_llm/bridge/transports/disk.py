@@ -17,6 +17,7 @@ import jax
 from jaxrl_llm import models
 from jaxrl_llm.bridge.push import Part
 from jaxrl_llm.bridge.servers import Json, Receiver
+from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.hf.export import export_tensors, save_model
 from jaxrl_llm.hf.names import Encode, tensor_bytes
 from jaxrl_llm.structs import Params
@@ -44,9 +45,19 @@ class DiskTransport:
         self._pushes: list[Path] = []
 
     def parts(self, params: Params, label: str) -> Iterator[Part]:
-        """Write the folder of the push, which is its one part."""
+        """Write the folder of the push, which is its one part.
+
+        Raises:
+            ServerError: it cannot be written. The run then ends as without servers, and saves its state.
+        """
         params, path = models.without_value_head(params), self.folder / label
-        save_model(params, params.config, path, self.tokenizer, self.dtype, encode=self.encode)
+        try:
+            save_model(params, params.config, path, self.tokenizer, self.dtype, encode=self.encode)
+        except (OSError, UserError) as error:
+            raise ServerError(
+                f"the weights for the servers are not written: {error}. Free some space there, or set "
+                "--sglang.folder to a folder on another disk that the servers see too"
+            ) from error
         self._pushes.append(path)
         while len(self._pushes) > KEPT:
             old = self._pushes.pop(0)

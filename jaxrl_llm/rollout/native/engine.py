@@ -160,7 +160,7 @@ class NativeEngine:
             check_pages(requests, self.programs.page_size, self._shapes.num_pages)
         turns = TurnQueue(dialogue, responses, self.share, self.model.vocab_size) if dialogue else None
         with jax.set_mesh(self.mesh):
-            stop_ids, memory = self._stop_ids(sampling), self.memory
+            stop_ids, memory = sampling.stop_ids(self.eos_ids), self.memory
             scheduler = Scheduler(self._shapes, self.programs, weights, responses, stop_ids, turns, memory)
             metrics = scheduler.run(sampling, functools.partial(text_of, self.tokenizer), before_chunk)
         for response in responses:
@@ -215,7 +215,7 @@ class NativeEngine:
         """
         self._shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
         key = np.zeros(2, np.uint32)
-        stop_ids = max((self._stop_ids(sampling) for sampling in samplings), key=len)
+        stop_ids = max((sampling.stop_ids(self.eos_ids) for sampling in samplings), key=len)
         with jax.set_mesh(self.mesh), ParallelCompiler() as compiler:
             calls, weights = CompiledCalls(self.programs, compiler), self.programs.abstract_weights()
             call_all(calls, self._shapes, weights, samplings, stop_ids, key)
@@ -236,7 +236,8 @@ class NativeEngine:
             prompts: of one call of `generate`.
         """
         shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
-        calls = largest_calls(self.programs, shapes, params, prompts, sampling, self._stop_ids(sampling))
+        stop_ids = sampling.stop_ids(self.eos_ids)  # their number is part of a program's shape
+        calls = largest_calls(self.programs, shapes, params, prompts, sampling, stop_ids)
         return calls | ({"publish": self.transfer.program(params)} if self.transfer.is_needed(params) else {})
 
     def compile_count(self) -> int:
@@ -273,7 +274,3 @@ class NativeEngine:
             longer_prompt = max_prompt if prompt <= max_prompt else bucket(prompt, MIN_LENGTH)
             longer_response = max_response if response <= max_response else bucket(response, MIN_LENGTH)
             self._shapes = self._make_shapes(longer_prompt, longer_response, turns or with_turns)
-
-    def _stop_ids(self, sampling: SamplingConfig) -> tuple[int, ...]:
-        ids = () if sampling.ignore_eos else (*self.eos_ids, *sampling.stop_tokens)
-        return tuple(dict.fromkeys(ids))  # their number is part of a program's shape

@@ -44,11 +44,11 @@ from jaxrl_llm.rollout.native.programs import (
 from jaxrl_llm.rollout.native.ring_cache import RingCacheManager
 from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
+from jaxrl_llm.rollout.turns import Detokenize, stop_end
 from jaxrl_llm.structs import Metrics
 
 MIN_FILLED = 0.75  # of the rows of a batch that prefills; with fewer, two smaller batches are run
 MIN_PREFILL = 256  # tokens of a smaller batch of prompts: fewer take as long, for reading the weights does
-Detokenize = Callable[[Sequence[int]], str]
 
 
 class Scheduler:
@@ -101,7 +101,6 @@ class Scheduler:
             before_chunk: called before each chunk; what it raises ends the call.
         """
         start, tokens = time.perf_counter(), 0
-        stops = () if sampling.ignore_eos else sampling.stop
         while self._collect_replies() or self.waiting or self.slots.active.any():
             before_chunk()
             self._admit()
@@ -112,7 +111,7 @@ class Scheduler:
             self._shrink()
             chunk = self._decode(sampling)
             tokens += int(chunk.produced.sum())
-            self._process(chunk, stops, detokenize)
+            self._process(chunk, sampling.stop_strings, detokenize)
         seconds = time.perf_counter() - start
         drafts = self.drafts.finish() if self.shapes.draft_tokens else {}
         return drafts | {
@@ -319,8 +318,7 @@ class Scheduler:
             slots.tokens[s] = response.ids[-1]
             end = stop_end(response.ids, checked, stops, detokenize, response.turn_start) if stops else None
             if end is not None:
-                del response.ids[end:], response.logprobs[end:]
-                del response.routes[len(response.request.prompt_ids) + end :]
+                response.truncate(end)
                 slots.active[s] = False
             stopped = end is not None or response.ids[-1] in self.stop_ids
             if not slots.active[s]:
@@ -340,24 +338,6 @@ class Scheduler:
     def _busiest(self) -> int:
         """Return the largest number of active slots in a shard."""
         return int(self.slots.active.reshape(self.programs.num_shards, -1).sum(axis=1).max())
-
-
-def stop_end(
-    ids: Sequence[int], checked: int, stops: Sequence[str], detokenize: Detokenize, turn_start: int = 0
-) -> int | None:
-    """Return how many of `ids` to keep: up to the token that completes a stop string; None = no stop string.
-
-    Args:
-        ids: the response so far.
-        checked: leading ids known to hold no stop string; only text around later ones is decoded.
-        turn_start: start of the present turn; text before it does not end it.
-    """
-    # A stop string of n characters spans at most 4 n byte tokens, plus special tokens that decode to nothing.
-    start = max(turn_start, checked - 4 * max(map(len, stops)) - 4)
-    holds_stop = lambda end: any(stop in text for text in (detokenize(ids[start:end]),) for stop in stops)
-    if not holds_stop(len(ids)):
-        return None
-    return next(end for end in range(checked + 1, len(ids) + 1) if holds_stop(end))
 
 
 def _filling(counts: tuple[int, ...], rows: int) -> int:

@@ -92,7 +92,8 @@ class SGLangEngine:
         if pool:
             ends = eos_ids_of(tokenizer, eos_ids)
             pool.names_adapters = bool(publisher.base)
-            self.generator = ResponseGenerator(pool, ends, self._versions, model, publisher.base, routes)
+            served = model, publisher.base, routes
+            self.generator = ResponseGenerator(pool, ends, self._versions, *served, tokenizer)
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Give the servers these weights, and probe that each of them computes with them.

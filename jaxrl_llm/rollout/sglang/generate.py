@@ -6,16 +6,24 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Reply
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Reply, text_of
 from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.rollout.sglang.server import Server
 from jaxrl_llm.rollout.sglang.validate import read_generated
-from jaxrl_llm.rollout.turns import append_reply, no_reply_error, read_reply, request_reply
+from jaxrl_llm.rollout.turns import (
+    append_reply,
+    max_stop_tokens,
+    no_reply_error,
+    read_reply,
+    request_reply,
+    stop_end,
+)
 from jaxrl_llm.structs import Metrics
 
 ABORT = {"rid": "", "abort_all": True}
@@ -32,6 +40,7 @@ class ResponseGenerator:
         versions: label of weights -> policy version, of all that were ever sent.
         base: label of the base that every server holds, where requests name adapters; "" = they name none.
         routes: responses have routes, which servers started with `ROUTES_FLAG` report.
+        tokenizer: decodes, where there are stop strings.
     """
 
     def __init__(
@@ -42,9 +51,10 @@ class ResponseGenerator:
         model: TransformerConfig,
         base: str = "",
         routes: bool = False,
+        tokenizer: Any = None,
     ):
         self.pool, self.eos_ids, self.model, self.routes = pool, eos_ids, model, routes
-        self.meter = Meter()
+        self.meter, self._detokenize = Meter(), functools.partial(text_of, tokenizer)
         self._read = functools.partial(read_generated, versions=versions, model=model, base=base)
         self._last_reply = 0.0  # of any environment
         self._resumed = asyncio.Event()
@@ -159,8 +169,10 @@ class ResponseGenerator:
                     (ids, logprobs, versions, finish, routes), server = await self.pool.generate(
                         body, group_servers, request.prompt_index, self._read
                     )
+            checked = len(response.ids)
             response.append(ids, logprobs, versions)
             response.routes.extend(routes)
+            finish = self._end_at_stop(response, checked, finish, sampling)
             if ids and server not in response.servers:
                 response.servers.append(server)
             stalled = 0 if ids or interruptions != self.pool.interruptions else stalled + 1
@@ -172,6 +184,30 @@ class ResponseGenerator:
             elif stalled > self.pool.retries:
                 raise ServerError(f"a response was broken off {stalled} times before its first token")
 
+    def _end_at_stop(
+        self, response: PartialResponse, checked: int, finish: str, sampling: SamplingConfig
+    ) -> str:
+        """Cut a turn at a stop string that no server could see; return how the last request has finished.
+
+        A server looks for stop strings in the tokens of one request, so it misses those that an abort has
+        divided. It reports "length" where a turn stops with the last token allowed.
+
+        Args:
+            checked: tokens of the response before the request.
+            finish: one of FINISHES, as the server reported it.
+        """
+        ids, stops, start = response.ids, sampling.stop_strings, response.turn_start
+        search = functools.partial(stop_end, stops=stops, detokenize=self._detokenize, turn_start=start)
+        if stops and start < checked < len(ids):
+            end = search(ids[: checked + max_stop_tokens(stops)], checked)
+            if end is not None:
+                response.truncate(end)
+                return "stop"
+        if finish != "length":
+            return finish
+        stopped = ids[-1] in sampling.stop_ids(self.eos_ids) or (stops and search(ids, len(ids) - 1))
+        return "stop" if stopped else finish
+
     def _sampling_params(self, response: PartialResponse, sampling: SamplingConfig) -> Json:
         return {
             "temperature": sampling.temperature,
@@ -179,8 +215,8 @@ class ResponseGenerator:
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "max_new_tokens": response.request.max_tokens - len(response.ids),
-            "stop": list(sampling.stop),
-            "stop_token_ids": [] if sampling.ignore_eos else [*self.eos_ids, *sampling.stop_tokens],
+            "stop": list(sampling.stop_strings),
+            "stop_token_ids": list(sampling.stop_ids(self.eos_ids)),
             "ignore_eos": sampling.ignore_eos,
             "skip_special_tokens": False,
             "no_stop_trim": True,

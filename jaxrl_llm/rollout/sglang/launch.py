@@ -12,16 +12,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
+from typing import NoReturn
 
 from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig, flag_value
 from jaxrl_llm.rollout.sglang import auth, colocated
+from jaxrl_llm.rollout.sglang.server import print_line
 
 START = """
 import contextlib, ctypes, os, signal, sys
@@ -76,21 +79,24 @@ class ServerProcesses:
         self.commands = [server_command(config, sglang, model, port, flags) for port in ports]
         self.visible = sglang.devices or [os.environ.get(VISIBLE, "")] * config.launch
         self.starts = [0] * config.launch
+        self._replied = False  # all servers, once
+        self._restarting = threading.Lock()
         self.processes = [self._start(index) for index in range(config.launch)]
 
     def restart(self, url: str) -> str:
         """Start the server of this address again if it has ended. Returns what happened; "" = nothing."""
         index = self.urls.index(url)
-        code = self.processes[index].poll()
-        if code is None or self.starts[index] > self.restarts:
-            return ""
-        kill_group(self.processes[index])  # its children may hold the port or the accelerator
-        message = f"the SGLang server at {url} ended with {code} ({self.logs[index]}) and"
-        try:
-            self.processes[index] = self._start(index)
-        except OSError as error:  # no memory, no space for the log
-            return f"{message} could not be started again: {error}"
-        return f"{message} was started again"
+        with self._restarting:  # health checks and `wait` are in different threads
+            code = self.processes[index].poll()
+            if code is None or self.starts[index] > self.restarts:
+                return ""
+            kill_group(self.processes[index])  # its children may hold the port or the accelerator
+            message = f"the SGLang server at {url} ended with {code} ({self.logs[index]}) and"
+            try:
+                self.processes[index] = self._start(index)
+            except OSError as error:  # no memory, no space for the log
+                return f"{message} could not be started again: {error}"
+            return f"{message} was started again"
 
     def _start(self, index: int) -> subprocess.Popen:
         self.starts[index] += 1
@@ -112,22 +118,30 @@ class ServerProcesses:
             )
 
     def wait(self) -> None:
-        """Wait until every server replies.
+        """Wait until every server replies; in later calls, until one does: health checks restart the others.
 
         Raises:
-            ServerError: one ended, or did not reply in time; with the end of its log.
+            ServerError: one has ended at the start, or all have later, or there is no reply in time; with the
+                end of a log.
         """
-        deadline = time.monotonic() + self.timeout
-        for url, process, log in zip(self.urls, self.processes, self.logs, strict=True):
-            while not is_up(url):
-                problem = ""
-                if process.poll() is not None:
-                    problem = f"the SGLang server ended with {process.returncode}"
-                elif time.monotonic() > deadline:
-                    problem = f"no answer from {url} in {self.timeout:g} s (--sglang.start_timeout)"
-                if problem:
-                    raise ServerError(f"{problem}; {log} ends:\n{log_tail(log)}")
-                time.sleep(POLL_INTERVAL)
+        deadline, enough = time.monotonic() + self.timeout, any if self._replied else all
+        while not enough(map(is_up, self.urls)):
+            for url in self.urls if self._replied else ():
+                if message := self.restart(url):
+                    print_line(message)
+            ended = [i for i, process in enumerate(self.processes) if process.poll() is not None]
+            if len(ended) == len(self.processes) or (ended and not self._replied):
+                self._fail(ended[0], f"the SGLang server ended with {self.processes[ended[0]].returncode}")
+            if time.monotonic() > deadline:
+                index = next((i for i, url in enumerate(self.urls) if not is_up(url)), 0)
+                setting = f"{self.timeout:g} s (--sglang.start_timeout)"
+                self._fail(index, f"no answer from {self.urls[index]} in {setting}")
+            time.sleep(POLL_INTERVAL)
+        self._replied = True
+
+    def _fail(self, index: int, problem: str) -> NoReturn:
+        log = self.logs[index]
+        raise ServerError(f"{problem}; {log} ends:\n{log_tail(log)}")
 
     def close(self) -> None:
         """End all servers, with their children."""
@@ -195,7 +209,7 @@ def is_up(url: str) -> bool:
         request = urllib.request.Request(f"{url}/model_info", headers=auth.request_headers("/model_info"))
         with DIRECT.open(request, timeout=5) as reply:
             return reply.status == 200
-    except (OSError, urllib.error.URLError):
+    except (OSError, HTTPException):  # the second: a program with another protocol
         return False
 
 

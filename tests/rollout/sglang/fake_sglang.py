@@ -157,10 +157,11 @@ class FakeServer(FakeWeights):
         engine.eos_ids = tuple(wanted.get("stop_token_ids", ()))
         most = wanted["max_new_tokens"]
         tokens = min(most, self.breaks_after or self.holds_after or most)
-        sampling = SamplingConfig(temperature=wanted["temperature"])
+        sampling = SamplingConfig(temperature=wanted["temperature"], stop=tuple(wanted.get("stop", ())))
         request = Request(ids, wanted.get("sampling_seed", 0), 1, tokens)
         (made,) = engine.generate([request], sampling, jax.random.key(0))
         broken = made.finish == "length" and tokens < most
+        finish = "length" if len(made.response_ids) == most else made.finish  # SGLang looks at it first
         self.breaks_after = 0 if broken else self.breaks_after
         pairs = zip(made.logprobs.tolist(), made.response_ids.tolist(), strict=True)
         meta = {
@@ -168,7 +169,7 @@ class FakeServer(FakeWeights):
             "prompt_tokens": len(ids),
             "completion_tokens": len(made.response_ids),
             "weight_version": self.label,
-            "finish_reason": {"type": "abort" if broken else made.finish},
+            "finish_reason": {"type": "abort" if broken else finish},
             "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
         }
         if body.get("logprob_start_len") == 0:

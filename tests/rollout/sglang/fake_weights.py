@@ -17,6 +17,7 @@ from aiohttp import web
 from hf_tensors import params_from_tensors
 
 from jaxrl_llm import models
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import adapter_tensors, from_hf, hf_tensors, tensor_layout
@@ -170,7 +171,8 @@ class FakeWeights:
         if not self.deaf or self.engine is None:
             self.params = jax.device_put(load(), models.shardings(config, self.mesh, TRAIN))
             if self.engine is None or self.engine.model != config:
-                self.engine = NativeEngine(RolloutConfig(slots=2), config, self.mesh, routes=bool(config.moe))
+                settings = RolloutConfig(slots=2), config, self.mesh, make_tokenizer()
+                self.engine = NativeEngine(*settings, routes=bool(config.moe))
                 self.score = self.make_score(config)
             self.engine.publish(self.params, 0)
         self.label = body["weight_version"]

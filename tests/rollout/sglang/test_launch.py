@@ -2,8 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from sglang_shared import STUB, launch, until
 
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.sglang import auth
+from jaxrl_llm.rollout.sglang import launch as launching
 
 
 def test_launched_servers_answer_log_and_are_gone_after(tmp_path, monkeypatch):
@@ -74,6 +78,73 @@ def test_a_launched_server_that_ends_is_started_again_a_few_times(tmp_path, monk
         assert launched.restart(url) == "" and launched.processes[0].poll() == -9
     finally:
         launched.close()
+
+
+@pytest.fixture
+def sleeping(tmp_path, monkeypatch):
+    """Processes in place of servers, which reply as long as they live and are not in the set `silent`."""
+    program = tmp_path / "sleeps"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    launched = launch(tmp_path, count=2, python=str(program), restarts=1, start_timeout=1.0)
+    launched.silent = set()
+    alive = lambda url: launched.processes[launched.urls.index(url)].poll() is None
+    monkeypatch.setattr(launching, "is_up", lambda url: url not in launched.silent and alive(url))
+    monkeypatch.setattr(launching, "POLL_INTERVAL", 0.02)
+    yield launched
+    launched.close()
+
+
+def end(launched, *indices):
+    for index in indices:
+        launched.processes[index].kill()
+        launched.processes[index].wait()
+
+
+def test_a_push_waits_for_no_server_that_has_ended_since_the_start_while_another_one_replies(sleeping):
+    sleeping.wait()
+    end(sleeping, 0)
+    sleeping.wait()  # health checks start it again meanwhile
+    sleeping.silent.add(sleeping.urls[0])
+    assert sleeping.restart(sleeping.urls[0]).endswith("was started again")
+    sleeping.wait()
+    end(sleeping, 0)  # for the last time
+    sleeping.wait()
+
+
+def test_servers_that_have_all_ended_since_the_start_are_started_again_and_waited_for(sleeping, capfd):
+    sleeping.wait()
+    end(sleeping, 0, 1)
+    sleeping.wait()
+    assert sleeping.starts == [2, 2] and capfd.readouterr().err.count("and was started again\n") == 2
+    end(sleeping, 0, 1)
+    with pytest.raises(ServerError, match=r"the SGLang server ended with -9; .*sglang_0.log ends"):
+        sleeping.wait()
+
+
+def test_at_the_start_every_server_must_reply(sleeping):
+    sleeping.silent.add(sleeping.urls[0])
+    with pytest.raises(ServerError, match=rf"no answer from {sleeping.urls[0]} in 1 s"):
+        sleeping.wait()
+    end(sleeping, 1)
+    with pytest.raises(ServerError, match=r"the SGLang server ended with -9; .*sglang_1.log ends"):
+        sleeping.wait()
+
+
+def test_an_address_with_another_protocol_is_no_server_that_is_up():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"http://127.0.0.1:{other.getsockname()[1]}"
+
+        def answer():
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"220 mail.example.org ESMTP\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert not launching.is_up(url)
+        thread.join()
 
 
 def test_a_launched_server_gets_its_keys_and_nobody_sees_them(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The SGLang engine against a fake server with its JSON, and (where there is one) against a real one."""
 
 import dataclasses
+import errno
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from fake_sglang import FakeServer
 from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
 
+from jaxrl_llm.bridge.transports import disk
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.models.config import MoEConfig
@@ -134,6 +136,40 @@ def test_a_response_that_is_broken_off_goes_on_where_it_stopped(make, servers):
     assert mine.finish == theirs.finish and len(mine.versions) == len(mine.response_ids)
 
 
+LONG = requests(prompts=5, responses=1)[4]._replace(prompt_index=0)
+STOP = '_o"'  # the greedy response to LONG is FdW_o"QQQQfQ, a token for each character
+
+
+@pytest.mark.parametrize("breaks_after", [4, 5])
+def test_a_stop_string_across_two_requests_ends_a_response(make, servers, breaks_after):
+    engine, params = make(urls=[servers[0].url]), weights()
+    engine.publish(params, 1)
+    sampling = dataclasses.replace(GREEDY, stop=(STOP,))
+    servers[0].breaks_after = breaks_after
+    (mine,), (theirs,) = engine.generate([LONG], sampling, KEY), native(params, sampling, [LONG])
+    assert [len(body["input_ids"]) for body in servers[0].seen[1:]] == [8, 8 + breaks_after]
+    assert mine.text == theirs.text == 'FdW_o"' and mine.finish == theirs.finish == "stop"
+    assert mine.response_ids.tolist() == theirs.response_ids.tolist() and len(mine.versions) == 6
+    np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("stop", [{"stop": (STOP,)}, {"stop_tokens": (12,)}])
+def test_a_response_that_stops_with_its_last_token_has_not_been_cut_off(make, servers, stop):
+    engine, params = make(urls=[servers[0].url]), weights()
+    engine.publish(params, 1)
+    sampling, six = dataclasses.replace(GREEDY, **stop), LONG._replace(max_tokens=6)
+    (mine,), (theirs,) = engine.generate([six], sampling, KEY), native(params, sampling, [six])
+    assert mine.text == theirs.text == 'FdW_o"' and mine.finish == theirs.finish == "stop"
+
+
+def test_with_ignore_eos_no_stop_string_ends_a_response(make, servers):
+    engine, params = make(urls=[servers[0].url]), weights()
+    engine.publish(params, 1)
+    sampling = dataclasses.replace(GREEDY, stop=(STOP,), ignore_eos=True)
+    (mine,), (theirs,) = engine.generate([LONG], sampling, KEY), native(params, sampling, [LONG])
+    assert mine.text == theirs.text == 'FdW_o"QQQQfQ'
+
+
 def test_log_probs_are_compared_under_the_routes_that_servers_reported(make, servers):
     """A router that would choose otherwise, as rounding makes one do, is not the server's fault."""
     engine, params = make(urls=[servers[0].url], model=EXPERTS), weights(model=EXPERTS)
@@ -193,6 +229,22 @@ def test_the_last_two_pushes_are_kept(make, tmp_path):
     for version in range(3):
         engine.publish(weights(version), version)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["1-2", "2-3"]
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_an_outage_and_the_servers_go_on(make, servers, monkeypatch):
+    engine = make()
+    engine.publish(weights(), 0)
+
+    def fails(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, "save_model", fails)
+    problem = r"the weights for the servers are not written: .*No space left on device\. .*--sglang\.folder"
+    with pytest.raises(ServerError, match=problem):
+        engine.publish(weights(1), 1)
+    monkeypatch.undo()
+    assert engine.publish(weights(1), 1)["servers/usable"] == 2
+    assert not any(server.paused for server in servers)
 
 
 def test_a_value_head_is_not_sent(make):
