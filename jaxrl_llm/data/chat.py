@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.preference import conversation_text
-from jaxrl_llm.data.rows import Example, Message, RowError, template_columns
+from jaxrl_llm.data.rows import Example, Message, RowError, template_columns, without_reference
 from jaxrl_llm.data.template import ChatRenderer, read_options, token_ids
 from jaxrl_llm.errors import UserError
 
@@ -160,9 +160,7 @@ def mismatched(samples: Sequence[Encoded], other: Sequence[int], max_tokens: int
 def prompt_messages(example: Example, config: ChatConfig) -> list[Message] | None:
     """Return the chat up to the policy's turn; None where no template is used."""
     messages = chat_messages(example, config)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    return messages
+    return None if messages is None else without_reference(messages)
 
 
 def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
@@ -310,9 +308,7 @@ def _plain_target(tokenizer: Any, example: Example) -> list[int]:
 
 def _joined(example: Example) -> str:
     """Return the contents of a chat of one question, without a template."""
-    messages = list(example.messages)
-    while messages[-1]["role"] == "assistant":
-        messages.pop()
+    messages = without_reference(example.messages)
     if any(message["role"] == "assistant" for message in messages):
         raise RowError(f"{example.where}: a chat of several turns needs a template: --data.chat.render chat")
     return "\n\n".join(message["content"] for message in messages)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,6 +225,12 @@ def role_of(message: dict) -> str:
     if role:
         return role if isinstance(role, str) else ""
     return SHAREGPT_ROLES.get(speaker, "") if isinstance(speaker, str) else ""
+
+
+def without_reference(messages: Sequence[Message]) -> list[Message]:
+    """Return a chat up to the policy's turn: assistant turns at its end are a reference, not the prompt."""
+    asked = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+    return list(messages[: asked[-1] + 1]) if asked else []
 
 
 def column_names(row: dict) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from jaxrl_llm.data.chat import chat_messages, encode_observation, prompt_messages
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
-from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.rows import Example, without_reference
 from jaxrl_llm.data.template import control_tokens
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn
@@ -216,4 +216,6 @@ def _failed(conversation: Conversation | None, reason: str) -> Reply:
 def _plain(prompt: Prompt) -> list[Message]:
     """Return the prompt as messages where no template is used."""
     example = prompt.example
-    return list(example.messages) if example.messages else [{"role": "user", "content": example.text or ""}]
+    if example.messages:
+        return without_reference(example.messages)
+    return [{"role": "user", "content": example.text or ""}]

@@ -109,6 +109,12 @@ REWRITES = TEMPLATE.replace(
 )
 
 
+def test_without_a_template_the_reference_answer_of_a_chat_is_no_part_of_the_conversation(say):
+    env, answered = Says(Step(done=True)), (*QUESTION.messages, {"role": "assistant", "content": "42"})
+    say(env, "41", example=Example(answered, None), chat=ChatConfig(render="plain"))
+    assert env.turn.messages == [*QUESTION.messages, {"role": "assistant", "content": "41"}]
+
+
 def test_a_template_that_rewrites_earlier_turns_is_an_error_where_it_matters(say, tmp_path):
     (tmp_path / "chat.jinja").write_text(REWRITES)
     chat = ChatConfig(chat_template=str(tmp_path / "chat.jinja"))
