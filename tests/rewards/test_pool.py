@@ -220,7 +220,7 @@ def test_lists_of_the_wrong_length_are_warned_of_once(caplog):
 
 
 def test_what_a_reward_changes_in_its_row_no_other_sample_or_reward_sees(write):
-    """Responses to one prompt come with one row; a counter in it would give 1, 2, 3 in any order of scoring."""
+    """Responses to one prompt come with one row; a counter in it would give 1, 2, 3."""
     count = write(
         """
         def each(sample):
