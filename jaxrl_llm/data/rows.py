@@ -51,6 +51,7 @@ SHAREGPT_ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # of thousands
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_CHARACTERS = 1 << 24  # of one text or rendered chat: about 4M tokens
 MAX_NESTING = 64  # levels of lists and objects in a row; pickle and jinja2 recurse
@@ -216,7 +217,7 @@ def first_column(row: dict, keys: tuple[str, ...]) -> Any:
 
 def final_answer(text: str) -> str:
     """Return what follows the last '####' (GSM8K), without thousands separators."""
-    return text.rsplit("####", 1)[1].strip().replace(",", "")
+    return SEPARATOR.sub("", text.rsplit("####", 1)[1].strip())
 
 
 def role_of(message: dict) -> str:
