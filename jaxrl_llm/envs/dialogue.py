@@ -85,7 +85,9 @@ class EnvDialogue:
                 read = functools.partial(self._decode, [*prompt.ids.tolist(), *ids[:start]])
                 turn = Turn(text, messages, number, number >= self.config.max_turns, read)
                 step = check_step(await self.env.step(conversation.state, turn))
-        except (Exception, SystemExit) as error:  # the user's code
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
+            if asyncio.current_task().cancelling():  # the end of the run
+                raise
             if isinstance(error, TimeoutError) and self.limit:
                 return _failed(conversation, f"the environment took longer than {self.limit:g} s")
             return _failed(conversation, describe_error(error))

@@ -187,6 +187,22 @@ def test_a_step_that_is_none_ends_the_conversation(say, step, why):
     assert reply.done and reply.episode.failure.startswith(why)
 
 
+@pytest.mark.parametrize("error", [SystemExit(2), asyncio.CancelledError()], ids=repr)
+def test_code_of_the_user_that_exits_or_cancels_ends_no_more_than_its_call(say, tools, error):
+    """Both are no Exception: in a task of its own, SystemExit would end the loop of all conversations."""
+
+    async def fail(*arguments):
+        raise error
+
+    env = Says()
+    env.step = fail
+    (reply,) = say(env, "40")
+    assert reply.done and reply.episode.failure.startswith(type(error).__name__)
+    tools.tools["calculator"].call = fail
+    (reply,) = say(tools, CALL)
+    assert not reply.done and f"tool\nerror: {type(error).__name__}" in texts([reply])[0]
+
+
 @pytest.fixture
 def tools():
     made = make_conversations(EnvConfig(tools=("calculator",), format="hermes"), TOKENIZER, CHAT)
