@@ -173,6 +173,9 @@ def test_a_row_without_a_usable_answer_is_an_error_not_a_wrong_answer(name, answ
         ("<answer>3 * 8 + 5</answer>", 1.0, CORRECT),
         ("Let me see.\n8*3 + 5 = 29", 1.0, CORRECT),
         (r"\boxed{5 + 8 \times 3}", 1.0, CORRECT),
+        (r"**8 \cdot 3 + 5**", 1.0, CORRECT),
+        ("<answer>5 \u2212 3 * -8</answer>", 1.0, CORRECT),
+        ("<answer>3 * 8 + 5" + " " * 200 + "+ 1</answer>", 0.0, UNPARSED),  # not what it begins with
         ("<answer>3 * 8 + 6</answer>", 0.0, WRONG),  # a number that was not given
         ("<answer>3 * 8 + 5 + 5 - 5</answer>", 0.0, WRONG),  # 29, but 5 is used three times
         ("<answer>29</answer>", 0.0, WRONG),
