@@ -14,7 +14,7 @@ from jaxrl_llm.data.chat import chat_messages, encode_observation, prompt_messag
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example, without_reference
-from jaxrl_llm.data.template import control_tokens
+from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn
 from jaxrl_llm.rollout.engine import DialogueError, Reply
@@ -110,7 +110,10 @@ class EnvDialogue:
         episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1], *new))
         conversation = Conversation([*messages, *new], state, episode)
         if step.raw:
-            return Reply(self._ids(new[0]["content"]), False, episode, conversation)
+            ids = token_ids(
+                self.tokenizer, new[0]["content"], "an observation", after=messages[-1]["content"]
+            )
+            return Reply(ids, False, episode, conversation)
         strict, known = self.config.history == "strict", len(messages) - 1
         try:
             ids = encode_observation(
