@@ -12,7 +12,8 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
-from jaxrl_llm.data.rows import Example, RowError
+from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.data.rows import Example
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.dataset import dataset_items
@@ -115,7 +116,7 @@ def sources_with_targets(held_out: Loader, algo: AlgoConfig) -> list[int]:
     """Return the sources, by index, whose first row is one that a dataset algorithm learns from."""
     indices = []
     for i in range(held_out.num_sources):
-        with contextlib.suppress(RowError):
+        with contextlib.suppress(UserError):
             dataset_items(held_out.of_sources([i]), algo, 0, 2)  # KTO reads two
             indices.append(i)
     return indices
@@ -151,16 +152,13 @@ def score_settings(reward: RewardConfig) -> list[Any]:
 
 
 def make_held_out_loss(config: TrainConfig, held_out: Loader, stage: Stage) -> HeldOutLoss:
-    """Return the evaluator of held-out examples; of several sources also of each."""
-    items = lambda loader, rows: dataset_items(loader, config.algo, 0, rows)
-    by_source = held_out.by_source()
-    share = config.eval.prompts // max(len(by_source), 1)
-    sources = {
-        name: items(loader, rows)
-        for name, loader in by_source.items()
-        if len(by_source) > 1 and (rows := min(share, loader.stats()["rows"])) > 1
-    }
-    return HeldOutLoss(items(held_out, held_out.eval_rows(config.eval.prompts)), stage, sources)
+    """Return the evaluator of held-out examples; of several sources also of each, by its name."""
+    least = 2 if algos.of(config.algo).data == "labels" else 1  # KTO reads the response to another prompt
+    sources: dict[str, list[PackItem]] = {}
+    for name, loader, rows in held_out.eval_parts(config.eval.prompts):
+        sources.setdefault(name, []).extend(dataset_items(loader, config.algo, 0, max(rows, least)))
+    items = [item for each in sources.values() for item in each]
+    return HeldOutLoss(items, stage, sources if len(sources) > 1 else {})
 
 
 def evaluation_line(config: TrainConfig, evaluators: Sequence[Evaluator]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.preference import conversation_text
-from jaxrl_llm.data.rows import Example, Message, RowError, template_columns
+from jaxrl_llm.data.rows import Example, Message, RowError, template_columns, without_reference
 from jaxrl_llm.data.template import ChatRenderer, read_options, token_ids
 from jaxrl_llm.errors import UserError
 
@@ -79,7 +79,7 @@ def encode_observation(
     prompt = prompt_messages(example, config)
     if prompt is None:
         text = "".join(message["content"] for message in messages[turn + 1 :])
-        return token_ids(tokenizer, text, example.where, literal=True)
+        return token_ids(tokenizer, text, example.where, literal=True, after=messages[turn]["content"])
     replaced = [
         _with_placeholder(m) if i >= len(prompt) and m["role"] == "assistant" else m
         for i, m in enumerate(messages)
@@ -98,7 +98,8 @@ def encode_observation(
             "tokens (--env.history keep)"
         )
     end = next((token for token in chat.controls if rest.startswith(token)), "") if ended else ""
-    return chat.tokenize(rest[len(end) :])
+    rest = rest[len(end) :]
+    return chat.tokenize(rest, text.removesuffix(rest))
 
 
 def _with_placeholder(message: Message) -> Message:
@@ -118,7 +119,7 @@ def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> E
     """
     messages = chat_messages(example, config)
     if messages is None:
-        pieces = [(_plain_ids(tokenizer, example, config), 0), (_plain_target(tokenizer, example), 1)]
+        pieces = [(_plain_ids(tokenizer, example, config), 0), (_plain_target(tokenizer, example, config), 1)]
     else:
         pieces = list(_chat_pieces(tokenizer, messages, example, config))
     ids = [token for piece, _ in pieces for token in piece]
@@ -136,10 +137,11 @@ def encode_steps(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[
         raise RowError(f"{example.where}: no steps: a row needs prompt, completions and labels")
     has_prompt = example.messages is not None or example.text
     ids = encode_prompt(tokenizer, example, config).tolist() if has_prompt else []
-    ends = []
+    ends, before = [], "\n" * bool(has_prompt)
     for text, _ in example.steps:
-        ids += token_ids(tokenizer, text, example.where, literal=True)
+        ids += token_ids(tokenizer, text, example.where, literal=True, after=before)
         ends.append(len(ids))
+        before = text
     mask, labels = np.zeros(len(ids) + 1, np.int8), np.zeros(len(ids) + 1, np.float32)
     mask[ends], labels[ends] = 1, [label for _, label in example.steps]
     return np.asarray([*ids, _end_id(tokenizer)], np.int32), mask, labels
@@ -160,9 +162,7 @@ def mismatched(samples: Sequence[Encoded], other: Sequence[int], max_tokens: int
 def prompt_messages(example: Example, config: ChatConfig) -> list[Message] | None:
     """Return the chat up to the policy's turn; None where no template is used."""
     messages = chat_messages(example, config)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    return messages
+    return None if messages is None else without_reference(messages)
 
 
 def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
@@ -238,8 +238,8 @@ def _chat_pieces(
     text, spans = chat.render_marked() if marked else _spans(chat, turns[-learned:], example)
     position = 0
     for start, end in _with_ends(text, spans[-learned:], chat.controls):
-        yield chat.tokenize(text[position:start]), 0
-        yield chat.tokenize(text[start:end]), 1
+        yield chat.tokenize(text[position:start], text[:position]), 0
+        yield chat.tokenize(text[start:end], text[:start]), 1
         position = end
     if position == 0:
         raise RowError(f"{example.where}: the chat template's {{% generation %}} marks nothing in this chat")
@@ -300,19 +300,19 @@ def _appends_end(tokenizer: Any) -> bool:
     return bool(ids) and ids[-1] == tokenizer.eos_token_id
 
 
-def _plain_target(tokenizer: Any, example: Example) -> list[int]:
+def _plain_target(tokenizer: Any, example: Example, config: ChatConfig) -> list[int]:
     if example.response is None:
         raise RowError(
             f"{example.where}: nothing to learn: the row has no completion, response or output {OTHER_KEY}"
         )
-    return [*token_ids(tokenizer, example.response, example.where, literal=True), _end_id(tokenizer)]
+    before = _plain_text(example, config)
+    ids = token_ids(tokenizer, example.response, example.where, literal=True, after=before)
+    return [*ids, _end_id(tokenizer)]
 
 
 def _joined(example: Example) -> str:
     """Return the contents of a chat of one question, without a template."""
-    messages = list(example.messages)
-    while messages[-1]["role"] == "assistant":
-        messages.pop()
+    messages = without_reference(example.messages)
     if any(message["role"] == "assistant" for message in messages):
         raise RowError(f"{example.where}: a chat of several turns needs a template: --data.chat.render chat")
     return "\n\n".join(message["content"] for message in messages)

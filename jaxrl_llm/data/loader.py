@@ -159,12 +159,17 @@ class Loader:
             log.warning("--eval.prompts %d: %s", limit, self._eval_note(f"{len(prompts)} prompts"))
         return prompts
 
-    def eval_rows(self, limit: int) -> int:
-        """Return how many rows to evaluate on where the loss is measured: at most `limit`, none twice."""
-        rows = self.stats()["rows"]
-        if rows < limit:
-            log.warning("--eval.prompts %d: %s", limit, self._eval_note(f"{rows} rows"))
-        return min(rows, limit)
+    def eval_parts(self, limit: int) -> list[tuple[str, Loader, int]]:
+        """Return (name, loader, rows to evaluate on) of each source, where the loss is measured.
+
+        At most `limit` rows, none twice, shared out as in `eval_set`. A source without a name has its file's.
+        """
+        sizes = [len(source) for source in self._sources]
+        if sum(sizes) < limit:
+            log.warning("--eval.prompts %d: %s", limit, self._eval_note(f"{sum(sizes)} rows"))
+        names = [re.sub(r"[^\w./-]+", "_", config.name or Path(config.path).stem) for config in self._configs]
+        shares = enumerate(zip(names, _shares(sizes, limit), strict=True))
+        return [(name, self.of_sources([i]), rows) for i, (name, rows) in shares if rows]
 
     def check_first_rows(self, kind: RowKind = "prompts") -> list[Example]:
         """Try rows of each source, as training will read them, until one fits; return these rows.
@@ -228,11 +233,6 @@ class Loader:
         if any(config.is_generated for config in self._configs):
             return {}
         return {"epoch": position / self.stats()["rows"]}
-
-    def by_source(self) -> dict[str, Loader]:
-        """Return a loader of each source alone, by the source's name or file."""
-        names = [re.sub(r"[^\w./-]+", "_", config.name or Path(config.path).stem) for config in self._configs]
-        return {name: self.of_sources([i]) for i, name in enumerate(names)}
 
     @property
     def opened(self) -> list[tuple[SourceConfig, ExampleSource]]:

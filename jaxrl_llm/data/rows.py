@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ SHAREGPT_ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # of thousands
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_CHARACTERS = 1 << 24  # of one text or rendered chat: about 4M tokens
 MAX_NESTING = 64  # levels of lists and objects in a row; pickle and jinja2 recurse
@@ -216,7 +217,7 @@ def first_column(row: dict, keys: tuple[str, ...]) -> Any:
 
 def final_answer(text: str) -> str:
     """Return what follows the last '####' (GSM8K), without thousands separators."""
-    return text.rsplit("####", 1)[1].strip().replace(",", "")
+    return SEPARATOR.sub("", text.rsplit("####", 1)[1].strip())
 
 
 def role_of(message: dict) -> str:
@@ -225,6 +226,12 @@ def role_of(message: dict) -> str:
     if role:
         return role if isinstance(role, str) else ""
     return SHAREGPT_ROLES.get(speaker, "") if isinstance(speaker, str) else ""
+
+
+def without_reference(messages: Sequence[Message]) -> list[Message]:
+    """Return a chat up to the policy's turn: assistant turns at its end are a reference, not the prompt."""
+    asked = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+    return list(messages[: asked[-1] + 1]) if asked else []
 
 
 def column_names(row: dict) -> str:

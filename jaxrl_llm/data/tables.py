@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.data.config import SourceConfig
-from jaxrl_llm.data.rows import Damage, RowFile, no_rows
+from jaxrl_llm.data.rows import Damage, RowFile, no_rows, role_of
 from jaxrl_llm.errors import UserError
 
 
@@ -96,7 +96,7 @@ def _table_rows(path: Path, parts: Sequence[Any]) -> RowFile:
         which, row = find(i)
         table = intact[which].slice(row, 1)
         table.validate(full=True)  # offsets of a damaged file may point anywhere
-        return table.to_pylist()[0]
+        return without_filling(table.to_pylist()[0])
 
     def where(i: int) -> str:
         which, row = find(i)
@@ -117,7 +117,7 @@ def saved_rows(path: Path, split: str) -> list[RowFile]:
         if split not in loaded:
             raise UserError(f"{path} has no split {split!r}; it has {', '.join(loaded)}")
         loaded = loaded[split]
-    return [RowFile(len(loaded), loaded.__getitem__, lambda i: f"{path}:{i + 1}")]
+    return [_dataset_rows(loaded, str(path))]
 
 
 def _damaged_dataset(path: Path, split: str, error: Exception) -> list[RowFile]:
@@ -144,7 +144,29 @@ def hub_rows(config: SourceConfig) -> RowFile:
             f"Without a network: run `hf download --repo-type dataset {name} --local-dir DIR` where there is "
             "one, copy DIR here and give its path"
         ) from error
-    return RowFile(len(loaded), loaded.__getitem__, lambda i: f"{name}:{i + 1}")
+    return _dataset_rows(loaded, name)
+
+
+def _dataset_rows(dataset: Any, name: str) -> RowFile:
+    return RowFile(len(dataset), lambda i: without_filling(dataset[i]), lambda i: f"{name}:{i + 1}")
+
+
+def without_filling(value: Any, name: str = "") -> Any:
+    """Return a row without the nulls that a table adds to its messages and tools.
+
+    All objects of a column have the same keys there: an argument of one tool call comes as null in all
+    others, and a chat template would show it.
+    """
+    if isinstance(value, dict):
+        return {key: without_filling(inner, key) for key, inner in value.items()}
+    is_chat = isinstance(value, list) and all(isinstance(item, dict) and role_of(item) for item in value)
+    return _without_nulls(value) if is_chat or name == "tools" else value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _unreadable(path: Path, error: Exception) -> RowFile:

@@ -14,6 +14,7 @@ from jaxrl_llm.data.rendering import Rendered, TemplateProcess
 from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Example, Message, RowError, template_columns
 from jaxrl_llm.errors import UserError
 
+SPACE = "\u2581"  # of SentencePiece's tokens
 MAX_TEMPLATE = 1 << 20  # characters; those of large models have ten thousand
 PROCESS = TemplateProcess()
 """Renders all chats of this process; started by the first."""
@@ -49,15 +50,18 @@ class ChatRenderer:
         """Return (text, character spans inside {% generation %})."""
         return self._render([(None, {"return_assistant_tokens_mask": True})])[0]
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return ids of rendered text; the template's control tokens are tokens, those of contents text."""
-        if not self._hidden:
-            return token_ids(self._tokenizer, text, self._where)
-        parts = re.split("(" + "|".join(map(re.escape, self._hidden)) + ")", text)
+    def tokenize(self, text: str, before: str = "") -> list[int]:
+        """Return ids of rendered text; the template's control tokens are tokens, those of contents text.
+
+        Args:
+            before: the rendered text that it follows.
+        """
+        parts = re.split("(" + "|".join(map(re.escape, self._hidden)) + ")", text) if self._hidden else [text]
         ids = []
-        for part in parts:
-            literal = part in self._hidden
-            ids += token_ids(self._tokenizer, self._hidden.get(part, part), self._where, literal)
+        for part in filter(None, parts):
+            shown, literal = self._hidden.get(part, part), part in self._hidden
+            ids += token_ids(self._tokenizer, shown, self._where, literal, after=before)
+            before = part
         return ids
 
     def _render(self, cuts: list[tuple[int | None, dict[str, bool]]]) -> list[Rendered]:
@@ -65,13 +69,16 @@ class ChatRenderer:
         return PROCESS.render(self.template, calls, self._name, self._where)
 
 
-def token_ids(tokenizer: Any, text: str, where: str, literal: bool = False, start: bool = False) -> list[int]:
+def token_ids(
+    tokenizer: Any, text: str, where: str, literal: bool = False, start: bool = False, after: str = ""
+) -> list[int]:
     """Return the ids of a text.
 
     Args:
         where: the row, for messages.
         literal: control tokens in the text are text.
         start: add the special tokens that the tokenizer puts around a text.
+        after: the text that it follows, if any.
 
     Raises:
         RowError: the tokenizer cannot read the text.
@@ -86,7 +93,22 @@ def token_ids(tokenizer: Any, text: str, where: str, literal: bool = False, star
         ]
     except Exception as error:  # tokenizers raises a bare Exception for a character that it has no token for
         raise RowError(f"{where}: the tokenizer cannot read the text: {error!s:.300}") from error
-    return list(ids)
+    return _without_space(tokenizer, text, list(ids), literal, after) if after else list(ids)
+
+
+def _without_space(tokenizer: Any, text: str, ids: list[int], literal: bool, after: str) -> list[int]:
+    """Return the ids of a text within another, where SentencePiece puts no space in front of it.
+
+    Args:
+        ids: of the text by itself.
+    """
+    if not (ids and tokenizer.convert_ids_to_tokens(ids[0]).startswith(SPACE)):
+        return ids
+    controls = () if literal else control_tokens(tokenizer)
+    lead = next((token for token in controls if after.endswith(token)), "\n")
+    options = {"add_special_tokens": False, "split_special_tokens": literal, "verbose": False}
+    before, both = (list(tokenizer(part, **options)["input_ids"]) for part in (lead, lead + text))
+    return both[len(before) :] if both[: len(before)] == before else ids
 
 
 def control_tokens(tokenizer: Any) -> tuple[str, ...]:

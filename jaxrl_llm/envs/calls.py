@@ -10,7 +10,7 @@ import itertools
 import json
 from typing import Any
 
-from jaxrl_llm.envs.formats import FORMATS, InvalidToolCall, ToolCall
+from jaxrl_llm.envs.formats import DECODER, FORMATS, InvalidToolCall, ToolCall
 from jaxrl_llm.errors import UserError
 
 MAX_CALLS = 32  # of one turn; each costs about one pass over the text at most, so no text takes long
@@ -61,7 +61,7 @@ def check_arguments(call: ToolCall, schema: dict[str, Any]) -> ToolCall | Invali
     A string where the schema has another type is read as JSON. Known of JSON schema: type, properties,
     required, additionalProperties, items, enum, anyOf, oneOf.
     """
-    parameters = {"type": "object", "properties": {}, **schema.get("parameters", {})}
+    parameters = {"type": "object", "properties": {}, **(schema.get("parameters") or {})}
     try:
         return ToolCall(call.name, _conform(call.arguments, parameters, "arguments"))
     except ValueError as problem:
@@ -79,8 +79,10 @@ TYPES = {
 }
 
 
-def _conform(value: Any, schema: dict[str, Any], where: str) -> Any:
+def _conform(value: Any, schema: Any, where: str) -> Any:
     """Return `value` as the schema requires it; ValueError names the part that is not."""
+    if not isinstance(schema, dict):  # true: any value
+        return value
     if options := schema.get("anyOf") or schema.get("oneOf"):
         return _first(value, options, where)
     value = _typed(value, schema.get("type", list(TYPES)), where)
@@ -95,11 +97,15 @@ def _conform(value: Any, schema: dict[str, Any], where: str) -> Any:
 
 def _typed(value: Any, required: str | list[str], where: str) -> Any:
     names = [required] if isinstance(required, str) else required
+    if not TYPES.keys() >= {*names}:  # a type that JSON schema lacks, such as "any"
+        return value
     if isinstance(value, str) and "string" not in names:
         try:
-            value = json.loads(PYTHON.get(value, value))
+            read = DECODER.decode(PYTHON.get(value, value))
+            json.dumps(read, allow_nan=False)  # 1e999
         except (ValueError, RecursionError):
             raise ValueError(f"{where} must be {' or '.join(names)}, not the text {value[:40]!r}") from None
+        value = read
     if "integer" in names and isinstance(value, float) and value.is_integer():
         value = int(value)
     kinds = tuple(kind for name in names for kind in TYPES[name])

@@ -13,8 +13,8 @@ from typing import Any
 from jaxrl_llm.data.chat import chat_messages, encode_observation, prompt_messages
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
-from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import control_tokens
+from jaxrl_llm.data.rows import Example, without_reference
+from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn
 from jaxrl_llm.rollout.engine import DialogueError, Reply
@@ -85,7 +85,9 @@ class EnvDialogue:
                 read = functools.partial(self._decode, [*prompt.ids.tolist(), *ids[:start]])
                 turn = Turn(text, messages, number, number >= self.config.max_turns, read)
                 step = check_step(await self.env.step(conversation.state, turn))
-        except (Exception, SystemExit) as error:  # the user's code
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
+            if asyncio.current_task().cancelling():  # the end of the run
+                raise
             if isinstance(error, TimeoutError) and self.limit:
                 return _failed(conversation, f"the environment took longer than {self.limit:g} s")
             return _failed(conversation, describe_error(error))
@@ -108,7 +110,10 @@ class EnvDialogue:
         episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1], *new))
         conversation = Conversation([*messages, *new], state, episode)
         if step.raw:
-            return Reply(self._ids(new[0]["content"]), False, episode, conversation)
+            ids = token_ids(
+                self.tokenizer, new[0]["content"], "an observation", after=messages[-1]["content"]
+            )
+            return Reply(ids, False, episode, conversation)
         strict, known = self.config.history == "strict", len(messages) - 1
         try:
             ids = encode_observation(
@@ -216,4 +221,6 @@ def _failed(conversation: Conversation | None, reason: str) -> Reply:
 def _plain(prompt: Prompt) -> list[Message]:
     """Return the prompt as messages where no template is used."""
     example = prompt.example
-    return list(example.messages) if example.messages else [{"role": "user", "content": example.text or ""}]
+    if example.messages:
+        return without_reference(example.messages)
+    return [{"role": "user", "content": example.text or ""}]

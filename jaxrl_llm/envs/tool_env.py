@@ -74,5 +74,7 @@ class ToolEnv:
             return ToolResult(f"error: stopped after {self.timeout:g} s without a result", True, True)
         except ToolError as error:
             return ToolResult(f"error: {error}", error=True)
-        except Exception as error:  # a fault of the tool, met with these arguments
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # met with these arguments
+            if asyncio.current_task().cancelling():  # by the end of the run, not by the tool
+                raise
             return ToolResult(f"error: {type(error).__name__}: {error}", error=True)

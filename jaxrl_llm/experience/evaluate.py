@@ -21,7 +21,7 @@ from jaxrl_llm.experience.rollouts import generate_responses
 from jaxrl_llm.experience.score import Scorer, verify
 from jaxrl_llm.experience.win_rate import WinRate, eval_rows, source_name, win_rate_metrics
 from jaxrl_llm.learn.stage import Stage
-from jaxrl_llm.rewards.extract import find_answer, last_number
+from jaxrl_llm.rewards.extract import find_answer, last_number, normalize_words, to_number
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.structs import Metrics, Outcome, Params, TrainState, Trajectory
@@ -97,7 +97,9 @@ class HeldOutResponses:
         groups = [trajectories[i : i + self.samples] for i in range(0, len(trajectories), self.samples)]
         verified = [group for group, known in zip(groups, self.is_verifiable, strict=True) if known]
         sources = np.repeat([source_name(prompt.example) for prompt in self.prompts], self.samples)
-        correct = np.array([t.outcome == Outcome.CORRECT for t in trajectories])
+        correct = [
+            np.nan if t.outcome == Outcome.FAILED else t.outcome == Outcome.CORRECT for t in trajectories
+        ]
         values = {
             "pass@1": np.where(np.repeat(self.is_verifiable, self.samples), correct, np.nan),
             "reward": np.array([t.reward for t in trajectories]),
@@ -164,18 +166,20 @@ def evaluate_all(
 def group_accuracies(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
     """Return pass@k and maj@k over prompts with k > 1 responses each; pass@1 is the mean over responses.
 
+    Responses that the verifier failed on, or abstained from, are left out: eval/not_judged_fraction, if any.
     eval/pass@k = fraction of prompts with any correct response (Chen et al. 2021, arXiv 2107.03374, eq. 1
     with n = k); eval/maj@k = fraction of prompts whose most common answer is correct (Wang et al. 2022, arXiv
     2203.11171), ties going to the first.
     """
     k = len(groups[0])
-    if k == 1:
-        return {}
-    correct = np.array([[t.outcome == Outcome.CORRECT for t in group] for group in groups])
-    return {
-        f"eval/pass@{k}": float(correct.any(axis=1).mean()),
-        f"eval/maj@{k}": float(np.mean([majority(group) for group in groups])),
-    }
+    judged = [[t for t in group if t.outcome != Outcome.FAILED] for group in groups]
+    failed = 1 - sum(map(len, judged)) / (k * len(groups))
+    metrics = {"eval/not_judged_fraction": failed} if failed else {}
+    if k == 1 or not any(judged):
+        return metrics
+    solved = [any(t.outcome == Outcome.CORRECT for t in group) for group in judged if group]
+    voted = [majority(group) for group in judged if group]
+    return metrics | {f"eval/pass@{k}": float(np.mean(solved)), f"eval/maj@{k}": float(np.mean(voted))}
 
 
 def lengths(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -187,9 +191,11 @@ def lengths(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def majority(group: Sequence[Trajectory]) -> bool:
-    """Return whether the most common answer of the group is correct."""
+    """Return whether the most common answer of the group is correct; numbers are compared by value."""
     texts = [t.text if t.answer is None else t.answer for t in group]
-    answers = [find_answer(text) or last_number(text) or text.strip() for text in texts]
+    words = [find_answer(text) or last_number(text) or text for text in texts]
+    numbers = map(to_number, words)
+    answers = [normalize_words(w) if n is None else n for w, n in zip(words, numbers, strict=True)]
     winner = Counter(answers).most_common(1)[0][0]
     return group[answers.index(winner)].outcome == Outcome.CORRECT
 

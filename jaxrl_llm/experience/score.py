@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_llm.data.loader import Prompt
-from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.rows import Example, without_reference
 from jaxrl_llm.experience.reward_models import RewardModel, add_scores
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.rewards.config import RewardConfig
@@ -93,7 +93,7 @@ def reward_sample(example: Example, trajectory: Trajectory | None = None) -> Rew
         response=response,
         answer=example.answer,
         prompt=prompt_text(example),
-        messages=example.messages or (),
+        messages=tuple(without_reference(example.messages or ())),
         response_ids=ids,
         source=example.source,
         columns=example.columns,
@@ -101,8 +101,8 @@ def reward_sample(example: Example, trajectory: Trajectory | None = None) -> Rew
 
 
 def prompt_text(example: Example) -> str:
-    """Return the prompt as text: plain, or the last message of the chat."""
-    return example.text if example.messages is None else example.messages[-1]["content"]
+    """Return the prompt as text: plain, or the last message of the chat before the policy's turn."""
+    return example.text if example.messages is None else without_reference(example.messages)[-1]["content"]
 
 
 def group_by_prompt(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:

@@ -10,13 +10,21 @@ import functools
 import logging
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.countdown import countdown_task, evaluate_countdown, find_expression
-from jaxrl_llm.rewards.extract import find_answer, find_verdict, last_number, normalize_words, to_number
+from jaxrl_llm.rewards.extract import (
+    find_answer,
+    find_tagged,
+    find_verdict,
+    last_number,
+    normalize_words,
+    to_number,
+)
 from jaxrl_llm.rewards.sample import RewardSample
 
 if TYPE_CHECKING:  # config.py reads the names of REWARDS
@@ -70,7 +78,8 @@ def math_reward(sample: RewardSample, config: RewardConfig) -> tuple[float, Outc
     if not accepted:
         raise UserError(f"math-verify cannot read the row's answer {str(sample.answer)[:80]!r}")
     seconds = max(int(config.timeout / (len(accepted) + 2)), 1)
-    given = parse(sample.response, parsing_timeout=seconds)
+    marked = find_tagged(sample.response)
+    given = parse(sample.response if marked is None else _latex(marked), parsing_timeout=seconds)
     if not given:
         return 0.0, Outcome.UNPARSED
     return binary(any(verify(list(gold), given, timeout_seconds=seconds) for gold in accepted))
@@ -178,7 +187,12 @@ def accepted_answers(answer: Any) -> list[str]:
 def answer_texts(answer: Any) -> list[str]:
     """Return the answers of a row as text, without empty ones."""
     listed = list(answer) if isinstance(answer, list | tuple) else [answer]
-    return [str(item) for item in listed if item is not None and str(item).strip()]
+    return [_as_text(item) for item in listed if item is not None and str(item).strip()]
+
+
+def _as_text(answer: Any) -> str:
+    """Return an answer as text, a number in plain digits: 0.00001 rather than 1e-05."""
+    return format(Decimal(repr(float(answer))), "f") if isinstance(answer, float) else str(answer)
 
 
 def same_answer(given: str, answer: str) -> bool:
@@ -206,9 +220,13 @@ def _gold(text: str) -> tuple[Any, ...]:
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    marked = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
-    final = text.rpartition("####")[2].strip()
-    return tuple(parse(text if marked else f"${final}$"))
+    return tuple(parse(_latex(text)))
+
+
+def _latex(text: str) -> str:
+    """Return an answer for `math_verify.parse`, which reads LaTeX between marks."""
+    marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
+    return text if marked else f"${text.rpartition('####')[2].strip()}$"
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,6 +20,8 @@ from jaxrl_llm.rewards.sample import RewardSample
 MAX_LENGTH = 200  # characters of an expression
 MAX_DIGITS = 12  # of a number in it
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\u00d7": "*", "\u00f7": "/", "\u2212": "-"}
+SIGN = re.compile("|".join(map(re.escape, SIGNS)))
 EXPRESSION = re.compile(r"[\d\s()+*/.-]*\d[\d\s()+*/.-]*", re.ASCII)
 
 
@@ -51,10 +53,9 @@ def find_expression(response: str) -> str | None:
     marked = find_answer(response)
     lines = response.splitlines() if marked is None else [marked]
     for line in reversed(lines):
-        left = line.replace("\\times", "*").replace("\u00d7", "*").replace("\u00f7", "/").partition("=")[0]
-        match = EXPRESSION.fullmatch(left.strip(" $.`")[:MAX_LENGTH])
-        if match:
-            return match.group().strip()
+        left = SIGN.sub(lambda match: SIGNS[match.group()], line).partition("=")[0].strip(" $.`*")
+        if len(left) <= MAX_LENGTH and EXPRESSION.fullmatch(left):
+            return left.strip()
     return None
 
 

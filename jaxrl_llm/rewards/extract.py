@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from fractions import Fraction
 
 INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
-NUMBER = re.compile(rf"(?<!\w)[-+]?(?:{INTEGER}(?:\.\d+)?|(?<!\.)\.\d+)(?:/\d+)?", re.ASCII)
-JUST_NUMBER = re.compile(rf"([-+]?(?:{INTEGER}(?:\.\d*)?|\.\d+))(?:/(\d+))?", re.ASCII)
+EXPONENT = r"(?:[eE][-+]?\d{1,3}(?!\w))?"
+NUMBER = re.compile(rf"(?<!\w)[-+]?(?:{INTEGER}(?:\.\d+)?|(?<!\.)\.\d+)(?:/\d+|{EXPONENT})", re.ASCII)
+JUST_NUMBER = re.compile(rf"([-+]?(?:{INTEGER}(?:\.\d*)?|\.\d+){EXPONENT})(?:/(\d+))?", re.ASCII)
+SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3}(?!\d))", re.ASCII)  # 1{,}234 and 1,\!234
+POWER = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\^(?:\{(-?\d{1,3})\}|(\d)(?!\d))", re.ASCII)
+FRACTION = re.compile(
+    r"(?:(?<!\w)(\d{1,18})\s*)?\\[dt]?frac(?:\{(-?\d{1,18})\}|(\d))(?:\{(\d{1,18})\}|(\d))", re.ASCII
+)
+WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+AROUND = "$*`\"' \t\n"
 MAX_DIGITS = 200  # longer "numbers" are noise, and slow to convert
 VERDICT = re.compile(r"\b(?:(yes)|(no))\b|\b([AB])\b", re.IGNORECASE)
 
@@ -19,7 +28,7 @@ def find_answer(text: str) -> str | None:
 
     In this order: <answer>..</answer>, \boxed{..}, "#### ..", "the answer is .." / "Answer: ..".
     """
-    for find in (_tagged, _boxed, _hashes, _announced):
+    for find in (find_tagged, _boxed, _hashes, _announced):
         answer = find(text)
         if answer is not None:
             return answer
@@ -27,25 +36,51 @@ def find_answer(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number of the text, as written; None where there is none."""
+    """Return the last number of the text, as written or in plain digits; None where there is none."""
     last = None
-    for match in NUMBER.finditer(text):
+    for match in NUMBER.finditer(plain_numbers(text)):
         last = match.group()
     return last
 
 
 def to_number(text: str) -> Fraction | None:
-    """Return the value of "1,234", "-0.5", "3/4", "$12.00", "50%" (as 50), "7."; None of any other text."""
-    plain = text.strip().strip("$*").strip().rstrip(".%").removesuffix("\\")
+    r"""Return the value of "1,234", "3/4", "1.5e3", "$12.00", "50%" (as 50), "7.", "\frac34"; else None."""
+    if len(text) > 10 * MAX_DIGITS:
+        return None
+    plain = unwrapped(plain_numbers(text).replace("\\$", "$")).rstrip("%").removesuffix("\\")
+    plain = plain[:1] + plain[1:].removeprefix("$") if plain[:1] in ("-", "+") else plain
     match = JUST_NUMBER.fullmatch(plain) if len(plain) <= MAX_DIGITS else None
     if match is None or (match[2] and int(match[2]) == 0):
         return None
     return Fraction(match[1].replace(",", "")) / int(match[2] or 1)
 
 
+def plain_numbers(text: str) -> str:
+    """Return text with its numbers in plain characters: LaTeX's fractions, powers of ten and separators, and
+    the minus sign of Unicode."""
+    text = SEPARATOR.sub(",", text.replace("\u2212", "-"))
+    text = POWER.sub(lambda match: f"e{match[1] or match[2]}", text)
+    return FRACTION.sub(_plain_fraction, text)
+
+
+def _plain_fraction(match: re.Match) -> str:
+    """Return a fraction, or a mixed number, as a/b."""
+    above, below = int(match[2] or match[3]), int(match[4] or match[5])
+    return f"{int(match[1] or 0) * below + above}/{below}"
+
+
+def unwrapped(text: str) -> str:
+    r"""Return an answer without quotes, asterisks, $..$, \(..\) and white space around it, and its period."""
+    for _ in range(3):  # **"Paris."**.
+        text = text.strip().strip(AROUND).rstrip(".").removeprefix("\\(").removesuffix("\\)")
+    return text.strip(AROUND)
+
+
 def normalize_words(text: str) -> str:
-    """Return text without case, extra white space, a final period and surrounding quotes."""
-    return " ".join(text.casefold().split()).rstrip(".").strip("\"'` ")
+    r"""Return text without case, extra white space, \text{..}, and what `unwrapped` takes off."""
+    plain = unwrapped(" ".join(unicodedata.normalize("NFC", text).split()))
+    words = WORDS.fullmatch(plain)
+    return unwrapped(words[1] if words else plain).casefold()
 
 
 def find_verdict(text: str) -> str | None:
@@ -78,7 +113,8 @@ def verdict_probability(logprobs: Mapping[str, float], yes: str = "Yes", no: str
     return first / (first + second)
 
 
-def _tagged(text: str) -> str | None:
+def find_tagged(text: str) -> str | None:
+    """Return the last <answer>..</answer> of a response, or None."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     return text[start + len("<answer>") : end].strip() if start >= 0 else None

@@ -115,6 +115,7 @@ def parse_score(raw: Any, reward: AdaptedReward, correct_at: float) -> Score:
     if isinstance(raw, dict):
         value = _number(raw.get("score", raw.get("reward")), reward.bools)
         judged = raw.get("judged", raw.get("acc"))
+        judged = judged.item() if hasattr(judged, "item") else judged  # numpy's bool
         if isinstance(judged, bool):
             return Score(value, Outcome.CORRECT if judged else Outcome.WRONG)
         return Score(value, _outcome(value if judged is None else _number(judged, True), correct_at))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import ctypes
 import inspect
 import os
@@ -167,12 +168,18 @@ def _score(
     """Return the results of a group, or the failure of a call."""
     started = time.perf_counter()
     try:
-        columns = [reward.call(group) for reward in used]
+        columns = [reward.call(_own_copies(group)) for reward in used]
         if any(map(inspect.isawaitable, columns)):
             columns = runner.run(_awaited(columns))
         return _results(columns, group, used, setup, started)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: they are the reward's, not ours
         return Failed(type(error).__name__, describe_error(error))
+
+
+def _own_copies(group: Sequence[RewardSample]) -> list[RewardSample]:
+    """Return samples of whose row a reward may change what it likes: responses to one prompt share it."""
+    row = lambda s: {"answer": s.answer, "messages": s.messages, "columns": s.columns}
+    return [replace(sample, **copy.deepcopy(row(sample))) for sample in group]
 
 
 async def _score_at_once(
@@ -208,7 +215,7 @@ async def _score_async(sample: RewardSample, used: list[AdaptedReward], setup: S
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
-            columns = await _awaited([reward.call([sample]) for reward in used])
+            columns = await _awaited([reward.call(_own_copies([sample])) for reward in used])
         return _results(columns, [sample], used, setup, started)
     except BaseException as error:  # as in `_score`
         if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():

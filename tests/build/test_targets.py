@@ -6,7 +6,8 @@ import pytest
 
 from jaxrl_llm.algos import dpo, kto, sft
 from jaxrl_llm.build.data import check_held_out_rows
-from jaxrl_llm.build.evaluation import sources_with_targets
+from jaxrl_llm.build.evaluation import make_held_out_loss, sources_with_targets
+from jaxrl_llm.config import EvalConfig, TrainConfig
 from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
@@ -16,8 +17,9 @@ from jaxrl_llm.experience.dataset import dataset_items
 PAIRS = SourceConfig(path="task:preference", options='{"size": 50}')
 
 
-def held_out(*sources):
-    return Loader(DataConfig(train=(PAIRS,), eval=sources), make_tokenizer(), 0, 16, "eval", max_tokens=32)
+def held_out(*sources, **settings):
+    config = DataConfig(train=(PAIRS,), eval=sources, **settings)
+    return Loader(config, make_tokenizer(), 0, 16, "eval", max_tokens=32)
 
 
 def test_a_source_without_pairs_has_no_loss_of_dpo(tmp_path):
@@ -30,6 +32,8 @@ def test_a_source_without_pairs_has_no_loss_of_dpo(tmp_path):
     assert sources_with_targets(loader, sft.Config()) == [0, 1]
     assert sources_with_targets(loader, kto.Config()) == [1]  # it reads two rows at least
     assert sources_with_targets(held_out(SourceConfig(path=str(file))), dpo.Config()) == []
+    skipping = held_out(SourceConfig(path=str(file)), PAIRS, bad_rows="skip")
+    assert sources_with_targets(skipping, dpo.Config()) == [1]
     alone, kept = held_out(PAIRS), loader.of_sources([1])
     assert (loader.num_sources, kept.num_sources) == (2, 1)
     for one, other in zip(*(dataset_items(x, dpo.Config(), 0, 8) for x in (alone, kept)), strict=True):
@@ -43,3 +47,27 @@ def test_held_out_prompts_are_no_bad_rows_of_dpo(tmp_path):
     file.write_text('{"other": 1}\n')
     with pytest.raises(UserError, match=r"rows\.jsonl:1: no prompt"):
         check_held_out_rows(held_out(PAIRS, SourceConfig(path=str(file))), "pairs")
+
+
+def test_the_loss_is_of_every_held_out_row_once_and_of_each_name(tmp_path):
+    """By weights alone, the two rows of a small file would be read as often as those of a large one."""
+    made = {"a/test.jsonl": "ab", "b/test.jsonl": "cde", "big.jsonl": "fghijklm"}
+    for name, letters in made.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        rows = [json.dumps({"prompt": "?", "response": letter}) for letter in letters]
+        (tmp_path / name).write_text("\n".join(rows))
+    loader = held_out(*(SourceConfig(path=str(tmp_path / name)) for name in made))
+    read = lambda items: "".join(sorted(make_tokenizer().decode(item.tokens[1:2]) for item in items))
+
+    def evaluator(prompts, algo):
+        return make_held_out_loss(TrainConfig(eval=EvalConfig(prompts=prompts), algo=algo), loader, None)
+
+    whole = evaluator(100, sft.Config())
+    assert read(whole.items) == "abcdefghijklm"
+    assert {name: read(items) for name, items in whole.sources.items()} == {
+        "test": "abcde",
+        "big": "fghijklm",
+    }
+    some = evaluator(8, sft.Config())
+    assert (len(some.items), len(set(read(some.items)))) == (8, 8)
+    assert {name: len(items) for name, items in some.sources.items()} == {"test": 5, "big": 3}

@@ -4,9 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.data.chat import (
     encode_conversation,
+    encode_observation,
     encode_prompt,
     encode_supervised,
     plain_text_warning,
@@ -214,6 +217,47 @@ def test_start_token_is_added_once_and_an_end_token_never(tokenizer):
     assert encode_prompt(tokenizer, plain("<|im_start|>hi"), config).tolist() == [2, 82, 83]
     ids, _ = encode_supervised(tokenizer, plain("hi", response="h"), ChatConfig())
     assert ids.tolist() == [2, 82, 83, 82, 1]
+
+
+def sentencepiece(kind, template):
+    """A tokenizer like those of Llama 2 ("prepend") and Mistral, which begins texts with a space."""
+    merges = [pair.split("+") for pair in ("h+e", "l+l", "he+ll", "hell+o", "\u2581+hello", "\u2581+\u2581")]
+    words = ["<unk>", "<s>", "</s>", "\u2581", "\n", *"helo[]user1234+=", *map("".join, merges)]
+    vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    made = Tokenizer(models.BPE(vocab, [tuple(pair) for pair in merges], unk_token="<unk>"))
+    if kind == "prepend":
+        space = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        made.normalizer = normalizers.Sequence(space)
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **names)
+
+
+LLAMA_2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }} ]{% else %} "
+    "{{ m.content }} </s>{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["prepend", "first", "always", "never"])
+def test_a_turn_has_the_ids_that_it_has_in_the_whole_text(kind):
+    """A space in front of each piece would be learned as the beginning of each answer."""
+    messages = [user("hello 1"), assistant("hello"), user(" 2"), assistant("4 hello")]
+    for template in (LLAMA_2, ZEPHYR):
+        tokenizer = sentencepiece(kind, template)
+        whole = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+        ids, _ = encode_supervised(tokenizer, chat(*messages), ChatConfig())
+        assert ids.tolist() == whole["input_ids"][: len(ids)]
+    first, _ = encode_supervised(tokenizer, chat(*messages[:2]), ChatConfig())
+    observed = encode_observation(tokenizer, chat(messages[0]), messages[:3], 1, ChatConfig(), ended=True)
+    assert ids[: len(first) + len(observed)].tolist() == [*first.tolist(), *observed]
+    ids, _ = encode_supervised(tokenizer, plain("2+2=", response="4"), ChatConfig())
+    assert ids.tolist() == [*tokenizer("2+2=4")["input_ids"], tokenizer.eos_token_id]
 
 
 def test_tokenizer_is_left_as_it_was(tokenizer):

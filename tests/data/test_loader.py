@@ -311,9 +311,10 @@ def test_plain_text_for_a_chat_model_is_said_once(seven, caplog):
 
 def test_fewer_eval_prompts_than_asked_for_are_said(tmp_path, mixed_lengths, caplog):
     drawn = loader(eval=(SourceConfig(path=mixed_lengths),), split="eval", max_prompt_tokens=2)
-    assert len(drawn.eval_set(3)) == 3 and drawn.eval_rows(3) == 3
+    sizes = lambda limit: [rows for *_, rows in drawn.eval_parts(limit)]
+    assert len(drawn.eval_set(3)) == 3 and sizes(3) == [3]
     assert not caplog.messages
-    assert len(drawn.eval_set(100)) == 3 and drawn.eval_rows(100) == 5
+    assert len(drawn.eval_set(100)) == 3 and sizes(100) == [5]
     assert caplog.messages == [
         f"--eval.prompts 100: {used} are used; the held-out data has 5 rows, 2 of those read too long, 0 bad"
         for used in ("3 prompts", "5 rows")

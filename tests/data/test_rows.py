@@ -51,6 +51,10 @@ SHAPES = {
         {"question": "2+2?", "answer": "2+2=<<2+2=4>>4,000\n#### 4,000"},
         {"messages": (USER,), "answer": "4000", "response": "2+2=<<2+2=4>>4,000\n#### 4,000"},
     ),
+    "gsm8k, several numbers": (
+        {"question": "2+2?", "answer": "#### x=1, y=2,345"},
+        {"messages": (USER,), "answer": "x=1, y=2345", "response": "#### x=1, y=2,345"},
+    ),
     "math": (
         {"problem": "2+2?", "solution": "It is \\boxed{4}", "answer": "4"},
         {"messages": (USER,), "answer": "4", "response": "It is \\boxed{4}"},

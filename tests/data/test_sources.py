@@ -62,6 +62,42 @@ def test_format(tmp_path, name, capsys):
     assert source[3].messages == ({"role": "user", "content": "3+1?"},)
 
 
+CALLS = [
+    {"role": "user", "content": "?"},
+    *(
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": given}}]}
+        for name, given in (("weather", {"city": "Rome"}), ("add", {"terms": [1, 2]}))
+    ),
+    {"role": "user", "content": "!"},
+]
+SCHEMAS = [
+    {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
+    {"name": "add", "parameters": {"properties": {"terms": {"items": {"type": "integer"}}}}},
+]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "stream.arrow", "saved"])
+def test_tables_add_no_nulls_to_tool_calls_and_schemas(tmp_path, name):
+    """All objects of a table's column have all keys: the call of weather has terms: null there."""
+    path, table = (
+        tmp_path / name,
+        pa.Table.from_pylist([dict(messages=CALLS, tools=SCHEMAS, info={"a": None})]),
+    )
+    assert table.to_pylist()[0]["tools"] != SCHEMAS
+    if name == "a.jsonl":
+        write_jsonl(path, [{"messages": CALLS, "tools": SCHEMAS, "info": {"a": None}}])
+    elif name == "a.parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif name == "saved":
+        datasets.Dataset(table).save_to_disk(str(path))
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    example = opened(path)[0]
+    assert list(example.messages) == CALLS and example.columns["tools"] == SCHEMAS
+    assert example.columns["info"] == {"a": None}  # what a reward reads stays as it is
+
+
 @pytest.mark.parametrize("name, where", [("a.jsonl", 4), ("a.csv", 4), ("a.json", 3), ("a.parquet", 3)])
 def test_an_example_knows_its_line(tmp_path, name, where):
     WRITERS[name](tmp_path / name)

@@ -247,6 +247,9 @@ SCHEMA = {
             "deep": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
             "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
             "any": {},
+            "true": True,
+            "list": {"type": "array", "items": True},
+            "unknown": {"type": "any"},
         },
         "required": ["n"],
     },
@@ -261,6 +264,8 @@ SCHEMA = {
          {"n": 3, "tags": [1, 2.5], "deep": {"on": True}}),
         ({"n": 3.0, "maybe": None, "any": [1, "x"]}, {"n": 3, "maybe": None, "any": [1, "x"]}),
         ({"n": 3, "maybe": "4", "unit": "cm"}, {"n": 3, "maybe": 4, "unit": "cm"}),
+        ({"n": 3, "true": 1, "list": [None], "unknown": "1"},
+         {"n": 3, "true": 1, "list": [None], "unknown": "1"}),
     ],
 )  # fmt: skip
 def test_arguments_become_what_the_schema_wants(given, kept):
@@ -273,12 +278,14 @@ def test_arguments_become_what_the_schema_wants(given, kept):
         ({}, "f: arguments must have n"),
         ({"n": "three"}, "f: n must be integer, not the text 'three'"),
         ({"n": 3.5}, "f: n must be integer, not 3.5"),
+        ({"n": 3, "tags": ["NaN"]}, "f: tags[0] must be number, not the text 'NaN'"),
+        ({"n": 3, "tags": ["1e999"]}, "f: tags[0] must be number, not the text '1e999'"),
         ({"n": True}, "f: n must be integer, not true"),
         ({"n": 1, "unit": "m"}, 'f: unit must be one of ["cm", "inch"]'),
         ({"n": 1, "tags": [1, "x"]}, "f: tags[1] must be number, not the text 'x'"),
         ({"n": 1, "deep": {}}, "f: deep must have on"),
         ({"n": 1, "maybe": "x"}, "f: maybe must be integer, not the text 'x', or maybe must be null"),
-        ({"n": 1, "m": 2}, "f: arguments may not have 'm', only n, unit, tags, deep, maybe, any"),
+        ({"n": 1, "m": 2}, "f: arguments may not have 'm', only n, unit, tags, deep, maybe, any,"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(given, said):

@@ -109,6 +109,12 @@ REWRITES = TEMPLATE.replace(
 )
 
 
+def test_without_a_template_the_reference_answer_of_a_chat_is_no_part_of_the_conversation(say):
+    env, answered = Says(Step(done=True)), (*QUESTION.messages, {"role": "assistant", "content": "42"})
+    say(env, "41", example=Example(answered, None), chat=ChatConfig(render="plain"))
+    assert env.turn.messages == [*QUESTION.messages, {"role": "assistant", "content": "41"}]
+
+
 def test_a_template_that_rewrites_earlier_turns_is_an_error_where_it_matters(say, tmp_path):
     (tmp_path / "chat.jinja").write_text(REWRITES)
     chat = ChatConfig(chat_template=str(tmp_path / "chat.jinja"))
@@ -179,6 +185,22 @@ def test_rewards_add_up_and_the_last_turn_is_known_as_such(say):
 def test_a_step_that_is_none_ends_the_conversation(say, step, why):
     (reply,) = say(Says(step), "40")
     assert reply.done and reply.episode.failure.startswith(why)
+
+
+@pytest.mark.parametrize("error", [SystemExit(2), asyncio.CancelledError()], ids=repr)
+def test_code_of_the_user_that_exits_or_cancels_ends_no_more_than_its_call(say, tools, error):
+    """Both are no Exception: in a task of its own, SystemExit would end the loop of all conversations."""
+
+    async def fail(*arguments):
+        raise error
+
+    env = Says()
+    env.step = fail
+    (reply,) = say(env, "40")
+    assert reply.done and reply.episode.failure.startswith(type(error).__name__)
+    tools.tools["calculator"].call = fail
+    (reply,) = say(tools, CALL)
+    assert not reply.done and f"tool\nerror: {type(error).__name__}" in texts([reply])[0]
 
 
 @pytest.fixture

@@ -68,6 +68,13 @@ def test_the_verifier_reads_the_last_turn():
     assert reward_sample(prompt.example, trajectory([1], text="42")).response == "42"
 
 
+def test_the_verifier_does_not_read_a_reference_answer_as_the_prompt():
+    question = {"role": "user", "content": "6*7="}
+    example = Example((question, {"role": "assistant", "content": "42"}), None, answer="42")
+    sample = reward_sample(example, trajectory([1], text="41"))
+    assert (sample.prompt, sample.messages, sample.response) == ("6*7=", (question,), "41")
+
+
 def test_metrics_of_conversations():
     first = trajectory([1, 0, 0, 1, 1, 0, 1], 1.0, Episode(3, tool_calls=2, tool_errors=1, timeouts=1))
     second = trajectory([1, 1], 0.0, Episode(1, failure="OSError"))

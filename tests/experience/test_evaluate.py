@@ -19,7 +19,7 @@ from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.experience.evaluate import HeldOutLoss, HeldOutResponses, evaluate_all
+from jaxrl_llm.experience.evaluate import HeldOutLoss, HeldOutResponses, evaluate_all, majority
 from jaxrl_llm.experience.score import Scorer
 from jaxrl_llm.experience.win_rate import Comparison, WinRate, pool_judge, verdicts, wilson_interval
 from jaxrl_llm.outcome import Outcome
@@ -75,6 +75,15 @@ class AnswerPool:
         ]
 
 
+class FailingPool(AnswerPool):
+    """The same, but it fails on the response "?"."""
+
+    def score(self, samples):
+        failed = RewardResult(math.nan, Outcome.FAILED, "no reply")
+        results = super().score(samples)
+        return [failed if s.response == "?" else r for s, r in zip(samples, results, strict=True)]
+
+
 class LengthModel:
     """A reward model whose score is the length of the text, at the last token."""
 
@@ -92,8 +101,8 @@ def prompt(text, source, answer=None):
 PROMPTS = [prompt("a", "one", "x"), prompt("b", "one", "y"), prompt("c", "two/2"), prompt("d", "two/2")]
 
 
-def evaluator(texts, weights=(), **fields):
-    scorer = Scorer(AnswerPool(), [*map(LengthModel, weights)])
+def evaluator(texts, weights=(), pool=AnswerPool, **fields):
+    scorer = Scorer(pool(), [*map(LengthModel, weights)])
     return HeldOutResponses(
         PROMPTS, [True, True, False, False], ScriptedEngine(texts), scorer,
         SamplingConfig(), len(texts[0]), 8, jax.random.key(0), CHAT, **fields,
@@ -126,6 +135,26 @@ def test_verified_and_scored_responses_by_data_source():
     assert all(sample["eval"] and "win" not in sample for sample in samples)
     few = evaluator(TEXTS, num_logged=2)(STATE, lambda: None, 3).samples
     assert [sample["prompt"] for sample in few] == ["a", "c"]
+
+
+def test_responses_that_the_verifier_cannot_judge_are_not_counted_as_wrong():
+    texts = [["x", "?", "z"], ["?", "?", "?"], ["c", "c", "c"], ["d", "d", "d"]]
+    metrics, _ = evaluator(texts, pool=FailingPool)(STATE, lambda: None, 3)
+    assert metrics["eval/not_judged_fraction"] == pytest.approx(4 / 6)
+    assert metrics["eval/pass@1"] == 1 / 2  # x right, z wrong
+    assert metrics["eval/pass@3"] == metrics["eval/maj@3"] == 1.0  # of the first prompt
+    unjudged, _ = evaluator([["?"], ["?"], ["c"], ["d"]], pool=FailingPool)(STATE, lambda: None, 3)
+    assert unjudged["eval/not_judged_fraction"] == 1 and "eval/pass@1" not in unjudged
+
+
+def test_a_majority_is_of_answers_that_are_equal_not_of_their_spellings():
+    responses = ["#### 1,000", r"\boxed{7}", r"so \boxed{1000}", r"\boxed{7}", "#### 1000.0"]
+    outcomes = [Outcome.CORRECT, Outcome.WRONG] * 2 + [Outcome.CORRECT]
+    made = zip(responses, outcomes, strict=True)
+    assert majority([SimpleNamespace(text=text, answer=None, outcome=outcome) for text, outcome in made])
+    words = [("<answer>Rome</answer>", Outcome.WRONG), *2 * [("<answer>Paris</answer>", Outcome.CORRECT)]]
+    words += [("<answer>rome</answer>", Outcome.WRONG), ("<answer>Rome.</answer>", Outcome.WRONG)]
+    assert not majority([SimpleNamespace(text=text, answer=None, outcome=outcome) for text, outcome in words])
 
 
 def test_reward_models_without_weight_score_all_the_same():

@@ -58,6 +58,10 @@ def test_the_marked_answer_is_found_anywhere_in_the_response(text, answer):
         ("wait...12.", "12"),
         ("\u7b54\u6848\u662f12\u3002", "12"),
         ("none", None),
+        ("1.5e3 metres", "1.5e3"),
+        ("1.5em", "1.5"),
+        ("it is \u22124", "-4"),
+        (r"\frac{1}{2}", "1/2"),
     ],
 )
 def test_the_last_number_as_written(text, number):
@@ -78,6 +82,28 @@ def test_the_last_number_as_written(text, number):
         ("12 apples", None),
         ("9" * 5000, None),
         ("\u0663", None),  # a digit, but not an ASCII one
+        ("1.5e3", 1500),
+        ("-2E-3", Fraction(-1, 500)),
+        ("1e9999", None),
+        (r"3 \times 10^5", 300_000),
+        (r"1.5\cdot10^{-2}", Fraction(3, 200)),
+        ("\u22125", -5),
+        ("-$5", -5),
+        (r"-\$5.50", Fraction(-11, 2)),
+        (r"\$18", 18),
+        (r"50\%", 50),
+        (r"1{,}234{,}567", 1234567),
+        (r"1,\!234", 1234),
+        (r"1\,234.5", Fraction(2469, 2)),
+        (r"1\,2", None),
+        (r"-\frac{3}{4}", Fraction(-3, 4)),
+        (r"\dfrac12", Fraction(1, 2)),
+        (r"-1\frac{1}{2}", Fraction(-3, 2)),
+        (r"\frac{1}{0}", None),
+        (r"\frac{x}{2}", None),
+        ("**42**.", 42),
+        ("$5$.", 5),
+        (r"\(5\).", 5),
     ],
 )
 def test_numbers_are_compared_by_value(text, value):
@@ -95,6 +121,14 @@ def test_numbers_are_compared_by_value(text, value):
         ("3 + 4 is 7.0", 7, 1.0, CORRECT),
         ("3 + 4 is 8", 7, 0.0, WRONG),
         ("", "7", 0.0, UNPARSED),
+        ("The answer is **Paris**.", "paris", 1.0, CORRECT),
+        ('The answer is "Paris."', "Paris", 1.0, CORRECT),
+        (r"\boxed{\text{New  York}}", "new york", 1.0, CORRECT),
+        ("<answer>cafe\u0301</answer>", "caf\u00e9", 1.0, CORRECT),  # one character or two
+        ("The answer is **42**.", 42, 1.0, CORRECT),
+        ("0.00001", 1e-5, 1.0, CORRECT),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0, CORRECT),
+        (r"\boxed{\frac{1}{2}}", "2", 0.0, WRONG),
     ],
 )
 def test_exact(response, answer, score, outcome):
@@ -113,6 +147,14 @@ def test_exact(response, answer, score, outcome):
         ("#### 1,072 dollars", "He pays 1000 + 72.\n#### 1,072", 1.0, CORRECT),
         ("#### 1073\nnot 1072 as I first thought", "#### 1072", 0.0, WRONG),
         ("The answer is 42." + " Let me check it again." * 100, "42", 1.0, CORRECT),
+        ("1", 1e-5, 0.0, WRONG),  # which Python writes as 1e-05
+        ("0.00001", 1e-5, 1.0, CORRECT),
+        ("1", 1e17, 0.0, WRONG),
+        ("100,000,000,000,000,000", 1e17, 1.0, CORRECT),
+        ("1.5e3", "1.5", 0.0, WRONG),
+        (r"\boxed{\frac{1}{2}}", "2", 0.0, WRONG),
+        (r"so \boxed{1{,}234}", "1234", 1.0, CORRECT),
+        ("\u22125", "5", 0.0, WRONG),
     ],
 )
 def test_numbers(name, response, answer, score, outcome):
@@ -131,6 +173,9 @@ def test_a_row_without_a_usable_answer_is_an_error_not_a_wrong_answer(name, answ
         ("<answer>3 * 8 + 5</answer>", 1.0, CORRECT),
         ("Let me see.\n8*3 + 5 = 29", 1.0, CORRECT),
         (r"\boxed{5 + 8 \times 3}", 1.0, CORRECT),
+        (r"**8 \cdot 3 + 5**", 1.0, CORRECT),
+        ("<answer>5 \u2212 3 * -8</answer>", 1.0, CORRECT),
+        ("<answer>3 * 8 + 5" + " " * 200 + "+ 1</answer>", 0.0, UNPARSED),  # not what it begins with
         ("<answer>3 * 8 + 6</answer>", 0.0, WRONG),  # a number that was not given
         ("<answer>3 * 8 + 5 + 5 - 5</answer>", 0.0, WRONG),  # 29, but 5 is used three times
         ("<answer>29</answer>", 0.0, WRONG),
@@ -178,6 +223,14 @@ def test_expressions_are_exact_and_bounded():
         (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0, CORRECT),
         (r"\boxed{3}", "2", 0.0, WRONG),
         ("I give up", "2", 0.0, UNPARSED),
+        ("<think>2</think><answer>42</answer>", "42", 1.0, CORRECT),
+        ("<answer>41</answer>", "42", 0.0, WRONG),
+        (r"<answer>\frac{2}{4}</answer>", "1/2", 1.0, CORRECT),
+        ("<answer>(1,2]</answer>", "(1,2]", 1.0, CORRECT),
+        (r"<answer>so \boxed{7}</answer>", "7", 1.0, CORRECT),
+        (r"\boxed{0.00001}", 1e-5, 1.0, CORRECT),
+        (r"\boxed{2,1}", "1,2", 1.0, CORRECT),
+        (r"\boxed{(2,1)}", "(1,2)", 0.0, WRONG),
     ],
 )
 def test_math(response, answer, score, outcome):

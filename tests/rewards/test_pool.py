@@ -219,6 +219,31 @@ def test_lists_of_the_wrong_length_are_warned_of_once(caplog):
     assert "function mean_only returned 1 scores for 4 samples" in warning and "one by one" in warning
 
 
+def test_what_a_reward_changes_in_its_row_no_other_sample_or_reward_sees(write):
+    """Responses to one prompt come with one row; a counter in it would give 1, 2, 3."""
+    count = write(
+        """
+        def each(sample):
+            sample.columns["seen"] = sample.columns.get("seen", 0) + 1
+            return float(sample.columns["seen"])
+        def compute_score(data_source, solution_str, ground_truth, extra_info):
+            ground_truth.append("x")
+            return float(len(ground_truth))
+        def lists(prompts, completions, **columns):
+            for prompt in prompts: prompt[0]["content"] += "!"
+            return [float(len(prompt[0]["content"])) for prompt in prompts]
+        async def at_once(sample):
+            return each(sample)
+        """
+    )
+    message = {"role": "user", "content": "?"}
+    same = [RewardSample("a", answer=["4"], messages=(message,), columns={"answer": ["4"]})] * 3
+    for name, score in (("each", 1.0), ("compute_score", 2.0), ("lists", 2.0), ("at_once", 1.0)):
+        config = RewardConfig(name=f"{count}:{name}", workers=1, shaping=((f"{count}:each", 10.0),))
+        with RewardPool(config) as pool:
+            assert [result.score for result in pool.score(same)] == [score + 10.0] * 3, name
+
+
 def test_an_abstention_is_masked_but_no_failure(write):
     with RewardPool(RewardConfig(name=write(BATCHED) + ":f", max_failed_fraction=0.0)) as pool:
         results = pool.score(samples("a", "abstain"))

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.outcome import Outcome
@@ -95,6 +96,9 @@ def test_verl_float_bool_and_dict():
     assert right_then_wrong(run(compute_score))
     assert run(with_accuracy) == [(1.0, Outcome.CORRECT), (-1.0, Outcome.WRONG)]
     assert right_then_wrong(run(lambda solution_str, ground_truth: solution_str == ground_truth))
+    verl = adapt(compute_score, "f", CONFIG)
+    for acc in (True, np.bool_(True)):  # whatever the score and what is correct by it
+        assert parse_score({"score": 1.0, "acc": acc}, verl, 5.0).outcome is Outcome.CORRECT
 
 
 def test_openrlhf_list_dict_and_tensor():
