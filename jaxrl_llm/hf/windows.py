@@ -11,7 +11,7 @@ from jaxrl_llm.models.config import TransformerConfig
 WINDOWED = ("mistral", "mixtral")
 """Families whose layers have the sliding window, if there is one: all, or those that `layer_types` names."""
 SWITCHED = ("qwen2", "qwen3", "qwen2_moe")
-"""Families of which transformers cannot run `layer_types` with windows while `use_sliding_window` is false."""
+"""Families whose `layer_types` with windows transformers cannot run while `use_sliding_window` is false."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
