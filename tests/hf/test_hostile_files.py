@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm import __main__ as cli
@@ -24,6 +25,7 @@ from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import (
+    generation_config,
     generation_end_ids,
     load_tokenizer,
     same_vocabulary,
@@ -246,6 +248,28 @@ def test_headers_of_random_bytes_are_refused(model):
         file.write_bytes(before)
     assert len(messages) > 190  # a changed space is no damage
     assert all(str(folder) in message for message in messages)
+
+
+def test_ends_of_a_folder_without_generation_config(tmp_path):
+    """As transformers has it: config.json names them then, else generation_config.json alone."""
+    write_model(tmp_path / "m")
+    make_tokenizer().save_pretrained(tmp_path / "m")
+    config = tmp_path / "m/config.json"
+    config.write_text(json.dumps(read_json(config) | {"eos_token_id": [5, 7]}))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "m")
+    assert transformers.GenerationConfig.from_model_config(theirs).eos_token_id == [5, 7]
+    assert generation_end_ids(tmp_path / "m") == (5, 7)
+    tokenizer = load_tokenizer(tmp_path / "m")
+    own = tokenizer.eos_token_id
+    assert generation_config(tokenizer)["eos_token_id"] == sorted({5, 7, own})
+    (tmp_path / "m/generation_config.json").write_text("{}")
+    assert generation_end_ids(tmp_path / "m") == () and generation_config(tokenizer) == {}
+    (tmp_path / "m/generation_config.json").unlink()
+    config.write_text(json.dumps(read_json(config) | {"eos_token_id": own}))
+    assert generation_config(tokenizer)["eos_token_id"] == own
+    config.write_text(json.dumps(read_json(config) | {"eos_token_id": "</s>"}))
+    with pytest.raises(UserError, match=r"config\.json: eos_token_id=\['</s>'\] must be a token id"):
+        generation_end_ids(tmp_path / "m")
 
 
 def test_generation_configs_of_any_shape(tmp_path):
