@@ -132,7 +132,11 @@ class _GgufModel:
             raise self.wrong(
                 f"general.architecture={self.family!r} is not supported; supported: {', '.join(FAMILIES)}"
             )
-        self.config: TransformerConfig = read_config(self._config())
+        raw = self._config()
+        try:
+            self.config: TransformerConfig = read_config(raw)
+        except UserError as error:
+            raise self.wrong(f"its metadata, as {error}") from error
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return a metadata value.
@@ -163,9 +167,8 @@ class _GgufModel:
                 stored = f"{self.family}.{key}={self.own(key)}"
                 raise self.wrong(f"{stored} is not supported; supported: {neutral}")
         if self.value("split.count", 1) > 1:
-            raise self.wrong(
-                f"one of {self.value('split.count')} parts; join them with llama-gguf-split --merge"
-            )
+            count = self.value("split.count")
+            raise self.wrong(f"one of {count} parts; join them with llama-gguf-split --merge")
         raw = {name: self.own(key) for name, key in _SIZES.items()}
         raw["num_key_value_heads"] = raw["num_key_value_heads"] or raw["num_attention_heads"]
         raw["rope_theta"] = raw["rope_theta"] or 10_000.0
@@ -190,11 +193,8 @@ class _GgufModel:
     def _head_dim(self, raw: dict[str, Any]) -> int:
         """Return the size of a head, of which keys, values and RoPE have one."""
         rotary = self.own("rope.dimension_count")
-        size = (
-            self.own("attention.key_length")
-            or rotary
-            or raw["hidden_size"] // max(1, raw["num_attention_heads"])
-        )
+        split = raw["hidden_size"] // max(1, raw["num_attention_heads"])
+        size = self.own("attention.key_length") or rotary or split
         for key in ("attention.value_length", "rope.dimension_count"):
             if self.own(key, size) != size:
                 raise self.wrong(f"{self.family}.{key}={self.own(key)} must be the head size {size}")
