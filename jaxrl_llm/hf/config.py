@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ SAME = {
 }
 """Our field -> HF key, for the sizes that every config has."""
 
+_FIXED = {"clip_qkv": None, "is_causal": True, "per_layer_config": None}
+"""Keys of every family that have one supported value."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 BIAS_FLAG = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
 """Families whose attention has biases where `attention_bias` says so."""
@@ -225,8 +228,9 @@ def _check_supported(keys: JsonKeys, family: str) -> None:
         method = method.get("quant_method") if isinstance(method, dict) else None
         known = "only bf16, fp16 and fp32 weights are read"
         raise UserError(f"{keys.file}: quantization_config is set; {known}{DEQUANTIZE.get(method, '')}")
-    if keys.get("clip_qkv") is not None:
-        raise keys.wrong("clip_qkv", keys.get("clip_qkv"), "is not supported; supported: null")
+    for key, supported in _FIXED.items():
+        if keys.get(key) not in (None, supported):
+            raise keys.wrong(key, keys.get(key), f"is not supported; supported: {json.dumps(supported)}")
     if family == "baichuan" and keys.get("max_position_embeddings") is None:
         raise UserError(
             f"{keys.file}: baichuan without max_position_embeddings is the 13B model, which uses ALiBi; "

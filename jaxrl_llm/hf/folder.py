@@ -7,17 +7,19 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.expert_config import GROUPED
 from jaxrl_llm.hf.json_file import read_json
-from jaxrl_llm.hf.names import hf_tensors
+from jaxrl_llm.hf.names import TABLE, hf_tensors
 from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.models import TransformerConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+EMBEDDING, HEAD, SCORE = (TABLE[ours][0] for ours in ("embed", "lm_head", "value"))
 LFS_POINTER = b"version https://git-lfs"
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Types of weights that are read, in the spelling of safetensors, and their bytes an element."""
@@ -31,6 +33,7 @@ FUSED_EXPERTS = {
 }
 """Our weights -> name in a fused MLP; index and number of an expert's parts, one after the other."""
 _SHOWN = 8
+_COMPARED_ROWS = 4096  # of two vocabularies, at once
 MAX_PREDICTORS = 64  # of any model
 
 
@@ -49,8 +52,8 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     """Return the weights of the folder, which are those of the model in name, shape and type.
 
     Raises:
-        UserError: see `_weight_files`, `read_header`; or tensors are missing, unexpected, of another shape
-            or quantized: all of them in one message.
+        UserError: see `_weight_files`, `read_header`, `_check_tied_head`; or tensors are missing, unexpected,
+            of another shape or quantized: all of them in one message.
     """
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
@@ -62,15 +65,38 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
             stored[name] = entry
     stored = _split_experts(stored, config)
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
-    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
+    ignored = {HEAD} if config.tie_embeddings else set()
     ignored |= {name for name in stored if _DERIVED.fullmatch(name)}
     ignored |= (unused := _predictor_weights(folder, config, stored))
     if problem := list_mismatches(stored, expected, "config.json", ignored):
         what = f"not the weights that its {config.family} config.json describes"
         raise UserError(f"{folder}: {what}; {problem}")
+    if config.tie_embeddings and HEAD in stored and SCORE not in stored:  # a classifier has no use for it
+        _check_tied_head(stored[HEAD], stored[EMBEDDING])
     if unused:
         print_on_first(f"{folder}: {len(unused)} weights of multi-token prediction are not used")
     return {name: stored[name] for name in expected}
+
+
+def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
+    """Refuse a head beside tied embeddings that is not theirs: transformers 5 uses it, 4 does not.
+
+    Raises:
+        UserError: they differ.
+    """
+    equal = head.shape == embedding.shape and head.dtype in FLOATS
+    for start in range(0, head.shape[0], _COMPARED_ROWS) if equal else ():
+        rows = slice(start, min(start + _COMPARED_ROWS, head.shape[0]))
+        blocks = []
+        for name, tensor in ((HEAD, head), (EMBEDDING, embedding)):
+            with safe_open(tensor.file, framework="np") as handle:
+                blocks.append(handle.get_slice(name)[rows].astype(np.float32))
+        equal = equal and np.array_equal(*blocks)
+    if not equal:
+        raise UserError(
+            f"{head.file}: {HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true in config.json. "
+            "Make it false to use this head, as transformers 5 does, or remove the tensor, which 4 ignores."
+        )
 
 
 def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -> dict[str, StoredTensor]:
@@ -163,15 +189,27 @@ def refuse_remote_code(folder: Path) -> None:
 def _weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder: those its index names, or the single one.
 
+    `save_pretrained` over an earlier folder leaves an index without its files beside a single one.
+
     Raises:
-        UserError: none, pickle files only, one that is missing, or a path that leads out of the folder.
+        UserError: none, pickle files only, one that is missing, a path that leads out of the folder, or both
+            a single file and others that an index names.
     """
+    has_single = (folder / SINGLE).exists()
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise UserError(f"{folder / INDEX}: weight_map must map tensor names to file names")
-        return [file_inside(folder, name) for name in sorted(set(weight_map.values()))]
-    if (folder / SINGLE).exists():
+        names = sorted(set(weight_map.values()))
+        is_stale = has_single and SINGLE not in names
+        if is_stale and any((folder / name).exists() for name in names):
+            raise UserError(
+                f"{folder}: both {SINGLE}, which transformers reads, and {INDEX} with files of its own "
+                f"({names[0]}); one is stale. Remove {SINGLE}, or the index and its files."
+            )
+        if not is_stale:
+            return [file_inside(folder, name) for name in names]
+    if has_single:
         return [file_inside(folder, SINGLE)]
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.config import read_config, to_hf_config
+from jaxrl_llm.hf.config import ORIGINAL, read_config, to_hf_config
 from jaxrl_llm.hf.export import plan_files, write_description, write_safetensors
 from jaxrl_llm.hf.folder import shorten_names
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
@@ -28,8 +28,8 @@ from jaxrl_llm.models import TransformerConfig
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of `general.architecture` that are read; files of Mistral models say "llama"."""
 
-_FORMAT = 2
-"""Version of conversions; those of version 1, without a number, lack tokens that begin a text."""
+_FORMAT = 3
+"""Version of conversions; those of 1, without a number, lack tokens that begin a text, 2 settings of RoPE."""
 _SHARD_BYTES = 4 * 2**30
 _SIZES = {
     # config.json             GGUF, after "<architecture>."
@@ -42,8 +42,14 @@ _SIZES = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-_REFUSED = ("expert_count", "attention.sliding_window", "attention.layer_norm_epsilon", "logit_scale")
-"""Keys that change the computation in ways that the decoder of these architectures does not have."""
+_NEUTRAL = {
+    **{"expert_count": 0, "attention.sliding_window": 0, "attention.layer_norm_epsilon": 0, "logit_scale": 0},
+    **{"attention.causal": True, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_attn_factor": 1},
+    **{"rope.scaling.yarn_ext_factor": 1, "rope.scaling.yarn_log_multiplier": 0},
+}
+"""Keys that change the computation in ways that the decoder of these architectures does not have, and the
+value of each that changes nothing."""
+_YARN = {ORIGINAL: "original_context_length", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 _ROPE_FACTORS = "rope_freqs.weight"
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -126,7 +132,11 @@ class _GgufModel:
             raise self.wrong(
                 f"general.architecture={self.family!r} is not supported; supported: {', '.join(FAMILIES)}"
             )
-        self.config: TransformerConfig = read_config(self._config())
+        raw = self._config()
+        try:
+            self.config: TransformerConfig = read_config(raw)
+        except UserError as error:
+            raise self.wrong(f"its metadata, as {error}") from error
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return a metadata value.
@@ -152,13 +162,13 @@ class _GgufModel:
         Raises:
             UserError: a key is missing, or asks for what the decoder does not have.
         """
-        for key in _REFUSED:
-            if self.own(key):
-                raise self.wrong(f"{self.family}.{key}={self.own(key)} is not supported")
+        for key, neutral in _NEUTRAL.items():
+            if self.own(key, neutral) != neutral:
+                stored = f"{self.family}.{key}={self.own(key)}"
+                raise self.wrong(f"{stored} is not supported; supported: {neutral}")
         if self.value("split.count", 1) > 1:
-            raise self.wrong(
-                f"one of {self.value('split.count')} parts; join them with llama-gguf-split --merge"
-            )
+            count = self.value("split.count")
+            raise self.wrong(f"one of {count} parts; join them with llama-gguf-split --merge")
         raw = {name: self.own(key) for name, key in _SIZES.items()}
         raw["num_key_value_heads"] = raw["num_key_value_heads"] or raw["num_attention_heads"]
         raw["rope_theta"] = raw["rope_theta"] or 10_000.0
@@ -183,11 +193,8 @@ class _GgufModel:
     def _head_dim(self, raw: dict[str, Any]) -> int:
         """Return the size of a head, of which keys, values and RoPE have one."""
         rotary = self.own("rope.dimension_count")
-        size = (
-            self.own("attention.key_length")
-            or rotary
-            or raw["hidden_size"] // max(1, raw["num_attention_heads"])
-        )
+        split = raw["hidden_size"] // max(1, raw["num_attention_heads"])
+        size = self.own("attention.key_length") or rotary or split
         for key in ("attention.value_length", "rope.dimension_count"):
             if self.own(key, size) != size:
                 raise self.wrong(f"{self.family}.{key}={self.own(key)} must be the head size {size}")
@@ -196,19 +203,23 @@ class _GgufModel:
     def _rope_scaling(self) -> dict[str, Any] | None:
         """Return `rope_scaling` of config.json.
 
-        Llama 3 has a table of frequency factors in place of settings; they are found by comparison.
+        A factor without a type is linear, as llama.cpp reads it. Llama 3 has a table of frequency factors in
+        place of settings; they are found by comparison.
         """
-        kind = self.own("rope.scaling.type", "none")
-        if _ROPE_FACTORS in self.stored:
+        kind = self.own("rope.scaling.type", "linear")
+        factor = self.own("rope.scaling.factor") or self.own("rope.scale_linear") or 1.0
+        if kind == "linear" and factor == 1.0:
+            kind = "none"
+        has_table = _ROPE_FACTORS in self.stored
+        if kind not in (("none",) if has_table else ("none", "linear", "yarn")):
+            supported = f"none, beside {_ROPE_FACTORS}" if has_table else "none, linear, yarn"
+            raise self.wrong(f"rope.scaling.type={kind!r} is not supported; supported: {supported}")
+        if has_table:
             return self._llama3_scaling(np.asarray(self.stored[_ROPE_FACTORS].data, np.float64))
-        if kind == "none" or (kind == "linear" and self.own("rope.scaling.factor", 1.0) == 1.0):
-            return None
-        if kind not in ("linear", "yarn"):
-            raise self.wrong(f"rope.scaling.type={kind!r} is not supported; supported: none, linear, yarn")
-        scaling = {"rope_type": kind, "factor": _shortest(self.own("rope.scaling.factor", 1.0))}
-        if kind == "yarn" and (original := self.own("rope.scaling.original_context_length")):
-            scaling["original_max_position_embeddings"] = original
-        return scaling
+        scaling = {"rope_type": kind, "factor": factor} if kind != "none" else {}
+        if kind == "yarn":
+            scaling |= {name: self.own(f"rope.scaling.{key}") for name, key in _YARN.items()}
+        return {name: _shortest(value) for name, value in scaling.items()} or None
 
     def _llama3_scaling(self, factors: np.ndarray) -> dict[str, Any]:
         """Return the settings that give the file's factors; llama.cpp divides the frequencies by them."""
@@ -219,13 +230,8 @@ class _GgufModel:
         expected = 1.0 / ((1 - smooth) / factor + smooth)
         if not np.allclose(expected, factors, rtol=1e-3):
             raise self.wrong(f"{_ROPE_FACTORS} is not the scaling of Llama 3, the only one that is supported")
-        settings = {"low_freq_factor": low, "high_freq_factor": high}
-        return {
-            "rope_type": "llama3",
-            "factor": round(factor, 4),
-            **settings,
-            "original_max_position_embeddings": original,
-        }
+        settings = {"low_freq_factor": low, "high_freq_factor": high, "factor": round(factor, 4)}
+        return {"rope_type": "llama3", **settings, "original_max_position_embeddings": original}
 
     def check_tensors(self) -> list[HFTensor]:
         """Return the tensors of the folder, all of which are in the file with their shapes.

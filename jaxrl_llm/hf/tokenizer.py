@@ -10,6 +10,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.models import TransformerConfig
 
+GENERATION = "generation_config.json"
 _SHOWN = 3  # tokens of a difference
 _NONE = 2**31  # after every id
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of transformers 4, 5: tokenizer.json as it is
@@ -132,19 +133,28 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def generation_config(tokenizer: Any) -> dict[str, Any]:
-    """Return the generation_config.json of the folder the tokenizer came from, else its special ids."""
-    origin = tokenizer.name_or_path and Path(tokenizer.name_or_path) / "generation_config.json"
-    return read_json(origin) if origin and origin.is_file() else special_ids(tokenizer)
+    """Return the generation_config.json of the folder the tokenizer came from, else its special ids.
+
+    A folder without that file may have several end-of-sequence ids in its config.json.
+    """
+    folder, ids = Path(tokenizer.name_or_path or ""), special_ids(tokenizer)
+    if tokenizer.name_or_path and (folder / GENERATION).is_file():
+        return read_json(folder / GENERATION)
+    ends = generation_end_ids(folder) if tokenizer.name_or_path else ()
+    ends = sorted({*ends, ids["eos_token_id"]}) if "eos_token_id" in ids else ()
+    return ids | ({"eos_token_id": ends} if len(ends) > 1 else {})
 
 
 def generation_end_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a response by generation_config.json: a chat model has several.
+    """Return the ids that end a response by generation_config.json, or without that file by config.json: a
+    chat model has several.
 
     Raises:
         UserError: they are no ids.
     """
-    file = folder / "generation_config.json"
-    ids = read_json(file).get("eos_token_id") if file.is_file() else None
+    files = (folder / name for name in (GENERATION, "config.json"))
+    file = next((file for file in files if file.is_file()), None)
+    ids = read_json(file).get("eos_token_id") if file else None
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 2**31 for one in ids):
         raise UserError(f"{file}: eos_token_id={ids!r:.80} must be a token id or a list of them")

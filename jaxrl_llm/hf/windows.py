@@ -9,23 +9,27 @@ from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
 from jaxrl_llm.models.config import TransformerConfig
 
 WINDOWED = ("mistral", "mixtral")
-"""Families whose layers all have the sliding window, if there is one."""
+"""Families whose layers have the sliding window, if there is one: all, or those that `layer_types` names."""
+SWITCHED = ("qwen2", "qwen3", "qwen2_moe")
+"""Families whose `layer_types` with windows transformers cannot run while `use_sliding_window` is false."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
     """Return (sliding_window, window_layers).
 
-    Llama and Baichuan have none, Mistral and Qwen3-MoE one in every layer (transformers reads neither
-    `layer_types` nor `max_window_layers` of the latter).
+    Llama and Baichuan have none, Mixtral and Qwen3-MoE one in every layer (transformers reads neither
+    `layer_types` nor `max_window_layers` of the latter), and so has Mistral without `layer_types`: with them
+    it is Ministral.
     """
     largest = LARGEST["max_position_embeddings"]
-    if family in WINDOWED:
-        return keys.optional("sliding_window", largest), None
     kinds = keys.get("layer_types")
-    if family != "gpt_oss" and not (family.startswith("qwen") and keys.flag("use_sliding_window")):
+    if family in WINDOWED and (kinds is None or family == "mixtral"):
+        return keys.optional("sliding_window", largest), None
+    has_windows = family in (*WINDOWED, "gpt_oss")
+    if not has_windows and not (family.startswith("qwen") and keys.flag("use_sliding_window")):
         named = kinds if isinstance(kinds, list) else ()
-        if family == "qwen2_moe" and LAYER_TYPES[True] in named:  # transformers has windows of 0 then
+        if family in SWITCHED and LAYER_TYPES[True] in named:
             raise keys.wrong("layer_types", kinds, "has windows, which need use_sliding_window: true")
         return None, None
     window = keys.optional("sliding_window", largest)
@@ -55,9 +59,9 @@ def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[s
 
 def write_windows(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of config.json that `read_windows` reads."""
-    if config.family in WINDOWED:
+    if config.family in WINDOWED and not config.window_layers:
         return {"sliding_window": config.sliding_window}
-    if not config.family.startswith("qwen") and config.family != "gpt_oss":
+    if not config.family.startswith("qwen") and config.family not in (*WINDOWED, "gpt_oss"):
         return {}
     slides = config.window_layers or (True,) * config.num_layers
     if config.sliding_window is None:
@@ -66,7 +70,7 @@ def write_windows(config: TransformerConfig) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "layer_types": [LAYER_TYPES[on] for on in slides],
     }
-    if config.family == "gpt_oss":
+    if not config.family.startswith("qwen"):
         return both
     first = slides.index(True) if any(slides) else config.num_layers
     return {**both, "use_sliding_window": any(slides), "max_window_layers": first}

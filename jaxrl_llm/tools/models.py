@@ -58,7 +58,7 @@ class StoredModel(NamedTuple):
 
     config: TransformerConfig
     read_tokenizer: Callable[[], Any]
-    end_ids: tuple[int, ...]  # of generation_config.json
+    end_ids: tuple[int, ...]  # `generation_end_ids`
     step: int | None  # of the run's checkpoint; None = the model is no run's
     load: Callable[[Mesh, Rules, str], Params]  # (mesh, rules, dtype) -> the sharded weights
 

@@ -418,13 +418,6 @@ def test_missing_unexpected_and_misshapen_tensors_in_one_message(tmp_path):
     assert "inv_freq" not in message
 
 
-def test_a_head_beside_tied_embeddings_is_not_read(tmp_path):
-    config = tiny(tie_word_embeddings=True)
-    tensors = write_folder(tmp_path, config, files=1)
-    save_file(tensors | {"lm_head.weight": np.zeros((128, 32), np.float32)}, tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(load_params(tmp_path, config).head, tensors["model.embed_tokens.weight"])
-
-
 def _with_header(raw, change):
     length = struct.unpack("<Q", raw[:8])[0]
     header = json.loads(raw[8 : 8 + length])

@@ -15,6 +15,7 @@ from jaxrl_llm.hf.gguf import convert_gguf  # noqa: E402
 from jaxrl_llm.hf.load import load_params  # noqa: E402
 from jaxrl_llm.hf.resolve import resolve_model  # noqa: E402
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer  # noqa: E402
+from jaxrl_llm.models import RopeConfig  # noqa: E402
 
 HEADS, KV, LAYERS, HIDDEN, MLP = 4, 2, 2, 64, 96
 TOKENS = [chr(i) for i in range(33, 127)] + ["\u0120", "he", "llo", "<|endoftext|>", "<s>", "<end>", "<turn>"]
@@ -274,6 +275,24 @@ def test_rope_scaling(tmp_path, kind, extra):
     assert rope.scaling == kind and {name: getattr(rope, name) for name in extra} == extra
 
 
+@pytest.mark.parametrize("name", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_type_is_linear(tmp_path, name):
+    """llama.cpp's default type; rope.scale_linear is the factor of old files."""
+    file = write_gguf(tmp_path / "m.gguf", "qwen2", keys={f"qwen2.{name}": 4.0})
+    assert read_config(convert_gguf(file)).rope == RopeConfig(50_000.0, "linear", 4.0)
+    keys = {f"qwen2.{name}": 4.0, "qwen2.rope.scaling.type": "none"}
+    file = write_gguf(tmp_path / "n.gguf", "qwen2", keys=keys)
+    assert read_config(convert_gguf(file)).rope == RopeConfig(50_000.0)
+
+
+def test_bounds_of_yarn(tmp_path):
+    scaling = {"type": "yarn", "factor": 4.0, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}
+    scaling |= {"original_context_length": 64, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}
+    keys = {f"qwen3.rope.scaling.{name}": value for name, value in scaling.items()}
+    rope = read_config(convert_gguf(write_gguf(tmp_path / "m.gguf", "qwen3", keys=keys))).rope
+    assert rope == RopeConfig(50_000.0, "yarn", 4.0, 64, beta_fast=16.0, beta_slow=2.0)
+
+
 def drop(name):
     return {key: tensor for key, tensor in tensors_of("llama").items() if key != name}
 
@@ -286,6 +305,22 @@ def drop(name):
         ({"keys": {"llama.block_count": None}}, r"no llama\.block_count, which a llama file has"),
         ({"keys": {"llama.attention.key_length": 32}}, r"rope\.dimension_count=16 must be the head size 32"),
         ({"keys": {"llama.rope.scaling.type": "longrope"}}, r"rope\.scaling\.type='longrope' is not supp"),
+        (
+            {"keys": {"llama.attention.head_count_kv": 3}},
+            r"m\.gguf: its metadata, as config\.json: .*num_kv_heads is 3",
+        ),
+        ({"keys": {"llama.attention.causal": False}}, r"attention\.causal=False is not supported"),
+        (
+            {"keys": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_attn_factor": 1.5}},
+            r"rope\.scaling\.yarn_attn_factor=1\.5 is not supported; supported: 1",
+        ),
+        (
+            {
+                "keys": {"llama.rope.scaling.factor": 2.0},
+                "tensors": tensors_of("llama") | {"rope_freqs.weight": np.ones(8, np.float32)},
+            },
+            r"rope\.scaling\.type='linear' is not supported; supported: none, beside rope_freqs\.weight",
+        ),
         ({"keys": {"split.count": 3}}, r"one of 3 parts; join them with llama-gguf-split --merge"),
         ({"tensors": drop("blk.1.ffn_up.weight")}, r"1 missing: blk\.1\.ffn_up\.weight"),
         ({"tensors": drop("token_embd.weight")}, r"no token_embd\.weight"),
@@ -320,7 +355,7 @@ def test_damaged_files(tmp_path):
         try:
             convert_gguf(bad)
         except UserError as error:
-            assert "bad.gguf" in str(error) or "config.json" in str(error)
+            assert "bad.gguf" in str(error)
 
 
 def test_config_json_is_complete(tmp_path):

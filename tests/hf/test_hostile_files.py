@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm import __main__ as cli
@@ -24,6 +25,7 @@ from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import (
+    generation_config,
     generation_end_ids,
     load_tokenizer,
     same_vocabulary,
@@ -68,6 +70,7 @@ EVERY_KEY = {
         "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": True,
     },
 }  # fmt: skip
+EMBEDDING = "model.embed_tokens.weight"
 JUNK = [
     *(None, True, False, 0, -1, 1, 3, 10**30, 1.5, -0.5, 1e39, float("nan"), float("inf"), float("-inf")),
     *("", "two", "x" * 10_000, "\0", "../..", [], [1], ["a", None], [[[[[]]]]], {}, {"a": 1}),
@@ -245,6 +248,28 @@ def test_headers_of_random_bytes_are_refused(model):
         file.write_bytes(before)
     assert len(messages) > 190  # a changed space is no damage
     assert all(str(folder) in message for message in messages)
+
+
+def test_ends_of_a_folder_without_generation_config(tmp_path):
+    """As transformers has it: config.json names them then, else generation_config.json alone."""
+    write_model(tmp_path / "m")
+    make_tokenizer().save_pretrained(tmp_path / "m")
+    config = tmp_path / "m/config.json"
+    config.write_text(json.dumps(read_json(config) | {"eos_token_id": [5, 7]}))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "m")
+    assert transformers.GenerationConfig.from_model_config(theirs).eos_token_id == [5, 7]
+    assert generation_end_ids(tmp_path / "m") == (5, 7)
+    tokenizer = load_tokenizer(tmp_path / "m")
+    own = tokenizer.eos_token_id
+    assert generation_config(tokenizer)["eos_token_id"] == sorted({5, 7, own})
+    (tmp_path / "m/generation_config.json").write_text("{}")
+    assert generation_end_ids(tmp_path / "m") == () and generation_config(tokenizer) == {}
+    (tmp_path / "m/generation_config.json").unlink()
+    config.write_text(json.dumps(read_json(config) | {"eos_token_id": own}))
+    assert generation_config(tokenizer)["eos_token_id"] == own
+    config.write_text(json.dumps(read_json(config) | {"eos_token_id": "</s>"}))
+    with pytest.raises(UserError, match=r"config\.json: eos_token_id=\['</s>'\] must be a token id"):
+        generation_end_ids(tmp_path / "m")
 
 
 def test_generation_configs_of_any_shape(tmp_path):
@@ -437,3 +462,49 @@ def test_folders_of_a_run_that_are_no_models_name_what_to_give(tmp_path):
     export = rf"a checkpoint of the run {tmp_path}, .*export --checkpoint {tmp_path} --out FOLDER\)"
     refused(tmp_path / "checkpoints", export)
     refused(tmp_path / "checkpoints/30", export)
+
+
+def write_model(folder, tie=False):
+    """Write a folder with one file of weights. Returns its tensors."""
+    config = read_config({**BASE, "tie_word_embeddings": tie})
+    save_model(init(config, jax.random.key(0)), config, folder, dtype="float32")
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_head_beside_tied_embeddings_is_their_copy(tmp_path):
+    """transformers 5 would use another one, 4 would not."""
+    tensors = write_model(tmp_path / "m", tie=True)
+    embedding = tensors[EMBEDDING]
+    config = read_config(tmp_path / "m")
+    for head in (embedding, embedding.astype(np.float16).astype(np.float32)):
+        save_file(tensors | {"lm_head.weight": head, EMBEDDING: head}, tmp_path / "m/model.safetensors")
+        np.testing.assert_array_equal(load_params(tmp_path / "m", config).head, head)
+    late = embedding.copy()
+    late[-1, -1] += 1e-6
+    for head in (late, embedding[:-1], embedding.astype(np.int32)):
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / "m/model.safetensors")
+        with pytest.raises(UserError, match=r"lm_head\.weight differs from .*tie_word_embeddings is true"):
+            load_params(tmp_path / "m", config)
+    classifier = dataclasses.replace(config, value_head=True)  # which no head serves
+    save_file(
+        tensors | {"lm_head.weight": late, "score.weight": embedding[:1]}, tmp_path / "m/model.safetensors"
+    )
+    np.testing.assert_array_equal(load_params(tmp_path / "m", classifier).value, embedding[:1])
+
+
+def test_a_single_file_beside_an_index(tmp_path):
+    """`save_pretrained` of one file leaves an earlier index, of several an earlier single file."""
+    tensors = write_model(tmp_path / "m")
+    config, index = read_config(tmp_path / "m"), tmp_path / "m/model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}))
+    np.testing.assert_array_equal(load_params(tmp_path / "m", config).embed, tensors[EMBEDDING])
+    save_file(tensors, tmp_path / "m/model-00001-of-00001.safetensors")
+    with pytest.raises(
+        UserError, match=r"both model\.safetensors, .* \(model-00001-of-.* one is stale\. Remove"
+    ):
+        load_params(tmp_path / "m", config)
+    (tmp_path / "m/model.safetensors").unlink()
+    np.testing.assert_array_equal(load_params(tmp_path / "m", config).embed, tensors[EMBEDDING])
+    (tmp_path / "m/model-00001-of-00001.safetensors").rename(tmp_path / "m/model.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    np.testing.assert_array_equal(load_params(tmp_path / "m", config).embed, tensors[EMBEDDING])

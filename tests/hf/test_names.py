@@ -320,6 +320,25 @@ def test_sliding_windows_of_qwen3_moe_are_in_every_layer(extra):
         to_hf_config(dataclasses.replace(config, window_layers=(True, False)))
 
 
+@pytest.mark.parametrize(
+    "kinds, window, layers",
+    [
+        (["sliding_attention", "full_attention"], 8, (True, False)),
+        (["sliding_attention"] * 2, 8, None),
+        (["full_attention"] * 2, None, None),
+    ],
+)
+def test_mistral_with_layer_types_is_ministral(kinds, window, layers, tmp_path):
+    """transformers' AutoConfig takes one for the other, too."""
+    config = read_config(tiny("mistral", sliding_window=8, layer_types=kinds))
+    assert (config.sliding_window, config.window_layers) == (window, layers)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(config)))
+    assert read_config(tmp_path) == config
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.sliding_window == window
+    assert getattr(theirs, "layer_types", None) == (kinds if layers else None)
+
+
 CASES = [
     *[(family, {}) for family in DEFAULTS if family not in ("baichuan", "deepseek_v3")],
     ("deepseek_v3", {"num_key_value_heads": 4, "first_k_dense_replace": 1}),
@@ -372,6 +391,12 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
         (tiny(rope_parameters={"full_attention": {"rope_type": "default"}}), r"not one a layer type"),
         (tiny(partial_rotary_factor=0.5), r"partial_rotary_factor=0.5 is not supported"),
         (tiny(quantization_config={"bits": 4}), r"quantization_config is set"),
+        (tiny(is_causal=False), r"is_causal=False is not supported; supported: true"),
+        (tiny(per_layer_config={"0": {"hidden_act": "gelu"}}), r"per_layer_config=.* is not supported"),
+        (
+            tiny(sliding_window=8, layer_types=["full_attention", "sliding_attention"]),
+            r"layer_types=.* need use_sliding_window: true",
+        ),
         (tiny(hidden_size="32"), r"hidden_size='32' must be a whole number from 1 to 1,000,000"),
         (tiny(num_hidden_layers=0), r"num_hidden_layers=0 must be"),
         (tiny(num_key_value_heads=3), r"config.json: .*num_kv_heads is 3: it must divide num_heads, 4"),

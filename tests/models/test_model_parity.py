@@ -18,7 +18,7 @@ from hf_oracle import (
     state_dict,
     torch,
 )
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MinistralConfig, MinistralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from jaxrl_kernels.linear_logprob.api import linear_logprob
@@ -95,6 +95,19 @@ def test_all_fields_together_agree_and_each_matters(name):
         alone = hf_logits(hf_model(raw_config(family, **change)), random_tokens())
         assert np.abs(alone - base).max() > 10 * TOLERANCE, change
     agree(raw_config(family, **functools.reduce(lambda a, b: a | b, COMBINED[name])), random_tokens())
+
+
+def test_windows_of_some_layers_of_mistral():
+    """transformers' AutoModel takes a Mistral folder with `layer_types` for Ministral."""
+    changes = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+    raw = raw_config("mistral", **changes)
+    windowed = hf_model(raw_config("mistral", sliding_window=5))
+    model = MinistralForCausalLM(MinistralConfig(**raw, attn_implementation="eager")).eval()
+    model.load_state_dict(windowed.state_dict())
+    theirs = hf_logits(model, random_tokens())
+    ours = np.asarray(our_logits(our_model(raw, state_dict(model)), random_tokens()))
+    np.testing.assert_allclose(ours, theirs, atol=TOLERANCE, rtol=0)
+    assert np.abs(theirs - hf_logits(windowed, random_tokens())).max() > 1
 
 
 @pytest.mark.parametrize(
