@@ -42,8 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         print(command_table())
         return 0
+    if command == "--list":
+        command, rest = "train", ["--list", *rest]
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
+        if command.startswith("-"):  # flags of training without its name
+            near = f"train {command}"
         print(
             f"error: {command}: unknown command. Did you mean {near}?\n\n{command_table()}", file=sys.stderr
         )
@@ -56,7 +60,8 @@ def command_table() -> str:
     """Return the usage line and the commands, each with a sentence."""
     lines = ["usage: python -m jaxrl_llm COMMAND [--key value ...]", ""]
     lines += [f"    {name:<13} {sentence}" for name, (_, sentence) in COMMANDS.items()]
-    return "\n".join([*lines, "", "python -m jaxrl_llm COMMAND --help shows its options."])
+    lines += ["", "python -m jaxrl_llm --list: recipes and algorithms; COMMAND --help: its options."]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

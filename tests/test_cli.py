@@ -117,6 +117,13 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
     assert capsys.readouterr().err.startswith("error: genrate: unknown command. Did you mean generate?\n")
 
 
+def test_flags_without_a_command_are_those_of_train(command, capsys):
+    assert cli.main(["--config", "grpo_tiny.py"]) == 2
+    assert "Did you mean train --config?\n" in capsys.readouterr().err
+    command(lambda argv: 75 if argv == ["--list"] else None)
+    assert cli.main(["--list"]) == 75
+
+
 def test_arguments_and_exit_codes_pass_through(command):
     command(lambda argv: 75 if argv == ["--steps", "3"] else None)
     assert cli.main(["train", "--steps", "3"]) == 75

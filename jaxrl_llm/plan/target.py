@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,9 @@ from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.plan.topology import Topology
 
 GPU_MEM_FRACTION = 0.75
-"""Share of a GPU's memory that XLA preallocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
+"""Share of a GPU's memory that XLA preallocates by default."""
+MEM_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables that set another share; the second is the old name."""
 
 
 class CompileTarget(NamedTuple):
@@ -47,11 +51,29 @@ def open_target(topology: Topology) -> CompileTarget:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # of no use for other machines' programs
     if topology.platform == "cuda":
-        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEM_FRACTION))
         devices = gpu_devices(topology.kind, topology.chips)
-        return CompileTarget(topology, devices, chip.memory * fraction, chip, _version("jax-cuda13-plugin"))
+        memory = chip.memory * gpu_mem_fraction(os.environ)
+        return CompileTarget(topology, devices, memory, chip, _version("jax-cuda13-plugin"))
     devices = tpu_devices(topology.kind, topology.shape)
     return CompileTarget(topology, devices, chip.memory, chip, _version("libtpu"))
+
+
+def gpu_mem_fraction(environment: Mapping[str, str]) -> float:
+    """Return the share of a GPU's memory that XLA preallocates.
+
+    Raises:
+        ConfigError: a variable is not a number above 0 and at most 1.
+    """
+    for name in MEM_FRACTION_VARIABLES:
+        if text := environment.get(name):
+            try:
+                fraction = float(text)
+            except ValueError:
+                fraction = math.nan
+            if not 0 < fraction <= 1:
+                raise ConfigError(f"{name} is {text!r}: it must be a number above 0 and at most 1.")
+            return fraction
+    return GPU_MEM_FRACTION
 
 
 def _host_memory() -> int:

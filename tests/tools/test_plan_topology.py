@@ -5,6 +5,7 @@ import pytest
 from jaxrl_kernels import dispatch
 from jaxrl_kernels.chips import CHIPS, GIB, GPUS, MULTIPROCESSORS, TPUS
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.plan import target
 from jaxrl_llm.plan.topology import parse_topology
 
 
@@ -67,3 +68,22 @@ def test_the_chip_table_is_of_devices():
     assert all(0.9 < CHIPS[kind].memory / GIB / size <= 1 for kind, size in of_gpus.items())
     for kind, size in published.items():
         assert 0.9 < CHIPS[kind].memory * CHIPS[kind].devices / GIB / size <= 1.01
+
+
+@pytest.mark.parametrize(
+    ("environment", "fraction"),
+    [
+        ({}, 0.75),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, 0.9),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, 0.5),
+        ({"XLA_CLIENT_MEM_FRACTION": ""}, 0.75),
+    ],
+)
+def test_both_names_of_the_share_of_a_gpus_memory_are_read(environment, fraction):
+    assert target.gpu_mem_fraction(environment) == fraction
+
+
+@pytest.mark.parametrize("text", ["half", "0", "1.5"])
+def test_a_share_of_a_gpus_memory_that_cannot_be_is_refused(text):
+    with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION is .*must be a number above 0"):
+        target.gpu_mem_fraction({"XLA_CLIENT_MEM_FRACTION": text})
