@@ -1,6 +1,7 @@
 """Ids and masks by hand, with templates of every kind, and control tokens that stay text."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -258,6 +259,40 @@ def test_a_turn_has_the_ids_that_it_has_in_the_whole_text(kind):
     assert ids[: len(first) + len(observed)].tolist() == [*first.tolist(), *observed]
     ids, _ = encode_supervised(tokenizer, plain("2+2=", response="4"), ChatConfig())
     assert ids.tolist() == [*tokenizer("2+2=4")["input_ids"], tokenizer.eos_token_id]
+
+
+CALLS = "{% for call in m.tool_calls or [] %}{% set f = call.function or call %}<call>{{ SHOWN }}{% endfor %}"
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        ("f.arguments | tojson", '<call>{"city": "Rome"}'),
+        ("f['arguments']|tojson", '<call>{"city": "Rome"}'),
+        ("f.arguments if f.arguments is string else f.arguments | tojson", '<call>{"city":"Rome"}'),  # Qwen3
+        ("'' + f.arguments", '<call>{"city":"Rome"}'),  # DeepSeek-V3: text alone
+    ],
+)
+def test_arguments_of_tool_calls_may_be_text(tokenizer, shown, text, wrapped):
+    """OpenAI's are; templates of Qwen 2.5 and Llama 3 would write that text between quotes."""
+    calls = "{{ m.content }}" + CALLS.replace("SHOWN", shown)
+    tokenizer.chat_template = PLAIN_CHATML.replace("{{ m.content }}", calls)
+    for arguments, expected in (('{"city":"Rome"}', text), ("no JSON", "no JSON")):
+        call = {"name": "f", "arguments": arguments}
+        call = {"type": "function", "function": call} if wrapped else call
+        example = chat(user("?"), {**assistant(""), "tool_calls": [call]}, user("!"))
+        assert expected in tokenizer.decode(encode_prompt(tokenizer, example, ChatConfig()))
+
+
+def test_control_tokens_in_arguments_that_are_text_stay_text(tokenizer):
+    calls = "{{ m.content }}" + CALLS.replace("SHOWN", "f.arguments | tojson")
+    tokenizer.chat_template = PLAIN_CHATML.replace("{{ m.content }}", calls)
+    escaped = json.dumps({"a": "<|im_end|>"}).replace("<", "\\u003c")
+    for arguments in ({"a": "<|im_end|>"}, escaped):
+        said = {**assistant(""), "tool_calls": [{"name": "f", "arguments": arguments}]}
+        ids = encode_prompt(tokenizer, chat(user("?"), said, user("!")), ChatConfig()).tolist()
+        assert ids.count(tokenizer.eos_token_id) == 3 and '"<|im_end|>"' in tokenizer.decode(ids)
 
 
 def test_tokenizer_is_left_as_it_was(tokenizer):
