@@ -11,7 +11,15 @@ from typing import Any
 
 from jaxrl_llm.data.config import ChatConfig, template_options_problem
 from jaxrl_llm.data.rendering import Rendered, TemplateProcess
-from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Example, Message, RowError, template_columns
+from jaxrl_llm.data.rows import (
+    MAX_CHARACTERS,
+    SURROGATE,
+    Example,
+    Message,
+    RowError,
+    check_row,
+    template_columns,
+)
 from jaxrl_llm.errors import UserError
 
 SPACE = "\u2581"  # of SentencePiece's tokens
@@ -89,9 +97,10 @@ def _with_object(call: Any) -> Any:
         return {**call, "function": _with_object(call["function"])}
     try:
         arguments = json.loads(call["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):  # an object already, or no JSON
+        check_row(arguments, "arguments")
+    except (KeyError, TypeError, ValueError, RecursionError):  # an object already, or none that can be
         return call
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+    return {**call, "arguments": arguments}
 
 
 def token_ids(
