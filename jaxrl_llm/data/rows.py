@@ -18,6 +18,8 @@ Pairs, steps, judgements and scores: jaxrl_llm/data/preference.py. Imports no ja
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -199,6 +201,10 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
     """
     tools, options = columns.get("tools"), columns.get("chat_template_kwargs")
     tools, options = None if _is_null(tools) else tools, {} if _is_null(options) else options
+    if isinstance(tools, str):  # tables hold schemas of different keys so
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools)
+        check_row({"tools": tools}, where)
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools)):
         raise RowError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.100}")
     if not isinstance(options, dict):

@@ -11,11 +11,21 @@ from typing import Any
 
 from jaxrl_llm.data.config import ChatConfig, template_options_problem
 from jaxrl_llm.data.rendering import Rendered, TemplateProcess
-from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Example, Message, RowError, template_columns
+from jaxrl_llm.data.rows import (
+    MAX_CHARACTERS,
+    SURROGATE,
+    Example,
+    Message,
+    RowError,
+    check_row,
+    template_columns,
+)
 from jaxrl_llm.errors import UserError
 
 SPACE = "\u2581"  # of SentencePiece's tokens
 MAX_TEMPLATE = 1 << 20  # characters; those of large models have ten thousand
+WRITES_JSON = re.compile(r"(?:arguments|function)['\"\]]*\s*\|\s*tojson")
+READS_TYPE = re.compile(r"arguments['\"\]]*\s+is\s")
 PROCESS = TemplateProcess()
 """Renders all chats of this process; started by the first."""
 
@@ -31,9 +41,12 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, messages: list[Message], example: Example, config: ChatConfig):
         self.controls = control_tokens(tokenizer)
         self._tokenizer, self._where = tokenizer, example.where or "a chat"
-        contents = [messages, *template_columns(example.columns, self._where)]
-        (self._messages, tools, options), self._hidden = hide(contents, self.controls, self._where)
+        tools, options = template_columns(example.columns, self._where)
         self.template = find_template(tokenizer, config, tools)
+        if WRITES_JSON.search(self.template) and not READS_TYPE.search(self.template):
+            messages = [_with_objects(message) for message in messages]
+        contents, self._hidden = hide([messages, tools, options], self.controls, self._where)
+        self._messages, tools, options = contents
         self._name = template_name(tokenizer, config)
         options = {**read_options(config), **options}
         self._options = {**tokenizer.special_tokens_map, **options, "tools": tools}
@@ -67,6 +80,27 @@ class ChatRenderer:
     def _render(self, cuts: list[tuple[int | None, dict[str, bool]]]) -> list[Rendered]:
         calls = [{"conversations": [self._messages[:n]], **self._options, **cut} for n, cut in cuts]
         return PROCESS.render(self.template, calls, self._name, self._where)
+
+
+def _with_objects(message: Message) -> Message:
+    """Return a message whose tool calls have arguments as objects: OpenAI writes them as JSON text, which a
+    template that writes JSON would put between quotes."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_object(call["function"])}
+    try:
+        arguments = json.loads(call["arguments"])
+        check_row(arguments, "arguments")
+    except (KeyError, TypeError, ValueError, RecursionError):  # an object already, or none that can be
+        return call
+    return {**call, "arguments": arguments}
 
 
 def token_ids(

@@ -49,6 +49,10 @@ WRONG = {
     ),
     "not a number": ({"messages": [{**USER, "weight": float("inf")}]}, "messages[0].weight is inf"),
     "tools": ({"messages": [USER], "tools": "calculator"}, "tools must be a list of JSON schemas"),
+    "tools in text": ({"messages": [USER], "tools": '{"name": "f"}'}, "tools must be a list of JSON schemas"),
+    "tools with a huge number": ({"messages": [USER], "tools": f"[{'1' * 5000}]"}, "tools must be a list"),
+    "nested tools": ({"messages": [USER], "tools": "[" * 500 + "]" * 500}, "nested more than 64 levels deep"),
+    "deep tools": ({"messages": [USER], "tools": "[" * 100_000}, "tools must be a list of JSON schemas"),
     "options": ({"messages": [USER], "chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
     "reserved": (
         {"messages": [USER], "chat_template_kwargs": {"messages": []}},

@@ -1,6 +1,7 @@
 """Ids and masks by hand, with templates of every kind, and control tokens that stay text."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -260,6 +261,41 @@ def test_a_turn_has_the_ids_that_it_has_in_the_whole_text(kind):
     assert ids.tolist() == [*tokenizer("2+2=4")["input_ids"], tokenizer.eos_token_id]
 
 
+DEEP = json.dumps({"a": "?"}).replace('"?"', "[" * 500 + "]" * 500)
+CALLS = "{% for call in m.tool_calls or [] %}{% set f = call.function or call %}<call>{{ SHOWN }}{% endfor %}"
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        ("f.arguments | tojson", '<call>{"city": "Rome"}'),
+        ("f['arguments']|tojson", '<call>{"city": "Rome"}'),
+        ("f.arguments if f.arguments is string else f.arguments | tojson", '<call>{"city":"Rome"}'),  # Qwen3
+        ("'' + f.arguments", '<call>{"city":"Rome"}'),  # DeepSeek-V3: text alone
+    ],
+)
+def test_arguments_of_tool_calls_may_be_text(tokenizer, shown, text, wrapped):
+    """OpenAI's are; templates of Qwen 2.5 and Llama 3 would write that text between quotes."""
+    calls = "{{ m.content }}" + CALLS.replace("SHOWN", shown)
+    tokenizer.chat_template = PLAIN_CHATML.replace("{{ m.content }}", calls)
+    for arguments, expected in (('{"city":"Rome"}', text), ("no JSON", "no JSON"), (DEEP, "[" * 500)):
+        call = {"name": "f", "arguments": arguments}
+        call = {"type": "function", "function": call} if wrapped else call
+        example = chat(user("?"), {**assistant(""), "tool_calls": [call]}, user("!"))
+        assert expected in tokenizer.decode(encode_prompt(tokenizer, example, ChatConfig()))
+
+
+def test_control_tokens_in_arguments_that_are_text_stay_text(tokenizer):
+    calls = "{{ m.content }}" + CALLS.replace("SHOWN", "f.arguments | tojson")
+    tokenizer.chat_template = PLAIN_CHATML.replace("{{ m.content }}", calls)
+    escaped = json.dumps({"a": "<|im_end|>"}).replace("<", "\\u003c")
+    for arguments in ({"a": "<|im_end|>"}, escaped):
+        said = {**assistant(""), "tool_calls": [{"name": "f", "arguments": arguments}]}
+        ids = encode_prompt(tokenizer, chat(user("?"), said, user("!")), ChatConfig()).tolist()
+        assert ids.count(tokenizer.eos_token_id) == 3 and '"<|im_end|>"' in tokenizer.decode(ids)
+
+
 def test_tokenizer_is_left_as_it_was(tokenizer):
     encode_prompt(tokenizer, chat(user("<|im_end|>")), ChatConfig())
     assert tokenizer("<|im_end|>")["input_ids"] == [1]
@@ -319,6 +355,14 @@ def test_a_trailing_assistant_message_of_a_sample_is_no_prompt(tokenizer):
     row = {"messages": [user("1+"), assistant("12")], "prompt": "1+", "response": "12"}
     ids = encode_prompt(tokenizer, read_example(row, "f:1", SourceConfig()), ChatConfig())
     assert ids.tolist() == [2, 5, 9, 27, 21, 1, 9, 2, 6, 9]
+
+
+def test_tools_may_be_json_text(tokenizer):
+    tokenizer.chat_template = "{{ tools[0].name }}" + PLAIN_CHATML
+    tools = [{"name": "abacus", "parameters": {}}]
+    for given in (tools, json.dumps(tools)):
+        ids = encode_prompt(tokenizer, chat(user("?"), columns={"tools": given}), ChatConfig())
+        assert tokenizer.decode(ids).startswith("abacus<|im_start|>user")
 
 
 def test_control_tokens_in_tools_and_keys_stay_text(tokenizer):
