@@ -26,13 +26,15 @@ def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | No
     kinds = keys.get("layer_types")
     if family in WINDOWED and (kinds is None or family == "mixtral"):
         return keys.optional("sliding_window", largest), None
+    names_windows = isinstance(kinds, list) and LAYER_TYPES[True] in kinds
     has_windows = family in (*WINDOWED, "gpt_oss")
     if not has_windows and not (family.startswith("qwen") and keys.flag("use_sliding_window")):
-        named = kinds if isinstance(kinds, list) else ()
-        if family in SWITCHED and LAYER_TYPES[True] in named:
+        if names_windows and family in SWITCHED:
             raise keys.wrong("layer_types", kinds, "has windows, which need use_sliding_window: true")
         return None, None
     window = keys.optional("sliding_window", largest)
+    if window is None and names_windows and family != "qwen3_moe":
+        raise keys.wrong("layer_types", kinds, "has windows, which need sliding_window, their size")
     if window is None or family == "qwen3_moe":
         return window, None
     if kinds is None:

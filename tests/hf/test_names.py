@@ -397,6 +397,10 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
             tiny(sliding_window=8, layer_types=["full_attention", "sliding_attention"]),
             r"layer_types=.* need use_sliding_window: true",
         ),
+        (
+            tiny("mistral", sliding_window=None, layer_types=["full_attention", "sliding_attention"]),
+            r"layer_types=.* need sliding_window, their size",
+        ),
         (tiny(hidden_size="32"), r"hidden_size='32' must be a whole number from 1 to 1,000,000"),
         (tiny(num_hidden_layers=0), r"num_hidden_layers=0 must be"),
         (tiny(num_key_value_heads=3), r"config.json: .*num_kv_heads is 3: it must divide num_heads, 4"),
