@@ -16,7 +16,7 @@ from jaxrl_llm.structs import Params
 def new_gradients(
     backward: Callable, loss: Float[Array, ""], loss_scale: Float[Array, ""] | None, dtype: DTypeLike
 ) -> Params:
-    """Return the gradients of a loss, in `dtype` or a narrower type of their weights.
+    """Return the gradients of a loss, in `dtype`, or in the type of their weight where that is narrower.
 
     Args:
         backward: of `jax.vjp` of the scaled loss with respect to the trained weights.

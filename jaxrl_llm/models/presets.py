@@ -98,9 +98,14 @@ PRESETS: dict[str, TransformerConfig] = {
     "meta-llama/Llama-3.1-8B": replace(_LLAMA_8B, **_LONG),
     "meta-llama/Llama-3.1-70B": replace(_LLAMA_70B, **_LONG),
 }
-"""From their config.json; a suffix such as -Instruct or -Base changes nothing."""
+"""From their config.json; a suffix such as -Instruct or -Base changes nothing but QWEN3_BASE."""
+QWEN3_BASE = 32_768
+"""`max_position` of Qwen3's base models, of which `plan` else lets rows pass that `train` refuses."""
 
 
 def preset(name: str) -> TransformerConfig | None:
     """Return the architecture of a known model, or None."""
-    return PRESETS.get(name.removesuffix("-Instruct").removesuffix("-Base"))
+    known = PRESETS.get(name.removesuffix("-Instruct").removesuffix("-Base"))
+    if known and known.family.startswith("qwen3") and name.endswith("-Base"):
+        return replace(known, max_position=QWEN3_BASE)
+    return known

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Shaped
 
 from jaxrl_kernels.flash_attention.blocks import key_blocks, query_blocks, visible_blocks
+from jaxrl_kernels.flash_attention.reference import merge_keys
 from jaxrl_kernels.flash_attention.spec import MASKED_LSE, AttentionSpec, DynamicMask
 
 PAIRS = ((0, 0), (1, 0), (1, 1))
@@ -36,7 +37,7 @@ class RingAttention(NamedTuple):
         """Compute (out, lse) of the local queries over the keys of all devices."""
 
         def add(results, operands):
-            return _merge(results, self.implementation.forward(spec, *operands))
+            return merge_keys(results, self.implementation.forward(spec, *operands))
 
         def step(s, carry):
             kv, results = carry
@@ -150,16 +151,6 @@ def _swap_on_odd(a, b, axis: str):
     """Swap on devices of odd index, which hold an odd early chunk and an even late one."""
     odd = jax.lax.axis_index(axis) % 2 == 1
     return jnp.where(odd, b, a), jnp.where(odd, a, b)
-
-
-def _merge(
-    a: tuple[Float[Array, "B T H E"], Float[Array, "B H T"]],
-    b: tuple[Float[Array, "B T H E"], Float[Array, "B H T"]],
-) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
-    """Merge (out, lse) over the keys of a and those over the keys of b; float32."""
-    lse = jnp.logaddexp(a[1], b[1])
-    weigh = lambda out, part: out * jnp.exp(part - lse).transpose(0, 2, 1)[..., None]
-    return weigh(a[0], a[1]) + weigh(b[0], b[1]), lse
 
 
 def _halves(x: Array, axis: int = 1) -> list[Array]:

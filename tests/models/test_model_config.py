@@ -13,7 +13,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.models import flops
 from jaxrl_llm.models.config import MLAConfig, MoEConfig, check_model_config
-from jaxrl_llm.models.presets import PRESETS
+from jaxrl_llm.models.presets import PRESETS, preset
 from jaxrl_llm.models.remat import REMAT
 
 IMPOSSIBLE = {
@@ -58,6 +58,14 @@ def test_impossible_architectures_are_refused(message):
 @pytest.mark.parametrize("name", PRESETS)
 def test_known_models_pass(name):
     check_model_config(PRESETS[name], name)
+
+
+def test_qwen3_base_models_have_fewer_positions():
+    """Their config.json says 32,768, those of the models after it 40,960; all else is the same."""
+    base, chat = preset("Qwen/Qwen3-8B-Base"), preset("Qwen/Qwen3-8B")
+    assert (base.max_position, chat.max_position) == (32_768, 40_960)
+    assert dataclasses.replace(base, max_position=40_960) == chat
+    assert preset("meta-llama/Llama-3.1-8B-Instruct") == preset("meta-llama/Llama-3.1-8B")
 
 
 def test_deepseek_v3_is_that_of_its_config_json():

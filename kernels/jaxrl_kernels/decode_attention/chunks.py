@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxrl_kernels.chunks import map_rows
 from jaxrl_kernels.decode_attention.reference import gather_pages
 from jaxrl_kernels.dispatch import device
-from jaxrl_kernels.flash_attention.reference import dense_attention
+from jaxrl_kernels.flash_attention.reference import dense_attention, merge_keys
 from jaxrl_kernels.flash_attention.spec import MASKED_LSE, NO_WINDOW, AttentionSpec
 
 BLOCK = 256
@@ -48,15 +48,12 @@ def chunk_attention(
         last = positions[..., None]
 
         def add(block, carry):
-            out, lse = carry
             pages = jax.lax.dynamic_slice_in_dim(table, block * columns, columns, axis=1)
             k = gather_pages(k_pages, k_scales, pages).astype(q.dtype)
             v = gather_pages(v_pages, v_scales, pages).astype(q.dtype)
             at = block * k.shape[1] + jnp.arange(k.shape[1])
-            more, more_lse = dense_attention(spec, q, k, v, (at <= last) & (last - at < window))
-            total = jnp.logaddexp(lse, more_lse)
-            share = lambda part: jnp.moveaxis(jnp.exp(part - total), 1, 2)[..., None]
-            return out * share(lse) + more * share(more_lse), total
+            more = dense_attention(spec, q, k, v, (at <= last) & (last - at < window))
+            return merge_keys(carry, more)
 
         oldest = jnp.min(jnp.where(positions < 0, jnp.max(positions), positions)) - window + 1
         first, end = (jnp.maximum(at, 0) // (columns * page) for at in (oldest, jnp.max(positions)))

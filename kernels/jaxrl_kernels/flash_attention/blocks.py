@@ -62,9 +62,22 @@ def visible_blocks(
     """
     rows = mask.q_offset + blocks[0] * jnp.arange(q.low.shape[1])[:, None]
     keys = mask.kv_offset + blocks[1] * jnp.arange(kv.low.shape[1])
+    of_queries, of_keys = QueryBlocks(*(x[:, :, None] for x in q)), KeyBlocks(*(x[:, None] for x in kv))
+    return compare_blocks(of_queries, of_keys, (rows, keys), blocks)
+
+
+def compare_blocks(
+    q: QueryBlocks, kv: KeyBlocks, first: tuple[Array, Array], blocks: tuple[int, int]
+) -> tuple[Array, Array]:
+    """Return `visible_blocks` of blocks of queries and of keys whose fields broadcast: arrays, or scalars.
+
+    Args:
+        first: the first token of the row in each of both, offsets included.
+    """
+    rows, keys = first
     rows_end, keys_end = rows + blocks[0] - 1, keys + blocks[1] - 1
-    some = (q.low[:, :, None] <= kv.high[:, None]) & (keys <= rows_end) & (q.first[:, :, None] <= keys_end)
-    full = (q.high[:, :, None] <= kv.low[:, None]) & (keys_end <= rows) & (q.inner[:, :, None] <= keys)
+    some = (q.low <= kv.high) & (keys <= rows_end) & (q.first <= keys_end)
+    full = (q.high <= kv.low) & (keys_end <= rows) & (q.inner <= keys)
     return some, full
 
 

@@ -25,6 +25,7 @@ from jaxrl_kernels.flash_attention.blocks import (
     KeyBlocks,
     QueryBlocks,
     block_range,
+    compare_blocks,
     key_blocks,
     nearest_blocks,
     query_blocks,
@@ -49,8 +50,6 @@ from jaxrl_kernels.flash_attention.spec import (
 
 INTERPRET = False
 """Set by tests: True or a `pltpu.InterpretParams` runs the kernels in the interpreter."""
-LOW, HIGH, FIRST, INNER = range(4)
-"""Fields of a block's scalar prefetch (`blocks.QueryBlocks`); a block of keys has the first two."""
 MAX_READS = 2**16
 """Largest table of the blocks to copy, in numbers of scalar memory (1 MiB); with more, and without branches,
 the range of needed blocks is copied."""
@@ -275,14 +274,12 @@ def _unless_masked(blocks: Blocks, scalars, i, j, add, *, by_key: bool = False) 
     offsets, q_info, kv_info, _ = scalars
     batch = pl.program_id(0)
     q_count, kv_count = (pl.num_programs(n) for n in ((4, 2) if by_key else (2, 3)))
-    q = lambda field: q_info[(batch * q_count + i) * len(QueryBlocks._fields) + field]
-    kv = lambda field: kv_info[(batch * kv_count + j) * len(KeyBlocks._fields) + field]
+    read = lambda kind, info, n: kind(*(info[n * len(kind._fields) + f] for f in range(len(kind._fields))))
+    q = read(QueryBlocks, q_info, batch * q_count + i)
+    kv = read(KeyBlocks, kv_info, batch * kv_count + j)
     offsets = DynamicMask(offsets[0], offsets[1])
-    first, kv_first = offsets.q_offset + i * blocks.q, offsets.kv_offset + j * blocks.kv
-
-    end, kv_end = first + blocks.q - 1, kv_first + blocks.kv - 1
-    needed = (q(LOW) <= kv(HIGH)) & (kv_first <= end) & (q(FIRST) <= kv_end)
-    unmasked = (q(HIGH) <= kv(LOW)) & (kv_end <= first) & (q(INNER) <= kv_first)
+    first = offsets.q_offset + i * blocks.q, offsets.kv_offset + j * blocks.kv
+    needed, unmasked = compare_blocks(q, kv, first, blocks)
 
     def mask(q_windows, q_segments, kv_last, keys_first: bool = False):
         shape = (blocks.kv, blocks.q) if keys_first else (blocks.q, blocks.kv)

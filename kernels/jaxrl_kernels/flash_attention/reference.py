@@ -50,6 +50,16 @@ def dense_attention(
     )
 
 
+def merge_keys(
+    a: tuple[Float[Array, "B T H E"], Float[Array, "B H T"]],
+    b: tuple[Float[Array, "B T H E"], Float[Array, "B H T"]],
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
+    """Return (out, lse), float32, of queries over the keys of a and b, from those over the keys of each."""
+    lse = jnp.logaddexp(a[1], b[1])
+    weigh = lambda out, part: out * jnp.exp(part - lse).transpose(0, 2, 1)[..., None]
+    return weigh(*a) + weigh(*b), lse
+
+
 def forward(
     spec: AttentionSpec,
     q: Float[Array, "B Tq H E"],
