@@ -45,6 +45,7 @@ class ServerPool:
     """Requests to the servers, from a thread with its own event loop (a notebook has one of its own).
 
     Args:
+        urls: an address that is given twice is one server.
         timeout: seconds that one request may take.
         retries: servers that a request is tried on.
         slots: requests at once on one server.
@@ -65,7 +66,7 @@ class ServerPool:
         patience: float = 0.0,
         router: str = "",
     ):
-        self.servers = [Server(url) for url in urls]
+        self.servers = [Server(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self.timeout, self.retries, self.slots, self.patience = timeout, retries, slots, patience
         self.router = Server(router) if router else None
         self.excluded: dict[str, Server] = {}  # by address: not used again

@@ -327,6 +327,12 @@ async def restore_after(seconds, servers):
         server.down = False
 
 
+def test_an_address_that_is_given_twice_is_one_server(make, servers):
+    engine = make(urls=[servers[0].url, f"{servers[0].url}/"], checked=False)
+    assert engine.publish(weights(), 1)["servers/usable"] == 1
+    assert [route for route, _ in servers[0].calls].count("/update_weights_from_disk") == 1
+
+
 @pytest.mark.parametrize("publishes", [True, False])
 def test_a_wait_for_servers_that_stay_away_ends_and_says_why(make, servers, publishes):
     engine = make(patience=1.0)
