@@ -24,7 +24,7 @@ from sglang_shared import (
 )
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.errors import InvalidReplyError, RefusedError, ServerError
+from jaxrl_llm.errors import InvalidReplyError, RefusedError, ServerError, UnreachableError
 from jaxrl_llm.rollout.config import SGLangConfig
 from jaxrl_llm.rollout.sglang import auth, client, colocated, health
 from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
@@ -223,7 +223,8 @@ def test_broken_answers_everywhere_end_in_bounded_time_with_the_reason(make, ser
     for server in servers:
         server.spoil = BROKEN["NaN"]
     with pytest.raises(
-        ServerError, match=r"a response failed 2 times: .*cannot be used: ValueError log-prob nan"
+        ServerError,
+        match=r"a response failed 2 times \(--sglang\.retries\): .*cannot be used: ValueError log-prob nan",
     ):
         engine.generate(requests(prompts=1, responses=1), GREEDY, KEY)
 
@@ -325,6 +326,16 @@ async def restore_after(seconds, servers):
     await asyncio.sleep(seconds)
     for server in servers:
         server.down = False
+
+
+def test_a_limit_that_is_a_setting_is_named_with_it(make, servers):
+    engine = make(urls=[servers[0].url], checked=False, timeout=0.5)
+    servers[0].hangs = True
+    url = engine.pool.servers[0].url
+    with pytest.raises(UnreachableError, match=rf"{url}: no answer to /health in 0.5 s \(--sglang.timeout\)"):
+        engine.pool.run(engine.pool.request_bytes(engine.pool.servers[0], "/health"))
+    with pytest.raises(UnreachableError, match=r"in 0.2 s$"):
+        engine.pool.run(engine.pool.request_bytes(engine.pool.servers[0], "/health", timeout=0.2))
 
 
 def test_an_address_that_is_given_twice_is_one_server(make, servers):
