@@ -73,18 +73,34 @@ def open_split(config: TrainConfig) -> HeldOutSplit:
 
     They are recorded in the run directory, by seed, number and sources: files may have grown since. A
     collective.
+
+    Raises:
+        UserError: the record is damaged.
     """
     data = config.data
     paths = [source.path for source in data.sources("train")]
     name = hashlib.sha256(json.dumps([config.seed, data.holdout, paths]).encode()).hexdigest()[:12]
     path = Path(config.run_dir) / "eval" / f"holdout_{name}.json"
-    record = on_first(lambda: json.loads(path.read_text()) if path.exists() else None)
-    recorded = record and [int(prompt, 16) for prompt in record["prompts"]]
+    recorded = on_first(lambda: _recorded_prompts(path))
     split = split_sources(data, config.seed, recorded)
-    if record is None:
+    if recorded is None:
         prompts = [f"{prompt:016x}" for prompt in split.prompts.tolist()]
         on_first(lambda: replace_json(path, {"holdout": data.holdout, "sources": paths, "prompts": prompts}))
     return split
+
+
+def _recorded_prompts(path: Path) -> list[int] | None:
+    """Return the hashes in the record of held-out prompts; None = there is no record."""
+    if not path.exists():
+        return None
+    try:
+        return [int(prompt, 16) for prompt in json.loads(path.read_text())["prompts"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{path}, the record of the held-out prompts of this run, cannot be used ({error}). Put a good "
+            "copy there; without the file, rows are chosen anew from the present data, and some of them may "
+            "have been trained on."
+        ) from error
 
 
 def with_steps(config: TrainConfig, loader: Loader) -> TrainConfig:

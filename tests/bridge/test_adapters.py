@@ -400,5 +400,5 @@ def test_the_base_decides_the_version_of_no_token():
     )
     assert read(reply, body).versions == [7, 7]
     reply["meta_info"]["weight_versions"][0]["version"] = "default"
-    with pytest.raises(ValueError, match="wrote with weights 'default', which this run did not send"):
+    with pytest.raises(ValueError, match="generated with weights 'default', which this run did not send"):
         read(reply, body)

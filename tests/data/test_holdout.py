@@ -146,6 +146,16 @@ def test_a_resumed_run_holds_out_the_same_prompts_though_its_file_has_grown(hund
     assert not {p.example.text for p in train.prompts(0, 480)} & set(before)
 
 
+@pytest.mark.parametrize("text", ['{"prompts": ["00', "[]", '{"prompts": [7]}', "\\xff"])
+def test_a_damaged_record_of_the_held_out_prompts_is_an_error(hundred, tmp_path, text):
+    config = config_of(tmp_path, data=DataConfig(path=hundred, holdout=20))
+    held_out(config)
+    (record,) = (tmp_path / "run/eval").glob("holdout_*.json")
+    record.write_text(text)
+    with pytest.raises(UserError, match=r"eval/holdout_\w+.json, the record .* cannot be used"):
+        held_out(config)
+
+
 def test_the_sft_warm_up_reads_no_held_out_prompt(hundred, tmp_path):
     lines = [{"prompt": f"p{i}", "response": "x"} for i in range(100)]
     own = SourceConfig(path=write(tmp_path / "warm.jsonl", lines))

@@ -161,7 +161,8 @@ class GroupTransport:
                 error = error.exceptions[0]
             if isinstance(error, TimeoutError):
                 error = ServerError(
-                    f"{receiver.server.url}: its process group was silent for {self.timeout:g} s"
+                    f"{receiver.server.url}: its process group was silent for {self.timeout:g} s "
+                    "(--sglang.timeout)"
                 )
             raise error from None
 

@@ -101,7 +101,10 @@ class Client:
                     raise error_from_status(server.url, path, response.status, text.decode(errors="replace"))
                 reply = await _read(response, max_bytes + 1)
         except TimeoutError:
-            raise UnreachableError(f"{server.url}: no answer to {path} in {limit.total:g} s") from None
+            setting = " (--sglang.timeout)" * (limit.total == self.timeout)
+            raise UnreachableError(
+                f"{server.url}: no answer to {path} in {limit.total:g} s{setting}"
+            ) from None
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise UnreachableError(f"{server.url}{path}: {type(error).__name__} {error}") from None
         if len(reply) > max_bytes:

@@ -60,7 +60,7 @@ LOG_TAIL = 2000  # characters of a log that an error shows
 
 
 class ServerProcesses:
-    """The server processes of this run. `urls` are known at once; `wait` returns when all reply.
+    """The server processes of this run. `urls` are known at once; `wait` returns when they reply.
 
     Args:
         model: folder with config and tokenizer; its weights, if any, are read later.

@@ -45,8 +45,9 @@ class ServerPool:
     """Requests to the servers, from a thread with its own event loop (a notebook has one of its own).
 
     Args:
+        urls: an address that is given twice is one server.
         timeout: seconds that one request may take.
-        retries: servers that a request is tried on.
+        retries: times that a request is tried, on one server or another.
         slots: requests at once on one server.
         patience: seconds to wait for a server when none can be used, or all are too busy.
         router: address of a router in front of the servers, which then gets all requests to generate;
@@ -65,7 +66,7 @@ class ServerPool:
         patience: float = 0.0,
         router: str = "",
     ):
-        self.servers = [Server(url) for url in urls]
+        self.servers = [Server(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self.timeout, self.retries, self.slots, self.patience = timeout, retries, slots, patience
         self.router = Server(router) if router else None
         self.excluded: dict[str, Server] = {}  # by address: not used again
@@ -197,7 +198,8 @@ class ServerPool:
                 if server.failures == failures and server is not self.router:
                     server.leave_out(error)
             self.retried += 1
-        raise ServerError(f"a response failed {len(problems)} times: {'; '.join(dict.fromkeys(problems))}")
+        different = "; ".join(dict.fromkeys(problems))
+        raise ServerError(f"a response failed {len(problems)} times (--sglang.retries): {different}")
 
     async def update_all(
         self,

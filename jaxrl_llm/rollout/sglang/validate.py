@@ -26,7 +26,7 @@ class Generated(NamedTuple):
     """Tokens of one reply to /generate."""
 
     ids: list[int]
-    logprobs: list[float]  # nats, in [LOWEST, 0]
+    logprobs: list[float]  # nats, in [LOWEST, ROUNDING]
     versions: list[int]  # the policy version that generated each
     finish: str  # one of FINISHES; "abort" = broken off
     routes: Sequence[np.ndarray] = ()  # of `routed_experts`, where the request asks for them
@@ -134,7 +134,7 @@ def token_versions(meta: Mapping, count: int, label: str, versions: Mapping[str,
     for span in spans:
         version, start, end = span["version"], span["start"], span["end"]
         if version not in versions:
-            raise ValueError(f"wrote with weights {short(version)}, which this run did not send")
+            raise ValueError(f"generated with weights {short(version)}, which this run did not send")
         if (type(start), type(end)) != (int, int) or not len(result) == start <= end <= count:
             raise ValueError(f"versions {short(spans)} of {count} tokens")
         result += [versions[version]] * (end - start)
@@ -142,5 +142,5 @@ def token_versions(meta: Mapping, count: int, label: str, versions: Mapping[str,
     if len(result) != count or result != sorted(result):
         raise ValueError(f"versions {short(spans)} of {count} tokens")
     if min(result, default=oldest) < oldest:
-        raise ValueError(f"wrote with weights of version {min(result)} after {label!r} was sent")
+        raise ValueError(f"generated with weights of version {min(result)} after {label!r} was sent")
     return result

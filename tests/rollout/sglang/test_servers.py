@@ -24,7 +24,7 @@ from sglang_shared import (
 )
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.errors import InvalidReplyError, RefusedError, ServerError
+from jaxrl_llm.errors import InvalidReplyError, RefusedError, ServerError, UnreachableError
 from jaxrl_llm.rollout.config import SGLangConfig
 from jaxrl_llm.rollout.sglang import auth, client, colocated, health
 from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
@@ -229,7 +229,8 @@ def test_broken_answers_everywhere_end_in_bounded_time_with_the_reason(make, ser
     for server in servers:
         server.spoil = BROKEN["NaN"]
     with pytest.raises(
-        ServerError, match=r"a response failed 2 times: .*cannot be used: ValueError log-prob nan"
+        ServerError,
+        match=r"a response failed 2 times \(--sglang\.retries\): .*cannot be used: ValueError log-prob nan",
     ):
         engine.generate(requests(prompts=1, responses=1), GREEDY, KEY)
 
@@ -331,6 +332,22 @@ def test_all_down_is_waited_for_with_a_word_and_then_goes_on(make, servers, caps
     said = capsys.readouterr().err
     assert "sglang: no server can be used; waiting 20 s for one: http://127.0.0.1" in said
     assert said.count("no server can be used") == 1
+
+
+def test_a_limit_that_is_a_setting_is_named_with_it(make, servers):
+    engine = make(urls=[servers[0].url], checked=False, timeout=0.5)
+    servers[0].hangs = True
+    url = engine.pool.servers[0].url
+    with pytest.raises(UnreachableError, match=rf"{url}: no answer to /health in 0.5 s \(--sglang.timeout\)"):
+        engine.pool.run(engine.pool.request_bytes(engine.pool.servers[0], "/health"))
+    with pytest.raises(UnreachableError, match=r"in 0.2 s$"):
+        engine.pool.run(engine.pool.request_bytes(engine.pool.servers[0], "/health", timeout=0.2))
+
+
+def test_an_address_that_is_given_twice_is_one_server(make, servers):
+    engine = make(urls=[servers[0].url, f"{servers[0].url}/"], checked=False)
+    assert engine.publish(weights(), 1)["servers/usable"] == 1
+    assert [route for route, _ in servers[0].calls].count("/update_weights_from_disk") == 1
 
 
 @pytest.mark.parametrize("publishes", [True, False])

@@ -159,7 +159,7 @@ def test_a_server_that_was_restarted_unseen_is_noticed_and_given_the_weights(run
     checks = engine.pool.start(run_health_checks(engine.pool, None, launched.restart))
     written(engine, requests(tokens=16))
     del server.leave_out
-    assert "wrote with weights 'default', which this run did not send" in problems[0]
+    assert "generated with weights 'default', which this run did not send" in problems[0]
     until(lambda: server.usable)
     written(engine, requests(tokens=16))
     checks.cancel()

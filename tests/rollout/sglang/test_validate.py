@@ -25,7 +25,7 @@ def test_older_weights_than_a_server_was_given_are_refused():
     }
     versions = {"1-1": 1, "2-2": 2}
     assert validate.token_versions(said, 3, "1-1", versions) == [1, 1, 2]
-    with pytest.raises(ValueError, match="wrote with weights of version 1 after '2-2' was sent"):
+    with pytest.raises(ValueError, match="generated with weights of version 1 after '2-2' was sent"):
         validate.token_versions(said, 3, "2-2", versions)
 
 
