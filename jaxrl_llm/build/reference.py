@@ -31,7 +31,8 @@ def own_reference(
 ) -> Params:
     """Return the abstract weights, on the devices, of a reference that has weights of its own."""
     model = reference_model(config, stage, stored)
-    shapes = jax.eval_shape(functools.partial(models.cast, dtype=config.model.dtype), models.abstract(model))
+    frozen = functools.partial(models.cast_weights, dtype=config.model.dtype)
+    shapes = jax.eval_shape(frozen, models.abstract(model))
     return with_shardings(shapes, models.shardings(model, mesh, TRAIN))
 
 

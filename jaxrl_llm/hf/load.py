@@ -21,8 +21,8 @@ from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, stack_dims, te
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves
 from jaxrl_llm.models.initializer import matrix_dims
-from jaxrl_llm.models.moe import copy_dtype
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
+from jaxrl_llm.models.transformer import reads_float32
 from jaxrl_llm.structs import Params
 
 _MAX_READ = 16 * 2**20  # bytes of a file that are mapped at once
@@ -75,7 +75,7 @@ def load_params(
         config: of the model, as `read_config(folder)` gives it; weights of linear layers are quantized, a
             layer at a time, if it says so (`models.lora.frozen_config`).
         shardings: tree of `models.shardings`; None = all on one device.
-        dtype: of the weights in memory that are not quantized (`models.moe.copy_dtype`).
+        dtype: of the weights that are not quantized; those that `reads_float32` names stay float32.
 
     Raises:
         UserError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder;
@@ -90,7 +90,7 @@ def load_params(
     for name, rows in parts.items():
         if not rows:  # scales come with their codes
             continue
-        own = jnp.dtype(copy_dtype(name, dtype))
+        own = jnp.dtype(jnp.float32 if reads_float32(name) else dtype)
         shape, sharding = leaves[name].shape, layouts[name]
         if stack_dims(name) and name + SCALE in leaves:
             names = (name, name + SCALE)

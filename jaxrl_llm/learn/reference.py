@@ -223,9 +223,10 @@ def _write(items: Sequence[PackItem], pending: PendingScores) -> None:
 
 
 def freeze(params: Params, dtype: str) -> Params:
-    """Return a copy in the compute type; the original is donated to the next update."""
+    """Return a copy in the types that the forward pass reads; the original is donated to the next update."""
     shardings = jax.tree.map(lambda x: x.sharding, params)  # else XLA may choose others, for other programs
     sharding = jax.tree.leaves(shardings)[0]
-    copy = jax.jit(lambda params: models.cast(jax.tree.map(jnp.copy, params), dtype), out_shardings=shardings)
+    cast = lambda params: models.cast_weights(jax.tree.map(jnp.copy, params), dtype)
+    copy = jax.jit(cast, out_shardings=shardings)
     with jax.set_mesh(sharding.mesh) if isinstance(sharding, NamedSharding) else contextlib.nullcontext():
         return copy(params)

@@ -14,7 +14,6 @@ from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, RopeConfig, Trans
 _FUNCTIONS = {
     "params": (
         "abstract",
-        "cast",
         "init",
         "layer_matrices",
         "logical_axes",
@@ -25,7 +24,7 @@ _FUNCTIONS = {
         "with_heads",
         "without_value_head",
     ),
-    "transformer": ("Transformer",),
+    "transformer": ("Transformer", "cast_weights"),
 }
 _MODULES = {name: module for module, names in _FUNCTIONS.items() for name in names}
 

@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.initializer import matrix_dims
-from jaxrl_llm.models.moe import copy_dtype
 from jaxrl_llm.models.transformer import Transformer
 from jaxrl_llm.sharding.rules import Rules, on_host, sharding_for, with_shardings
 from jaxrl_llm.structs import Params
@@ -102,12 +100,6 @@ def without_value_head(params: Params) -> Params:
     if not params.config.value_head:
         return params
     return with_heads(params, dataclasses.replace(params.config, value_head=False))
-
-
-def cast(params: Params, dtype: DTypeLike) -> Params:
-    """Cast all weights to another float type (`moe.copy_dtype`)."""
-    one = lambda path, w: w.astype(copy_dtype(jax.tree_util.keystr(path), dtype))
-    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def _named_params(params: Params) -> list[tuple[str, nnx.Param]]:

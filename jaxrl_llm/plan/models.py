@@ -55,7 +55,7 @@ class AbstractModels:
 
     def params(self, path: str, config: TransformerConfig, shardings: Params, dtype: DTypeLike) -> Params:
         """Return abstract weights with shardings."""
-        shapes = jax.eval_shape(lambda weights: models.cast(weights, dtype), models.abstract(config))
+        shapes = jax.eval_shape(lambda weights: models.cast_weights(weights, dtype), models.abstract(config))
         return with_shardings(shapes, shardings)
 
 

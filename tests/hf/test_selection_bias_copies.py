@@ -47,7 +47,7 @@ def with_remainders(params):
 def test_copies_of_bfloat16(copy, params, tmp_path):
     made = {
         "folder": lambda: through_a_folder(params, tmp_path),
-        "cast": lambda: models.cast(params, "bfloat16"),
+        "cast": lambda: models.cast_weights(params, "bfloat16"),
         "freeze": lambda: freeze(params, "bfloat16"),
         "remainders": lambda: with_remainders(params),
     }[copy]()

@@ -13,6 +13,7 @@ from jaxrl_llm.algos import distill, dpo, grpo, ppo, value
 from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.learn.stage import Stage, policy_scores
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
@@ -168,3 +169,13 @@ def test_entropy_is_scored_before_the_update_and_steers_its_bonus():
     assert entropy[advantages != 0].min() >= entropy[advantages == 0].max()
     np.testing.assert_allclose(applied, [0.0, 0.03], atol=1e-7)
     np.testing.assert_allclose(state.entropy_coef, [0.05, 0.05], atol=1e-7)
+
+
+def test_a_frozen_reference_computes_what_the_policy_computes_in_bfloat16():
+    """The policy reads its norms in float32; weights that are no numbers of bfloat16, as after a warm-up."""
+    params = models.init(MODEL, jax.random.key(0))
+    drawn = jax.random.normal(jax.random.key(1), params.layers.attention_norm.shape)
+    params.layers.attention_norm[...] += 0.003 * drawn
+    tokens, positions = jnp.arange(1, 9)[None], jnp.arange(8)[None]
+    run = jax.jit(lambda weights: weights(tokens, positions, jnp.ones_like(tokens), dtype=jnp.bfloat16))
+    np.testing.assert_array_equal(run(freeze(params, "bfloat16")), run(params))

@@ -124,9 +124,12 @@ def test_rollout_rules_replicate_weights_over_fsdp():
     assert tuple(shardings["layers.q"].spec) == (None, None, "tensor", None)
 
 
-def test_cast_keeps_structure():
-    params = random_params(CONFIG)
-    half = models.cast(params, jnp.bfloat16)
-    assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
+def test_cast_keeps_structure_and_float32_norms():
+    params = jax.tree.map(jnp.asarray, random_params(CONFIG))
+    half = models.cast_weights(params, jnp.bfloat16)
+    types = {name: str(x.dtype) for name, x in models.named_leaves(half)}
+    assert {name for name, dtype in types.items() if dtype == "float32"} == {
+        name for name in types if "norm" in name
+    }
     assert jax.tree.structure(half) == jax.tree.structure(params)
     assert models.logical_axes(half) == models.logical_axes(params)
