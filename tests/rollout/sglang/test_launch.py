@@ -62,7 +62,7 @@ def test_servers_end_with_a_run_that_is_killed(tmp_path):
 
 
 def runs(pid):
-    """Whether a process has not ended."""
+    """Return whether a process has not ended."""
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # the second where it ends while it is read
