@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+from jaxrl_llm.rollout.sglang.launch import free_ports
 
 DEVICE_COUNT = re.compile(r"(--xla_force_host_platform_device_count=)\d+")
 # C++ (Gloo) writes to descriptor 1 from several threads, its lines torn apart: stdout is Python's alone.
@@ -110,6 +111,4 @@ def start_processes(
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
+    return free_ports(1)[0]

@@ -86,6 +86,7 @@ class _Peer:
     process: int = -1  # -1 = not known yet
     host: str = ""
     received: bytes = b""
+    introduced: bool = False  # it has this process's number
     ended: bool = False  # the process has finished, or announced its end
 
     def send(self, message: dict[str, Any]) -> None:
@@ -102,6 +103,7 @@ class _Watch:
     token: str = ""
     peers: list[_Peer] = field(default_factory=list)
     failed: bool = False  # this process ends with an error
+    farewell: dict[str, str] = field(default_factory=dict)  # for the peers, once this process ends
     loss: str = ""  # message about a lost process; "" = none is lost
     finished: threading.Event = field(default_factory=threading.Event)  # all peers have ended
     alone: threading.Event = field(default_factory=threading.Event)  # all connections are closed
@@ -128,8 +130,10 @@ class _Watch:
 
     def leave(self, reason: str) -> None:
         """Announce to the peers that this process ends; reason "" = it has finished."""
+        self.farewell = {"ended": reason[:200]}
         for peer in list(self.peers):
-            peer.send({"ended": reason[:200]})
+            if peer.introduced:  # else `introduce` sends it
+                peer.send(self.farewell)
         self.update_events()
 
     def exit(self, code: int) -> None:
@@ -161,6 +165,9 @@ class _Watch:
     def introduce(self, peer: _Peer) -> None:
         """Send a peer this process's number, with the token that only processes of the run have."""
         peer.send({"token": self.token, "process": self.index, "host": socket.gethostname()})
+        peer.introduced = True
+        if self.farewell:
+            peer.send(self.farewell)
 
     def read(self, seconds: float | None = None) -> None:
         """Handle messages of the peers for some seconds; None = forever."""

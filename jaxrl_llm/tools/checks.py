@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -115,7 +116,10 @@ def check_cache(folder: str) -> Finding:
     if not os.access(place, os.W_OK):
         fix = f"{place} cannot be written to, so each start compiles anew: set JAX_COMPILATION_CACHE_DIR"
         return Finding("compilation cache", "fix", fix)
-    size = sum(file.stat().st_size for file in Path(folder).glob("*") if file.is_file())
+    size = 0
+    for file in Path(folder).glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another command renames or deletes it
+            size += file.stat().st_size * file.is_file()
     text, free = f"{folder}, {size / 2**20:.0f} MiB", shutil.disk_usage(place).free
     if free < MIN_DISK:
         fix = f"{text}, but {_size(free)} are free there, so each start compiles anew: free some"

@@ -196,6 +196,29 @@ def test_a_group_needs_torch_and_says_so():
         GroupTransport(source, "/bin/false", "gloo", 5.0)
 
 
+NOISY = """
+import os, runpy, sys, torch.distributed
+TCPStore = torch.distributed.TCPStore
+def noisy(*args, **named):  # as NCCL is where NCCL_DEBUG is set, at any time
+    os.write(1, b"NCCL INFO\\n" * 20_000)
+    return TCPStore(*args, **named)
+torch.distributed.TCPStore = noisy
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_what_libraries_print_in_a_relay_is_no_reply(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "noisy.py").write_text(NOISY)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/noisy.py "$@"\n')
+    python.chmod(0o755)
+    relay = Relay(str(python), "gloo", "127.0.0.1", 1, 20.0)
+    assert relay.read_line().isdigit()
+    relay.kill()
+
+
 def test_a_relay_that_cannot_work_says_why():
     pytest.importorskip("torch")
     relay = Relay(sys.executable, "no_such_backend", "127.0.0.1", 1, 20.0)

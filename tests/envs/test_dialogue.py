@@ -341,8 +341,8 @@ class Slow:
 def test_waiting_for_a_turn_costs_a_call_no_time(say, monkeypatch):
     monkeypatch.setattr("jaxrl_llm.envs.dialogue.GRACE", 0.0)
     call = '<tool_call>{"name": "slow", "arguments": {}}</tool_call>'
-    env = ToolEnv({"slow": Slow()}, "hermes", timeout=1.2, max_calls=4)
-    (reply,) = say(env, call * 5 + "<|im_end|>", tool_timeout=1.2)
+    env = ToolEnv({"slow": Slow()}, "hermes", timeout=1.9, max_calls=4)  # four calls take 2 s at least
+    (reply,) = say(env, call * 5 + "<|im_end|>", tool_timeout=1.9)
     assert not reply.episode.failure and reply.episode.tool_calls == 5
     assert (reply.episode.tool_errors, reply.episode.timeouts) == (1, 0)
     (text,) = texts([reply])

@@ -49,7 +49,13 @@ from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.processes import agree, on_first, share
 from jaxrl_llm.host.start import start_host
-from jaxrl_llm.host.watch import ADDRESS_KEY, watched_processes
+from jaxrl_llm.host.watch import ADDRESS_KEY, _Watch, watched_processes
+
+if sys.argv[1] == "late" and os.environ["JAX_PROCESS_ID"] == "0":  # its thread has no core
+    def late(self, *args, original=getattr(_Watch, sys.argv[2])):
+        time.sleep(1.0)
+        return original(self, *args)
+    setattr(_Watch, sys.argv[2], late)
 
 class Odd(Exception):
     def __init__(self, a, b):
@@ -64,6 +70,9 @@ def raising(error):
 def command(argv):
     start_host()
     with watched_processes():
+        if sys.argv[1] == "late":
+            time.sleep(3.0 * jax.process_index())
+            return
         assert share({"from": jax.process_index()}) == {"from": 0} and agree(jax.process_index()) == 1
         assert on_first(lambda: calls.append(1) or "result") == "result"
         for error in (UserError("bad"), OSError(28, "full"), RunError("over"), Odd("odd", 2)):
@@ -140,6 +149,14 @@ def test_an_error_of_one_process_ends_the_other(when, victim):
     assert other.code == 1
     assert " has ended (UserError: mine alone). Process " in other.stderr.splitlines()[-1]
     assert "Traceback" not in other.stderr
+
+
+@pytest.mark.parametrize("late", ["connected", "_receive", "introduce"])
+def test_processes_that_finish_before_they_know_each_other_end_too(late):
+    """A run that is over at once, where the thread of process 0 has no core."""
+    running = start_processes(FIRST, 2, ["late", late], devices=1, initialize=False)
+    ends = [process.end(60) for process in running]
+    assert [(end.code, end.stderr) for end in ends] == [(0, ""), (0, "")]
 
 
 def test_processes_that_finish_end_together_whoever_else_connects():

@@ -399,6 +399,7 @@ PIECES = [
 @pytest.mark.parametrize("text", ["\\boxed{9^{9^{9^{9}}}}", HOSTILE["braces"], "\ud800\\boxed{2\0}"])
 def test_math_stops_itself_before_the_time_limit(text):
     pytest.importorskip("math_verify")
+    REWARDS["math"](sample("\\boxed{2}", "2"), LIMITS)  # imports the parser
     started = time.monotonic()
     score, outcome = REWARDS["math"](sample(text, "2"), LIMITS)
     assert time.monotonic() - started < LIMITS.timeout

@@ -508,7 +508,7 @@ def test_masked_scores_are_nan(write):
 def alive(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends while it is read
         return False
     return state != "Z"
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -265,6 +266,13 @@ def test_a_clock_that_differs_from_the_file_system(tmp_path, monkeypatch):
         patch.setattr(checks.os, "stat", late)
         finding = checks.check_clock(tmp_path)
     assert finding.status == "note" and "+90 s off" in finding.text
+
+
+def test_a_program_of_the_cache_may_be_renamed_meanwhile(tmp_path, monkeypatch):
+    (tmp_path / "written.tmp").symlink_to(tmp_path / "gone")
+    (tmp_path / "program-cache").write_bytes(bytes(3 << 20))
+    monkeypatch.setattr(Path, "is_file", lambda file: True)  # as just before
+    assert checks.check_cache(str(tmp_path)).text == f"{tmp_path}, 3 MiB"
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import json
 import shutil
 import socket
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,11 +34,12 @@ class Relay:
     def __init__(self, python: str, backend: str, address: str, ranks: int, timeout: float):
         self.address, self.name = address, f"jaxrl_llm_{uuid.uuid4().hex[:12]}"
         settings = {"backend": backend, "address": address, "world_size": ranks + 1, "group": self.name}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by kill; a pipe would fill
         self._process = subprocess.Popen(
             [python, "-I", str(RELAY), json.dumps(settings | {"timeout": timeout})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             start_new_session=True,  # Ctrl-C does not reach it: the run may push again until it stops
         )
 
@@ -49,8 +51,10 @@ class Relay:
         """
         if line := self._process.stdout.readline().decode().strip():
             return line
-        _, stderr = self._process.communicate()
-        raise ServerError(f"the relay of a process group has ended: {stderr.decode()[-TAIL:].strip()}")
+        self._process.wait()
+        self._errors.seek(0)
+        errors = self._errors.read().decode(errors="replace")
+        raise ServerError(f"the relay of a process group has ended: {errors[-TAIL:].strip()}")
 
     def send(self, bucket: Bucket) -> None:
         """Broadcast a bucket; returns when the server has all of it."""
@@ -65,9 +69,9 @@ class Relay:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for file in (self._process.stdin, self._process.stdout, self._errors):
             with contextlib.suppress(OSError, ValueError):
-                pipe.close()
+                file.close()
 
 
 class GroupTransport:

@@ -10,6 +10,7 @@ nothing of this project.
 import datetime
 import inspect
 import json
+import os
 import sys
 
 import torch
@@ -49,4 +50,6 @@ def main(settings: dict) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # NCCL prints there, which is no reply
     main(json.loads(sys.argv[1]))

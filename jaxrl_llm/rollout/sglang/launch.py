@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shlex
 import signal
 import socket
@@ -53,6 +54,7 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ROUTES_FLAG = "--enable-return-routed-experts"
 CPU_LORA = ("--lora-backend", "torch_native")  # the others are kernels of a GPU
+PORTS = range(20_000, 32_768)  # below those that Linux gives meanwhile to sockets that name none
 KILL_DELAY = 10.0  # seconds between SIGTERM and SIGKILL
 POLL_INTERVAL = 0.5
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
@@ -195,12 +197,15 @@ def routes_problem(info: Json) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that no process listens on."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Return ports that no process listens on; a server may need minutes until it does."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as one:
+            one.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise ServerError(f"{len(ports)} ports of {PORTS.start} to {PORTS.stop - 1} are free, {count} are needed")
 
 
 def is_up(url: str) -> bool:

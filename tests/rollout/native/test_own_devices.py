@@ -156,7 +156,7 @@ def test_closing_ends_the_call_before_its_next_chunk(engine, trainer):
     engine.publish(trained(0, trainer), 0)
     pending = engine.start(requests(), SamplingConfig(), KEY)
     started.wait()
-    threading.Timer(0.1, gate.set).start()
+    threading.Thread(target=lambda: (engine._closed.wait(), gate.set())).start()
     engine.close()
     with pytest.raises(RunError, match="closed"):
         pending.result()

@@ -14,6 +14,7 @@ from sglang_shared import STUB, launch, until
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.rollout.sglang import launch as launching
+from jaxrl_llm.rollout.sglang.launch import free_ports
 
 
 def test_launched_servers_answer_log_and_are_gone_after(tmp_path, monkeypatch):
@@ -25,6 +26,16 @@ def test_launched_servers_answer_log_and_are_gone_after(tmp_path, monkeypatch):
     finally:
         launched.close()
     assert launched.processes[0].poll() is not None
+
+
+def test_ports_are_free_and_none_that_other_sockets_get_until_they_are_taken(monkeypatch):
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert len(set(free_ports(9))) == 9 and max(free_ports(9)) < given
+    (port,) = free_ports(1)
+    monkeypatch.setattr(launching, "PORTS", range(port, port + 1))
+    assert free_ports(1) == [port]
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ServerError, match="0 ports of"):
+        free_ports(1)
 
 
 def test_a_server_that_cannot_start_is_an_error_with_its_log(tmp_path, monkeypatch):
@@ -52,7 +63,7 @@ def test_servers_end_with_a_run_that_is_killed(tmp_path):
 
 
 def runs(pid):
-    """Whether a process has not ended."""
+    """Return whether a process has not ended."""
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # the second where it ends while it is read
