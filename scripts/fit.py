@@ -109,8 +109,8 @@ INTRO = """\
 # Memory and roofline by model and slice
 
 **Compiled, not run**: every program of a GRPO step went through the real compiler for these devices on a
-machine that has none of them. This proves that the step compiles and how much memory it takes; it proves no
-speed.
+machine that has none of them. This shows that the step compiles and how much memory it takes, but not how
+fast it is.
 
 ## Requirements
 
@@ -137,13 +137,13 @@ GiB of each device.
 """
 NOTES = """
 - State: weights, optimizer, gradients and the frozen reference. Activations: the largest of any phase.
-- Host: memory of the host for each device, of what is offloaded.
-- Peak: of the phase that needs the most memory, of what a run may use there (on a TPU what the compiler
-  grants, on a GPU three quarters, XLA's default). The columns are of different phases, so a peak is not the
-  sum of its line. Where a number of phases is given, only these were compiled.
+- Host: memory on the host for each device, for what is offloaded.
+- Peak: memory of the phase that needs most, and the memory that a run may use there (on a TPU what the
+  compiler grants, on a GPU three quarters, XLA's default). The columns are of different phases, so a peak is
+  not the sum of its line. If a number of phases is given, only these were compiled.
 - Roofline: the least time of a step in which every response has its full length: for each program the
-  slowest of FLOPs at the published peak, memory bandwidth and interconnect. A real step takes longer: a
-  decoded token of Qwen3-0.6B in 256 slots 8.0 ms on an H200 in place of 5.0
+  longest of the times by FLOPs at the published peak, by memory bandwidth and by interconnect. A real step
+  takes longer: a decoded token of Qwen3-0.6B in 256 slots takes 8.0 ms on an H200 instead of 5.0
   ([benchmarks](../benchmarks/README.md#one-hopper-gpu)).
   Decoding counts as if each token read the whole cache; a paged cache reads the pages in use, about two
   thirds over a step.

@@ -7,13 +7,14 @@ A recipe is a Python file whose docstring has command, hardware, time and expect
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import re
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -174,12 +175,23 @@ def as_words(value: Any) -> list[str] | None:
     return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 
-def _print_and_exit(text: str) -> NoReturn:
-    """Print on stdout, which may be closed before the end (`| head`), and end the command."""
+@contextlib.contextmanager
+def stdout_may_close() -> Iterator[None]:
+    """End the command without an error if the reader of its stdout is gone (`| head`)."""
     try:
-        print(text, flush=True)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # Python flushes once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    """Print on stdout and end the command."""
+    with stdout_may_close():
+        print(text)
     raise SystemExit(0)
 
 

@@ -10,6 +10,7 @@ import tyro
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe.fields import check_fields
+from jaxrl_llm.recipe.load import stdout_may_close
 
 Args = TypeVar("Args")
 STYLE = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
@@ -23,7 +24,8 @@ def parse_arguments(args_class: type[Args], argv: Sequence[str], command: str) -
     Raises:
         ConfigError: a value outside the range of its field.
     """
-    args = tyro.cli(args_class, args=argv, prog=_prog(command), config=STYLE, use_underscores=True)
+    with stdout_may_close():
+        args = tyro.cli(args_class, args=argv, prog=_prog(command), config=STYLE, use_underscores=True)
     check_fields(args)
     return args
 
@@ -32,14 +34,15 @@ def parse_known_arguments(
     args_class: type[Args], argv: Sequence[str], command: str
 ) -> tuple[Args, list[str]]:
     """Return the arguments of the command as `parse_arguments`, and the words of all other flags."""
-    args, rest = tyro.cli(
-        args_class,
-        args=argv,
-        prog=_prog(command),
-        config=STYLE,
-        use_underscores=True,
-        return_unknown_args=True,
-    )
+    with stdout_may_close():
+        args, rest = tyro.cli(
+            args_class,
+            args=argv,
+            prog=_prog(command),
+            config=STYLE,
+            use_underscores=True,
+            return_unknown_args=True,
+        )
     check_fields(args)
     return args, rest
 

@@ -25,8 +25,9 @@ class PlanArguments:
     """
 
     topology: str = ""
-    """Devices to compile for: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, h100, h100xN,
-    h200xN (on hosts of 8), or cpu (the devices of this process)."""
+    """Devices to compile for: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4; a GPU
+    or several: h100, h200, b200, a100, a100-40, l4, rtx4090, t4, h100x8 (above 8 on hosts of 8); or cpu (the
+    devices of this process)."""
     json: Path | None = None
     """File to write all results to."""
     only: str = ""

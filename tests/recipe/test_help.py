@@ -9,6 +9,7 @@ import sys
 import pytest
 from refusals import refusal
 
+from jaxrl_llm import __main__ as cli
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.recipe.help import field_docs, overview, topics_text
 from jaxrl_llm.recipe.keys import is_config, iter_fields, type_hints
@@ -111,7 +112,8 @@ def test_every_field_has_a_doc(cls):
     assert [name for name in plain if not docs.get(name)] == []
 
 
-def test_a_reader_that_leaves_early_is_no_error(monkeypatch, tmp_path):
+@pytest.mark.parametrize("argv", [["train", "--list"], ["view", "--help"], ["plan", "--help"]])
+def test_a_reader_that_leaves_early_is_no_error(argv, monkeypatch, tmp_path):
     class ClosedPipe(io.StringIO):
         descriptor = os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY)
 
@@ -123,7 +125,7 @@ def test_a_reader_that_leaves_early_is_no_error(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sys, "stdout", ClosedPipe())
     with pytest.raises(SystemExit) as done:
-        from_command_line(["--list"])
+        cli.main(argv)
     assert done.value.code == 0
     assert os.readlink(f"/proc/self/fd/{ClosedPipe.descriptor}") == os.devnull  # for Python's last flush
     os.close(ClosedPipe.descriptor)

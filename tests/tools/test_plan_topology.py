@@ -1,5 +1,7 @@
 """Topologies of `plan` by name, and the table of chips."""
 
+import re
+
 import pytest
 
 from jaxrl_kernels import dispatch
@@ -7,6 +9,7 @@ from jaxrl_kernels.chips import CHIPS, GIB, GPUS, MULTIPROCESSORS, TPUS
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.plan import target
 from jaxrl_llm.plan.topology import parse_topology
+from jaxrl_llm.tools import plan
 
 
 @pytest.mark.parametrize(
@@ -87,3 +90,10 @@ def test_both_names_of_the_share_of_a_gpus_memory_are_read(environment, fraction
 def test_a_share_of_a_gpus_memory_that_cannot_be_is_refused(text):
     with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION is .*must be a number above 0"):
         target.gpu_mem_fraction({"XLA_CLIENT_MEM_FRACTION": text})
+
+
+def test_the_help_names_every_gpu_and_kind_of_tpu(capsys):
+    with pytest.raises(SystemExit):
+        plan.main(["--help"])
+    words = set(re.findall(r"[\w-]+", capsys.readouterr().out))
+    assert words >= {*GPUS, *(f"{kind}-N" for kind in TPUS)}
