@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,8 +79,17 @@ def remove_temporary(folder: Path, step: int | None = None) -> list[str]:
     """Delete temporary folders, of one step or of all. Return their names."""
     left = sorted(folder.glob("[0-9]*.tmp*" if step is None else f"{step}.tmp*"))
     for path in left:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
     return [path.name for path in left]
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, in which other writers of a save that failed may be at work for a moment."""
+    for _ in range(50):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(0.02)
 
 
 def rank_steps(folder: Path, metric: str, mode: str) -> list[int]:

@@ -208,8 +208,8 @@ class Checkpointer:
         return step
 
     def _exists(self, step: int) -> bool:
-        """Return whether a step is saved; a partial one, of a killed run, is deleted."""
-        folders.remove_temporary(self.folder, step)
+        """Return whether a step is saved; what killed or failed saves have left is deleted."""
+        folders.remove_temporary(self.folder)
         return step in self.steps()
 
     def _refuse_non_finite(self, step: int, arrays: dict[str, jax.Array]) -> None:
