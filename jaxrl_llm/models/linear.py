@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight
-from jaxrl_llm.sharding.rules import ROLLOUT, constrain
+from jaxrl_llm.sharding.rules import ROLLOUT, constrain, scatter_gradient
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T *I"]):
     """Apply a linear layer, with the bias and the adapter that it has."""
+    if c.lora and getattr(w, name).get_metadata("axes")[1] == "embed":
+        x = scatter_gradient(x)
     y = multiply(w, name, x)
     if hasattr(w, f"{name}_bias"):
         y = y + getattr(w, f"{name}_bias")[...]

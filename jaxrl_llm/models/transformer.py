@@ -31,7 +31,15 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, constrain_residual, fetch, whole_rows
+from jaxrl_llm.sharding.rules import (
+    TRAIN,
+    Rules,
+    constrain,
+    constrain_residual,
+    fetch,
+    gather_tokens,
+    whole_rows,
+)
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -304,7 +312,7 @@ def block(
     linear = functools.partial(apply_linear, c)
 
     def norm(x, weight):
-        return constrain(rms_norm(x, weight, c.norm_eps), "batch", "sequence", "hidden")
+        return gather_tokens(rms_norm(x, weight, c.norm_eps))
 
     def before_attention(w, x, rope):
         return (expand_latents if c.mla else project_heads)(c, w, norm(x, w.attention_norm[...]), rope)

@@ -164,15 +164,21 @@ def weight_bytes(c: TransformerConfig, mesh: Mesh, rules: Rules, dtype: DTypeLik
     }
 
 
-def product_widths(c: TransformerConfig) -> float:
-    """Return the numbers that a token reads and writes in the products of all layers and in attention."""
-    params, total = abstract(c), 0.0
-    for (name, leaf), dims in zip(named_leaves(params), layer_matrices(params), strict=True):
+def product_widths(c: TransformerConfig, mesh: Mesh) -> float:
+    """Return the numbers of a token that a device reads and writes in the products of all layers and in
+    attention. Tensor parallelism divides the outputs of some matrices and the inputs of others."""
+    params, total, tensor = abstract(c), 0.0, num_shards("heads", mesh.shape)
+    placed = jax.tree.leaves(shardings(c, mesh, GATHERED))
+    for (name, leaf), dims, sharding in zip(
+        named_leaves(params), layer_matrices(params), placed, strict=True
+    ):
         if dims is None or name.endswith(SCALE):
             continue
-        width = sum(math.prod(leaf.shape[dim] for dim in side) for side in dims)
-        total += leaf.shape[0] * width * (c.moe.experts_per_token if ".expert_" in name else 1)
-    return total + c.num_layers * _attention_width(c)
+        of_expert = ".expert_" in name
+        shape = leaf.shape if of_expert else sharding.shard_shape(leaf.shape)
+        width = sum(math.prod(shape[dim] for dim in side) for side in dims)
+        total += leaf.shape[0] * width * (c.moe.experts_per_token / tensor if of_expert else 1)
+    return total + c.num_layers * _attention_width(c) / tensor
 
 
 def _key_value_width(c: TransformerConfig) -> int:
@@ -216,7 +222,7 @@ def _local_tokens(mesh: Mesh, rows: Rows) -> float:
 
 
 def _activation_bytes(c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows) -> float:
-    widths = product_widths(c) / num_shards("heads", mesh.shape) + c.hidden_size * rows.logits
+    widths = product_widths(c, mesh) + c.hidden_size * rows.logits
     return _local_tokens(mesh, rows) * widths * jnp.dtype(dtype).itemsize
 
 

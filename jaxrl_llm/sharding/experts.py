@@ -198,9 +198,35 @@ def grouped_experts(
         order = jnp.pad(order, (0, -len(order) % length))
         total = _in_parts(per_token, length, gated, tokens, shares, experts, order, numbers, sizes)
         return total.reshape(h.shape)
-    out = _outputs(tokens[order // per_token], numbers[order], sizes, experts, gated)[jnp.argsort(order)]
+    places = jnp.argsort(order)
+    rows = _sorted_rows(per_token, tokens, order, places)
+    out = _sorted_rows(1, _outputs(rows, numbers[order], sizes, experts, gated), places, order)
     out = out.reshape(*chosen.shape, -1) * weights[..., None]
     return jnp.sum(out, axis=-2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sorted_rows(
+    copies: int, x: Float[Array, "T D"], order: Int[Array, " M"], places: Int[Array, " M"]
+) -> Float[Array, "M D"]:
+    """Return rows of x, each copied `copies` times, in this order.
+
+    The gradient reads them back by `places`, the inverse of the order, and sums the copies in float32; XLA's
+    would be a scatter into zeros.
+    """
+    return x[order // copies]
+
+
+def _sorted_rows_forward(copies, x, order, places):
+    return _sorted_rows(copies, x, order, places), places
+
+
+def _sorted_rows_backward(copies, places, gradient):
+    of_copies = gradient[places].reshape(-1, copies, gradient.shape[-1])
+    return jnp.sum(of_copies, axis=1, dtype=jnp.float32).astype(gradient.dtype), None, None
+
+
+_sorted_rows.defvjp(_sorted_rows_forward, _sorted_rows_backward)
 
 
 def _outputs(

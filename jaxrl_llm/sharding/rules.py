@@ -134,6 +134,34 @@ def constrain_residual(x: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
+def gather_tokens(x: jax.Array) -> jax.Array:
+    """Gather the output of a norm [B, T, D] for the products that read all tokens.
+
+    Its gradient is reduce-scattered. Without the first constraint a cast to the type of x may be made after
+    the gather, whose bytes are then those of the wider type.
+    """
+    return constrain(constrain_residual(x), "batch", "sequence", "hidden")
+
+
+@jax.custom_vjp
+def scatter_gradient(x: jax.Array) -> jax.Array:
+    """Return x [B, T, D], gathered tokens that one product reads; its gradient is reduce-scattered.
+
+    That of the sum of several products' gradients is enough, unless the gradients of adapters or a barrier
+    stand between them: XLA then all-reduces each.
+    """
+    return x
+
+
+def _scatter_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (constrain_residual(gradient),)
+
+
+gather_tokens.defvjp(lambda x: (gather_tokens(x), None), _scatter_backward)
+scatter_gradient.defvjp(lambda x: (x, None), _scatter_backward)
+
+
+@jax.custom_vjp
 def whole_rows(table: jax.Array) -> jax.Array:
     """Gather the embedding [V, D] for a lookup, which reads whole rows.
 

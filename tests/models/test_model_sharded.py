@@ -4,10 +4,17 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 from tiny_models import random_params
 
+from jaxrl_kernels.topology import gpu_devices, missing_compiler
 from jaxrl_llm import models
+from jaxrl_llm.algos import grpo
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.plan.collectives import count_collectives
+from jaxrl_llm.plan.hlo import parse
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, put_rows
 
@@ -58,3 +65,24 @@ def test_eight_devices_give_the_logits_of_one(mesh_config):
         got = logits(params, *put_rows(mesh, rows()))
     assert len(got.sharding.device_set) == 8
     np.testing.assert_allclose(got, on_one_device(), atol=1e-5 * np.abs(on_one_device()).max(), rtol=0)
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("lora", [models.LoraConfig(), models.LoraConfig(rank=8)], ids=["full", "LoRA"])
+def test_gpus_gather_tokens_in_bfloat16_and_scatter_their_gradients(lora):
+    """Tensor parallelism of two layers: 2 gathers of all tokens each, forward, again, and of gradients."""
+    if problem := missing_compiler("cuda"):
+        pytest.skip(problem)
+    sizes = dict(vocab_size=256, hidden_size=256, mlp_size=512, num_layers=2, num_heads=4, num_kv_heads=4)
+    config = models.TransformerConfig(**sizes, head_dim=128, tie_embeddings=True)
+    config = models.AdaptedConfig(**vars(config), lora=lora) if lora.rank else config
+    mesh = make_mesh(MeshConfig(fsdp=1, tensor=4), gpu_devices("h100", 4))
+    step = StepConfig(512, 2, dtype="bfloat16", remat="full")
+    learner = Learner(grpo.Config(kl_coef=0.0), config, optax.adam(1e-6), step, mesh)
+    program = learner.update_programs(("advantages", "rollout"))["accumulate"]
+    with jax.set_mesh(mesh):
+        compiled = program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)).compile()
+    sent = count_collectives(parse(compiled.as_text()), 4)
+    of_all_tokens = 3 / 4 * 2 * 512 * 256 * 2  # bytes
+    assert sent["all-gather"].bytes < (2 * 2 * 3 + 2) * of_all_tokens  # and for embedding and log-probs
+    assert sent["all-reduce"].bytes < 5 * of_all_tokens  # log-probs, float32; with LoRA each product had 2

@@ -150,6 +150,20 @@ def test_tiles_equal_grouped_products(sizes, monkeypatch):
     assert_equal_results(got, results_of(grouped_experts, chosen)(h, weights, experts))
 
 
+def test_gradients_of_sorted_rows_are_sums_of_float32():
+    """Assignments 3, 0, 2, 1 of two rows with two each; in bfloat16 256 + 1 is 256, 256 + 3 is 260."""
+    order = jnp.array([3, 0, 2, 1])
+    places = jnp.argsort(order)
+    rows, backward = jax.vjp(
+        lambda x: experts_module._sorted_rows(2, x, order, places), jnp.array([[5.0], [7]])
+    )
+    assert rows[:, 0].tolist() == [7, 5, 7, 5]
+    assert backward(jnp.array([[1.0], [2], [3], [4]]))[0].tolist() == [[2 + 4], [1 + 3]]
+    same = lambda x: experts_module._sorted_rows(4, x, order, places)
+    _, backward = jax.vjp(same, jnp.ones((1, 1), jnp.bfloat16))
+    assert backward(jnp.array([[1.0], [256], [1], [1]], jnp.bfloat16))[0].item() == 260
+
+
 @pytest.mark.parametrize(
     ("mesh_config", "choice"),
     [

@@ -9,6 +9,7 @@ from jaxrl_llm.tools import host_memory
 from jaxrl_llm.tools.host_memory import check_run_memory, staged_bytes, state_bytes
 
 LAYER = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 256 + 2 * 64 + 2 * 16  # q, k, v, o; feed-forward; norms
+NORMS = 2 * (2 * 64 + 2 * 16) + 64
 WEIGHTS = 128 * 64 + 2 * LAYER + 64  # tied embedding, two layers, the last norm
 SMALL = 256  # bytes of counters and coefficients
 
@@ -43,7 +44,8 @@ def machine(monkeypatch):
 def test_bytes_of_the_state(name, flags, bytes_of_a_weight):
     expected = bytes_of_a_weight * WEIGHTS
     value_heads = 28 * 64 if name == "ppo_tiny.py" else 0
-    assert expected <= state_bytes(recipe(*flags, name=name)) <= expected + value_heads + SMALL
+    norms = 2 * NORMS if "bfloat16" in flags else 0  # float32 in a reference, too
+    assert expected <= state_bytes(recipe(*flags, name=name)) <= expected + value_heads + norms + SMALL
 
 
 def test_a_critic_with_adapters_shares_the_frozen_weights():

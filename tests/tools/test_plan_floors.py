@@ -273,12 +273,14 @@ def test_counts_are_those_of_xla_and_a_loop_counts_every_time():
 
 def test_floors_of_a_dense_model():
     """4 shards of 16 tokens, two devices each; a layer has 9,216 weights, norms of 80, and a token has 512
-    numbers in and out of its products and 96 of attention."""
+    numbers in and out of its products, of which 7 x 32 are hidden states that both devices have, and 96 of
+    attention."""
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     rows = Rows(64, 4.0, True)
     flops = 2 * 64 * 2 * 9216 + 2 * 64 * 64 * 8 + 2 * 64 * 32 * 64
-    assert product_widths(SMALL) == 2 * (512 + 96)
-    activations = 2 * 16 * (608 + 32)
+    assert product_widths(SMALL, make_mesh(MeshConfig(fsdp=8))) == 2 * (512 + 96)
+    assert product_widths(SMALL, mesh) == 2 * (224 + (288 + 96) / 2) == 832
+    activations = 2 * 16 * (832 + 32)
     layers, norms, table = 2 * 9216, 2 * 2 * 80, 2 * 32 * 32  # bytes: half of 2-byte weights
     gathers = 0.75 * layers, 0.75 * table
     around = 2 * 16 * 32 * (4 * 2 + 1) / 2  # tokens to the other device of tensor
