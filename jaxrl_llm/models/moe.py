@@ -65,6 +65,12 @@ def copy_dtype(name: str, dtype: DTypeLike) -> DTypeLike:
     return jnp.float32 if SELECTION_BIAS in name else dtype
 
 
+def reads_float32(name: str) -> bool:
+    """Return whether the forward pass reads a weight ("layers.q") in float32, whatever the type of products:
+    norms, sinks, value heads, the bias that chooses experts, and scales of quantized weights."""
+    return name == "value" or any(part in name for part in ("norm", "sinks", SELECTION_BIAS, SCALE))
+
+
 def route_spec(c: TransformerConfig) -> jax.ShapeDtypeStruct:
     """Return shape [L, K] and type of the routes of a token: experts that it chose in each layer with any.
 

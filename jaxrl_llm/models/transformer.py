@@ -19,7 +19,7 @@ from jaxrl_llm.models.config import MLP, MoEConfig, TransformerConfig, layer_sta
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.linear import apply_linear, rms_norm
 from jaxrl_llm.models.mla import DecodeLatents, add_latent_weights, decode_latents, expand_latents
-from jaxrl_llm.models.moe import SELECTION_BIAS, RoutingSums, join_routes, routing_sums, sparse_mlp
+from jaxrl_llm.models.moe import RoutingSums, join_routes, reads_float32, routing_sums, sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rope import apply_rope, attention_scale, rope_tables, trajectory_lengths
@@ -381,12 +381,6 @@ def rope_fn(c: TransformerConfig):
 def final_norm_fn(c: TransformerConfig):
     """Return the final norm as a function for `per_token_call`."""
     return lambda weight, x: rms_norm(x, weight, c.norm_eps)
-
-
-def reads_float32(name: str) -> bool:
-    """Return whether the forward pass reads a weight ("layers.q") in float32, whatever the type of products:
-    norms, sinks, value heads, the bias that chooses experts, and scales of quantized weights."""
-    return name == "value" or any(part in name for part in ("norm", "sinks", SELECTION_BIAS, SCALE))
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
