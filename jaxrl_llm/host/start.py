@@ -56,7 +56,8 @@ def write_programs_by_rename() -> None:
 
 def _put(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
     """Write a program that is not there yet; takes the place of `LRUCache.put`."""
-    if cache.eviction_enabled:  # a second file belongs to each program
+    in_bucket = "://" in str(cache.path)  # whose objects are written whole
+    if cache.eviction_enabled or in_bucket:  # with eviction a second file belongs to each program
         _jax_put(cache, key, value)
         return
     final = cache.path / f"{key}-cache"
