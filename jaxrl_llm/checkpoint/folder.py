@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,21 +74,12 @@ def prune(folder: Path, keep: set[int]) -> None:
         shutil.rmtree(temporary(folder, step), ignore_errors=True)  # NFS keeps files that are being read
 
 
-def remove_temporary(folder: Path, step: int | None = None) -> list[str]:
-    """Delete temporary folders, of one step or of all. Return their names."""
-    left = sorted(folder.glob("[0-9]*.tmp*" if step is None else f"{step}.tmp*"))
+def remove_temporary(folder: Path) -> list[str]:
+    """Delete temporary folders. Return the names of those that were there."""
+    left = sorted(folder.glob("[0-9]*.tmp*"))
     for path in left:
-        _remove(path)
-    return [path.name for path in left]
-
-
-def _remove(path: Path) -> None:
-    """Delete a folder, in which other writers of a save that failed may be at work for a moment."""
-    for _ in range(50):
         shutil.rmtree(path, ignore_errors=True)
-        if not path.exists():
-            return
-        time.sleep(0.02)
+    return [path.name for path in left]
 
 
 def rank_steps(folder: Path, metric: str, mode: str) -> list[int]:

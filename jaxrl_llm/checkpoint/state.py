@@ -267,14 +267,14 @@ class Checkpointer:
             limit = "a file reached its size limit (ulimit -f)"
             self._give_up(step, limit if folders.TOO_LARGE in str(error) else "the disk is full")
         if outcome == _FAILED:
-            self._sweep(step)
+            self._sweep()
             where = f"{self.folder / str(step)}: {error}" if error else "in another process"
             raise SaveError(f"the checkpoint of step {step} failed: {where}") from error
         return outcome == _OK
 
     def _give_up(self, step: int, reason: str) -> None:
         """Delete the partial files of a save that does not fit; the previous checkpoint stays."""
-        self._sweep(step)
+        self._sweep()
         self.failures += 1
         message = (
             f"step {step} is NOT saved: {reason} ({self.folder}); {self._newest()}; saves given up so far: "
@@ -288,9 +288,12 @@ class Checkpointer:
         latest = self.latest()
         return "there is no checkpoint" if latest is None else f"the newest checkpoint is {latest}"
 
-    def _sweep(self, step: int) -> None:
-        if jax.process_index() == 0:
-            folders.remove_temporary(self.folder, step)
+    def _sweep(self) -> None:
+        """Delete what a failed save has left; its other writers may be at work for a moment."""
+        tries = 50 if jax.process_index() == 0 else 0
+        while tries and folders.remove_temporary(self.folder):
+            tries -= 1
+            time.sleep(0.02)
 
 
 @jax.jit
