@@ -262,7 +262,7 @@ class _Other(_Watch):
     def __init__(self):
         super().__init__()
         state = distributed.global_state
-        host = state.coordinator_address.rpartition(":")[0].strip("[]")
+        host = self.first = state.coordinator_address.rpartition(":")[0].strip("[]")
         try:
             timeout_ms = round(CONNECT_TIMEOUT * 1000)
             address = json.loads(state.client.blocking_key_value_get(ADDRESS_KEY, timeout_ms))
@@ -278,3 +278,8 @@ class _Other(_Watch):
         self.token = address["token"]
         self.introduce(self.connected(connection))
         threading.Thread(target=self.read, name="watch", daemon=True).start()
+
+    def _closed(self, peer: _Peer) -> None:
+        if peer.process < 0 and not self.farewell:  # process 0 is lost before it has introduced itself
+            peer.process, peer.host = 0, self.first
+        super()._closed(peer)

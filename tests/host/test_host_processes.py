@@ -51,9 +51,10 @@ from jaxrl_llm.host.processes import agree, on_first, share
 from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.watch import ADDRESS_KEY, _Watch, watched_processes
 
-if sys.argv[1] == "late" and os.environ["JAX_PROCESS_ID"] == "0":  # its thread has no core
+LATE = ("connected", "_receive", "introduce")  # its thread has no core
+if sys.argv[-1] in LATE and os.environ["JAX_PROCESS_ID"] == "0":
     def late(self, *args, original=getattr(_Watch, sys.argv[2])):
-        time.sleep(1.0)
+        time.sleep(1.0 if sys.argv[1] == "late" else 60.0)
         return original(self, *args)
     setattr(_Watch, sys.argv[2], late)
 
@@ -110,10 +111,13 @@ def test_alone_the_first_process_is_this_one():
         on_first(lambda: (_ for _ in ()).throw(UserError("bad")))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_process_0_works_for_all_and_a_lost_process_is_named(victim):
-    """Two processes; `work` runs in the first alone, its errors are raised in both, then one is killed."""
-    running = start_processes(FIRST, 2, ["kill"], devices=1, initialize=False)
+@pytest.mark.parametrize(("victim", "late"), [(0, ""), (1, ""), (0, "introduce")])
+def test_process_0_works_for_all_and_a_lost_process_is_named(victim, late):
+    """Two processes; `work` runs in the first alone, its errors are raised in both, then one is killed.
+
+    Late: process 0 is killed before its thread, which has no core, has introduced it to process 1.
+    """
+    running = start_processes(FIRST, 2, ["kill", late], devices=1, initialize=False)
     for process in running:
         process.wait_for("\n5\n" if process is running[0] else "\n0\n")
     start = time.monotonic()
