@@ -24,6 +24,7 @@ from jaxrl_llm.rollout.native.compile import CompiledCalls, call_all, largest_ca
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.drafts import DraftMemory
 from jaxrl_llm.rollout.native.kept import kept_programs, make_programs
+from jaxrl_llm.rollout.native.lanes import divide, num_lanes, run_lanes
 from jaxrl_llm.rollout.native.paged_cache import (
     check_pages,
     pages_in_free_memory,
@@ -31,7 +32,7 @@ from jaxrl_llm.rollout.native.paged_cache import (
     rollout_weight_bytes,
 )
 from jaxrl_llm.rollout.native.ring_cache import ring_bytes
-from jaxrl_llm.rollout.native.schedule import Scheduler
+from jaxrl_llm.rollout.native.schedule import Scheduler, throughput
 from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, bucket, make_shapes
 from jaxrl_llm.rollout.native.transfer import WeightTransfer
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
@@ -159,13 +160,20 @@ class NativeEngine:
         if self.programs.page_size:
             check_pages(requests, self.programs.page_size, self._shapes.num_pages)
         turns = TurnQueue(dialogue, responses, self.share, self.model.vocab_size) if dialogue else None
-        with jax.set_mesh(self.mesh):
-            stop_ids, memory = sampling.stop_ids(self.eos_ids), self.memory
-            scheduler = Scheduler(self._shapes, self.programs, weights, responses, stop_ids, turns, memory)
-            metrics = scheduler.run(sampling, functools.partial(text_of, self.tokenizer), before_chunk)
+        shapes, memory, stop_ids = self._shapes, self.memory, sampling.stop_ids(self.eos_ids)
+        start, detokenize = time.perf_counter(), functools.partial(text_of, self.tokenizer)
+
+        def run(part: Sequence[PartialResponse], before_chunk: Callable[[], None]) -> Scheduler:
+            with jax.set_mesh(self.mesh):
+                scheduler = Scheduler(shapes, self.programs, weights, part, stop_ids, turns, memory)
+                scheduler.run(sampling, detokenize, before_chunk)
+            return scheduler
+
+        schedulers = run_lanes(divide(responses, shapes.lanes), run, before_chunk)
         for response in responses:
             response.versions = [version] * len(response.ids)
-        return metrics
+        drafts = schedulers[0].drafts.finish() if shapes.draft_tokens else {}
+        return drafts | throughput(schedulers, time.perf_counter() - start)
 
     def snapshot(self, pending: Sequence[DeferredGeneration]) -> list[list[PartialResponse]]:
         """Return empty lists: responses are generated within one call."""
@@ -235,7 +243,7 @@ class NativeEngine:
             params: the trainer's weights, abstract.
             prompts: of one call of `generate`.
         """
-        shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
+        shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns, divided=False)
         stop_ids = sampling.stop_ids(self.eos_ids)  # their number is part of a program's shape
         calls = largest_calls(self.programs, shapes, params, prompts, sampling, stop_ids)
         return calls | ({"publish": self.transfer.program(params)} if self.transfer.is_needed(params) else {})
@@ -245,11 +253,22 @@ class NativeEngine:
         programs = self.programs
         return programs.compile_count + (programs.kept.compile_count if programs.kept else 0)
 
-    def _make_shapes(self, max_prompt: int, max_response: int, turns: bool) -> ProgramShapes:
+    def _make_shapes(
+        self, max_prompt: int, max_response: int, turns: bool, divided: bool = True
+    ) -> ProgramShapes:
+        """Return the shapes of a lane; there is one where conversations or responses share pages.
+
+        Args:
+            divided: into lanes, as a run is.
+        """
         num_shards, config = self.programs.num_shards, self.config
         self._limits = max_prompt, max_response, turns
+        alone = turns or self.programs.page_size or not divided
+        lanes = 1 if alone else num_lanes(self.mesh, config.slots)
         lengths, drafts = (max_prompt, max_response), (config.draft_tokens, config.draft_slots)
-        shapes = make_shapes(*lengths, config.slots, num_shards, config.prefill_tokens, turns, *drafts)
+        slots = -(-config.slots // lanes)
+        shapes = make_shapes(*lengths, slots, num_shards, config.prefill_tokens, turns, *drafts)
+        shapes = dataclasses.replace(shapes, lanes=lanes)
         paged = self.programs if self.programs.page_size else None
         if paged is None and turns:
             paged = kept_programs(self.programs, max_prompt + max_response)

@@ -86,7 +86,7 @@ class Scheduler:
         self.prefilled = PrefillBatch(None, {}, np.zeros(0, np.int32))
         self.prompt_routes: dict[bytes, np.ndarray] = {}  # of all tokens of a prompt but the last
         self.prefill_seconds, self.slot_steps = 0.0, 0
-        self.prefill_tokens, self.reused_tokens = 0, 0
+        self.tokens, self.prefill_tokens, self.reused_tokens = 0, 0, 0
         self.drafts = DraftTexts(memory or DraftMemory(), responses, shapes.max_draft_texts)
 
     def run(
@@ -94,13 +94,12 @@ class Scheduler:
         sampling: SamplingConfig,
         detokenize: Detokenize,
         before_chunk: Callable[[], None] = lambda: None,
-    ) -> Metrics:
-        """Finish all responses. Returns throughput metrics.
+    ) -> None:
+        """Finish all responses.
 
         Args:
             before_chunk: called before each chunk; what it raises ends the call.
         """
-        start, tokens = time.perf_counter(), 0
         while self._collect_replies() or self.waiting or self.slots.active.any():
             before_chunk()
             self._admit()
@@ -110,19 +109,8 @@ class Scheduler:
             self._prefill()
             self._shrink()
             chunk = self._decode(sampling)
-            tokens += int(chunk.produced.sum())
+            self.tokens += int(chunk.produced.sum())
             self._process(chunk, sampling.stop_strings, detokenize)
-        seconds = time.perf_counter() - start
-        drafts = self.drafts.finish() if self.shapes.draft_tokens else {}
-        return drafts | {
-            "rollout/tokens": tokens,
-            "rollout/seconds": seconds,
-            "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
-            "rollout/prefill_share": self.prefill_seconds / max(seconds, 1e-9),
-            "rollout/prefill_tokens": self.prefill_tokens,
-            "rollout/reused_tokens": self.reused_tokens,
-            "rollout/slot_occupancy": (tokens - self.drafts.accepted) / max(self.slot_steps, 1),
-        }
 
     def _collect_replies(self) -> bool:
         """Queue conversations that have got a reply. Returns whether others still wait for theirs."""
@@ -338,6 +326,26 @@ class Scheduler:
     def _busiest(self) -> int:
         """Return the largest number of active slots in a shard."""
         return int(self.slots.active.reshape(self.programs.num_shards, -1).sum(axis=1).max())
+
+
+def throughput(lanes: Sequence[Scheduler], seconds: float) -> Metrics:
+    """Return the metrics of schedulers that have run at the same time.
+
+    Args:
+        seconds: wall time of all.
+    """
+    total = lambda name: sum(getattr(lane, name) for lane in lanes)
+    tokens, accepted = total("tokens"), sum(lane.drafts.accepted for lane in lanes)
+    seconds = max(seconds, 1e-9)
+    return {
+        "rollout/tokens": tokens,
+        "rollout/seconds": seconds,
+        "rollout/tokens_per_second": tokens / seconds,
+        "rollout/prefill_share": total("prefill_seconds") / len(lanes) / seconds,
+        "rollout/prefill_tokens": total("prefill_tokens"),
+        "rollout/reused_tokens": total("reused_tokens"),
+        "rollout/slot_occupancy": (tokens - accepted) / max(total("slot_steps"), 1),
+    }
 
 
 def _filling(counts: tuple[int, ...], rows: int) -> int:

@@ -16,7 +16,7 @@ from jaxrl_llm.rollout.native.compile import call_all
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.paged_cache import pages_required
 from jaxrl_llm.rollout.native.programs import ChunkOutput
-from jaxrl_llm.rollout.native.schedule import Scheduler
+from jaxrl_llm.rollout.native.schedule import Scheduler, throughput
 from jaxrl_llm.rollout.native.shapes import make_shapes
 from jaxrl_llm.rollout.partial import new_responses
 from jaxrl_llm.rollout.turns import stop_end
@@ -144,8 +144,9 @@ def run(programs, shapes, requests, stop_ids=(1,), turns=False, sampling=PLAIN):
     """(finished responses, metrics)"""
     responses = new_responses(requests, jax.random.key(0))
     queue = TurnQueue(Replies(), responses, lambda value: value, VOCAB) if turns else None
-    metrics = Scheduler(shapes, programs, None, responses, stop_ids, queue).run(sampling, str)
-    return responses, metrics
+    scheduler = Scheduler(shapes, programs, None, responses, stop_ids, queue)
+    scheduler.run(sampling, str)
+    return responses, throughput([scheduler], 1.0)
 
 
 def random_requests(rng, max_prompt, max_response):
