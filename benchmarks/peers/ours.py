@@ -61,21 +61,21 @@ MIXTURE = replace(
 ADAPTED = with_lora(MODEL, LoraConfig(work.LORA_RANK, work.LORA_ALPHA))
 SAMPLING = SamplingConfig(ignore_eos=True)
 ALGO = grpo.Config(kl_coef=0.0, clip_low=work.CLIP, clip_high=work.CLIP)
-ROWS = int(os.environ.get("ROWS", 8))  # of a micro-batch: what the backward pass keeps stays small
+MICROBATCH = 1600  # tokens: what the backward pass keeps stays small, and gradients are added a few times
 
 
 def one_response(size: Work) -> dict[str, int]:
     """Return the rows of a micro-batch, of one response each."""
-    return {"row_tokens": size.prompt_tokens + size.new_tokens, "rows": ROWS}
+    row_tokens = size.prompt_tokens + size.new_tokens
+    return {"row_tokens": row_tokens, "rows": MICROBATCH // row_tokens}
 
 
 def all_responses(size: Work) -> dict[str, int]:
     """Return the rows of a micro-batch, of a prompt and all its responses each."""
     row_tokens = size.prompt_tokens + size.new_tokens + (size.group - 1) * (size.new_tokens + 1)
-    tokens = 1.5 * ROWS * (SMALL.prompt_tokens + SMALL.new_tokens)
     return {
         "row_tokens": row_tokens,
-        "rows": min(int(tokens // row_tokens), size.prompts),
+        "rows": min(MICROBATCH * 3 // 2 // row_tokens, size.prompts),
         "share_prefixes": True,
     }
 
