@@ -1,8 +1,9 @@
 """Incremental decoding: the rollout's weights, the ring KV cache, prefill and decode.
 
-The layers are the `block` that training runs. Those of shallow models are unrolled, with separate arrays for
-each layer: on a CPU a scan copies every weight and every cache out of its stack for every token, which takes
-a third more time. Deeper models are scanned, as in training: compile time does not grow with depth.
+The layers are the `block` that training runs. Models of up to MAX_UNROLLED_LAYERS are unrolled, with
+separate arrays for each layer: on a CPU a scan copies every weight and every cache out of its stack for every
+token, which takes a third more time. Deeper models are scanned, as in training: compile time does not grow
+with depth.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
-from jaxrl_kernels.dispatch import device
 from jaxrl_kernels.flash_attention.reference import dense_attention
 from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_kernels.flash_attention.spec import AttentionSpec
@@ -40,7 +40,7 @@ from jaxrl_llm.models.transformer import (
 from jaxrl_llm.models.windows import window_sizes
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
 
-MAX_UNROLLED_LAYERS, MAX_UNROLLED_ON_CPU = 12, 32
+MAX_UNROLLED_LAYERS = 12
 """Each unrolled layer costs about 0.1 s of compile time, in every program."""
 
 
@@ -71,9 +71,9 @@ class RingCache(NamedTuple):
         return self.k[0].shape[-1]
 
 
-def is_unrolled(c: TransformerConfig, platform: str) -> bool:
-    """Return whether layers are unrolled rather than scanned on devices of this platform."""
-    return c.num_layers <= (MAX_UNROLLED_ON_CPU if platform == "cpu" else MAX_UNROLLED_LAYERS)
+def is_unrolled(c: TransformerConfig) -> bool:
+    """Return whether the layers are unrolled rather than scanned."""
+    return c.num_layers <= MAX_UNROLLED_LAYERS
 
 
 def decode_weights(
@@ -84,14 +84,13 @@ def decode_weights(
     Always a copy, so that the trainer may donate its own.
 
     Args:
-        out_shardings: `decode_shardings` of the copy; None = it is used on the devices of `jax.set_mesh`.
-            Stacked layers are resharded one at a time: all at once, a TPU would hold the gathered stack and
-            the copy of it.
+        out_shardings: `decode_shardings` of the copy. Stacked layers are then resharded one at a time:
+            all at once, a TPU would hold the gathered stack and the copy of it.
     """
     params = jax.tree.map(jnp.copy, cast_weights(params, dtype))
     c = params.config
     layers = [getattr(params, name) for name in layer_stacks(c)]
-    if is_unrolled(c, device()[0]) if out_shardings is None else len(out_shardings.layers) == c.num_layers:
+    if is_unrolled(c):
         depths = [stack.num_layers for stack in layer_stacks(c).values()]
         stacks = zip(layers, depths, strict=True)
         layers = [jax.tree.map(lambda w, i=i: w[i], stack) for stack, n in stacks for i in range(n)]
@@ -110,7 +109,7 @@ def decode_shardings(c: TransformerConfig, mesh: Mesh, rules: Rules) -> DecodeWe
     """Return the tree of `decode_weights` with `NamedSharding` leaves."""
     tree = shardings(c, mesh, rules)
     layers = [getattr(tree, name) for name in layer_stacks(c)]
-    if is_unrolled(c, mesh.devices.flat[0].platform):
+    if is_unrolled(c):
         layers = [jax.tree.map(_without_layer_axis, stack) for stack in layers]
         depths = [stack.num_layers for stack in layer_stacks(c).values()]
         layers = [layer for layer, n in zip(layers, depths, strict=True) for _ in range(n)]
@@ -123,20 +122,10 @@ def _without_layer_axis(stack: NamedSharding) -> NamedSharding:
 
 
 def init_ring_cache(
-    c: TransformerConfig,
-    slots: int,
-    length: int,
-    dtype: DTypeLike,
-    strict: bool = False,
-    unrolled: bool | None = None,
+    c: TransformerConfig, slots: int, length: int, dtype: DTypeLike, strict: bool = False
 ) -> RingCache:
-    """Return zeros for `slots` sequences of `length` tokens; a strict cache holds no latents.
-
-    Args:
-        unrolled: as the weights are; None = on the devices of `jax.set_mesh`.
-    """
-    unrolled = is_unrolled(c, device()[0]) if unrolled is None else unrolled
-    arrays, depth = (c.num_layers, ()) if unrolled else (1, (c.num_layers,))
+    """Return zeros for `slots` sequences of `length` tokens; a strict cache holds no latents."""
+    arrays, depth = (c.num_layers, ()) if is_unrolled(c) else (1, (c.num_layers,))
     heads, size = cache_dims(c, strict)
     shape = (*depth, slots, heads)
     k = tuple(jnp.zeros((*shape, size, length), dtype) for _ in range(arrays))
@@ -229,7 +218,7 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
     """
     outs, start = [], 0
     stacks = layer_stacks(c).values()
-    if len(layers) == c.num_layers:
+    if is_unrolled(c):
         configs = [stack for stack in stacks for _ in range(stack.num_layers)]
         chosen = []
         for i, (config, weights, window) in enumerate(zip(configs, layers, window_sizes(c), strict=True)):

@@ -70,7 +70,7 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     """And prefill writes what decode writes. The ring is shorter than what passes through it."""
     config = VARIANTS[variant]
     if "scanned" in variant:
-        monkeypatch.setattr(decode, "MAX_UNROLLED_ON_CPU", 1)
+        monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
     tokens = np.random.default_rng(1).integers(0, 64, (2, 7), np.int32)
     positions = np.tile(np.arange(7, dtype=np.int32), (2, 1))
     hidden = jax.jit(lambda p, *args: p(*args))(random_params(config), tokens, positions)
@@ -107,7 +107,7 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
 )
 def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
     """A scanned model with windows and sinks, token by token; also in the wider pages of a TPU."""
-    monkeypatch.setattr(decode, "MAX_UNROLLED_ON_CPU", 1)
+    monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
     weights = weights_of(config)
     ring = decode.init_ring_cache(config, 2, 24, jnp.float32)
     with monkeypatch.context() as there:
@@ -148,7 +148,7 @@ def test_weights_are_a_copy_and_norms_keep_their_type():
 
 def test_stacked_weights_are_resharded_layer_by_layer(monkeypatch):
     """From the trainer's sharding to that of rollout on 2 x 2 x 2 devices, layers in one array."""
-    monkeypatch.setattr(decode, "MAX_UNROLLED_ON_CPU", 1)
+    monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
     mesh = make_mesh(MeshConfig(2, 2, 2), jax.devices()[:8])
     there = decode.decode_shardings(DENSE_FIRST, mesh, ROLLOUT)
     moved = jax.device_put(random_params(DENSE_FIRST), models.shardings(DENSE_FIRST, mesh, TRAIN))
@@ -162,7 +162,7 @@ def test_stacked_weights_are_resharded_layer_by_layer(monkeypatch):
 
 @pytest.mark.parametrize("program", ["prefill", "decode"])
 def test_the_program_does_not_grow_with_depth(program):
-    """As many operations for 64 layers as for 48."""
+    """As many operations for 32 layers as for 16."""
 
     def size(num_layers):
         c = dataclasses.replace(TINY, num_layers=num_layers)
@@ -177,14 +177,7 @@ def test_the_program_does_not_grow_with_depth(program):
             lowered = jax.jit(decode.decode_ring, static_argnums=0).lower(c, weights, cache, ints, ints)
         return len(lowered.as_text().splitlines())
 
-    assert size(48) == size(64) < size(decode.MAX_UNROLLED_ON_CPU)
-
-
-def test_deeper_models_are_unrolled_on_a_cpu_than_on_accelerators():
-    layers = lambda n: dataclasses.replace(TINY, num_layers=n)
-    assert [decode.is_unrolled(layers(n), "cpu") for n in (12, 13, 32, 33)] == [True, True, True, False]
-    for platform in ("tpu", "gpu", "cuda"):
-        assert [decode.is_unrolled(layers(n), platform) for n in (12, 13)] == [True, False]
+    assert size(16) == size(32) < size(decode.MAX_UNROLLED_LAYERS)
 
 
 def test_the_embedding_is_looked_up_where_it_is():

@@ -29,7 +29,7 @@ def tokens_of(ring, slot, length):
 @pytest.mark.parametrize(("config", "lanes"), [(TINY, 1), (LATENTS, 1), (WINDOWED, 128)])
 def test_tokens_survive_the_way_through_pages(config, lanes, scanned, monkeypatch):
     """Slot 2 had 7 tokens before a chunk of 3; it comes back as slot 1, to another place of the ring."""
-    monkeypatch.setattr(decode, "MAX_UNROLLED_ON_CPU", 1 if scanned else 12)
+    monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1 if scanned else 12)
     monkeypatch.setattr(paged, "device", lambda: ("tpu" if lanes > 1 else "cpu", ""))
     pages = paged.init_paged_cache(config, PAGES, PAGE, jnp.float32)
     ring, numbers = random_ring(config, cursor=5), [4, 2, 6]

@@ -106,11 +106,11 @@ class Programs:
         self.dtype, self.cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
         per_shard = sharding_for(mesh, ("batch",), (mesh.size,), ROLLOUT).shard_shape((mesh.size,))[0]
         self.num_shards = mesh.size // per_shard  # that the slots are divided into
-        self.compile_count, self.unrolled = 0, decode.is_unrolled(config, mesh.devices.flat[0].platform)
+        self.compile_count = 0
         replicated = NamedSharding(mesh, PartitionSpec())
         # Every result has an explicit sharding, so that one program's output is the next one's input on
         # every path: a cache of another sharding would be another program.
-        shapes = jax.eval_shape(lambda: self.init_ring(self.num_shards, 1))
+        shapes = jax.eval_shape(lambda: self._init_ring(self.num_shards, 1))
         ring = RingCache(*self._kv_shardings(shapes, "batch"), replicated)
         cache = self.page_shardings() if page_size else ring
         weights = decode.decode_shardings(config, mesh, ROLLOUT)
@@ -166,12 +166,10 @@ class Programs:
         self.compile_count += 1
         if self.page_size:
             return paged.init_paged_cache(self.config, count, length, self.cache_dtype, self.strict)
-        return self.init_ring(count, length)
+        return self._init_ring(count, length)
 
-    def init_ring(self, slots: int, length: int) -> RingCache:
-        """Return an empty ring cache of `slots` sequences of `length` tokens."""
-        sizes = slots, length, self.cache_dtype, self.strict
-        return decode.init_ring_cache(self.config, *sizes, self.unrolled)
+    def _init_ring(self, slots: int, length: int) -> RingCache:
+        return decode.init_ring_cache(self.config, slots, length, self.cache_dtype, self.strict)
 
     def _prefill(self, weights: DecodeWeights, tokens, lengths) -> tuple[PromptKV, jax.Array | None]:
         """Compute keys and values of left-padded prompts, and routes. Rows are replicated: any slot may take

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 
 import jax
 import numpy as np
 
+from jaxrl_llm.models.decode import init_ring_cache
 from jaxrl_llm.rollout.native.programs import ChunkOutput, PrefillBatch, Programs, SlotState
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
 from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
@@ -85,6 +85,7 @@ def ring_bytes(programs: Programs, shapes: ProgramShapes) -> int:
     """Return the memory on one device of the longest ring and the one that it grows from."""
     sizes = []
     for length in shapes.cache_lengths[-2:]:
-        ring = jax.eval_shape(functools.partial(programs.init_ring, shapes.slot_counts[-1], length))
+        sizes_of = programs.config, shapes.slot_counts[-1], length, programs.cache_dtype, programs.strict
+        ring = jax.eval_shape(lambda of=sizes_of: init_ring_cache(*of))
         sizes.append(bytes_per_device(with_shardings(ring, programs.shardings["ring"])))
     return sum(sizes)
