@@ -81,7 +81,7 @@ def test_memory_that_is_enough_for_the_state_or_for_all_arrays(machine):
     assert finding.status == "ok" and finding.text.endswith("take 2.01 MiB, 1.00 GiB are free")
     machine(16 * WEIGHTS + SMALL)
     finding = check_run_memory(config)
-    assert finding.status == "note" and "; up to 4.5" in finding.text and "--rollout.slots" in finding.text
+    assert finding.status == "note" and "; up to 4.0" in finding.text and "--rollout.slots" in finding.text
 
 
 @pytest.mark.slow

@@ -216,7 +216,9 @@ class Programs:
         self.compile_count += 1
 
         def take(x, axis):
-            x = jnp.take(x, rows, axis=-4, mode="clip")
+            flat = x.reshape(-1, *x.shape[-3:])  # gathers of a later dim would be transposed
+            index = jnp.arange(0, len(flat), x.shape[-4])[:, None] + jnp.maximum(rows, 0)
+            x = flat[index].reshape(*x.shape[:-4], len(rows), *x.shape[-3:])
             return jnp.pad(x, _pad_widths(x, axis, (length - x.shape[axis], 0)))
 
         k, v = prompts
@@ -230,7 +232,7 @@ class Programs:
             width = new.shape[axis]
             new = jax.lax.slice_in_dim(new, max(0, width - cache.length), width, axis=axis % new.ndim)
             new = jnp.pad(new, _pad_widths(new, axis, (cache.length - new.shape[axis], 0)))
-            return jnp.where(chosen[:, None, None, None], jnp.roll(new, cache.cursor, axis=axis), old)
+            return jnp.where(chosen[:, None, None, None], roll(new, cache.cursor, axis), old)
 
         k = tuple(put(old, new, -1) for old, new in zip(cache.k, prompts[0], strict=True))
         v = tuple(put(old, new, -2) for old, new in zip(cache.v, prompts[1], strict=True))
@@ -246,7 +248,7 @@ class Programs:
             shards = x.reshape(-1, self.num_shards, slots // self.num_shards, heads, rows, columns)
             pick = jax.vmap(jax.vmap(lambda shard, i: shard[i]), in_axes=(0, None))  # layers, shards
             x = pick(shards, index).reshape(*depth, len(old_slots), heads, rows, columns)
-            x = jnp.roll(x, -cache.cursor, axis=axis)  # newest token at the old end
+            x = roll(x, cache.length - cache.cursor, axis)  # newest token at the old end
             return jnp.pad(x, _pad_widths(x, axis, (0, length - cache.length)))
 
         k, v = tuple(move(x, -1) for x in cache.k), tuple(move(x, -2) for x in cache.v)
@@ -380,6 +382,16 @@ class Programs:
         zeros = lambda dtype, *dims: jnp.zeros((self.chunk, num_slots, *dims), dtype)
         out = zeros(jnp.int32), zeros(jnp.float32)
         return out if self.route is None else (*out, zeros(self.route.dtype, *self.route.shape))
+
+
+def roll(x: jax.Array, shift: jax.Array, axis: int) -> jax.Array:
+    """Return `jnp.roll(x, shift, axis)` for shifts of 0 to its length, without the array of twice that."""
+    length = x.shape[axis]
+    part = lambda before, after: jax.lax.dynamic_slice_in_dim(
+        jnp.pad(x, _pad_widths(x, axis, (before, after))), length - shift, length, axis % x.ndim
+    )
+    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis % x.ndim)
+    return jnp.where(index < shift, part(0, length), part(length, 0))
 
 
 def _pad_widths(x: jax.Array, axis: int, widths: tuple[int, int]) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_LENGTH = 32  # tokens; a shorter rung saves nothing
+MIN_LENGTH = 32  # tokens: the multiple that rungs are of; half of it for short ones
 MAX_COPIES = 32  # pages of a shard that one call copies: a prefill batch is followed by a few
 MAX_TEXTS = 8  # of other responses, as long as the longest sequence, that drafts are looked up in
 
@@ -117,8 +117,10 @@ def num_copies(num_slots: int, num_shards: int) -> int:
 
 
 def ladder(top: int, lowest: int, factor: float) -> tuple[int, ...]:
-    """Return `top`, `top` / factor, ... down to `lowest`, as multiples of MIN_LENGTH; ascending."""
-    rounded = lambda size: -int(-size // MIN_LENGTH) * MIN_LENGTH
+    """Return `top`, `top` / factor, ... down to `lowest`, ascending: multiples of MIN_LENGTH, of half of it
+    where they are short, for which the padding counts."""
+    unit = lambda size: MIN_LENGTH if size > 4 * MIN_LENGTH else MIN_LENGTH // 2
+    rounded = lambda size: -int(-size // unit(size)) * unit(size)
     sizes, size = set(), rounded(max(top, 1))
     while size >= lowest or not sizes:
         sizes.add(rounded(size))
@@ -127,10 +129,11 @@ def ladder(top: int, lowest: int, factor: float) -> tuple[int, ...]:
 
 
 def row_counts(max_rows: int) -> tuple[int, ...]:
-    """Return `max_rows` (at least 1), a quarter of it, ...; ascending."""
+    """Return `max_rows` (at least 1), a quarter of it, ..., ascending: the smaller ones powers of two, as the
+    numbers of prompts mostly are."""
     counts = [max(max_rows, 1)]
     while counts[-1] >= 4:
-        counts.append(counts[-1] // 4)
+        counts.append(1 << (counts[-1] // 4).bit_length() - 1)
     return tuple(reversed(counts))
 
 

@@ -25,7 +25,7 @@ EOS = 1
 KEY = jax.random.key(7)
 VERSION = 7
 LIMIT = 40  # response tokens
-WIDTH = 80  # longest prompt and response together; the ring grows from 64 to 96
+WIDTH = 80  # longest prompt and response together; the ring grows from 64 to 80
 
 
 def params():

@@ -118,11 +118,11 @@ def test_stops_inside_a_draft_end_the_response():
 
 
 def test_the_planned_program_reads_a_draft_in_each_slot():
-    """Two slots; 12 columns of 8 tokens, and 8 texts as long as the longest sequence."""
+    """Two slots; 10 columns of 8 tokens, and 8 texts as long as the longest sequence."""
     arguments = params(), LIMIT, LIMIT, 5, SamplingConfig()
     program = engine(**DRAFTS).largest_calls(*arguments, turns=False)["decode_drafts"]
     _, _, state, *_, table, texts = program.args
-    assert len(state.tokens) == 2 and table.shape == (2, 12) and texts.shape == (2, 8 * 96 + 96)
+    assert len(state.tokens) == 2 and table.shape == (2, 10) and texts.shape == (2, 8 * 80 + 80)
     assert program.static == {"num_drafts": 4, "filtered": False}
     plain = engine(cache="paged", page=8).largest_calls(*arguments, turns=False)
     assert "decode_drafts" not in plain

@@ -79,12 +79,12 @@ def test_conversations_that_are_prefilled_in_no_time_are_not_kept(monkeypatch):
 
 
 def test_planned_programs_keep_turns():
-    """40 + 40 tokens take 10 pages, and one that is a copy; the ring has the tokens of 12."""
+    """40 + 40 tokens take 10 pages, and one that is a copy; the ring has the tokens of 10."""
     calls = engine(**KEPT).largest_calls(params(), 40, 40, 5, SamplingConfig(), turns=True)
     ring, pages, table, *_ = calls["read_kept"].args
-    assert ring.length == 96 and table.shape == (15, 12)
+    assert ring.length == 80 and table.shape == (15, 10)
     assert pages.k.shape == (2 * (1 + 15 * 11), 2, 8, 8) and pages.k.dtype == jnp.float32
-    assert calls["write_kept"].args[3].shape == (15 * 12, 3)
+    assert calls["write_kept"].args[3].shape == (15 * 10, 3)
     assert "read_kept" not in engine(**KEPT).largest_calls(params(), 40, 40, 5, SamplingConfig(), turns=False)
 
 

@@ -107,11 +107,11 @@ def test_scarce_pages_change_nothing_but_what_is_read_again():
 
 
 def test_planned_conversations_extend_pages():
-    """40 + 40 tokens, a row for each of 15 slots; 12 columns of pages. Else there is no such program."""
+    """40 + 40 tokens, a row for each of 15 slots; 10 columns of pages. Else there is no such program."""
     arguments = params(), 40, 40, 5, SamplingConfig()
     program = engine(**ROOMY).largest_calls(*arguments, turns=True)["extend"]
     _, _, table, tokens, *_ = program.args
-    assert tokens.shape == (15, 96) and table.shape == (15, 12)
+    assert tokens.shape == (15, 80) and table.shape == (15, 10)
     assert "extend" not in engine(**ROOMY).largest_calls(*arguments, turns=False)
 
 

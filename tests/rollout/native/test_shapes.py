@@ -23,13 +23,13 @@ def test_shapes_of_a_run():
 
 def test_shapes_of_a_small_run():
     shapes = make_shapes(1, 1, slots=1, num_shards=1, prefill_tokens=8)
-    assert shapes.slot_counts == (1,) and shapes.cache_lengths == (32,) and shapes.prefill == ((32, (1,)),)
+    assert shapes.slot_counts == (1,) and shapes.cache_lengths == (16,) and shapes.prefill == ((16, (1,)),)
 
 
 def test_short_prompts_use_a_short_cache_beside_a_long_limit():
     """Rungs of 1.5 down to a fifth of the response, 51 tokens, but not below 64."""
     lengths = make_shapes(4096, 256, slots=8, num_shards=1, prefill_tokens=4096).cache_lengths
-    assert lengths == (96, 128, 192, 256, 384, 576, 864, 1312, 1952, 2912, 4352)
+    assert lengths == (80, 128, 192, 256, 384, 576, 864, 1312, 1952, 2912, 4352)
 
 
 def test_slots_are_rounded_up_to_the_shards():
@@ -57,7 +57,7 @@ def test_turns_prefill_whole_conversations():
     assert make_shapes(100, 300, 16, 2, 400, turns=True).slot_counts == (16,)  # turns come back to them
     assert make_shapes(100, 300, 16, 2, 400).slot_counts == (2, 4, 8, 16)
     shapes = make_shapes(100, 300, slots=1, num_shards=1, prefill_tokens=400, turns=True)
-    assert shapes.prefill == ((64, (1, 6)), (128, (3,)), (224, (1,)), (416, (1,)))
+    assert shapes.prefill == ((64, (1, 6)), (112, (3,)), (224, (1,)), (416, (1,)))
 
 
 def test_pages_by_hand():
@@ -70,9 +70,11 @@ def test_pages_by_hand():
     "arguments, expected",
     [
         ((192, 64, 1.5), (96, 128, 192)),
-        ((320, 64, 2), (96, 160, 320)),
+        ((320, 64, 2), (80, 160, 320)),
         ((511, 32, 4), (32, 128, 512)),
-        ((0, 32, 4), (32,)),
+        ((0, 32, 4), (16,)),
+        ((37, 32, 4), (48,)),
+        ((129, 32, 4), (48, 160)),
     ],
 )
 def test_ladder(arguments, expected):
@@ -80,7 +82,8 @@ def test_ladder(arguments, expected):
 
 
 def test_row_counts_and_rungs():
-    assert row_counts(64) == (1, 4, 16, 64) and row_counts(3) == (3,) and row_counts(0) == (1,)
+    assert row_counts(64) == (1, 4, 16, 64) and row_counts(85) == (1, 4, 16, 85)
+    assert row_counts(8) == (2, 8) and row_counts(3) == (3,) and row_counts(0) == (1,)
     assert [round_up((2, 8), n) for n in (0, 2, 3, 8)] == [2, 2, 8, 8]
 
 
