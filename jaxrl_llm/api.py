@@ -32,8 +32,11 @@ from jaxrl_llm.train import execute
 
 EVALUATION = {"data.eval_path", "data.holdout", "eval.every"}
 """Settings that say on what to evaluate."""
-OF_ROWS = {"data.holdout", "steps", "epochs"}
-"""Settings that are checked together with the rows, not with the recipe's own data."""
+OF_ROWS = {
+    "data.path": ("data.holdout", "steps", "epochs", "data.train."),
+    "data.eval_path": ("data.eval.",),
+}
+"""Settings, or their beginnings, that are checked together with the rows, not with the recipe's own data."""
 Rows = Iterable[Mapping[str, Any]]
 Prompt = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
 
@@ -123,13 +126,17 @@ def run(
             f'reward: {reward!r:.100} is no function; a built-in reward is **{{"reward.name": NAME}}'
         )
     given = {"data.path": data, "data.eval_path": eval_data}
-    of_rows = {key: settings.pop(key) for key in OF_ROWS & settings.keys() if data is not None}
+    of_rows = {
+        path: {key: settings.pop(key) for key in list(settings) if key.startswith(OF_ROWS[path])}
+        for path, rows in given.items()
+        if rows is not None
+    }
     resolved = with_settings(recipe, settings)
     for (key, rows), name in zip(given.items(), ("train", "eval"), strict=True):
         if rows is not None:
             file = write_rows(rows, Path(resolved.config.run_dir) / "data", name)
-            own = {key: str(file), **(of_rows if rows is data else {})}
-            resolved = with_settings(resolved.config, own)._replace(recipe=resolved.recipe)
+            own = with_settings(resolved.config, {key: str(file), **of_rows[key]})
+            resolved = own._replace(recipe=resolved.recipe)
     run_dir = Path(resolved.config.run_dir)
     if reward is not None:
         name = reward_label(reward)

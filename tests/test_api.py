@@ -131,6 +131,12 @@ def test_the_model_generates(result):
         (("grpo_tiny.py",), {"data": "my.jsonl"}, "data: str given, a list of rows (dicts) expected; the"),
         (("grpo_tiny.py",), {"data": ROWS, "epochs": 2}, "--steps and --epochs are both given"),
         (("grpo_tiny.py",), {"data": ROWS, "data.holdout": 25}, "--data.holdout 25: the files have 25 rows"),
+        (("grpo_tiny.py",), {"data": ROWS, "data.train.1.path": "none.jsonl"}, "none.jsonl"),
+        (
+            ("grpo_tiny.py",),
+            {"eval_data": ROWS, "data.eval.0.path": "a.jsonl", "data.eval.1.path": "none.jsonl"},
+            "none.jsonl",
+        ),
         (("grpo_tiny.py",), {"reward": "exact"}, "reward: 'exact' is no function; a built-in reward is"),
         (("grpo_tiny.py",), {"reward": lambda: 1.0, "data": ROWS}, "reward"),
     ],

@@ -160,6 +160,8 @@ def csv_file(path: Path) -> RowFile:
     where = lambda i: f"{path}:{lines[i]}"
     if isinstance(header, str):
         return no_rows(path, f"{path}:1: the header is damaged: {header}")
+    if twice := next((name for name in header if name and header.count(name) > 1), None):
+        return no_rows(path, f"{path}:1: two columns are named {twice!r}: rename one of them")
 
     def get(i: int) -> dict[str, str]:
         cells = records[i + 1][1]

@@ -53,11 +53,13 @@ def write_scores(args: ScoreArguments, reward: RewardConfig) -> None:
         open_devices()
         if args.model:
             model = open_model(args.model, args)
-            score, args = logprob_scores(args, model, rows), replace(args, step=model.step)
+            args = replace(args, step=model.step)
+        output = ResumableOutput(args.out, settings_of(args, reward, args.data), args.resume)
+        if args.model:
+            score = logprob_scores(args, model, rows)
         else:
             score = reward_scores(args, reward, rows, closing)
-        settings = settings_of(args, reward, args.data)
-        output = closing.enter_context(ResumableOutput(args.out, settings, args.resume))
+        closing.enter_context(output)
         bar = ProgressBar(len(rows), "rows", output.rows_done)
         for start in range(output.rows_done, len(rows), args.window):
             numbers = range(start, min(start + args.window, len(rows)))

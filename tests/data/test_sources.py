@@ -198,6 +198,14 @@ def test_bytes_that_are_not_utf8_and_ragged_csv_are_bad_rows(tmp_path):
         opened(tmp_path / "a.csv")
 
 
+def test_columns_of_one_name_are_refused_but_those_without_one(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer,prompt\nx,1,y\n")
+    with pytest.raises(ValueError, match=r"a\.csv:1: two columns are named 'prompt': rename one of them"):
+        opened(tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_text("prompt,answer,,\nx,1,,\n")
+    assert opened(tmp_path / "b.csv").num_bad == 0
+
+
 UNREADABLE = {
     "empty.jsonl": (b"", "has no rows"),
     "empty.json": (b"", "has no rows"),

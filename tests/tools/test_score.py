@@ -86,6 +86,15 @@ def test_a_file_without_rows_is_refused(folder, tmp_path):
         run(folder, tmp_path, [])
 
 
+def test_a_file_that_the_command_did_not_write_is_refused_before_weights_are_loaded(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jaxrl_llm.tools.models.StoredModel.load", lambda *_: pytest.fail("they are loaded"))
+    (tmp_path / "o.jsonl").write_text("mine\n")
+    with pytest.raises(UserError, match="exists, and is no output of this command"):
+        run(folder, tmp_path, ['{"tokens": [1, 2]}'])
+
+
 def test_messages_are_templated_whole(folder, tmp_path):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
     [line] = run(folder, tmp_path, [json.dumps({"messages": messages})])
