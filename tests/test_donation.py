@@ -72,3 +72,12 @@ def test_all_donated_bytes_are_reused(case):
     size = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in donated)
     assert size > 10_000
     assert lowered.compile().memory_analysis().alias_size_in_bytes == size
+
+
+def test_an_update_writes_weights_and_moments_in_place():
+    """Beside the donated weights and two moments of AdamW it holds its updates, as large as the weights, at
+    most: not copies of the moments, which would be twice that."""
+    mesh, (function, args, static) = of_update("apply")
+    with jax.set_mesh(mesh):
+        memory = function.lower(*args, **static).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 2

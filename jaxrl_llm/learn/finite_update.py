@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
+from jaxrl_kernels.dispatch import device
 from jaxrl_llm.learn.optim_states import is_moment
 from jaxrl_llm.structs import Metrics, Params
 
@@ -66,11 +67,15 @@ def update_by_leaf(
 
     update_norm, param_norm = jnp.sqrt(sum(_each_leaf(optimizer, squares, inputs)))
     finite = finite & jnp.isfinite(update_norm) & jnp.isfinite(param_norm)
+    norms = {"update_norm": update_norm, "param_norm": param_norm}
+    if device()[0] == "cpu":  # XLA drops the barriers below there, so it would copy all moments
+        update, keep = lambda *old: step(*old)[2:], lambda *old: old[:2]
+        return Applied(*jax.lax.cond(finite, update, keep, *inputs), finite, norms)
     finite, inputs = jax.lax.optimization_barrier((finite, inputs))  # or the compiler keeps the first results
     results = _each_leaf(optimizer, lambda *leaf: _select(finite, step(*leaf), leaf), inputs)
     first = lambda *leaves: next((x for x in leaves if x is not None), None)
     joined = jax.tree.map(first, *results, is_leaf=lambda x: x is None or is_moment(x))
-    return Applied(*joined, finite, {"update_norm": update_norm, "param_norm": param_norm})
+    return Applied(*joined, finite, norms)
 
 
 def _select(finite: Bool[Array, ""], new: UpdateStep, old: Inputs) -> tuple[Params, Any]:

@@ -111,7 +111,7 @@ def nan_updates():
         (1.0, jnp.nan, 1.0, optax.sgd(0.1)),
         (1.0, 1.0, jnp.inf, optax.sgd(0.1)),
         (1.0, 1.0, 1.0, nan_updates()),  # a finite gradient, and an optimizer that makes NaN of it
-        (1.0, 1.0, 1.0, optax.sgd(1e39)),
+        (1.0, 2.0, 1.0, optax.sgd(3e38)),
         (3e38, -1.0, 1.0, optax.sgd(3e38)),  # update and weight are finite, their sum is not
         (jnp.nan, 1.0, 1.0, optax.sgd(0.1)),
     ],
