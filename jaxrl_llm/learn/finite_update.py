@@ -55,7 +55,7 @@ def update_by_leaf(
     inputs: Inputs,
     finite: Bool[Array, ""],
 ) -> Applied:
-    """Return the same as `update_if_finite`, one weight after the other.
+    """Return the same as `update_if_finite`, one weight after the other; a CPU writes all at once.
 
     Args:
         step: treats every weight by itself.
