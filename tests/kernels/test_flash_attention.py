@@ -162,6 +162,13 @@ def test_larger_blocks_on_a_cpu(case, monkeypatch):
     check_all_masks("blockwise", CASES[case])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_short_rows_of_one_block_on_a_cpu(case, monkeypatch):
+    monkeypatch.setattr(blockwise, "CPU_ROW", 200)
+    monkeypatch.setattr(blockwise, "CPU_ROW_DIM", 8)
+    check_all_masks("blockwise", CASES[case])
+
+
 def test_larger_blocks_are_chosen_for_long_sequences():
     """One sequence fills blocks of 320 almost as well as those of 64, eight short ones do not; a long prompt
     and eight responses do."""
