@@ -78,8 +78,8 @@ def backward(
 
 
 def _in_batches(one: Callable, mask: DynamicMask, q: Array, k: Array, v: Array, *inputs: Array):
-    """Apply `one(mask, block, q, k, v, *inputs)` to as many rows of the batch at once as MAX_SCORES allows,
-    sequentially, with the blocks that suit the mask.
+    """Apply `one(mask, block, q, k, v, *inputs)` to as many rows of the batch at once as MAX_SCORES, or
+    MAX_ROW_SCORES, allows, sequentially, with the blocks that suit lengths and mask.
 
     Fewer rows at once also skip more: a block is skipped if none of them needs it.
     """
