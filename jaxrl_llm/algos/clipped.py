@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from jaxrl_llm.algos.config import GRPO, ClippedConfig, PolicyConfig
 from jaxrl_llm.algos.correction import correct
 from jaxrl_llm.algos.critic import value_loss
-from jaxrl_llm.algos.kl import kl, log_ratio
+from jaxrl_llm.algos.kl import clamp, kl, log_ratio
 from jaxrl_llm.algos.policy_gradient import policy_algorithm
 from jaxrl_llm.algos.reduce import aggregate, token_mean
 from jaxrl_llm.structs import LossInputs, Metrics
@@ -37,7 +37,7 @@ def clip(
     of every token (ChatLearn).
     """
     plain = -advantages * ratio
-    clipped = -advantages * jnp.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
+    clipped = -advantages * clamp(ratio, 1 - config.clip_low, 1 + config.clip_high)
     loss, is_clipped = jnp.maximum(plain, clipped), clipped > plain
     bounds = []
     if config.dual_clip is not None:

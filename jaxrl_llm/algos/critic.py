@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.config import VALUE, ValueConfig
 from jaxrl_llm.algos.contract import Algorithm, Requirements
+from jaxrl_llm.algos.kl import clamp
 from jaxrl_llm.algos.reduce import aggregate, token_mean
 from jaxrl_llm.structs import LossInputs, Metrics
 
@@ -22,7 +23,7 @@ def value_loss(
     plain = (values - returns) ** 2
     if clip is None:
         return factor * plain, jnp.zeros(plain.shape, bool)
-    clipped = (jnp.clip(values, old - clip, old + clip) - returns) ** 2
+    clipped = (clamp(values, old - clip, old + clip) - returns) ** 2
     return factor * jnp.maximum(plain, clipped), clipped > plain
 
 

@@ -11,9 +11,14 @@ from jaxrl_llm.algos.config import Estimator
 MAX_LOG_RATIO = 20.0  # nats
 
 
+def clamp(x: Array, low: Array | float, high: Array | float) -> Array:
+    """Return x within [low, high]; its gradient at a bound is 1, as torch.clamp's, where jnp.clip has 1/2."""
+    return jnp.where((x >= low) & (x <= high), x, jnp.clip(x, low, high))
+
+
 def log_ratio(p: Float[Array, "*shape"], q: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return p - q of two log-probs, clipped to +-20 nats, so that no ratio overflows."""
-    return jnp.clip(p - q, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clamp(p - q, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.clipped import clip, policy_loss
 from jaxrl_llm.algos.config import Bound, ClippedConfig, Old, PolicyAggregation, PolicyConfig
-from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
+from jaxrl_llm.algos.kl import MAX_LOG_RATIO, clamp, log_ratio
 from jaxrl_llm.algos.policy_gradient import policy_algorithm, requires
 from jaxrl_llm.algos.reduce import sequence_mean, sequence_sum
 from jaxrl_llm.ranges import Positive, Range, Weight
@@ -173,7 +173,7 @@ class GMPOConfig(PolicyConfig):
 def gmpo_loss(inputs: LossInputs, config: GMPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return -A times the geometric mean of the clipped ratios, the same at each token of a response."""
     change = log_ratio(inputs.policy, inputs.old)
-    bounded = jnp.clip(change, -config.clip_low, config.clip_high)
+    bounded = clamp(change, -config.clip_low, config.clip_high)
     positive = inputs.advantages > 0
     kept = jnp.where(positive, jnp.minimum(change, bounded), jnp.maximum(change, bounded))
     surrogate = -sequence_mean(inputs.advantages, inputs) * jnp.exp(sequence_mean(kept, inputs))

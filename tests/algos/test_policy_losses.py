@@ -29,6 +29,8 @@ from jaxrl_llm.algos import (
 from jaxrl_llm.algos.clipped import clip
 from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.algos.covariance import covariance, hash_uniform, largest
+from jaxrl_llm.algos.critic import value_loss
+from jaxrl_llm.algos.kl import clamp
 from jaxrl_llm.algos.surrogates import vespo_weight
 
 RATIO = np.exp(np.array(POLICY - OLD))
@@ -42,6 +44,29 @@ def loss_of(config, **kwargs):
 def gradient_of(config, policy=POLICY, **kwargs):
     loss = lambda p: algos.of(config).loss(loss_inputs(p, **kwargs), config)[0]
     return np.asarray(jax.jit(jax.grad(loss))(policy))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_ratio_at_its_bound_keeps_its_gradient_as_in_torch(sign):
+    """torch.clamp has the gradient 1 at a bound: max(-A r, -A clamp(r)) then has -A r, as below the bound."""
+    advantages = jnp.full((2, 4), sign)
+    for config in (
+        grpo.Config(clip_low=0.0, clip_high=0.0, kl_coef=0.0),
+        gmpo.Config(clip_low=0.0, clip_high=0.0),
+    ):
+        gradient = gradient_of(config, OLD, advantages=advantages)
+        within = gradient_of(replace(config, clip_low=0.5, clip_high=0.5), OLD, advantages=advantages)
+        np.testing.assert_allclose(gradient, within, rtol=1e-6)
+    np.testing.assert_allclose(gradient, -sign * MASK / MASK.sum(axis=1, keepdims=True) / 2, rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.vmap(jax.grad(lambda x: clamp(x, -1.0, 1.0)))(jnp.array([-2.0, -1, 0, 1, 2])), [0, 1, 1, 1, 0]
+    )
+
+
+def test_a_value_at_its_bound_keeps_its_gradient_as_in_torch():
+    """V = old + clip: both squares are equal, and each has the gradient V - R."""
+    loss = lambda v: value_loss(v, jnp.zeros((1, 3)), jnp.full((1, 3), 2.0), clip=0.5)[0].sum()
+    np.testing.assert_allclose(jax.grad(loss)(jnp.array([[0.5, -0.5, 0.25]])), [[-1.5, -2.5, -1.75]])
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_dpo_of_the_common_length():
 
 def test_wpo_weighs_pairs_by_the_policys_confidence():
     """w = min(exp(mean(log p - log sum p^2) of c, plus of r), 1) of each pair, without gradient."""
-    square = [0.01, 0.02, 0.3, 0.4]
+    square = [1e-5, 1e-3, 0.3, 0.4]  # the first pair's product is above 1
     means = [np.mean(np.array(p) - np.log(s)) for p, s in zip(POLICY, square, strict=True)]
     weights = [min(np.exp(means[0] + means[1]), 1), min(np.exp(means[2] + means[3]), 1)]
     config = dpo.Config(weighted=True)

@@ -37,7 +37,10 @@ def test_every_token_of_a_response_gets_its_advantage():
 
 def test_failed_rewards_are_masked_and_not_counted():
     """Nothing is learned from a response that could not be judged, and it does not move the baseline."""
-    kept = assigned([trajectory(r, [5, 9]) for r in (1.0, 0.0, float("nan"))])
+    trajectories = [trajectory(r, [5, 9]) for r in (1.0, 0.0, float("nan"))]
+    items = [from_trajectory(t) for t in trajectories]
+    kept = assign_credit(grpo.Config(kl_coef=0.0), items, trajectories, 0.0, seed=0)
+    assert items[2].mask.sum() == 0  # what an algorithm without `select` would train on
     assert len(kept) == 2 and counts(kept) == (4.0, 2.0)
     np.testing.assert_allclose(kept[0].signals["advantages"][2], 0.70711, atol=1e-4)
 
