@@ -30,7 +30,7 @@ from jaxrl_llm.data.chat import (
 )
 from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.preference import label_of
-from jaxrl_llm.data.rows import Example, RowError
+from jaxrl_llm.data.rows import Example, RowError, template_columns
 from jaxrl_llm.data.sources import ExampleSource, open_sources
 from jaxrl_llm.data.stream import RowIndex, endless_rows
 from jaxrl_llm.errors import UserError
@@ -300,9 +300,14 @@ class Loader:
 
     def _read(self, index: RowIndex) -> Example:
         example = self._sources[index[0]][index[1]]
-        if not self._columns:
-            return example
-        return dataclasses.replace(example, columns={**self._columns, **example.columns})
+        return self._with_columns(example) if self._columns else example
+
+    def _with_columns(self, example: Example) -> Example:
+        """Return the row with the columns that it lacks; tables write missing tools as null or as []."""
+        empty = () if template_columns(example.columns, example.where)[0] else ("tools",)
+        own = {name: value for name, value in example.columns.items() if name not in empty}
+        rejected = example.rejected and self._with_columns(example.rejected)
+        return dataclasses.replace(example, columns={**self._columns, **own}, rejected=rejected)
 
     def _prompt(self, example: Example, index: RowIndex) -> np.ndarray:
         """Return prompt ids within the limit."""

@@ -200,11 +200,8 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
       RowError: they are not what a chat template can read.
     """
     tools, options = columns.get("tools"), columns.get("chat_template_kwargs")
-    tools, options = None if _is_null(tools) else tools, {} if _is_null(options) else options
-    if isinstance(tools, str):  # tables hold schemas of different keys so
-        with contextlib.suppress(ValueError, RecursionError):
-            tools = json.loads(tools)
-        check_row({"tools": tools}, where)
+    tools, options = (None if _is_null(value) else _from_text(value, where) for value in (tools, options))
+    options = {} if options is None else options
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools)):
         raise RowError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.100}")
     if not isinstance(options, dict):
@@ -214,6 +211,16 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
     check_json(tools, f"{where}: tools")
     check_json(options, f"{where}: chat_template_kwargs")
     return tools or None, options
+
+
+def _from_text(value: Any, where: str) -> Any:
+    """Return what JSON text holds, as which tables keep objects of different keys; "" is a missing cell."""
+    if not isinstance(value, str):
+        return value
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(value.strip() or "null")
+    check_row({"text": value}, where)
+    return value
 
 
 def first_column(row: dict, keys: tuple[str, ...]) -> Any:

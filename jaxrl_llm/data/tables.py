@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import Damage, RowFile, no_rows, role_of
 from jaxrl_llm.errors import UserError
+
+FILLED = ("tools", "chat_template_kwargs")
 
 
 def parquet_file(path: Path) -> RowFile:
@@ -96,7 +99,7 @@ def _table_rows(path: Path, parts: Sequence[Any]) -> RowFile:
         which, row = find(i)
         table = intact[which].slice(row, 1)
         table.validate(full=True)  # offsets of a damaged file may point anywhere
-        return without_filling(table.to_pylist()[0])
+        return _table_row(table)
 
     def where(i: int) -> str:
         which, row = find(i)
@@ -148,25 +151,41 @@ def hub_rows(config: SourceConfig) -> RowFile:
 
 
 def _dataset_rows(dataset: Any, name: str) -> RowFile:
-    return RowFile(len(dataset), lambda i: without_filling(dataset[i]), lambda i: f"{name}:{i + 1}")
+    tables = dataset.with_format("arrow")
+    return RowFile(len(dataset), lambda i: _table_row(tables[i : i + 1]), lambda i: f"{name}:{i + 1}")
 
 
-def without_filling(value: Any, name: str = "") -> Any:
-    """Return a row without the nulls that a table adds to its messages and tools.
+def _table_row(table: Any) -> dict[str, Any]:
+    """Return the only row of a table as it was written."""
+    import pyarrow
+
+    return as_written(table.to_pylist()[0], pyarrow.struct(list(table.schema)))
+
+
+def as_written(value: Any, type: Any, filled: bool = False) -> Any:
+    """Return a value of a table as its writer had it: JSON read, without the nulls that the table adds.
 
     All objects of a column have the same keys there: an argument of one tool call comes as null in all
-    others, and a chat template would show it.
+    others, and a chat template would show it. Columns of the type Json (`datasets` 5) keep each object as it
+    was, with its own nulls.
+
+    Args:
+        type: the value's Arrow type.
+        filled: the value is part of messages or of the columns FILLED.
     """
+    if value is None:
+        return None
+    if getattr(type, "extension_name", "") == "arrow.json":
+        return json.loads(value)
+    type = getattr(type, "storage_type", type)
     if isinstance(value, dict):
-        return {key: without_filling(inner, key) for key, inner in value.items()}
-    is_chat = isinstance(value, list) and all(isinstance(item, dict) and role_of(item) for item in value)
-    return _without_nulls(value) if is_chat or name == "tools" else value
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        types = {field.name: field.type for field in type}
+        kept = {key: inner for key, inner in value.items() if not (filled and inner is None)}
+        return {key: as_written(inner, types[key], filled or key in FILLED) for key, inner in kept.items()}
+    if isinstance(value, list) and hasattr(type, "value_type"):  # a map has none
+        is_chat = all(isinstance(item, dict) and role_of(item) for item in value)
+        return [as_written(item, type.value_type, filled or is_chat) for item in value]
+    return value
 
 
 def _unreadable(path: Path, error: Exception) -> RowFile:

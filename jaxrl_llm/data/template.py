@@ -17,15 +17,13 @@ from jaxrl_llm.data.rows import (
     Example,
     Message,
     RowError,
-    check_row,
     template_columns,
 )
+from jaxrl_llm.data.tool_messages import accepted_forms, argument_forms
 from jaxrl_llm.errors import UserError
 
 SPACE = "\u2581"  # of SentencePiece's tokens
 MAX_TEMPLATE = 1 << 20  # characters; those of large models have ten thousand
-WRITES_JSON = re.compile(r"(?:arguments|function)['\"\]]*\s*\|\s*tojson")
-READS_TYPE = re.compile(r"arguments['\"\]]*\s+is\s")
 PROCESS = TemplateProcess()
 """Renders all chats of this process; started by the first."""
 
@@ -43,10 +41,9 @@ class ChatRenderer:
         self._tokenizer, self._where = tokenizer, example.where or "a chat"
         tools, options = template_columns(example.columns, self._where)
         self.template = find_template(tokenizer, config, tools)
-        if WRITES_JSON.search(self.template) and not READS_TYPE.search(self.template):
-            messages = [_with_objects(message) for message in messages]
-        contents, self._hidden = hide([messages, tools, options], self.controls, self._where)
-        self._messages, tools, options = contents
+        contents = [argument_forms(messages), tools, options]
+        (forms, tools, options), self._hidden = hide(contents, self.controls, self._where)
+        self._forms = list(accepted_forms(forms))
         self._name = template_name(tokenizer, config)
         options = {**read_options(config), **options}
         self._options = {**tokenizer.special_tokens_map, **options, "tools": tools}
@@ -78,29 +75,18 @@ class ChatRenderer:
         return ids
 
     def _render(self, cuts: list[tuple[int | None, dict[str, bool]]]) -> list[Rendered]:
-        calls = [{"conversations": [self._messages[:n]], **self._options, **cut} for n, cut in cuts]
-        return PROCESS.render(self.template, calls, self._name, self._where)
-
-
-def _with_objects(message: Message) -> Message:
-    """Return a message whose tool calls have arguments as objects: OpenAI writes them as JSON text, which a
-    template that writes JSON would put between quotes."""
-    if not isinstance(calls := message.get("tool_calls"), list):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _with_object(call["function"])}
-    try:
-        arguments = json.loads(call["arguments"])
-        check_row(arguments, "arguments")
-    except (KeyError, TypeError, ValueError, RecursionError):  # an object already, or none that can be
-        return call
-    return {**call, "arguments": arguments}
+        """Return what the template makes of each cut of the first form of the chat that it accepts."""
+        refusals: list[RowError] = []
+        for i, messages in enumerate(self._forms):
+            calls = [{"conversations": [messages[:n]], **self._options, **cut} for n, cut in cuts]
+            try:
+                rendered = PROCESS.render(self.template, calls, self._name, self._where)
+            except RowError as refusal:
+                refusals.append(refusal)
+            else:
+                self._forms = self._forms[i:]  # a template that refused objects need not be asked again
+                return rendered
+        raise refusals[0]
 
 
 def token_ids(

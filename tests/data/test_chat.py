@@ -271,12 +271,12 @@ CALLS = "{% for call in m.tool_calls or [] %}{% set f = call.function or call %}
     [
         ("f.arguments | tojson", '<call>{"city": "Rome"}'),
         ("f['arguments']|tojson", '<call>{"city": "Rome"}'),
-        ("f.arguments if f.arguments is string else f.arguments | tojson", '<call>{"city":"Rome"}'),  # Qwen3
+        ("f.arguments if f.arguments is string else f.arguments | tojson", '<call>{"city": "Rome"}'),  # Qwen3
         ("'' + f.arguments", '<call>{"city":"Rome"}'),  # DeepSeek-V3: text alone
     ],
 )
 def test_arguments_of_tool_calls_may_be_text(tokenizer, shown, text, wrapped):
-    """OpenAI's are; templates of Qwen 2.5 and Llama 3 would write that text between quotes."""
+    """The object is tried first: Qwen 2.5's and Llama 3's templates would write the text between quotes."""
     calls = "{{ m.content }}" + CALLS.replace("SHOWN", shown)
     tokenizer.chat_template = PLAIN_CHATML.replace("{{ m.content }}", calls)
     for arguments, expected in (('{"city":"Rome"}', text), ("no JSON", "no JSON"), (DEEP, "[" * 500)):

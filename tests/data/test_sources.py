@@ -98,6 +98,67 @@ def test_tables_add_no_nulls_to_tool_calls_and_schemas(tmp_path, name):
     assert example.columns["info"] == {"a": None}  # what a reward reads stays as it is
 
 
+NULLED = {"function": {"name": "f", "arguments": {"x": None, "y": [1, "a"]}}}
+JSON_ROWS = [
+    {
+        "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [NULLED]}],
+        "tools": [{"name": "f", "parameters": {"default": None}}],
+        "answer": {"a": None},
+    },
+    {"messages": [{"role": "user", "content": "!"}], "tools": None, "answer": "five"},
+]
+PARTLY = {
+    "messages": datasets.List(
+        {
+            "role": datasets.Value("string"),
+            "content": datasets.Value("string"),
+            "tool_calls": datasets.List(datasets.Json()),
+        }
+    ),
+    "tools": datasets.List(datasets.Json()),
+    "answer": datasets.Json(),
+}
+
+
+@pytest.mark.parametrize(
+    "features", [dict.fromkeys(PARTLY, datasets.Json()), PARTLY], ids=["whole", "partly"]
+)
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow", "saved"])
+def test_json_columns_of_datasets_are_read_with_their_own_nulls(tmp_path, name, features):
+    """They are JSON text below; a prompt would be that text."""
+    dataset = datasets.Dataset.from_list(JSON_ROWS, features=datasets.Features(features))
+    path, table = tmp_path / name, dataset.data.table
+    if name == "a.parquet":
+        dataset.to_parquet(path)
+    elif name == "saved":
+        dataset.save_to_disk(str(path))
+    else:
+        new = pa.ipc.new_stream if name == "stream.arrow" else pa.ipc.new_file
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table)
+    source = opened(path)
+    first, second = source[0], source[1]
+    assert [m.get("tool_calls") for m in first.messages] == [None, [NULLED]]
+    assert (first.columns["tools"], first.answer) == (JSON_ROWS[0]["tools"], {"a": None})
+    assert second.messages == ({"role": "user", "content": "!"},)
+    assert (second.columns["tools"], second.answer) == (None, "five")
+
+
+def test_a_json_column_without_json_is_a_bad_row(tmp_path):
+    broken = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{", '"x"'], pa.string()))
+    pyarrow.parquet.write_table(pa.table({"prompt": broken}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet:1: cannot be read \(JSONDecodeError"):
+        opened(tmp_path / "a.parquet")
+    source = opened(tmp_path / "a.parquet", "skip")
+    assert (len(source), source[0].text) == (1, "x")
+
+
+def test_tables_add_no_options_to_a_template(tmp_path):
+    rows = [{"prompt": "a", "chat_template_kwargs": {key: 1}} for key in ("one", "two")]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert opened(tmp_path / "a.parquet")[1].columns["chat_template_kwargs"] == {"two": 1}
+
+
 @pytest.mark.parametrize("name, where", [("a.jsonl", 4), ("a.csv", 4), ("a.json", 3), ("a.parquet", 3)])
 def test_an_example_knows_its_line(tmp_path, name, where):
     WRITERS[name](tmp_path / name)
