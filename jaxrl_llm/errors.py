@@ -1,14 +1,19 @@
 """Errors of the program itself: one family for mistakes in the input, one for runs that cannot continue.
 
 `host.command.run_command` prints a UserError (exit code 2) or a RunError (exit code 1) as one message. Every
-other exception is a defect and keeps its traceback. Imports nothing, so that reward workers start quickly.
+other exception is a defect and keeps its traceback. Messages show no keys.
 """
 
 from __future__ import annotations
 
+from jaxrl_llm.addresses import mask_text
+
 
 class UserError(ValueError):
     """A mistake in the user's input; the message names the file, line or key and the fix."""
+
+    def __str__(self) -> str:
+        return mask_text(super().__str__())
 
 
 class ConfigError(UserError):
@@ -17,6 +22,9 @@ class ConfigError(UserError):
 
 class RunError(RuntimeError):
     """A run that cannot continue; its checkpoints are kept."""
+
+    def __str__(self) -> str:
+        return mask_text(super().__str__())
 
 
 class ServerError(RunError):

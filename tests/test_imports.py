@@ -15,23 +15,24 @@ ANY = None
 ALLOWED: dict[str, str | None] = {
     # the nouns, and what knows no other part
     "jaxrl_kernels": "",
-    "errors": "",
+    "addresses": "",
+    "errors": "addresses",
     "ranges": "",
     "outcome": "",
     "user_file": "errors",
     "structs": "outcome",
-    "host": "errors",
+    "host": "addresses errors",
     "report": "ranges errors structs host jaxrl_kernels",
     # the parts
     "sharding": "ranges errors jaxrl_kernels structs host",
     "models": "ranges errors jaxrl_kernels structs sharding",
     "algos": "ranges errors structs user_file",
-    "rewards": "ranges errors outcome user_file sharding",
+    "rewards": "ranges addresses errors outcome user_file sharding",
     "data": "ranges errors structs user_file",
     "hf": "errors structs user_file host sharding models",
-    "checkpoint": "ranges errors structs user_file host models",
+    "checkpoint": "ranges addresses errors structs user_file host models",
     "bridge": "ranges errors structs models hf",
-    "rollout": "ranges jaxrl_kernels errors structs sharding models bridge",
+    "rollout": "ranges jaxrl_kernels addresses errors structs sharding models bridge",
     "envs": "ranges errors structs outcome user_file data rollout",
     # what joins them
     "learn": "ranges jaxrl_kernels errors structs sharding models algos data checkpoint",
@@ -40,7 +41,7 @@ ALLOWED: dict[str, str | None] = {
     ),
     "config": "ranges errors structs report learn sharding models algos data rewards rollout envs checkpoint",
     "importer": "errors",  # files of other systems: no other part is needed to read them
-    "recipe": "ranges errors importer user_file algos sharding hf rollout checkpoint config",
+    "recipe": "ranges addresses errors importer user_file algos sharding hf rollout checkpoint config",
     # the top
     "build": ANY,
     "train": ANY,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import algos
+from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
@@ -22,7 +23,6 @@ from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.experience.win_rate import PairwiseJudge, WinRate, judge_sample, model_judge, pool_judge
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.stage import Stage
-from jaxrl_llm.recipe.dump import mask_text
 from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardLoadError

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.addresses import MASKED
 from jaxrl_llm.checkpoint.manifest import array_type
 from jaxrl_llm.errors import UserError
 
@@ -41,8 +42,6 @@ FIXED_IN_WARM_UP = ("warm_start.sources", "warm_start.examples_per_step")
 """Keys that a run keeps until its SFT warm-up is over: they decide which examples a step reads."""
 
 ABSENT = "(absent)"
-MASKED = "***"
-"""Stands in place of a secret in a resolved config."""
 
 
 def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 from jax._src import distributed  # the coordinator's key-value store has no public name
 
+from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.errors import RunError
 
 Result = TypeVar("Result")
@@ -101,7 +102,7 @@ class StderrHandler(logging.Handler):
     """Log handler that prints "warning: ..." to stderr, above a live panel, from process 0."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print_on_first(f"{record.levelname.lower()}: {record.getMessage()}")
+        print_on_first(f"{record.levelname.lower()}: {mask_text(record.getMessage())}")
 
 
 def show_warnings() -> None:

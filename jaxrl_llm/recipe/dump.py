@@ -7,13 +7,12 @@ import importlib.metadata
 import math
 import os
 import platform
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxrl_llm.addresses import MASKED, SECRET_NAME, mask_text, secrets_of
 from jaxrl_llm.algos.config import AlgorithmName
-from jaxrl_llm.checkpoint.resume import MASKED
 from jaxrl_llm.config import TrainConfig
 
 PACKAGES = (
@@ -27,20 +26,13 @@ PACKAGES = (
     "transformers",
     "numpy",
 )
-SECRET_NAME = re.compile(
-    r"(^|_)(api_?key|(access|secret|private|auth)_?key|token|secret|password|credential)$", re.I
-)
-URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password, or a token alone
-SECRET_FLAG = re.compile(r"(--[\w-]*(?:key|token|password|secret)[ =]+)\S+")  # of servers: --api-key KEY
-MIN_SECRET = 8  # characters; what is shorter may be an ordinary word
 
 
 def dump(config: TrainConfig) -> dict[str, Any]:
     """Return the config as nested dicts for JSON; the algorithm's name is `algo.name`.
 
-    Fields with a secret name (api_key), logins in URLs and values of secret flags are masked. The environment
-    is not read: the same config gives the same dicts anywhere, so that a resumed run can be compared with its
-    checkpoint.
+    Fields with a secret name (api_key) and what `mask_text` finds are masked. The environment is not read:
+    the same config gives the same dicts anywhere, so that a resumed run can be compared with its checkpoint.
     """
     tree = _plain("", config)
     tree["algo"] = {"name": str(config.algo.algorithm), **tree["algo"]}
@@ -60,41 +52,22 @@ def describe_run(
     installed = {dist.name for dist in importlib.metadata.distributions()}
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
     described = {
-        "command": [mask_text(word) for word in argv],
+        "command": list(argv),
         "recipe": recipe,
         "versions": {"python": platform.python_version(), **versions},
         "pins": dict(pins),
         "config": dump(config),
     }
-    return mask_secrets(described, os.environ)
+    return _masked(described, secrets_of(os.environ))
 
 
-def mask_secrets(tree: Any, environment: Mapping[str, str]) -> Any:
-    """Return a tree of JSON values with the secrets of the environment masked in its texts.
-
-    Only whole values of at least 8 characters are masked, where no letter or digit stands beside them.
-    """
-    secrets = sorted(
-        (x for name, x in environment.items() if SECRET_NAME.search(name) and len(x) >= MIN_SECRET), key=len
-    )
-    if not secrets:
-        return tree
-    longest_first = "|".join(map(re.escape, reversed(secrets)))
-    pattern = re.compile(rf"(?<![A-Za-z0-9])({longest_first})(?![A-Za-z0-9])")
-
-    def mask(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: mask(x) for name, x in value.items()}
-        if isinstance(value, list):
-            return [mask(x) for x in value]
-        return pattern.sub(MASKED, value) if isinstance(value, str) else value
-
-    return mask(tree)
-
-
-def mask_text(text: str) -> str:
-    """Return the text with logins in `scheme://user:password@host` and values of `--api-key KEY` masked."""
-    return SECRET_FLAG.sub(rf"\1{MASKED}", URL_LOGIN.sub(MASKED, text))
+def _masked(tree: Any, secrets: list[str]) -> Any:
+    """Return a tree of JSON values with the secrets in its texts masked."""
+    if isinstance(tree, dict):
+        return {name: _masked(x, secrets) for name, x in tree.items()}
+    if isinstance(tree, list):
+        return [_masked(x, secrets) for x in tree]
+    return mask_text(tree, secrets) if isinstance(tree, str) else tree
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from jaxrl_llm.addresses import holds_login, host_of
 from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.sharding.config import PlacementConfig
@@ -14,6 +15,8 @@ from jaxrl_llm.user_file import did_you_mean, missing_file, split_name
 MAX_SCORE = 1e6
 """Largest absolute value of one reward function's score; more is a mistake."""
 URL = ("http://", "https://")
+TOKEN = "JAXRL_REWARD_TOKEN"
+"""Environment variable with the token of services, which `reward.keep_env` must name."""
 MAX_CHUNK = 64
 """Samples of one message to a worker."""
 
@@ -127,8 +130,10 @@ class RewardConfig:
 
 def name_problem(name: str) -> str:
     """Return what is wrong with the name of a reward; "" = nothing. Imports nothing of the user's."""
-    if name in ("auto", "none") or name in REWARDS or name.startswith(URL):
+    if name in ("auto", "none") or name in REWARDS:
         return ""
+    if name.startswith(URL):
+        return _address_problem(name)
     path, _ = split_name(name)
     if path.suffix == ".py":
         missing = missing_file(path)
@@ -138,3 +143,17 @@ def name_problem(name: str) -> str:
         f'{", ".join(REWARDS)}; a function of yours is "path/to/file.py:function", a service its URL; none '
         "where reward models or an environment alone reward."
     )
+
+
+def _address_problem(url: str) -> str:
+    """Return why no service can be asked at this address, which may hold a key; "" = it can be asked."""
+    host = host_of(url)
+    if not host:
+        return "is no address that can be used; write https://host:port/path, with %20 and the like."
+    if holds_login(url):
+        return (
+            f"is an address of {host} with a user or password before it, which is not sent. Set the "
+            f"environment variable {TOKEN}, which is sent as a bearer token, and --reward.keep_env {TOKEN}; "
+            f"or write a parameter as ?api_key=${{NAME}} with --reward.keep_env NAME."
+        )
+    return ""

@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
+from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.config import URL, RewardConfig
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardResult, RewardSample
 from jaxrl_llm.user_file import split_name
 
@@ -22,7 +23,6 @@ SECRET_NAME = re.compile(
 )
 SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")  # a URL with a password in it
 VARIABLE = re.compile(r"\b[A-Z][A-Z0-9_]{2,}\b")
-MIN_SECRET = 8  # characters; what is shorter may be an ordinary word
 log = logging.getLogger(__name__)
 CERTAIN = {"NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
 CERTAIN |= {"IndentationError", "UserError", "ServiceError", "InvalidScoreError", "SystemExit"}
@@ -55,11 +55,9 @@ def key_hint(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> 
 
 
 def mask_kept(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> str:
-    """Return text of a worker without the values of secrets that were passed on to it."""
+    """Return text of a worker without keys, also those in variables that were passed on to it."""
     secret = {name for name in keep if name in environment} & withheld_names(environment, ())
-    for value in sorted((environment[name] for name in secret), key=len, reverse=True):
-        text = text.replace(value, "***") if len(value) >= MIN_SECRET else text
-    return text
+    return mask_text(text, [environment[name] for name in secret])
 
 
 def worker_environment(environment: dict[str, str], keep: Sequence[str]) -> dict[str, str]:
@@ -106,17 +104,25 @@ def check_trial(name: str, results: Sequence[RewardResult], keep_env: Sequence[s
     reason = results[0].reason
     if all(is_certain_failure(result, keep_env) for result in results):
         raise RewardLoadError(f"the reward {name} fails on {tried}: {reason}")
-    log.warning("the reward %s failed on %s: %s", name, tried, reason)
+    log.warning("the reward %s failed on %s: %s", mask_text(name), tried, reason)
 
 
 def warn_of_keys(config: RewardConfig, function: bytes) -> None:
-    """Warn of variables that are named in the source of a reward and that workers do not see.
+    """Warn of keys in addresses of services, and of variables that are named in the source of a reward and
+    that workers do not see.
 
     Args:
         function: of `load.pickle_function`, which holds the names, too; b"" = none.
     """
     sources = {"the reward function": function}
     for name in config.used:
+        if (shown := mask_text(name)) != name and name.startswith(URL):
+            fix = (
+                "write the parameter as ?api_key=${NAME}, in quotes, set NAME, and add --reward.keep_env NAME"
+            )
+            log.warning(
+                "%s: the address holds a key, which lists of processes and shells show; %s", shown, fix
+            )
         path, _ = split_name(name)
         if path.suffix == ".py" and path.is_file():
             sources[str(path)] = path.read_bytes()

@@ -6,28 +6,31 @@ One POST carries a list of samples and gets a list of scores in their order:
     {"scores": [0.5, {"score": 1.0, "judged": true}, ...]}
 
 OpenRLHF's remote reward models answer the same way to {"query", "prompts", "labels"}, which is sent too, with
-{"rewards": [...]}. A token for the service comes from the environment variable JAXRL_REWARD_TOKEN, which
-`reward.keep_env` must name. A request has up to `reward.service_samples` samples. Samples for a pairwise
-judge have "other", too: the response to compare with. All this runs in a reward worker: a broken service
-costs samples, not the run.
+{"rewards": [...]}. A token for the service comes from the environment variable JAXRL_REWARD_TOKEN, or is a
+parameter of the address: "https://host/score?api_key=${JUDGE_KEY}". `reward.keep_env` must name the variable.
+A request has up to `reward.service_samples` samples. Samples for a pairwise judge have "other", too: the
+response to compare with. All this runs in a reward worker: a broken service costs samples, not the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
+import re
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 from jaxrl_llm.errors import RunError
-from jaxrl_llm.rewards.config import RewardConfig
-from jaxrl_llm.rewards.sample import RewardSample
+from jaxrl_llm.rewards.config import TOKEN, RewardConfig
+from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
 from jaxrl_llm.rewards.signatures import AdaptedReward
 
-TOKEN = "JAXRL_REWARD_TOKEN"
+VARIABLE = re.compile(r"\$\{(\w+)\}")
 MAX_REPLY = 1 << 24  # bytes
 
 
@@ -46,7 +49,12 @@ def service_reward(url: str, config: RewardConfig) -> AdaptedReward:
     """Return the AdaptedReward that posts to `url`; a request may take `config.timeout` seconds.
 
     With `config.service_samples` 1 each sample is a request, and `config.concurrency` are in flight at once.
+
+    Raises:
+        RewardLoadError: the address names an environment variable that the worker does not have.
     """
+    if missing := [name for name in VARIABLE.findall(url) if not os.environ.get(name)]:
+        raise RewardLoadError(f"the environ of the workers lacks {missing[0]}, which {url} names")
     if config.service_samples > 1:
         take = lambda samples: request_scores(url, samples, config.timeout)
         return AdaptedReward(take, batched=True, abstains=True)
@@ -68,13 +76,14 @@ def request_scores(url: str, samples: list[RewardSample], timeout: float) -> lis
     headers = {"Content-Type": "application/json"}
     if os.environ.get(TOKEN):
         headers["Authorization"] = f"Bearer {os.environ[TOKEN]}"
-    request = urllib.request.Request(url, json.dumps(request_body(samples)).encode(), headers)
+    address = VARIABLE.sub(lambda match: quote(os.environ[match[1]], safe=""), url)
+    request = urllib.request.Request(address, json.dumps(request_body(samples)).encode(), headers)
     try:
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout) as response:
             body = response.read(MAX_REPLY + 1)
     except urllib.error.HTTPError as error:
         raise ServiceError(f"{url} answered {error.code} {error.reason}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServiceError(f"{url}: {error}") from None
     return parse_scores(url, body, len(samples))
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.data.chat import encode_supervised
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example
@@ -153,7 +154,8 @@ class ResponseScorer:
         total = 0.0
         if self.pool.config.name != "none":
             total = result.score
-            columns["rewards"] |= dict(zip(self.pool.config.used, result.components, strict=False))
+            names = map(mask_text, self.pool.config.used)
+            columns["rewards"] |= dict(zip(names, result.components, strict=False))
             columns["outcome"] = Outcome(result.outcome).name.lower()
             if result.reason:
                 columns["failure"] = result.reason

@@ -223,6 +223,8 @@ def read_responses(row: dict[str, Any], where: str) -> GivenResponses:
     if isinstance(row.get("responses"), list):
         others = {name: value for name, value in row.items() if name != "responses"}
         texts = [r.get("text") if isinstance(r, dict) else r for r in row["responses"]]
+        if not texts:
+            raise RowError(f'{where}: "responses" is an empty list; leave the row out, or give it a response')
         for i, text in enumerate(texts):
             check_text(text, f"{where}: responses[{i}]")
         return GivenResponses(read_example(others, where, NO_SOURCE), texts, "responses")

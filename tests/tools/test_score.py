@@ -141,11 +141,21 @@ def test_responses_of_samples_pairs_and_generate_are_scored_behind_their_prompt(
         ('{"tokens": [1, 128]}', r"t.jsonl:1: token 128 is outside the model's vocabulary of 128"),
         (json.dumps({"tokens": [1] * 257}), r"t.jsonl:1: 257 tokens exceed the model's 256 positions"),
         ('{"messages": [{"role": "user"}]}', r"t.jsonl:1: messages"),
+        ('{"prompt": "hi", "responses": []}', r't.jsonl:1: .* "responses" is an empty list'),
     ],
 )
 def test_bad_rows_are_named(folder, tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
         run(folder, tmp_path, [line])
+
+
+def test_a_row_of_no_responses_cannot_be_rewarded(tmp_path):
+    data = tmp_path / "t.jsonl"
+    data.write_text(
+        '{"prompt": "hi", "answer": "4", "responses": ["4"]}\n{"prompt": "hi", "responses": []}\n'
+    )
+    with pytest.raises(UserError, match=r't.jsonl:2: "responses" is an empty list'):
+        score.main(["--reward.name", "exact", "--data", str(data), "--out", str(tmp_path / "o.jsonl")])
 
 
 def test_temperature_zero_is_refused(folder, tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from urllib.parse import urlsplit
+
+from jaxrl_llm.addresses import holds_login, host_of, mask_text
 
 API_KEY, ADMIN_KEY = "JAXRL_SGLANG_API_KEY", "JAXRL_SGLANG_ADMIN_KEY"
 FLAGS = {"--api-key": API_KEY, "--admin-api-key": ADMIN_KEY}  # SGLang's flag -> our variable
@@ -27,17 +28,11 @@ def request_headers(path: str) -> dict[str, str]:
 
 def address_problem(url: str) -> str:
     """Return why no server may be used at this address, with the fix; "" = it may."""
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        parts.port  # noqa: B018 - raises for a port that is none
-    except ValueError:
-        host = ""
-    if not host or parts.scheme not in ("http", "https"):
-        return f"{url!r} is no address; write http://host:port."
-    if parts.username or parts.password:
-        return f"the address of {host} holds a password: set {API_KEY} instead."
-    if parts.scheme == "http" and not is_loopback(host) and not server_keys():
+    if not (host := host_of(url)):
+        return f"{mask_text(repr(url))} is no address; write http://host:port."
+    if holds_login(url) or "?" in url or "#" in url:
+        return f"the address of {host} holds a password or a parameter: set {API_KEY} instead."
+    if url.startswith("http:") and not is_loopback(host) and not server_keys():
         return (
             f"{url} is plain http to another host, and there is no key: anyone who reaches it can change its "
             f"weights. Start it with --api-key and set {API_KEY} (and {ADMIN_KEY}) to it here, or use https."

@@ -1,0 +1,66 @@
+"""Addresses of services, and texts without the secrets in them. Imports nothing of ours.
+
+Every text that leaves the program (config.json, checkpoints, errors, warnings, loggers, output files) goes
+through `mask_text`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from urllib.parse import urlsplit
+
+MASKED = "***"
+"""Stands in place of a secret."""
+SECRET_NAME = re.compile(
+    r"(^|_)(api_?key|(access|secret|private|auth)_?key|token|secret|password|credential)$", re.I
+)
+MIN_SECRET = 8  # characters; what is shorter may be an ordinary word
+_LOGIN = re.compile(r"(?<=://)[^/?#\s]+(?=@)")  # user:password, or a token alone
+_VALUE = r"""(?!\$\{)[^\s&#;"'<>]"""  # a character of a parameter; ${NAME} is a variable
+_PARAMETER = re.compile(
+    rf"([?&#;](?:[\w.%-]*(?:key|token|secret|passw|pwd|auth|cred|sig|sas|code)[\w.%-]*=|[\w.%-]+=(?={_VALUE}{{20}})))"
+    rf"{_VALUE}+",
+    re.I,
+)
+"""?api_key=VALUE, and whatever has a value of 20 characters."""
+_FLAG = re.compile(
+    r"(--[\w-]*(?:key|token|password|secret)[ =]+)(?!and\b|or\b)\S+"
+)  # of servers: --api-key KEY
+
+
+def mask_text(text: str, secrets: Collection[str] = ()) -> str:
+    """Return the text with what is secret in it masked.
+
+    Masked are logins in `scheme://user:password@host`, values of parameters such as `?api_key=KEY`, values of
+    flags such as `--api-key KEY`, and `secrets`: of 16 characters everywhere, of 8 where no letter or digit
+    stands beside them.
+    """
+    text = _FLAG.sub(rf"\1{MASKED}", _PARAMETER.sub(rf"\1{MASKED}", _LOGIN.sub(MASKED, text)))
+    for word in sorted((word for word in secrets if len(word) >= MIN_SECRET), key=len, reverse=True):
+        alone = "" if len(word) >= 2 * MIN_SECRET else "[A-Za-z0-9]"
+        text = re.sub(
+            rf"(?<!{alone}){re.escape(word)}(?!{alone})" if alone else re.escape(word), MASKED, text
+        )
+    return text
+
+
+def secrets_of(environment: Mapping[str, str]) -> list[str]:
+    """Return the values of the variables whose names look secret."""
+    return [value for name, value in environment.items() if SECRET_NAME.search(name)]
+
+
+def host_of(url: str) -> str:
+    """Return the host of an http address; "" = it is no such address."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises for a port that is none
+    except ValueError:
+        return ""
+    is_plain = url.isascii() and url.isprintable() and " " not in url
+    return (parts.hostname or "") if is_plain and parts.scheme in ("http", "https") else ""
+
+
+def holds_login(url: str) -> bool:
+    """Return whether an address has a user or password, which no client of this package sends."""
+    return "@" in urlsplit(url).netloc
