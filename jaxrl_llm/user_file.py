@@ -138,6 +138,15 @@ def end_with_parent(parent: int, signal_number: int) -> None:
             os._exit(1)
 
 
+def limit_memory(num_bytes: int) -> None:
+    """Limit the address space of this process, on Linux; a lower limit that it has already stays."""
+    if sys.platform == "linux":
+        import resource
+
+        now = [limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([num_bytes, *now]),) * 2)
+
+
 def _is_user_code(filename: str, path: Path | None) -> bool:
     """Return whether a file is part of neither this package nor Python nor the installed packages."""
     folders = (Path(__file__).parent, Path(sys.prefix), Path(sys.base_prefix))

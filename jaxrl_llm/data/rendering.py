@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 from jaxrl_llm.data.rows import MAX_CHARACTERS, RowError
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.user_file import limit_memory
 
 CPU_SECONDS = 3.0  # of the processor, for one chat; a millisecond is usual
 MAX_MEMORY = 2 << 30  # bytes of address space beyond those of the idle process
@@ -164,8 +165,7 @@ def _limit_memory() -> None:
     import resource  # Unix has it
 
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + MAX_MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        limit_memory(int(file.read().split()[0]) * resource.getpagesize() + MAX_MEMORY)
 
 
 def _render(render: Callable, request: bytes) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from jaxrl_llm.rewards.messages import (
 )
 from jaxrl_llm.rewards.sample import ABSTAINED, RewardLoadError, RewardResult, RewardSample
 from jaxrl_llm.rewards.signatures import AdaptedReward, InvalidScoreError, Score, parse_score
-from jaxrl_llm.user_file import describe_error, end_with_parent, explain
+from jaxrl_llm.user_file import describe_error, end_with_parent, explain, limit_memory
 
 GRACE = 0.5  # seconds between SIGTERM and SIGKILL of the child
 SWEEP_SECONDS = 3.0  # that killing what is left of its descendants may take
@@ -125,7 +125,8 @@ def _exit_as(status: int) -> NoReturn:
 def serve_requests(connection: socket.socket) -> None:
     """Answer requests until the connection is closed."""
     setup: Setup = _receive(connection)
-    _limit_memory(setup.config.memory_gb)
+    limit_memory(int(setup.config.memory_gb * 2**30))
+    _no_core_files()
     with contextlib.closing(asyncio.Runner()) as runner, contextlib.suppress(asyncio.CancelledError):
         _serve(connection, setup, runner)
 
@@ -268,15 +269,6 @@ def _loaded(name: str, rewards: dict[str, AdaptedReward], setup: Setup) -> Adapt
     if name not in rewards:
         rewards[name] = replace(load_reward(name, setup.config, setup.function), name=name)
     return rewards[name]
-
-
-def _limit_memory(gigabytes: float) -> None:
-    if sys.platform == "linux":
-        import resource
-
-        limit = int(gigabytes * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        _no_core_files()
 
 
 def _no_core_files() -> None:

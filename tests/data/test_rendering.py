@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -161,3 +162,15 @@ def test_a_template_file_is_read_again_when_it_changes_and_belongs_to_no_tokeniz
     file.write_bytes(b"\xff")
     with pytest.raises(UserError, match=f"the chat template {file} cannot be read"):
         encode_prompt(tokenizer, EXAMPLE, config)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux limits the address space")
+def test_templates_are_rendered_under_a_lower_limit_of_memory():
+    """`ulimit -v` sets a hard one, which no process may raise."""
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 29, 3 << 29))\n"
+        "from jaxrl_llm.data.rendering import TemplateProcess\n"
+        f"print(TemplateProcess().render({GOOD!r}, [{CHAT!r}], 't.jinja', 'f.jsonl:3'))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "[('<user>hi', [])]\n", done.stderr

@@ -53,6 +53,31 @@ def reward(sample):
 ONCE = dict(max_failed_fraction=1.0, retries=0)
 
 
+UNDER_A_LIMIT = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[2])))
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.sample import RewardSample
+with RewardPool(RewardConfig(name=sys.argv[3], workers=1)) as pool:
+    print(pool.score([RewardSample("x")])[0].score)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux limits the address space")
+@pytest.mark.parametrize(("soft", "hard", "expected"), [(2, 2, 2), (2, -1, 2), (16, 16, 8), (-1, -1, 8)])
+def test_the_lower_limit_of_memory_holds(write, soft, hard, expected):
+    """`ulimit -v` sets a hard one, which no worker may raise; reward.memory_gb is 8."""
+    gib = lambda number: number << 30 if number > 0 else number
+    path = write("""
+        import resource
+        reward = lambda sample: float(resource.getrlimit(resource.RLIMIT_AS)[0] >> 30)
+    """)
+    command = [sys.executable, "-c", UNDER_A_LIMIT, str(gib(soft)), str(gib(hard)), f"{path}:reward"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == f"{expected:.1f}\n", done.stderr
+
+
 @pytest.fixture
 def write(tmp_path):
     def to_file(text, name="rewards.py"):
