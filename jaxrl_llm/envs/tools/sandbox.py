@@ -12,10 +12,10 @@ import json
 import os
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,10 +25,11 @@ from jaxrl_llm.envs.tools.syscalls import refuse_filter
 from jaxrl_llm.errors import UserError
 
 BOOT = """
-import ctypes, json, os, resource, sys
-limits, tmpfs = json.loads(sys.argv[1])
+import ctypes, json, os, resource, signal, sys
+limits, tmpfs, rules, status = json.loads(sys.argv[1])
+libc = ctypes.CDLL(None, use_errno=True)
 if tmpfs:  # takes CAP_SYS_ADMIN of the sandbox's own user namespace, which is given up at once
-    libc, remount_nosuid_nodev = ctypes.CDLL(None, use_errno=True), 32 | 2 | 4
+    remount_nosuid_nodev = 32 | 2 | 4
     failed = libc.mount(b"tmpfs", b"/tmp", b"tmpfs", remount_nosuid_nodev, tmpfs.encode())
     no_capabilities, version_3 = (ctypes.c_uint32 * 6)(), (ctypes.c_uint32 * 2)(0x20080522, 0)
     if failed or libc.capset(version_3, no_capabilities):
@@ -40,8 +41,25 @@ for name, limit in limits.items():
         for old, new in zip(resource.getrlimit(which), limit)))
 with open("main.py", "wb") as file:
     file.write(sys.stdin.buffer.read())
+if rules:
+    program = os.fork()
+    if program:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    else:
+        os.close(status)
+    class Filter(ctypes.Structure):
+        _fields_ = [("count", ctypes.c_ushort), ("rules", ctypes.c_char_p)]
+    rules, seccomp, mode_filter, zero = bytes.fromhex(rules), *map(ctypes.c_ulong, (22, 2, 0))
+    if libc.prctl(seccomp, mode_filter, ctypes.byref(Filter(len(rules) // 8, rules)), zero, zero):
+        sys.exit("no system call can be refused: " + os.strerror(ctypes.get_errno()))
+    if program:
+        code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+        os.write(status, str(code).encode())
+        os._exit(code % 256)
 os.execv(sys.executable, [sys.executable, "-I", "-u", "main.py"])
-"""  # limits that are set here, before the program is there, cannot be raised by it
+"""
+"""Sets the limits, which the untrusted program cannot raise, and becomes this program. In a sandbox a process
+with the same limits waits for it, because bubblewrap's exit code 130 may be a signal or the program's own."""
 NOBODY = "65534"
 START_SECONDS = 60.0
 MAX_PRINTED = 16 << 20  # bytes; a flood of output would keep the event loop from everything else
@@ -91,13 +109,13 @@ class Sandbox:
 
     def __init__(self, config: SandboxConfig):
         self._config = config
-        self._wrapped, self._filter, self.limits_files = [], b"", False
+        self._wrapped, self._rules, self.limits_files = [], "", False
         try:
             self._wrap()
         except SandboxError:
             if not config.allow_unsandboxed:
                 raise
-            self._wrapped, self.limits_files = [], False
+            self._wrapped, self._rules, self.limits_files = [], "", False
 
     @property
     def contained(self) -> bool:
@@ -106,7 +124,7 @@ class Sandbox:
 
     def _wrap(self) -> None:
         """Find a command that contains programs, with a limit on files where the kernel allows one."""
-        self._filter = _filter()
+        self._rules = _rules()
         for self.limits_files in (True, False):
             self._wrapped = _bubblewrap(self._config, self.limits_files)
             problem = self._probe()
@@ -130,62 +148,65 @@ class Sandbox:
             folder = "/"
             if not self.contained:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            program = await self._start(folder)
+            program = await self._start(folder, stack)
             return await program.finish(code.encode(errors="replace"))
 
-    async def _start(self, folder: str) -> _Program:
+    async def _start(self, folder: str, stack: contextlib.ExitStack) -> _Program:
         """Start a program that waits for its text; it is killed whole when this process ends."""
-        with _readable(self._filter) as seccomp:
+        status, writer = os.pipe()
+        stack.callback(os.close, status)
+        try:
             _, program = await asyncio.get_running_loop().subprocess_exec(
-                lambda: _Program(self._config),
-                *self._command(seccomp),
+                lambda: _Program(self._config, status if self.contained else -1),
+                *self._command(writer),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 env=_environment("/tmp" if self.contained else folder),
-                pass_fds=(seccomp,) if self.contained else (),
+                pass_fds=(writer,) if self.contained else (),
                 start_new_session=True,
             )
+        finally:
+            os.close(writer)
         return program
 
-    def _command(self, seccomp: int) -> list[str]:
+    def _command(self, status: int) -> list[str]:
+        """Return the command of a program whose exit code is written to the file descriptor `status`."""
         config = self._config
         tmpfs = f"size={config.disk_mb << 20},nr_inodes={config.max_files + 2}"  # /tmp itself, main.py
         limits = json.dumps(
             [
                 _limits(config) if sys.platform == "linux" else {},
                 tmpfs if self.contained and self.limits_files else "",
+                *(self._rules, status),
             ]
         )
-        wrapped = [*self._wrapped, "--seccomp", str(seccomp), "--"] if self.contained else []
-        return [*wrapped, _interpreter(), "-I", "-S", "-c", BOOT, limits]
+        return [*self._wrapped, _interpreter(), "-I", "-S", "-c", BOOT, limits]
 
     def _probe(self) -> str:
         """Run one program now, before a model is loaded; return why it did not work, "" = it did."""
-        with _readable(self._filter) as seccomp:
-            try:
-                done = subprocess.run(
-                    self._command(seccomp),
-                    input=b"print(6 * 7)",
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    cwd="/",
-                    env=_environment("/tmp"),
-                    pass_fds=(seccomp,),
-                    timeout=START_SECONDS,
-                )
-            except (OSError, subprocess.SubprocessError) as error:
-                return str(error)
+        try:
+            done = subprocess.run(
+                self._command(status=2),
+                input=b"print(6 * 7)",
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd="/",
+                env=_environment("/tmp"),
+                timeout=START_SECONDS,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return str(error)
         output = done.stdout.decode(errors="replace").strip()
-        return "" if output == "42" else output or f"exit code {done.returncode}"
+        return "" if output == "42\n0" else output or f"exit code {done.returncode}"
 
 
 class _Program(asyncio.SubprocessProtocol):
     """One running program: keeps the two ends of its output, kills it when its time is over."""
 
-    def __init__(self, config: SandboxConfig):
-        self._config = config
+    def __init__(self, config: SandboxConfig, status: int):
+        self._config, self._status = config, status  # status: file descriptor with the exit code, -1 = none
         self._head, self._tail, self._printed = bytearray(), bytearray(), 0
         self._exited = asyncio.get_running_loop().create_future()
         self._closed = asyncio.get_running_loop().create_future()
@@ -218,7 +239,7 @@ class _Program(asyncio.SubprocessProtocol):
         try:
             async with asyncio.timeout(self._config.seconds):
                 await asyncio.shield(self._closed)
-            why = self._why(self._transport.get_returncode())
+            why = self._why()
             if self._printed > MAX_PRINTED:
                 why = f"stopped after printing {MAX_PRINTED >> 20} MB"
         except TimeoutError:
@@ -239,17 +260,16 @@ class _Program(asyncio.SubprocessProtocol):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
-    def _why(self, code: int) -> str:
-        """Return why it failed, "" = it did not.
-
-        Bubblewrap's exit code is 128 + the signal that killed the program, or the program's own.
-        """
-        ended_by = -code if code < 0 else code - 128
-        if ended_by == signal.SIGXCPU:
+    def _why(self) -> str:
+        """Return why it failed, "" = it did not."""
+        code = self._transport.get_returncode()
+        if self._status >= 0:  # else it is the program's own
+            told = os.read(self._status, 16)
+            killed = 128 - code if code > 128 else code  # the whole sandbox
+            code = int(told) if told else killed
+        if code == -signal.SIGXCPU:
             return f"stopped after {self._config.cpu_seconds} s of processor time"
-        if 0 < ended_by < signal.NSIG:
-            return f"killed by signal {ended_by}"
-        return f"exit code {code}" if code else ""
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}" * (code > 0)
 
     def _output(self) -> str:
         dropped = self._printed - len(self._head) - len(self._tail)
@@ -257,15 +277,16 @@ class _Program(asyncio.SubprocessProtocol):
         return (self._head + gap + self._tail).decode(errors="replace").rstrip()
 
 
-def _filter() -> bytes:
+def _rules() -> str:
+    """Return the filter of system calls, hexadecimal."""
     try:
-        return refuse_filter()
+        return refuse_filter().hex()
     except ValueError as error:
         raise SandboxError(f"{error}. {FIX}") from None
 
 
 def _bubblewrap(config: SandboxConfig, limits_files: bool) -> list[str]:
-    """Return the command up to where the file descriptor of the filter is named."""
+    """Return the command that contains what follows it."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError(f"bubblewrap (bwrap) is not on the PATH. {FIX}")
@@ -281,8 +302,16 @@ def _bubblewrap(config: SandboxConfig, limits_files: bool) -> list[str]:
         *("--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox"),
         *("--size", str(config.disk_mb << 20), "--tmpfs", "/tmp"),
         *(word for bind in binds for word in bind),
+        *(word for folder in _packages() for word in ("--tmpfs", folder, "--remount-ro", folder)),
         *("--remount-ro", "/", "--chdir", "/tmp"),  # else all of / but the binds is memory without a limit
+        "--",
     ]
+
+
+def _packages() -> list[str]:
+    """Return the folders of installed packages that this Python's standard library would import from."""
+    found = site.getsitepackages([sys.base_prefix, sys.base_exec_prefix])
+    return sorted({os.path.realpath(folder) for folder in found if os.path.isdir(folder)})
 
 
 def _interpreter() -> str:
@@ -295,8 +324,6 @@ def _environment(home: str) -> dict[str, str]:
         "PATH": "/usr/bin:/bin",
         "HOME": home,
         "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",  # numpy's libraries start threads when they are loaded
-        "OPENBLAS_NUM_THREADS": "1",
     }
 
 
@@ -310,17 +337,3 @@ def _limits(config: SandboxConfig) -> dict[str, tuple[int, int]]:
         "RLIMIT_NOFILE": (64, 64),
         "RLIMIT_CORE": (0, 0),
     }
-
-
-@contextlib.contextmanager
-def _readable(data: bytes) -> Iterator[int]:
-    """Yield a file descriptor to read `data` from, one page at most."""
-    reader, writer = os.pipe()
-    try:
-        os.write(writer, data)
-    finally:
-        os.close(writer)
-    try:
-        yield reader
-    finally:
-        os.close(reader)
