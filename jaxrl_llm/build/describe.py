@@ -55,6 +55,8 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     for name, loader in run.loaders.items():
         counts = ", ".join(f"{what} {count:,}" for what, count in loader.stats().items())
         yield f"data for {name}: {counts}"
+    if date := config.data.chat.date:
+        yield f"chat templates that write the date write {date} for the whole run (--data.chat.date)"
     yield evaluation_line(config, run.evaluators)
     if 0 < start < run.total:
         yield f"continuing {config.run_dir} after step {start}"
@@ -141,6 +143,8 @@ def next_command(run_dir: Path, config: TrainConfig) -> str:
             words += ["--stop", *map(shlex.quote, config.rollout.sampling.stop)]
         if config.data.chat.parse_control_tokens:
             words += ["--chat.parse_control_tokens True"]
+        if config.data.chat.date:
+            words += ["--chat.date", config.data.chat.date]
         return " ".join(words)
     words = ["python -m jaxrl_llm.train"]
     if config.model.path:

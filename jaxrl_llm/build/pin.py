@@ -1,7 +1,8 @@
-"""Revisions of hub models, pinned by the run that uses them first."""
+"""What a run takes from outside and keeps for life: revisions of hub models, the date of chat templates."""
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.data.config import is_date
 from jaxrl_llm.hf.hub_name import parse_hub_name
 from jaxrl_llm.hf.resolve import pin_revision
 from jaxrl_llm.host.processes import on_first
@@ -38,6 +40,28 @@ def pin_models(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
         return pins[str(hub)]
 
     return map_models(config, pin), pins
+
+
+def pin_date(config: TrainConfig, tokenizer: Any) -> TrainConfig:
+    """Return the config with a date for chat templates, where one may write it.
+
+    Else the same row would have other tokens on another day. It is the day on which the run began, by process
+    0's clock and config.json. A collective.
+    """
+    chat = config.data.chat
+    if chat.date or not ("strftime_now" in str(tokenizer.chat_template) or config.reward.models):
+        return config
+    date = on_first(lambda: read_date(Path(config.run_dir) / "config.json") or str(datetime.date.today()))
+    return replace(config, data=replace(config.data, chat=replace(chat, date=date)))
+
+
+def read_date(file: Path) -> str:
+    """Return the date of chat templates in the config.json of a run; "" where it has none."""
+    try:
+        date = json.loads(file.read_text())["config"]["data"]["chat"]["date"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return date if isinstance(date, str) and is_date(date) else ""
 
 
 def map_models(config: TrainConfig, rename: Callable[[str], str]) -> TrainConfig:

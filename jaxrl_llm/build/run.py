@@ -28,6 +28,7 @@ from jaxrl_llm.build.models import (
     trained_config,
 )
 from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
+from jaxrl_llm.build.pin import pin_date
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.build.push import push_run
 from jaxrl_llm.build.reference import abstract_reference, own_reference
@@ -191,6 +192,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     meshes = make_meshes(config)
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
+    config = pin_date(config, tokenizer)
     check_vocabularies(config, tokenizer)
     check_critic_files(config)
     check_model(

@@ -180,7 +180,7 @@ def prompt_row(example: Example, config: ChatConfig) -> dict[str, Any]:
 
     Of a chat: {"prompt": text of the last message, "messages": [{"role", "content"}, ...]} with the system
     prompt, and with `tools` and `chat_template_kwargs` where the template gets any; {"prompt": text} where no
-    template is used. The ids are the same where `chat_template` and `parse_control_tokens` are.
+    template is used. The ids are the same where `chat_template`, `date` and `parse_control_tokens` are.
     """
     messages = prompt_messages(example, config)
     if messages is None:

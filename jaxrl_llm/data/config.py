@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -106,6 +107,8 @@ class ChatConfig:
     """File with a Jinja chat template; empty: the tokenizer's own."""
     template_options: str = ""
     """Arguments of the chat template, as a JSON object: '{"enable_thinking": false}'."""
+    date: str = ""
+    """Date that chat templates write, as 2026-11-27; empty: the day on which the run begins."""
     loss: Literal["all", "last"] = "all"
     """Supervised training learns all assistant turns, or the last."""
     parse_control_tokens: bool = False
@@ -115,6 +118,8 @@ class ChatConfig:
         """Yield (field, what is wrong with it) for rules across fields."""
         if problem := template_options_problem(self.template_options):
             yield "template_options", problem
+        if self.date and not is_date(self.date):
+            yield "date", f"is {self.date!r}: it must be a date such as 2026-11-27."
         if self.render == "plain":
             for name in ("chat_template", "template_options"):
                 if value := getattr(self, name):
@@ -186,6 +191,14 @@ class DataConfig:
         return tuple(
             dataclasses.replace(source, split="test") if source.is_generated else source for source in chosen
         )
+
+
+def is_date(text: str) -> bool:
+    """Return whether a text is a date as 2026-11-27."""
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def template_options_problem(text: str) -> str:

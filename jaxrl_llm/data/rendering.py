@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import json
 import os
 import signal
@@ -60,7 +61,9 @@ class TemplateProcess:
         self._process: subprocess.Popen | None = None
         self._errors: Any = None  # a file: the standard error of the process
 
-    def render(self, template: str, calls: Sequence[dict[str, Any]], name: str, where: str) -> list[Rendered]:
+    def render(
+        self, template: str, calls: Sequence[dict[str, Any]], name: str, where: str, date: str = ""
+    ) -> list[Rendered]:
         """Return what the template makes of each call's arguments.
 
         Args:
@@ -68,13 +71,14 @@ class TemplateProcess:
             calls: keyword arguments of `transformers.utils.chat_template_utils.render_jinja_template`.
             name: of the template, for messages: "the chat template t.jinja".
             where: the row, for messages.
+            date: that `strftime_now` writes, as "2026-11-27"; "" = today.
 
         Raises:
             RowError: the template refuses this chat.
             UserError: the template is not valid Jinja, or exceeds a limit (TemplateLimitError).
             RunError: the process cannot be started.
         """
-        request = _request(template, calls, where)
+        request = _request([template, list(calls), date], where)
         with self._lock:
             idle = self._process is not None
             reply = self._exchange(request)
@@ -173,7 +177,8 @@ def _render(render: Callable, request: bytes) -> dict[str, Any]:
 
     rendered = []
     try:
-        template, calls = json.loads(request)
+        template, calls, date = json.loads(request)
+        _set_date(date)
         for arguments in calls:
             (text,), spans = render(chat_template=template, **arguments)
             if len(text) > MAX_RENDERED:
@@ -190,9 +195,21 @@ def _render(render: Callable, request: bytes) -> dict[str, Any]:
     return {"rendered": rendered}
 
 
-def _request(template: str, calls: Sequence[dict[str, Any]], where: str) -> bytes:
+def _set_date(date: str) -> None:
+    """Let templates read this date from the clock; "" = today. transformers lets no argument replace it."""
+    from transformers.utils import chat_template_utils
+
+    class Day(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
+            return datetime.datetime.fromisoformat(date)
+
+    chat_template_utils.datetime = Day if date else datetime.datetime
+
+
+def _request(parts: list[Any], where: str) -> bytes:
     try:
-        return json.dumps((template, list(calls))).encode()
+        return json.dumps(parts).encode()
     except (TypeError, ValueError, RecursionError) as error:  # messages of an environment hold anything
         raise RowError(f"{where}: the chat holds what JSON cannot: {error}") from error
 

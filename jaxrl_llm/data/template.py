@@ -44,7 +44,7 @@ class ChatRenderer:
         contents = [argument_forms(messages), tools, options]
         (forms, tools, options), self._hidden = hide(contents, self.controls, self._where)
         self._forms = list(accepted_forms(forms))
-        self._name = template_name(tokenizer, config)
+        self._name, self._date = template_name(tokenizer, config), config.date
         options = {**read_options(config), **options}
         self._options = {**tokenizer.special_tokens_map, **options, "tools": tools}
 
@@ -80,7 +80,7 @@ class ChatRenderer:
         for i, messages in enumerate(self._forms):
             calls = [{"conversations": [messages[:n]], **self._options, **cut} for n, cut in cuts]
             try:
-                rendered = PROCESS.render(self.template, calls, self._name, self._where)
+                rendered = PROCESS.render(self.template, calls, self._name, self._where, self._date)
             except RowError as refusal:
                 refusals.append(refusal)
             else:

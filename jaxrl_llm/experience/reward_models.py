@@ -35,8 +35,6 @@ EXTRA_TOKENS = 128
 """Tokens of a row beyond the longest trajectory: the judge's prompt, and one token after the last."""
 PendingRewards = Callable[[], list[np.ndarray]]
 """Waits for a reward model that has been started, and returns its scores."""
-MODEL_CHAT = ChatConfig()
-"""Chat settings of a reward model: its own template, not the policy's."""
 
 
 @dataclass
@@ -93,7 +91,7 @@ class RewardModel:
         if messages is None or not self.tokenizer.chat_template:
             text = prompt_row(example, self.chat)["prompt"] if messages is None else _joined(messages)
             return self.tokenizer.encode(text + trajectory.text, add_special_tokens=False)
-        chat = ChatRenderer(self.tokenizer, [*messages, *trajectory.messages], example, MODEL_CHAT)
+        chat = ChatRenderer(self.tokenizer, [*messages, *trajectory.messages], example, _own_chat(self.chat))
         return chat.tokenize(chat.render().rstrip())
 
     def _truncated(self, ids: Sequence[int], context: int = 0) -> PackItem:
@@ -129,7 +127,7 @@ class RewardModel:
         items = []
         for prompt in prompts:
             example = Example(({"role": "user", "content": prompt},), None)
-            tokens = encode_prompt(self.tokenizer, example, MODEL_CHAT)
+            tokens = encode_prompt(self.tokenizer, example, _own_chat(self.chat))
             items += [self._truncated([*tokens, word], len(tokens)) for word in ids]
         pending = self.model.start(self.params, items)
 
@@ -155,6 +153,11 @@ class RewardModel:
         ends = [i for i, token in enumerate(ids) if "\n" in self.tokenizer.decode([token])]
         last = max(len(ids) - 1 - int(ids[-1] == self.tokenizer.eos_token_id), 0)  # the end token is no step
         return sorted({*ends, last})
+
+
+def _own_chat(chat: ChatConfig) -> ChatConfig:
+    """Return the chat settings of a reward model: its own template, not the policy's, on the same date."""
+    return ChatConfig(date=chat.date)
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> str:
@@ -215,7 +218,7 @@ def _same_template(tokenizer: Any, policy_tokenizer: Any, chat: ChatConfig) -> b
     policy = (
         find_template(policy_tokenizer, chat) if policy_tokenizer.chat_template or chat.chat_template else ""
     )
-    return not tokenizer.chat_template or not policy or find_template(tokenizer, MODEL_CHAT) == policy
+    return not tokenizer.chat_template or not policy or find_template(tokenizer, _own_chat(chat)) == policy
 
 
 def _check_template(path: str, tokenizer: Any, chat: ChatConfig) -> None:
@@ -230,7 +233,7 @@ def _check_template(path: str, tokenizer: Any, chat: ChatConfig) -> None:
     if messages is None or not tokenizer.chat_template:
         return
     try:
-        ChatRenderer(tokenizer, [*messages, response], example, MODEL_CHAT).render()
+        ChatRenderer(tokenizer, [*messages, response], example, _own_chat(chat)).render()
     except UserError as error:
         raise UserError(
             f"--reward.models {path}: its chat template refuses the policy's chats ({error}). Use one that "

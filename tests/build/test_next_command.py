@@ -15,6 +15,7 @@ from jaxrl_llm.train import main
 
 SUMS = [("1+1=", "2"), ("2+5=", "7"), ("3+6=", "9"), ("4+0=", "4"), ("5+3=", "8"), ("2+1=", "3")]
 TEMPLATE = (
+    "{{ strftime_now('%d') }}"
     "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>a:{% endif %}"
 )
@@ -61,6 +62,8 @@ def test_the_printed_command_generates_right_answers(finished, more, capsys):
     (command,) = [line.removeprefix("next:  ") for line in printed.splitlines() if line.startswith("next:")]
     python, module, package, *words = shlex.split(command)
     assert (python, module, package) == ("python", "-m", "jaxrl_llm")
+    assert "chat templates that write the date write 2020-02-29 for the whole run" in printed
+    assert command.endswith("--chat.date 2020-02-29")
     assert __main__.main([*words, *more]) == 0
     prompts, results = (
         [json.loads(line) for line in (run_dir / name).read_text().splitlines()]

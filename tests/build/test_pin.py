@@ -1,5 +1,6 @@
 """Hub names with a commit, which a run keeps."""
 
+import datetime
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,15 +9,18 @@ import huggingface_hub
 import pytest
 
 from jaxrl_llm import algos
-from jaxrl_llm.build.pin import pin_models, read_pins
+from jaxrl_llm.build.pin import pin_date, pin_models, read_pins
 from jaxrl_llm.config import (
+    ChatConfig,
     CriticConfig,
+    DataConfig,
     ModelConfig,
     ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
     TrainConfig,
 )
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.hub_name import HubName, parse_hub_name
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.recipe.dump import describe_run
@@ -150,3 +154,34 @@ def test_local_folders_stay(tmp_path, monkeypatch, hub):
     (tmp_path / "org/model").mkdir(parents=True)
     config = TrainConfig(model=ModelConfig(path="org/model"), run_dir=str(tmp_path / "run"))
     assert pin_models(config) == (config, {}) and not hub["requests"]
+
+
+DATED = "{{ strftime_now('%Y') }}"
+
+
+def test_a_run_keeps_the_date_on_which_it_began(tmp_path):
+    """A template that writes the date would give the same row other tokens on the next day."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = DATED
+    config = TrainConfig(run_dir=str(tmp_path))
+    before, pinned = str(datetime.date.today()), pin_date(config, tokenizer)
+    assert before <= pinned.data.chat.date <= str(datetime.date.today())
+    write = lambda config: (tmp_path / "config.json").write_text(
+        json.dumps(describe_run(config, "recipe", [], {}))
+    )
+    chosen = replace(config, data=DataConfig(chat=ChatConfig(date="2020-02-29")))
+    write(chosen)
+    assert pin_date(config, tokenizer) == pin_date(chosen, tokenizer) == chosen
+    write(config)  # of a template that wrote no date
+    assert pin_date(config, tokenizer).data.chat.date >= before
+    (tmp_path / "config.json").write_text('{"config": []}')
+    assert pin_date(config, tokenizer).data.chat.date >= before
+
+
+def test_a_date_where_a_template_may_write_one(tmp_path):
+    tokenizer, config = make_tokenizer(), TrainConfig(run_dir=str(tmp_path))
+    assert pin_date(config, tokenizer) == config
+    judged = replace(config, reward=RewardConfig(models=(RewardModelConfig(path="judge"),)))
+    assert pin_date(judged, tokenizer).data.chat.date  # the judge's template may
+    tokenizer.chat_template = {"default": "", "tool_use": DATED}
+    assert pin_date(config, tokenizer).data.chat.date

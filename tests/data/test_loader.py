@@ -356,6 +356,8 @@ def test_fewer_eval_prompts_than_asked_for_are_said(tmp_path, mixed_lengths, cap
             "is true: it must be false where step_mark is set",
         ),
         (ChatConfig(template_options="[" * 10**5), "template_options", "is '[["),
+        (ChatConfig(date="27 Nov 2026"), "date", "is '27 Nov 2026': it must be a date such as 2026-11-27."),
+        (ChatConfig(date="20261127"), "date", "is '20261127': it must be a date such as 2026-11-27."),
         (
             ChatConfig(template_options='{"tools": []}'),
             "template_options",

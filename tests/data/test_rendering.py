@@ -1,5 +1,6 @@
 """Limits of chat templates, and messages about templates that are refused."""
 
+import datetime
 import os
 import subprocess
 import sys
@@ -54,6 +55,22 @@ def test_time_memory_and_size_of_a_chat_are_bounded(process, text):
         word in str(error.value) for word in ("takes more than", "needs more than", "writes more than")
     )
     assert render(process, GOOD) == [("<user>hi", [])]  # the next chat is rendered
+
+
+def test_the_date_is_that_of_the_run(process):
+    writes = "{{ strftime_now('%d %b %Y %H') }}"
+    for date in ("2026-11-27", "2020-02-29"):
+        dated = process.render(writes, [CHAT], "t", "w", date)
+        assert dated == [(f"{datetime.date.fromisoformat(date):%d %b %Y} 00", [])]
+    before, today, after = datetime.date.today(), render(process, writes)[0][0], datetime.date.today()
+    assert today[:-3] in {f"{day:%d %b %Y}" for day in (before, after)}  # no date is kept
+
+
+def test_prompts_of_a_config_with_a_date_have_it():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }}" + GOOD
+    prompts = [encode_prompt(tokenizer, EXAMPLE, ChatConfig(date="2020-02-29")) for _ in range(2)]
+    assert [tokenizer.decode(ids) for ids in prompts] == ["2020-02-29<user>hi"] * 2
 
 
 def test_a_template_file_that_never_ends_is_named(process, tmp_path, monkeypatch):
