@@ -73,15 +73,21 @@ def try_judge(pool: RewardPool, rows: Sequence[Example]) -> None:
 
 def make_evaluators(
     config: TrainConfig,
-    held_out: Loader,
+    held_out: Loader | None,
     stage: Stage,
     engine: Engine | None,
     scorer: Scorer | None,
     env: Conversations | None,
     judge: RewardPool | None,
 ) -> list[Evaluator]:
-    """Return the evaluators: of responses, if anything can grade them; loss of a dataset algorithm."""
+    """Return the evaluators: of responses, if anything can grade them; loss of a dataset algorithm.
+
+    Args:
+        held_out: None = nothing is evaluated.
+    """
     evaluators: list[Evaluator] = []
+    if held_out is None or not config.eval.every:
+        return evaluators
     if scorer is not None:
         prompts = held_out.eval_set(config.eval.prompts)
         known = [bool(config.env.name) or scorer.pool.can_score(reward_sample(p.example)) for p in prompts]

@@ -231,9 +231,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         stages[-1].source = make_rollout_source(config, loaders["train"], engine, training, env)
     else:
         stages[-1].source = dataset_source(stages[-1], loaders["train"], config.prompts_per_step)
-    evaluators = []
-    if config.eval.every:
-        evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, scorer, env, judge)
+    evaluators = make_evaluators(config, loaders.get("eval"), stages[-1], engine, scorer, env, judge)
     return Run(config, meshes, model, tokenizer, folder, stages, evaluators, loaders, adapter)
 
 

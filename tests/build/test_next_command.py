@@ -32,6 +32,7 @@ RUN = [
     ),
     *("--eval.every", "150", "--eval.prompts", "6", "--checkpoint.every", "0", "--log.tensorboard", "false"),
     *("--data.chat.system_prompt", "Add.", "--log.progress", "none", "--max_prompt_tokens", "24"),
+    *("--data.chat.date", "2020-02-29"),
 ]
 
 
