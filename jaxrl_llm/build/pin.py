@@ -1,4 +1,4 @@
-"""What a run takes from outside and keeps for life: revisions of hub models, the date of chat templates."""
+"""Revisions of hub models and the date of chat templates, pinned by the run that uses them first."""
 
 from __future__ import annotations
 
