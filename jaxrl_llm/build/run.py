@@ -86,6 +86,7 @@ class Run:
     evaluators: list[Evaluator]
     loaders: dict[str, Loader]  # "train", "warm_start", "eval"
     adapter: dict[str, np.ndarray]  # weights of the adapter to start from; {} = new ones
+    env: Conversations | None = None
     fingerprint: str | None = None  # of the frozen weights; None = not computed yet
 
     @property
@@ -232,7 +233,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     else:
         stages[-1].source = dataset_source(stages[-1], loaders["train"], config.prompts_per_step)
     evaluators = make_evaluators(config, loaders.get("eval"), stages[-1], engine, scorer, env, judge)
-    return Run(config, meshes, model, tokenizer, folder, stages, evaluators, loaders, adapter)
+    return Run(config, meshes, model, tokenizer, folder, stages, evaluators, loaders, adapter, env)
 
 
 def load_reward_models(

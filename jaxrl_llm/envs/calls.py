@@ -6,13 +6,16 @@ Calls inside a thought, up to </think>, do not count.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import itertools
 import json
 from typing import Any
+from urllib.parse import unquote
 
-from jaxrl_llm.envs.formats import DECODER, FORMATS, InvalidToolCall, ToolCall
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.envs.formats import CANNOT_READ, DECODER, FORMATS, MAX_PYTHON, InvalidToolCall, ToolCall
 
+MAX_REFERENCES = 32  # that lead from one to the next
 MAX_CALLS = 32  # of one turn; each costs about one pass over the text at most, so no text takes long
 
 
@@ -40,32 +43,20 @@ def render_call(call: ToolCall, format: str) -> str:
     return FORMATS[format].render(call)
 
 
-def detect_format(template: str) -> str:
-    """Return the format that a chat template (Jinja text) writes tool calls in.
-
-    Raises:
-        UserError: it is none of FORMATS.
-    """
-    for name, known in FORMATS.items():
-        if known.used_by(template):
-            return name
-    raise UserError(
-        "the chat template shows no format of tool calls that is known here: name it, one of "
-        f"{', '.join(FORMATS)}"
-    )
-
-
 def check_arguments(call: ToolCall, schema: dict[str, Any]) -> ToolCall | InvalidToolCall:
     """Return the call with arguments as the tool's schema requires them, or what is wrong with them.
 
-    A string where the schema has another type is read as JSON. Known of JSON schema: type, properties,
-    required, additionalProperties, items, enum, anyOf, oneOf.
+    A string where the schema has another type is read as JSON, or as Python's literal. Known of JSON schema:
+    type, properties, required, additionalProperties, items, enum, const, anyOf, oneOf, allOf, and $ref into
+    the schema itself. A reference that leads elsewhere allows any value.
     """
     parameters = {"type": "object", "properties": {}, **(schema.get("parameters") or {})}
     try:
-        return ToolCall(call.name, _conform(call.arguments, parameters, "arguments"))
+        return ToolCall(call.name, _conform(call.arguments, parameters, parameters, where="arguments"))
     except ValueError as problem:
         return InvalidToolCall(call.name, f"{call.name}: {problem}")
+    except RecursionError:  # of a schema that refers to itself
+        return InvalidToolCall(call.name, f"{call.name}: the arguments are nested too deeply")
 
 
 TYPES = {
@@ -79,20 +70,65 @@ TYPES = {
 }
 
 
-def _conform(value: Any, schema: Any, where: str) -> Any:
-    """Return `value` as the schema requires it; ValueError names the part that is not."""
+def _conform(value: Any, schema: Any, root: dict[str, Any], *, where: str) -> Any:
+    """Return `value` as the schema requires it; ValueError names the part that is not.
+
+    Args:
+        root: the schema that references point into.
+    """
+    schema = _followed(schema, root)
     if not isinstance(schema, dict):  # true: any value
         return value
     if options := schema.get("anyOf") or schema.get("oneOf"):
-        return _first(value, options, where)
+        return _first(value, options, root, where=where)
     value = _typed(value, schema.get("type", list(TYPES)), where)
-    if "enum" in schema and value not in schema["enum"]:
-        raise ValueError(f"{where} must be one of {json.dumps(schema['enum'])}")
+    if "const" in schema or "enum" in schema:
+        value = _chosen(value, schema, where)
     if isinstance(value, list | tuple):
-        return [_conform(item, schema.get("items", {}), f"{where}[{i}]") for i, item in enumerate(value)]
+        items = schema.get("items", {})
+        return [_conform(item, items, root, where=f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict) and "properties" in schema:
-        return _object(value, schema, where)
+        return _object(value, schema, root, where=where)
     return value
+
+
+def _followed(schema: Any, root: dict[str, Any]) -> Any:
+    """Return a schema with what its `$ref` and `allOf` refer to; pydantic writes types of parameters so."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, dict) or not ("$ref" in schema or "allOf" in schema):
+            return schema
+        parts = [_target(schema["$ref"], root)] if "$ref" in schema else []
+        parts += schema.get("allOf", [])
+        own = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+        merged: dict[str, Any] = {}
+        for part in (*parts, own):
+            part = part if isinstance(part, dict) else {}
+            both = {"properties": {**merged.get("properties", {}), **part.get("properties", {})}}
+            both["required"] = [*merged.get("required", ()), *part.get("required", ())]
+            merged |= part | {key: value for key, value in both.items() if value}
+        schema = merged
+    return {}  # references in a circle
+
+
+def _target(reference: Any, root: dict[str, Any]) -> Any:
+    """Return the part of a schema that "#/$defs/Point" names; {} for one that is elsewhere."""
+    path = str(reference).split("/")
+    part: Any = root if path[0] == "#" else {}
+    for name in path[1:]:
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
+        part = part.get(name, {}) if isinstance(part, dict) else {}
+    return part
+
+
+def _chosen(value: Any, schema: dict[str, Any], where: str) -> Any:
+    """Return the one of the allowed values that is meant."""
+    allowed = [schema["const"]] if "const" in schema else schema["enum"]
+    read = _literal(value) if isinstance(value, str) else value
+    for meant in (value, read):
+        if any(meant == one and isinstance(meant, bool) == isinstance(one, bool) for one in allowed):
+            return meant
+    expected = json.dumps(schema["const"]) if "const" in schema else f"one of {json.dumps(allowed)}"
+    raise ValueError(f"{where} must be {expected}")
 
 
 def _typed(value: Any, required: str | list[str], where: str) -> Any:
@@ -100,12 +136,9 @@ def _typed(value: Any, required: str | list[str], where: str) -> Any:
     if not TYPES.keys() >= {*names}:  # a type that JSON schema lacks, such as "any"
         return value
     if isinstance(value, str) and "string" not in names:
-        try:
-            read = DECODER.decode(PYTHON.get(value, value))
-            json.dumps(read, allow_nan=False)  # 1e999
-        except (ValueError, RecursionError):
-            raise ValueError(f"{where} must be {' or '.join(names)}, not the text {value[:40]!r}") from None
-        value = read
+        value, text = _literal(value), value
+        if value is text:
+            raise ValueError(f"{where} must be {' or '.join(names)}, not the text {value[:40]!r}")
     if "integer" in names and isinstance(value, float) and value.is_integer():
         value = int(value)
     kinds = tuple(kind for name in names for kind in TYPES[name])
@@ -114,17 +147,25 @@ def _typed(value: Any, required: str | list[str], where: str) -> Any:
     return value
 
 
-def _first(value: Any, options: list[dict[str, Any]], where: str) -> Any:
+def _literal(text: str) -> Any:
+    """Return the value that JSON or Python writes so (some templates write Python); else the text itself."""
+    for read in (DECODER.decode, ast.literal_eval)[: 1 + (len(text) <= MAX_PYTHON)]:
+        with contextlib.suppress(TypeError, *CANNOT_READ):  # 1e999, a set; a tuple is a list
+            return json.loads(json.dumps(read(text), allow_nan=False))
+    return text
+
+
+def _first(value: Any, options: list[Any], root: dict[str, Any], *, where: str) -> Any:
     problems = []
     for option in options:
         try:
-            return _conform(value, option, where)
+            return _conform(value, option, root, where=where)
         except ValueError as problem:
             problems.append(str(problem))
     raise ValueError(", or ".join(problems))
 
 
-def _object(value: dict[str, Any], schema: dict[str, Any], where: str) -> dict[str, Any]:
+def _object(value: dict[str, Any], schema: dict[str, Any], root: dict[str, Any], *, where: str) -> dict:
     properties = schema["properties"]
     if missing := [name for name in schema.get("required", ()) if name not in value]:
         raise ValueError(f"{where} must have {', '.join(missing)}")
@@ -133,8 +174,4 @@ def _object(value: dict[str, Any], schema: dict[str, Any], where: str) -> dict[s
         raise ValueError(
             f"{where} may not have {unknown[0][:40]!r}, only {', '.join(properties) or 'nothing'}"
         )
-    return {name: _conform(item, properties.get(name, {}), name) for name, item in value.items()}
-
-
-PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""Python's words for JSON's, as xml calls may write them."""
+    return {name: _conform(item, properties.get(name, {}), root, where=name) for name, item in value.items()}

@@ -46,8 +46,8 @@ class CallFormat:
 
     read: Callable[[str], Iterator[ToolCall | InvalidToolCall]]
     render: Callable[[ToolCall], str]
-    used_by: Callable[[str], bool]
-    """Returns whether a chat template writes calls in this format."""
+    asked: str
+    """Beginning of the example in prompts that ask for this format."""
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -250,18 +250,18 @@ FORMATS = {
     "xml": CallFormat(
         lambda text: _each(text, FUNCTION, _xml),
         _render_xml,
-        lambda template: "<function=" in template and "<parameter=" in template,
+        "<function=example_function_name>",
     ),
     "hermes": CallFormat(
         lambda text: _each(text, re.compile("<tool_call>"), _hermes),
         lambda call: f"<tool_call>\n{_render_json(call, 'arguments')}\n</tool_call>",
-        lambda template: "<tool_call>" in template and "<arg_key>" not in template,  # that is GLM's
+        '<tool_call>\n{"name": ',
     ),
-    "pythonic": CallFormat(_pythonic, _render_pythonic, lambda template: "[func_name1(" in template),
+    "pythonic": CallFormat(_pythonic, _render_pythonic, "[func_name1("),
     "llama": CallFormat(
         _llama,
         lambda call: _render_json(call, "parameters"),
-        lambda template: '{"name": function name, "parameters"' in template,
+        '{"name": function name, "parameters"',
     ),
 }
-"""Name -> format, the most specific marks of a chat template first."""
+"""Name -> format."""

@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
-from jaxrl_llm.data.template import find_template
-from jaxrl_llm.envs.calls import detect_format
+from jaxrl_llm.envs.calls import render_call
 from jaxrl_llm.envs.config import EnvConfig, ToolsConfig
+from jaxrl_llm.envs.detect import CALL, detect_format
 from jaxrl_llm.envs.dialogue import EnvDialogue, check_template
 from jaxrl_llm.envs.env import Env, Tool
 from jaxrl_llm.envs.python_file import load_env, load_tool
@@ -39,6 +39,8 @@ class Conversations:
     chat: ChatConfig
     columns: dict[str, Any] = field(default_factory=dict)
     """Columns that every row gets: the tools, for the chat template to show."""
+    line: str = ""
+    """What a run prints about tool calls at its start."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self):
@@ -77,17 +79,18 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
     """
     if not config.active:
         return None
-    columns: dict[str, Any] = {}
+    columns, line = {}, ""
     if config.tools:
         tools = make_tools(config.tools, config.toolbox)
         columns["tools"] = [{"type": "function", "function": tool.schema} for tool in tools.values()]
-        format = _format(config, tokenizer, chat)
+        format, call = _format(config, tokenizer, chat)
+        line = f"tool calls are read as {format}, such as {call!r}"
         env: Env = ToolEnv(tools, format, config.tool_timeout, config.max_calls)
     else:
         env = load_env(config.name)
     if role := getattr(env, "role", ""):
         check_template(tokenizer, chat, role, columns, config.history == "strict")
-    return Conversations(env, config, tokenizer, chat, columns)
+    return Conversations(env, config, tokenizer, chat, columns, line)
 
 
 def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:
@@ -112,11 +115,11 @@ def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:
     return tools
 
 
-def _format(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> str:
-    """Return the format of tool calls; "auto" = as the chat template writes them."""
+def _format(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
+    """Return (format of tool calls, a call in it); "auto" = as the chat template writes them."""
     if config.format != "auto":
-        return config.format
+        return config.format, render_call(CALL, config.format)
     try:
-        return detect_format(find_template(tokenizer, chat, tools=[{}]))
+        return detect_format(tokenizer, chat)
     except UserError as error:
         raise UserError(f"--env.format auto: {error}") from error

@@ -1,5 +1,6 @@
 """Tool calls: each format read and written, and what is broken answered with what is wrong."""
 
+import functools
 import json
 import random
 import string
@@ -12,7 +13,6 @@ from jaxrl_llm.envs.calls import (
     InvalidToolCall,
     ToolCall,
     check_arguments,
-    detect_format,
     parse_calls,
     render_call,
 )
@@ -293,22 +293,73 @@ def test_arguments_that_do_not_fit_are_named(given, said):
     assert isinstance(bad, InvalidToolCall) and bad.problem.startswith(said)
 
 
+POINT = {
+    "name": "draw",
+    "parameters": {  # as pydantic writes the signature of a tool
+        "$defs": {
+            "Point": {
+                "type": "object",
+                "properties": {"x": {"type": "integer"}, "kind": {"const": "point"}},
+                "required": ["x"],
+            },
+            "Tree": {
+                "type": "object",
+                "properties": {"leaves": {"type": "array", "items": {"$ref": "#/$defs/Tree"}}},
+            },
+            "Circle": {"$ref": "#/$defs/Circle"},
+            "a/b": {"type": "integer"},
+        },
+        "type": "object",
+        "properties": {
+            "at": {"$ref": "#/$defs/Point", "description": "where"},
+            "to": {"allOf": [{"$ref": "#/$defs/Point"}], "default": None},
+            "from": {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]},
+            "tree": {"$ref": "#/$defs/Tree"},
+            "circle": {"$ref": "#/$defs/Circle"},
+            "odd": {"$ref": "#/$defs/a~1b"},
+            "far": {"$ref": "https://schemas.test/far.json"},
+            "two": {"const": 2},
+            "level": {"enum": [1, True, None, "1.5"]},
+        },
+        "required": ["at"],
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("template", "format"),
+    ("given", "kept"),
     [
-        ('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}', "hermes"),
-        ("<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>", "xml"),
-        ('Respond in the format {"name": function name, "parameters": dictionary of argument', "llama"),
-        ("you MUST put it in the format of [func_name1(params_name1=params_value1), ...]", "pythonic"),
+        ({"at": '{"x": "3", "kind": "point"}'}, {"at": {"x": 3, "kind": "point"}}),
+        ({"at": {"x": 3}, "to": '{"x": 4}', "from": "null"}, {"at": {"x": 3}, "to": {"x": 4}, "from": None}),
+        ({"at": {"x": 3}, "from": '{"x": 5}'}, {"at": {"x": 3}, "from": {"x": 5}}),
+        ({"at": {"x": 3}, "tree": '{"leaves": [{"leaves": "[]"}]}'},
+         {"at": {"x": 3}, "tree": {"leaves": [{"leaves": []}]}}),
+        ({"at": {"x": 3}, "circle": "1", "far": "1", "odd": "1"},
+         {"at": {"x": 3}, "circle": "1", "far": "1", "odd": 1}),
+        ({"at": {"x": 3}, "two": "2", "level": "1"}, {"at": {"x": 3}, "two": 2, "level": 1}),
+        ({"at": {"x": 3}, "two": 2, "level": "True"}, {"at": {"x": 3}, "two": 2, "level": True}),
+        ({"at": {"x": 3}, "level": "1.5"}, {"at": {"x": 3}, "level": "1.5"}),
+        ({"at": "{'x': 3}"}, {"at": {"x": 3}}),  # Seed-OSS's template writes Python's literals
     ],
-)
-def test_the_format_is_found_in_a_chat_template(template, format):
-    assert detect_format(template) == format
+)  # fmt: skip
+def test_references_and_constants_of_a_schema_are_followed(given, kept):
+    assert json.dumps(check_arguments(ToolCall("draw", given), POINT).arguments) == json.dumps(kept)
 
 
 @pytest.mark.parametrize(
-    "template", ["", "{{ messages }}", '"parameters": {{ tool.parameters }}', "<tool_call>{name}\\n<arg_key>"]
-)
-def test_an_unknown_template_is_an_error_that_names_the_formats(template):
-    with pytest.raises(ValueError, match="one of xml, hermes, pythonic, llama"):
-        detect_format(template)
+    ("given", "said"),
+    [
+        ({"at": {}}, "draw: at must have x"),
+        ({"at": {"x": 1, "kind": "line"}}, 'draw: kind must be "point"'),
+        ({"at": "here"}, "draw: at must be object, not the text 'here'"),
+        ({"at": {"x": 1}, "to": {"x": "a"}}, "draw: x must be integer, not the text 'a'"),
+        ({"at": {"x": 1}, "two": "two"}, "draw: two must be 2"),
+        ({"at": {"x": 1}, "two": True}, "draw: two must be 2"),
+        ({"at": {"x": 1}, "level": 2}, 'draw: level must be one of [1, true, null, "1.5"]'),
+        ({"at": {"x": 1}, "tree": functools.reduce(lambda t, _: {"leaves": [t]}, range(400), {})},
+         "draw: the arguments are nested too deeply"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_a_reference_are_named(given, said):
+    bad = check_arguments(ToolCall("draw", given), POINT)
+    assert isinstance(bad, InvalidToolCall) and bad.problem.startswith(said)
