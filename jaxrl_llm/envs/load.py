@@ -40,7 +40,7 @@ class Conversations:
     columns: dict[str, Any] = field(default_factory=dict)
     """Columns that every row gets: the tools, for the chat template to show."""
     line: str = ""
-    """What a run prints about tool calls at its start."""
+    """A line on the format of tool calls, for the start of a run; "" = there are no tools."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self):
