@@ -12,19 +12,21 @@ from jaxrl_llm.envs.calls import check_arguments, parse_calls, render_call
 from jaxrl_llm.envs.formats import FORMATS, ToolCall
 from jaxrl_llm.errors import UserError
 
-CALL = ToolCall("weather", {"city": "Oslo", "days": 3, "units": ["mm", "C"], "detail": {"hourly": True}})
+SAMPLE_CALL = ToolCall(
+    "weather", {"city": "Oslo", "days": 3, "units": ["mm", "C"], "detail": {"hourly": True}}
+)
 """A call with an argument of each type that formats write differently."""
-TYPES = {"city": "string", "days": "integer", "units": "array", "detail": "object"}
-SCHEMA = {
-    "name": CALL.name,
+SAMPLE_TYPES = {"city": "string", "days": "integer", "units": "array", "detail": "object"}
+SAMPLE_SCHEMA = {
+    "name": SAMPLE_CALL.name,
     "description": "Forecast.",
     "parameters": {
         "type": "object",
-        "properties": {name: {"type": type, "description": name} for name, type in TYPES.items()},
+        "properties": {name: {"type": type, "description": name} for name, type in SAMPLE_TYPES.items()},
         "required": ["city"],
     },
 }
-CONTENT = "turn 7d20e1 of the policy"  # in no template
+SAMPLE_CONTENT = "turn 7d20e1 of the policy"  # in no template
 MAX_SHOWN = 300  # characters of a call in a message
 
 
@@ -40,12 +42,14 @@ def detect_format(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
     prompt, turn = _written_call(tokenizer, chat)
     for name in FORMATS:
         calls = parse_calls(turn, name)
-        if [check_arguments(c, SCHEMA) if isinstance(c, ToolCall) else c for c in calls] == [CALL]:
+        if [check_arguments(c, SAMPLE_SCHEMA) if isinstance(c, ToolCall) else c for c in calls] == [
+            SAMPLE_CALL
+        ]:
             return name, turn
     for name, known in FORMATS.items():
-        if known.asked in prompt:
-            return name, render_call(CALL, name)
-    written = f"it writes {turn[:MAX_SHOWN]!r}" if CALL.name in turn else "it writes none"
+        if known.example in prompt:
+            return name, render_call(SAMPLE_CALL, name)
+    written = f"it writes {turn[:MAX_SHOWN]!r}" if SAMPLE_CALL.name in turn else "it writes none"
     raise UserError(
         "the chat template shows no format of tool calls that is known here: for a call of the tool weather "
         f"{written}. Name the format that the model uses, one of {', '.join(FORMATS)}"
@@ -55,16 +59,16 @@ def detect_format(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
 def _written_call(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
     """Return (a prompt with a tool, the turn that answers it with a call), as the template writes them."""
     question = ({"role": "user", "content": "How is the weather?"},)
-    columns = {"tools": [{"type": "function", "function": SCHEMA}]}
+    columns = {"tools": [{"type": "function", "function": SAMPLE_SCHEMA}]}
     example = Example(question, None, columns=columns, where="a tool call")
     asked = prompt_messages(example, chat) or list(question)
-    function = {"name": CALL.name, "arguments": CALL.arguments}
+    function = {"name": SAMPLE_CALL.name, "arguments": SAMPLE_CALL.arguments}
     calls = [{"type": "function", "id": "call00000", "function": function}]
     called, said = (
         ChatRenderer(tokenizer, [*asked, {"role": "assistant", **turn}], example, chat)
-        for turn in ({"content": "", "tool_calls": calls}, {"content": CONTENT})
+        for turn in ({"content": "", "tool_calls": calls}, {"content": SAMPLE_CONTENT})
     )
-    text, header = called.render(), said.render().partition(CONTENT)[0]
+    text, header = called.render(), said.render().partition(SAMPLE_CONTENT)[0]
     start = next((i for i, (a, b) in enumerate(zip(header, text, strict=False)) if a != b), len(header))
     if start < len(header):  # the call has another header: not from the middle of a token
         start = max(text.rfind(end, 0, start) for end in "\n>") + 1

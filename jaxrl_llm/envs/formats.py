@@ -46,7 +46,7 @@ class CallFormat:
 
     read: Callable[[str], Iterator[ToolCall | InvalidToolCall]]
     render: Callable[[ToolCall], str]
-    asked: str
+    example: str
     """Beginning of the example in prompts that ask for this format."""
 
 

@@ -15,7 +15,7 @@ from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.envs.calls import render_call
 from jaxrl_llm.envs.config import EnvConfig, ToolsConfig
-from jaxrl_llm.envs.detect import CALL, detect_format
+from jaxrl_llm.envs.detect import SAMPLE_CALL, detect_format
 from jaxrl_llm.envs.dialogue import EnvDialogue, check_template
 from jaxrl_llm.envs.env import Env, Tool
 from jaxrl_llm.envs.python_file import load_env, load_tool
@@ -118,7 +118,7 @@ def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:
 def _format(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
     """Return (format of tool calls, a call in it); "auto" = as the chat template writes them."""
     if config.format != "auto":
-        return config.format, render_call(CALL, config.format)
+        return config.format, render_call(SAMPLE_CALL, config.format)
     try:
         return detect_format(tokenizer, chat)
     except UserError as error:
