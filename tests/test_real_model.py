@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.hf.gguf import convert_gguf
-from jaxrl_llm.hf.tokenizer import load_tokenizer
+from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
 from jaxrl_llm.report import jsonl
 
 WEIGHTS = Path(__file__).parents[1] / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -17,34 +17,36 @@ SMALL = "--steps 1 --eval.every 0 --prompts_per_step 2 --responses_per_prompt 2 
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}  # that of tests is slow
 
 
-TEXTS = (
-    "Calculate 43 + 14.",
-    "  Two  spaces,\ttabs\n\nand lines\n",
-    "def f(x): return x**2  # 1234567890",
-    "Gr\u00fc\u00dfe, \u4f60\u597d, \u043c\u0438\u0440, \u0928\u092e\u0938\u094d\u0924\u0947",
-    "\U0001f642\U0001f469\u200d\U0001f469\u200d\U0001f467",
-    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
-    "It's they're WE'LL don't",
-    "",
-)
+IDS_OF_LLAMA_CPP = {
+    "Calculate 43 + 14.": [44345, 216, 36, 35, 1232, 216, 33, 36, 30],
+    "\n\n1": [1116, 33],
+    "a\n\n1 22\n 333": [81, 1116, 33, 216, 34, 34, 3805, 35, 35, 35],
+    "  Two  spaces,\ttabs\n\nlines": [216, 5713, 216, 5600, 28, 197, 100, 7366, 198, 198, 5110],
+    "x**2  # 12345678": [104, 828, 34, 216, 907, 216, 33, 34, 35, 36, 37, 38, 39, 40],
+    "Gr\u00fc\u00dfe, \u4f60\u597d": [27302, 7170, 34878, 85, 28, 216, 18645, 250, 48392, 138],
+    "\U0001f642\U0001f469": [10813, 38887, 10813, 235, 119],
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>": [1, 4093, 198, 6004, 2, 198, 0],
+    "It's they're WE'LL don't": [1589, 506, 502, 2316, 26587, 23, 16421, 1326, 982],
+    "": [],
+}
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not WEIGHTS.exists(), reason=f"no {WEIGHTS}: run make real, or set JAXRL_SMOLLM2"),
 ]
 
 
-def test_tokens_and_chats_are_those_of_transformers():
+def test_tokens_are_those_of_llama_cpp_and_chats_those_of_transformers():
+    """Token ids and ends of generation: node-llama-cpp 3.22.1."""
     from transformers import AutoTokenizer
 
-    ours = load_tokenizer(convert_gguf(WEIGHTS))
+    folder = convert_gguf(WEIGHTS)
+    ours = load_tokenizer(folder)
+    for text, ids in IDS_OF_LLAMA_CPP.items():
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == text
+    assert generation_end_ids(folder) == (0, 2, 4)  # <|endoftext|>, <|im_end|>, <reponame>
     theirs = AutoTokenizer.from_pretrained(WEIGHTS.parent, gguf_file=WEIGHTS.name)
-    for text in TEXTS:
-        ids = ours.encode(text)
-        assert ids == theirs.encode(text), text
-        assert ours.decode(ids) == theirs.decode(ids) == text
-    tokens = ours.convert_ids_to_tokens(ours.encode("Calculate 43 + 14."))
-    assert tokens == ["Calculate", "\u0120", "4", "3", "\u0120+", "\u0120", "1", "4", "."]
-    question = [{"role": "user", "content": text} for text in TEXTS[:1]]
+    question = [{"role": "user", "content": "Calculate 43 + 14."}]
     answered = [*question, {"role": "assistant", "content": "57"}, *question]
     for messages in (question, answered, [{"role": "system", "content": "Be brief."}, *question]):
         for tokenize in (False, True):

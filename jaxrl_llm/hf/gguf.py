@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,19 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import ORIGINAL, read_config, to_hf_config
 from jaxrl_llm.hf.export import plan_files, write_description, write_safetensors
 from jaxrl_llm.hf.folder import shorten_names
+from jaxrl_llm.hf.gguf_tokenizer import Read, end_ids, make_gguf_tokenizer
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.hf.tokenizer import special_ids
 from jaxrl_llm.host.files import write_json
+from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.models import TransformerConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of `general.architecture` that are read; files of Mistral models say "llama"."""
 
-_FORMAT = 3
-"""Version of conversions; those of 1, without a number, lack tokens that begin a text, 2 settings of RoPE."""
+_FORMAT = 4
+"""Version of conversions; those of 1, without a number, lack tokens that begin a text, 2 settings of RoPE, 3
+cut text into other tokens than llama.cpp."""
 _SHARD_BYTES = 4 * 2**30
 _SIZES = {
     # config.json             GGUF, after "<architecture>."
@@ -51,13 +54,6 @@ _NEUTRAL = {
 value of each that changes nothing."""
 _YARN = {ORIGINAL: "original_context_length", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 _ROPE_FACTORS = "rope_freqs.weight"
-_SPECIAL = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "pad_token": "padding_token_id",
-    "unk_token": "unknown_token_id",
-}
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def convert_gguf(file: Path) -> Path:
@@ -222,13 +218,22 @@ class _GgufModel:
         return {name: _shortest(value) for name, value in scaling.items()} or None
 
     def _llama3_scaling(self, factors: np.ndarray) -> dict[str, Any]:
-        """Return the settings that give the file's factors; llama.cpp divides the frequencies by them."""
-        theta, low, high, original = self.own("rope.freq_base", 10_000.0), 1.0, 4.0, 8192
+        """Return the settings that give the file's factors; llama.cpp divides the frequencies by them.
+
+        The original length follows from any factor between 1 and the largest one, at waves for which the two
+        scalings are mixed. Without one, every length that gives the factors is the same: 8192, if it does.
+        """
+        theta, low, high = self.own("rope.freq_base", 10_000.0), 1.0, 4.0
         waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
         factor = float(factors.max())
-        smooth = np.clip((original / waves - low) / (high - low), 0.0, 1.0)
-        expected = 1.0 / ((1 - smooth) / factor + smooth)
-        if not np.allclose(expected, factors, rtol=1e-3):
+        is_mixed = (factors > 1.001) & (factors < factor * 0.999)
+        smooth = (1 / factors[is_mixed] - 1 / factor) / (1 - 1 / factor)
+        found = np.rint(waves[is_mixed] * (low + smooth * (high - low)))[:1].astype(int).tolist()
+        for original in (8192, *found, *(2**power for power in range(9, 20))):
+            smooth = np.clip((original / waves - low) / (high - low), 0.0, 1.0)
+            if np.allclose(1.0 / ((1 - smooth) / factor + smooth), factors, rtol=1e-3):
+                break
+        else:
             raise self.wrong(f"{_ROPE_FACTORS} is not the scaling of Llama 3, the only one that is supported")
         settings = {"low_freq_factor": low, "high_freq_factor": high, "factor": round(factor, 4)}
         return {"rope_type": "llama3", **settings, "original_max_position_embeddings": original}
@@ -288,66 +293,30 @@ class _GgufModel:
         """Return the file's tokenizer with its chat template.
 
         Raises:
-            UserError: the file has none, or one that transformers cannot convert.
+            UserError: the file has none, or one that is not supported.
         """
-        from transformers import PreTrainedTokenizerFast
-
-        convert, keys = _transformers_converter()
-        known = {name: self.value(f"tokenizer.{key}") for key, name in keys.items()}
-        settings = {name: value for name, value in known.items() if value is not None}
-        template = self.value("tokenizer.chat_template")
-        try:
-            backend, extra = convert(self.family, settings)
-            backend = _without_new_tokens(backend, len(settings["tokens"]))
-            special = {name: settings["tokens"][i] for name, i in self._special_ids().items()}
-            backend.post_processor = self._post_processor(special)
-            extra |= special | ({"chat_template": template} if template else {})
-            return PreTrainedTokenizerFast(tokenizer_object=backend, **extra)
-        except BaseException as error:  # all kinds, for metadata that it does not know; of Rust, no Exception
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise self.wrong(f"its tokenizer cannot be read ({type(error).__name__}: {error})") from error
+        if self.value("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.fields:
+            print_on_first(
+                f"note: {self.file} has no tokenizer.ggml.pre: text is cut as llama.cpp cuts it by default, "
+                "maybe not as the model was trained. Name the rules in a copy of the file: gguf-new-metadata "
+                "--pre-tokenizer NAME OLD.gguf NEW.gguf"
+            )
+        return self._of_tokenizer(make_gguf_tokenizer)
 
     def generation_config(self) -> dict[str, Any]:
         """Return generation_config.json: a chat model may end a response in several ways."""
-        ids = {self.value(f"tokenizer.ggml.{key}") for key in _ENDS} - {None}
-        return {"eos_token_id": sorted(ids)}
+        return {"eos_token_id": self._of_tokenizer(end_ids)}
 
-    def _post_processor(self, special: dict[str, str]) -> Any:
-        """Return what puts the beginning-of-sequence token before a text, and the end token behind it.
-
-        As llama.cpp, a SentencePiece vocabulary ("llama") begins texts unless its file says that it does not.
-        """
-        from tokenizers.processors import TemplateProcessing
-
-        sentencepiece = self.value("tokenizer.ggml.model") == "llama"
-        adds = {
-            "bos_token": self.value("tokenizer.ggml.add_bos_token", sentencepiece),
-            "eos_token": self.value("tokenizer.ggml.add_eos_token", False),
-        }
-        used = {name: special[name] for name, is_added in adds.items() if is_added and name in special}
-        before, after = ([used[name]] if name in used else [] for name in adds)
-        around = lambda text, kind: [f"{part}:{kind}" for part in (*before, text, *after)]
-        ids = self._special_ids()
-        return TemplateProcessing(
-            single=around("$A", 0),
-            pair=around("$A", 0) + around("$B", 1),
-            special_tokens=sorted({(token, ids[name]) for name, token in used.items()}),
-        )
-
-    def _special_ids(self) -> dict[str, int]:
-        ids = {name: self.value(f"tokenizer.ggml.{key}") for name, key in _SPECIAL.items()}
-        return {name: number for name, number in ids.items() if number is not None}
-
-
-def _without_new_tokens(tokenizer: Any, count: int) -> Any:
-    """Return the tokenizer without tokens after the file's `count`: transformers adds an unknown token.
-
-    The model has no embedding for it.
-    """
-    state = json.loads(tokenizer.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < count]
-    return type(tokenizer).from_str(json.dumps(state))
+    def _of_tokenizer(self, function: Callable[[Read], Any]) -> Any:
+        """Return what the function makes of the tokenizer's metadata."""
+        try:
+            return function(lambda key, default=None: self.value(f"tokenizer.{key}", default))
+        except UserError as error:
+            raise self.wrong(str(error)) from error
+        except BaseException as error:  # all kinds, for metadata of other types; of Rust, no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise self.wrong(f"its tokenizer cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _open(file: Path) -> Any:
@@ -389,12 +358,3 @@ def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
 def _shortest(value: Any) -> Any:
     """Return a float32 of the file as the shortest decimal that means it: 1e-05, not 9.99999975e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
-def _transformers_converter() -> tuple[Any, dict[str, str]]:
-    """Return transformers' converter of tokenizers and its table of metadata keys; it needs no torch."""
-    try:
-        from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
-    except ImportError:  # transformers before 5.20
-        from transformers.integrations.ggml import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
-    return convert_gguf_tokenizer, GGUF_TOKENIZER_MAPPING["tokenizer"]

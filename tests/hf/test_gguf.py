@@ -1,5 +1,6 @@
 """GGUF files: parity with transformers' reading, every quantization, clear refusals."""
 
+import functools
 import json
 
 import numpy as np
@@ -79,9 +80,10 @@ def tensors_of(family, tied=True, **sizes):
     return {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def add_tokenizer(writer):
+def add_tokenizer(writer, pre="default"):
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    if pre:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
     writer.add_token_types([1] * (len(TOKENS) - 4) + [3] * 4)
     writer.add_token_merges(MERGES)
@@ -149,37 +151,27 @@ def test_logits_are_those_of_transformers(tmp_path, family, quantize, tied):
     np.testing.assert_allclose(our_logits(load_params(folder, config), ids), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("add_eos", [None, True])
-@pytest.mark.parametrize("add_bos", [None, False, True])
-@pytest.mark.parametrize(
-    "family, vocabulary, hello",
-    [
-        ("llama", add_tokenizer, ["he", "llo"]),
-        ("qwen2", add_tokenizer, ["he", "llo"]),
-        ("qwen3", add_tokenizer, ["he", "llo"]),
-        ("llama", add_sentencepiece, ["\u2581hello"]),
-    ],
-)
-def test_tokens_are_those_of_transformers(tmp_path, family, vocabulary, hello, add_bos, add_eos):
-    """SentencePiece vocabularies begin texts unless the file says that they do not."""
-    pytest.importorskip("torch")  # transformers 5.24 reads no GGUF without it
-    from transformers import AutoTokenizer
+def test_tokens_of_a_converted_file(tmp_path):
+    """The ids of tests/hf/test_gguf_tokenizer.py stay the same from the file to the folder."""
+    smollm = functools.partial(add_tokenizer, pre="smollm")
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", tokenizer=smollm))
+    assert folder.name.endswith("-4")  # folders of earlier versions are not used
+    tokenizer = load_tokenizer(folder, read_config(folder))
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode("hello, he said<turn>"))
+    assert tokens == ["he", "llo", ",", "\u0120", "he", "\u0120", "s", "a", "i", "d", "<turn>"]
+    tensors = tensors_of("llama", vocabulary=len(PIECES))
+    folder = convert_gguf(write_gguf(tmp_path / "p.gguf", tensors=tensors, tokenizer=add_sentencepiece))
+    tokenizer = load_tokenizer(folder, read_config(folder))
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode(" hello</s>hello"))
+    assert tokens == ["<s>", "\u2581", "\u2581hello", "</s>", "\u2581hello"]
 
-    is_pieces = vocabulary is add_sentencepiece
-    keys = {"tokenizer.ggml.add_bos_token": add_bos, "tokenizer.ggml.add_eos_token": add_eos}
-    tensors = tensors_of(family, vocabulary=len(PIECES if is_pieces else TOKENS))
-    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", family, tensors, keys=keys, tokenizer=vocabulary))
-    ours = load_tokenizer(folder, read_config(folder))
-    reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    for text in ("hello", "hello, he said", "<s>hi<turn>", "x", ""):
-        assert ours.encode(text) == reference.encode(text)
-        assert ours(text, "x")["input_ids"] == reference(text, "x")["input_ids"]
-        plain = ours.encode(text, add_special_tokens=False)
-        assert plain == reference.encode(text, add_special_tokens=False)
-        assert ours.decode(plain) == reference.decode(plain)
-    before = ["<s>"] if add_bos or (add_bos is None and is_pieces) else []
-    after = ["</s>" if is_pieces else "<end>"] if add_eos else []
-    assert ours.convert_ids_to_tokens(ours.encode("hello")) == before + hello + after
+
+def test_a_file_without_rules_is_read_as_llama_cpp_reads_it(tmp_path, capsys):
+    without_rules = functools.partial(add_tokenizer, pre=None)
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", tokenizer=without_rules))
+    assert "note: " in (note := capsys.readouterr().err) and "gguf-new-metadata --pre-tokenizer NAME" in note
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("hello!!")) == ["he", "llo", "!", "!"]
 
 
 @pytest.mark.parametrize("kind", [*library_types, Type.F16], ids=lambda kind: kind.name)
@@ -238,7 +230,7 @@ def test_chat_template_and_all_end_tokens(tmp_path):
     message = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(message, tokenize=False) == "user:hi<turn>"
     assert tokenizer.eos_token == "<end>" and tokenizer.bos_token == "<s>"
-    assert generation_end_ids(folder) == (TOKENS.index("<end>"), TOKENS.index("<turn>"))
+    assert generation_end_ids(folder) == tuple(map(TOKENS.index, ("<|endoftext|>", "<end>", "<turn>")))
 
 
 def test_llama3_frequencies(tmp_path):
@@ -259,7 +251,24 @@ def test_llama3_frequencies(tmp_path):
         4.0,
     )
     assert rope.original_max_position == 8192
-    tensors["rope_freqs.weight"] = np.linspace(1, 3, 8, dtype=np.float32)
+
+
+@pytest.mark.parametrize("original", [2048, 4096, 6000, 8192])
+def test_original_length_of_llama3(tmp_path, original):
+    """llama.cpp's converter writes the factors only; SmolLM2-like heads of 64, theta 10,000 and 4 times."""
+    waves = 2 * np.pi * 10_000.0 ** (np.arange(32) / 32)
+    between = (original / waves - 1) / 3
+    factors = np.where(
+        waves < original / 4, 1.0, np.where(waves > original, 4.0, 1 / ((1 - between) / 4 + between))
+    )
+    tensors = tensors_of("llama", head=64) | {"rope_freqs.weight": factors.astype(np.float32)}
+    keys = {"llama.rope.freq_base": 10_000.0, "llama.rope.dimension_count": 64}
+    rope = read_config(convert_gguf(write_gguf(tmp_path / "m.gguf", tensors=tensors, keys=keys))).rope
+    assert (rope.scaling, rope.factor, rope.original_max_position) == ("llama3", 4.0, original)
+
+
+def test_other_frequencies_are_refused(tmp_path):
+    tensors = tensors_of("llama") | {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}
     file = write_gguf(tmp_path / "n.gguf", tensors=tensors, keys={"llama.rope.freq_base": 500_000.0})
     with pytest.raises(UserError, match=r"n\.gguf: rope_freqs\.weight is not the scaling of Llama 3"):
         convert_gguf(file)
@@ -329,7 +338,11 @@ def drop(name):
             {"tensors": tensors_of("llama") | {"blk.0.ffn_up.weight": np.ones((95, 64), np.float32)}},
             r"1 of another shape: blk\.0\.ffn_up\.weight",
         ),
-        ({"tokenizer": lambda writer: None}, r"its tokenizer cannot be read"),
+        ({"tokenizer": lambda writer: None}, r"m\.gguf: tokenizer\.ggml\.model=None is not supported"),
+        (
+            {"tokenizer": functools.partial(add_tokenizer, pre="kimi-k2")},
+            r"m\.gguf: tokenizer\.ggml\.pre='kimi-k2' is not supported",
+        ),
     ],
 )
 def test_refusals(tmp_path, arguments, message):
