@@ -21,7 +21,7 @@ from jaxrl_llm.data.sources import open_sources
 from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.score import reward_sample
-from jaxrl_llm.host.files import replace_json
+from jaxrl_llm.host.files import load_json, replace_json
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.checks import check_held_out
 from jaxrl_llm.recipe.fields import refuse
@@ -94,7 +94,7 @@ def _recorded_prompts(path: Path) -> list[int] | None:
     if not path.exists():
         return None
     try:
-        return [int(prompt, 16) for prompt in json.loads(path.read_text())["prompts"]]
+        return [int(prompt, 16) for prompt in load_json(path.read_text())["prompts"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{path}, the record of the held-out prompts of this run, cannot be used ({error}). Put a good "

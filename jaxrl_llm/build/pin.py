@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.config import is_date
 from jaxrl_llm.hf.hub_name import parse_hub_name
 from jaxrl_llm.hf.resolve import pin_revision
+from jaxrl_llm.host.files import load_json
 from jaxrl_llm.host.processes import on_first
 
 PINS = "pins"
@@ -58,7 +58,7 @@ def pin_date(config: TrainConfig, tokenizer: Any) -> TrainConfig:
 def read_date(file: Path) -> str:
     """Return the date of chat templates in the config.json of a run; "" where it has none."""
     try:
-        date = json.loads(file.read_text())["config"]["data"]["chat"]["date"]
+        date = load_json(file.read_text())["config"]["data"]["chat"]["date"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return date if isinstance(date, str) and is_date(date) else ""
@@ -93,7 +93,7 @@ def read_pins(file: Path) -> dict[str, str]:
     A repository of which it has two commits is left out: which of them a name meant is not known.
     """
     try:
-        tree = json.loads(file.read_text())
+        tree = load_json(file.read_text())
     except (OSError, ValueError):
         return {}
     if isinstance(tree, dict) and PINS in tree:

@@ -12,6 +12,7 @@ from jaxrl_llm.config import HubConfig
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.hub import PushError, push_folder
 from jaxrl_llm.hf.hub_name import parse_hub_name
+from jaxrl_llm.host.files import load_json
 from jaxrl_llm.host.processes import on_first, print_on_first
 from jaxrl_llm.report.jsonl import Row, read_rows
 from jaxrl_llm.user_file import expand_home
@@ -99,7 +100,7 @@ def _hub_repository(path: str) -> str:
 def _read_description(file: Path) -> dict[str, Any]:
     """Return config.json; {} = there is none that can be read."""
     try:
-        described = json.loads(file.read_text())
+        described = load_json(file.read_text())
     except (OSError, ValueError):
         return {}
     return described if isinstance(described, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -35,6 +36,7 @@ FUSED_EXPERTS = {
 _SHOWN = 8
 _COMPARED_ROWS = 4096  # of two vocabularies, at once
 MAX_PREDICTORS = 64  # of any model
+MAX_NAME = 255  # bytes of a file's name
 
 
 class StoredTensor(NamedTuple):
@@ -201,6 +203,8 @@ def _weight_files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise UserError(f"{folder / INDEX}: weight_map must map tensor names to file names")
         names = sorted(set(weight_map.values()))
+        for name in names:
+            _check_name(folder, name)
         is_stale = has_single and SINGLE not in names
         if is_stale and any((folder / name).exists() for name in names):
             raise UserError(
@@ -220,16 +224,16 @@ def _weight_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder}: no weights; looked for {SINGLE} and {INDEX}")
 
 
+def _check_name(folder: Path, name: str) -> None:
+    """Refuse a name of an index that is no name of a safetensors file in its folder."""
+    is_plain = Path(name).name == name and Path(name).suffix == ".safetensors" and name.isprintable()
+    if not is_plain or len(os.fsencode(name)) > MAX_NAME:
+        raise UserError(f"{folder / INDEX}: {name[:80]!r} is no name of a safetensors file in this folder")
+
+
 def file_inside(folder: Path, name: str) -> Path:
     """Return the file of this name, if that is a plain one and no link out of the folder (or hub cache)."""
     path = folder / name
-    if (
-        Path(name).name != name
-        or Path(name).suffix != ".safetensors"
-        or not name.isprintable()
-        or len(name) > 255
-    ):
-        raise UserError(f"{folder / INDEX}: {name[:80]!r} is no name of a safetensors file in this folder")
     home = folder.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":  # the hub's cache: snapshots/<revision>/file -> blobs/<hash>

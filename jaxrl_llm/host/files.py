@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+MAX_DEPTH = 100  # of objects and lists in one another; chats with tools have less than 20
+
 
 def sync_to_disk(file: BinaryIO) -> None:
     """Flush a file to the disk, so that it survives a power cut."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def load_json(text: str | bytes) -> Any:
+    """Return a JSON value.
+
+    Raises:
+        ValueError: no JSON, or nested more than MAX_DEPTH deep, which what reads the value could not walk.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    level = [value] if sum(map(text.count, brackets)) > MAX_DEPTH else []
+    for _ in range(MAX_DEPTH):
+        nested = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
+        level = [*itertools.chain.from_iterable(nested)]
+    if level:
+        raise ValueError("nested too deeply")
+    return value
 
 
 def write_json(path: Path, tree: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.host.files import replace_text
+from jaxrl_llm.host.files import load_json, replace_text
 
 Row = dict[str, Any]
 
@@ -26,7 +26,7 @@ def scan_rows(path: Path) -> tuple[list[Row], list[int]]:
     for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], 1):
         row = None
         with contextlib.suppress(ValueError):
-            row = json.loads(line)
+            row = load_json(line)
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
         elif line.strip():

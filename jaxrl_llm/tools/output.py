@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.errors import RunError, UserError
-from jaxrl_llm.host.files import replace_text, sync_to_disk
+from jaxrl_llm.host.files import load_json, replace_text, sync_to_disk
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.report.progress import format_duration
@@ -112,7 +112,7 @@ class ResumableOutput:
     def _read_record(self) -> dict[str, Any] | None:
         """Return the record of the file; None = there is none, it is damaged, or not of this file."""
         try:
-            state, file = json.loads(self.progress.read_text()), self.path.stat()
+            state, file = load_json(self.progress.read_text()), self.path.stat()
             ours = file.st_size >= state["bytes"] and state["rows"] >= 0
             ours = ours and state.get("complete_at", file.st_mtime_ns) == file.st_mtime_ns
             return state if ours and isinstance(state["settings"], dict) else None

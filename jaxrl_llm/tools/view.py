@@ -12,7 +12,6 @@ import gzip
 import hashlib
 import html
 import json
-import math
 import os
 import shlex
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 import tyro
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.files import replace_text
+from jaxrl_llm.host.files import load_json, replace_text
 from jaxrl_llm.ranges import Count
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
@@ -162,7 +161,7 @@ def read_run(path: Path, name: str) -> RunData:
     note_damage(run, SAMPLES, damaged)
     run.samples = [to_sample(row) for row in samples]
     try:
-        run.config = flatten(json.loads((path / CONFIG).read_bytes()))
+        run.config = flatten(load_json((path / CONFIG).read_bytes()))
     except FileNotFoundError:
         run.notes.append(f"there is no {CONFIG}: the page shows no settings of this run")
     except (ValueError, AttributeError):
@@ -250,7 +249,7 @@ def shown(value: Any) -> str:
 def finite(value: Any) -> float | None:
     """Return a finite number, None for all else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
+    return value if is_number and abs(value) <= sys.float_info.max else None
 
 
 def token_columns(columns: Any) -> dict[str, Any] | None:

@@ -451,7 +451,11 @@ def test_damaged_files_are_named(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    "name", ["../a.safetensors", "/tmp/a.safetensors", "sub/a.safetensors", "a.bin", ".."]
+    "name",
+    [
+        *("../a.safetensors", "/tmp/a.safetensors", "sub/a.safetensors", "a.bin", ".."),
+        *("x" * 300 + ".safetensors", "\u00e9" * 150 + ".safetensors"),
+    ],
 )
 def test_an_index_may_not_lead_elsewhere(tmp_path, name):
     config = tiny()
@@ -459,6 +463,7 @@ def test_an_index_may_not_lead_elsewhere(tmp_path, name):
     shutil.copy(tmp_path / "model/model-00001-of-00002.safetensors", tmp_path / "a.safetensors")
     index = {"weight_map": {tensor.name: name for tensor in hf_tensors(config)}}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model/model.safetensors").touch()
     with pytest.raises(ValueError, match="is no name of a safetensors file in this folder"):
         load_params(tmp_path / "model", config)
 

@@ -144,19 +144,22 @@ def test_runs_have_the_shortest_names_that_differ(names, labels):
     assert view.run_names([Path("/runs") / name for name in names]) == labels
 
 
-def test_damaged_lines_are_left_out_and_named(tmp_path, capsys):
+@pytest.mark.parametrize("config, depth", [("{", 101), ('{"x":' * 150 + "1" + "}" * 150, 20_000)])
+def test_damaged_lines_are_left_out_and_named(tmp_path, capsys, config, depth):
     run = write_run(tmp_path / "run", [STEP, {"step": 2, "loss": 0.25}], [conversation(1, 1.0)])
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('[1]\n{"loss": 1}\n{"step": 3, "lo')
-    (run / "config.json").write_text("{")
+        file.write('[1]\n{"loss": 1}\n{"step": 3, "lo\n')
+        file.write('{"step": 3, "x": ' + "[" * depth + "]" * depth + "}\n")
+        file.write('{"step": 2, "loss": 1' + "0" * 400 + "}\n")
+    (run / "config.json").write_text(config)
     page = view_page(run)
     (data,) = page.data("runs")
-    assert data["steps"] == [1, 2]
+    assert data["steps"] == [1, 2, 2] and data["metrics"]["loss"][1:] == [0.25, None]
     assert data["notes"] == [
-        "metrics.jsonl: 3 damaged lines are left out: 3, 4, 5",
+        "metrics.jsonl: 4 damaged lines are left out: 3, 4, 5, 6",
         "config.json is damaged: the page shows no settings of this run",
     ]
-    assert f"warning: {run}: metrics.jsonl: 3 damaged lines" in capsys.readouterr().err
+    assert f"warning: {run}: metrics.jsonl: 4 damaged lines" in capsys.readouterr().err
 
 
 def test_what_is_too_much_is_thinned_evenly_and_noted(tmp_path, monkeypatch):
