@@ -107,7 +107,8 @@ def make_writable(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the space left on the disk that holds the folder."""
+    """Return the space left on the disk that holds the folder, which is made if it has disappeared."""
+    make_writable(folder)
     return shutil.disk_usage(folder).free
 
 

@@ -38,6 +38,14 @@ def load_json(text: str | bytes) -> Any:
     return value
 
 
+def inode(path: Path) -> int:
+    """Return the number that tells a file or folder from others of its name; 0 = there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
 def write_json(path: Path, tree: Any) -> None:
     """Write a JSON file, on the disk when this returns."""
     with path.open("wb") as file:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxrl_kernels.chips import peak_flops
-from jaxrl_llm.host.files import replace_text
+from jaxrl_llm.host.files import inode, replace_text
 from jaxrl_llm.report import curve, jsonl, loggers
 from jaxrl_llm.report.config import LogConfig
 from jaxrl_llm.report.goodput import FILE as GOODPUT_FILE
@@ -91,7 +91,9 @@ class RunLog:
         self.started = self.step_started - sum((self.startup or {}).values())  # with the command
         self.times: Counter[str] = Counter()  # of the step
         self.profiler = Profiler(self.run_dir / "profile", profile, self.message, self.clock.phase)
+        self.inode, self.described = 0, "{}"
         self._try("run directory", lambda: self.run_dir.mkdir(parents=True, exist_ok=True))
+        self.inode = inode(self.run_dir)
         for file in (METRICS, SAMPLES):
             self._try(file, lambda file=file: jsonl.truncate_after(self.run_dir / file, resume_step))
         rows = self._try(METRICS, lambda: jsonl.read_rows(self.run_dir / METRICS)) or []
@@ -103,10 +105,8 @@ class RunLog:
 
     def config(self, tree: dict[str, Any]) -> None:
         """Write config.json, and send it to the loggers."""
-        self._try(
-            "config.json",
-            lambda: replace_text(self.run_dir / "config.json", json.dumps(tree, indent=2), sync=False),
-        )
+        self.described = json.dumps(tree, indent=2)
+        self._try("config.json", self._write_config)
         for name, logger in list(self.loggers.items()):
             self._try(name, lambda logger=logger: logger.config(tree))
 
@@ -246,6 +246,27 @@ class RunLog:
         self.goodput.add(taken, done)
         self._try(GOODPUT_FILE, lambda: self.goodput.write(now=done is not None))
 
+    def _write_config(self) -> None:
+        replace_text(self.run_dir / "config.json", self.described, sync=False)
+
+    def _replace_lost(self) -> None:
+        """Warn of a run directory that was deleted or moved under the run, and make it anew."""
+        if not self.inode or self.inode == inode(self.run_dir):
+            return
+        self.inode = 0
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._write_config()
+            self.inode, then = inode(self.run_dir), "what follows is written to a new one"
+        except OSError as error:
+            then = f"nothing more can be written ({error.strerror})"
+            self.warned |= {*OUTPUTS.values(), "config.json", GOODPUT_FILE, loggers.RUNS_FILE, "tensorboard"}
+        self.warn(f"{self.run_dir} has disappeared, with all that was in it; training continues, and {then}")
+        if "tensorboard" in self.loggers:
+            self._try("tensorboard", self.loggers.pop("tensorboard").close)
+            anew = self._try("tensorboard", lambda: loggers.Tensorboard(self.run_dir, self.last_step))
+            self.loggers |= {"tensorboard": anew} if anew else {}
+
     def _open_loggers(self, config: LogConfig, resume_step: int) -> None:
         """Open the loggers that the settings name, each with the run of an earlier start."""
         runs = self._try(loggers.RUNS_FILE, lambda: loggers.LoggerRuns(self.run_dir, resume_step))
@@ -286,6 +307,7 @@ class RunLog:
         """Run an action on process 0; warn once if it fails. A logger is then dropped, a file tried again."""
         if not self.is_writer:
             return None
+        self._replace_lost()
         try:
             return action()
         except Exception as error:

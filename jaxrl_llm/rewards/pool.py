@@ -387,6 +387,6 @@ class RewardPool:
         if self._log is not None and self._logged < LOG_BYTES:
             shown = mask_kept(text.decode(errors="surrogateescape"), os.environ, self.config.keep_env)
             data = shown.encode(errors="surrogateescape")
-            with self._log.open("ab") as file:
+            with contextlib.suppress(OSError), self._log.open("ab") as file:  # its disk may be full
                 file.write(data[: LOG_BYTES - self._logged])
             self._logged += len(data)

@@ -240,6 +240,13 @@ def test_synchronous_save_is_there_when_save_returns(tmp_path):
     assert saver.steps() == [3] and saver.longest_save > 0
 
 
+def test_a_folder_that_has_disappeared_is_made_anew(tmp_path):
+    saver = checkpointer(tmp_path / "run", async_save=False)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert saver.save(1, small_state(), {}, {}) and saver.steps() == [1]
+    saver.close()
+
+
 def test_nothing_to_restore_is_a_fresh_start(tmp_path):
     assert checkpointer(tmp_path).restore(abstract_of(small_state())) is None
     assert checkpointer(tmp_path).latest() is None
