@@ -6,16 +6,18 @@ import shlex
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl_llm.envs.env import ToolError
-from jaxrl_llm.envs.tools.mcp_server import McpServer
+from jaxrl_llm.envs.tools.mcp_server import McpServer, result_text
 
 needs_sdk = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the MCP SDK is not installed")
 SERVER = """
 import os, time
 from mcp.server import MCPServer
+from mcp.types import CallToolResult, EmbeddedResource, ResourceLink, TextResourceContents
 
 server = MCPServer("test")
 
@@ -41,6 +43,18 @@ def leave() -> str:
     os._exit(1)
 
 
+@server.tool()
+def measure() -> CallToolResult:
+    return CallToolResult(content=[], structured_content={"degrees": 21.5, "place": "Malm\u00f6"})
+
+
+@server.tool()
+def read() -> CallToolResult:
+    notes = TextResourceContents(uri="file:///notes.txt", text="sunny")
+    link = ResourceLink(type="resource_link", name="map", uri="https://maps.test/1")
+    return CallToolResult(content=[EmbeddedResource(type="resource", resource=notes), link])
+
+
 server.run("stdio")
 """
 
@@ -58,7 +72,7 @@ def server(tmp_path_factory):
 
 @needs_sdk
 def test_its_tools_are_tools(server):
-    assert sorted(server) == ["add", "fail", "leave", "secrets"]
+    assert sorted(server) == ["add", "fail", "leave", "measure", "read", "secrets"]
     schema = server["add"].schema
     assert schema["description"] == "Adds two integers."
     assert schema["parameters"]["properties"]["a"]["type"] == "integer"
@@ -69,6 +83,30 @@ def test_its_tools_are_tools(server):
 
     assert asyncio.run(several()) == asyncio.run(several()) == ["1", "2", "3", "4", "5"]
     assert asyncio.run(server["secrets"].call({})) == "False"
+    assert asyncio.run(server["measure"].call({})) == '{"degrees": 21.5, "place": "Malm\u00f6"}'
+    assert asyncio.run(server["read"].call({})) == "sunny\nhttps://maps.test/1"
+
+
+TEXT = SimpleNamespace(type="text", text="21.5")
+NOTES = SimpleNamespace(type="resource", resource=SimpleNamespace(uri="file:///n.txt", text="sunny"))
+SCAN = SimpleNamespace(type="resource", resource=SimpleNamespace(uri="file:///n.png", blob="aGk="))
+LINK = SimpleNamespace(type="resource_link", uri="https://maps.test/1", name="map")
+IMAGE = SimpleNamespace(type="image", data="aGk=")
+
+
+@pytest.mark.parametrize(
+    ("content", "structured", "text"),
+    [
+        ([TEXT], {"degrees": 21.5}, "21.5"),  # servers send both; the text is meant for models
+        ([], {"degrees": 21.5}, '{"degrees": 21.5}'),
+        ([SimpleNamespace(type="text", text="")], {"a": []}, '{"a": []}'),
+        ([IMAGE], {"a": "\u00e9"}, '[image]\n{"a": "\u00e9"}'),
+        ([NOTES, SCAN, LINK, TEXT], None, "sunny\n[resource file:///n.png]\nhttps://maps.test/1\n21.5"),
+        ([], None, ""),
+    ],
+)
+def test_every_kind_of_result_is_text(content, structured, text):
+    assert result_text(SimpleNamespace(content=content, structured_content=structured)) == text
 
 
 @needs_sdk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import shlex
 import threading
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from jaxrl_llm.errors import UserError
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp.types import CallToolResult
 
 SECONDS = 60.0  # that a server may take to start, and to answer a call
 CLOSE_SECONDS = 15.0  # more than the SDK gives a server to end before it kills it
@@ -84,16 +86,35 @@ class McpTool:
     loop: asyncio.AbstractEventLoop
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """Return the text of the server's result."""
+        """Return `result_text` of the server's result."""
         request = self.client.call_tool(self.schema["name"], arguments)
         try:
             answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self.loop))
         except Exception as error:  # any error of the SDK: an invalid reply, a server that has ended
             raise ToolError(f"the tool did not answer: {error or type(error).__name__}") from error
-        text = "\n".join(getattr(block, "text", f"[{block.type}]") for block in answer.content)
+        text = result_text(answer)
         if answer.is_error:
             raise ToolError(text)
         return text
+
+
+def result_text(answer: CallToolResult) -> str:
+    """Return a result as text for the model.
+
+    An embedded resource is its text, a link its URI, structured content without text its JSON; of an image or
+    a sound, which no model here reads, the kind is named.
+    """
+    parts = [_block_text(block) for block in answer.content]
+    has_text = any(block.type == "text" and block.text for block in answer.content)
+    if answer.structured_content is not None and not has_text:
+        parts.append(json.dumps(answer.structured_content, ensure_ascii=False))
+    return "\n".join(filter(None, parts))
+
+
+def _block_text(block: Any) -> str:
+    if block.type == "resource":
+        return getattr(block.resource, "text", f"[resource {block.resource.uri}]")
+    return str(block.uri) if block.type == "resource_link" else getattr(block, "text", f"[{block.type}]")
 
 
 def _schema(tool: Any) -> dict[str, Any]:
