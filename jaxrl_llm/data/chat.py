@@ -80,10 +80,10 @@ def encode_observation(
     if prompt is None:
         text = "".join(message["content"] for message in messages[turn + 1 :])
         return token_ids(tokenizer, text, example.where, literal=True, after=messages[turn]["content"])
-    replaced = [
-        _with_placeholder(m) if i >= len(prompt) and m["role"] == "assistant" else m
-        for i, m in enumerate(messages)
-    ]
+    written = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant"]
+    thoughts = any("</think>" in messages[i]["content"] for i in written)
+    thinks = thoughts and not _closes_thought(ChatRenderer(tokenizer, prompt, example, config))
+    replaced = [_with_placeholder(m, thinks) if i in written else m for i, m in enumerate(messages)]
     chat = ChatRenderer(tokenizer, replaced, example, config)
     before, text = chat.render_cuts([(turn, True), (None, True)])
     before += replaced[turn]["content"]
@@ -102,9 +102,14 @@ def encode_observation(
     return chat.tokenize(rest, text.removesuffix(rest))
 
 
-def _with_placeholder(message: Message) -> Message:
+def _closes_thought(prompt: ChatRenderer) -> bool:
+    """Return whether the template writes an empty thought before the policy's turn, which then has none."""
+    return prompt.render(generation_prompt=True).rstrip().endswith("</think>")
+
+
+def _with_placeholder(message: Message, thinks: bool) -> Message:
     """Return a turn of the policy in plain words: it is tokens already, and rendering might change it."""
-    thought = "<think>\nthought\n</think>\n\n" if "</think>" in message["content"] else ""
+    thought = "<think>\nthought\n</think>\n\n" if thinks and "</think>" in message["content"] else ""
     return {**message, "content": f"{thought}{PLACEHOLDER}"}
 
 

@@ -144,9 +144,12 @@ class EnvDialogue:
 
 
 def check_template(
-    tokenizer: Any, chat: ChatConfig, role: str, columns: dict[str, Any], strict: bool
+    tokenizer: Any, chat: ChatConfig, role: str, columns: dict[str, Any], strict: bool, *, rounds: int = 2
 ) -> None:
-    """Refuse a chat template that cannot render a second turn after the first one.
+    """Refuse a chat template that cannot render the turns after the first one, with or without thoughts.
+
+    Args:
+        rounds: observations that a conversation may have; more than 2 are as 2.
 
     Raises:
         UserError: the template refuses the role of observations, or rewrites earlier turns.
@@ -154,12 +157,13 @@ def check_template(
     example = Example(({"role": "user", "content": "question"},), None, columns=columns)
     if chat_messages(example, chat) is None:
         return
-    messages = [
-        *prompt_messages(example, chat),
-        {"role": "assistant", "content": "turn"},
-        {"role": role, "content": "answer"},
-    ]
-    encode_observation(tokenizer, example, messages, len(messages) - 2, chat, ended=True, strict=strict)
+    for content in ("turn", "<think>\nthought\n</think>\n\nturn"):
+        messages = prompt_messages(example, chat)
+        for _ in range(min(rounds, 2)):
+            turn = [{"role": "assistant", "content": content}, {"role": role, "content": "answer"}]
+            messages = [*messages, *turn]
+            known = len(messages) - 2
+            encode_observation(tokenizer, example, messages, known, chat, ended=True, strict=strict)
 
 
 def check_step(step: Any) -> Step:

@@ -88,8 +88,9 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
         env: Env = ToolEnv(tools, format, config.tool_timeout, config.max_calls)
     else:
         env = load_env(config.name)
-    if role := getattr(env, "role", ""):
-        check_template(tokenizer, chat, role, columns, config.history == "strict")
+    if role := getattr(env, "role", "user"):
+        strict, rounds = config.history == "strict", config.max_turns - 1
+        check_template(tokenizer, chat, role, columns, strict, rounds=rounds)
     return Conversations(env, config, tokenizer, chat, columns, line)
 
 

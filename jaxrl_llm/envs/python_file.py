@@ -135,7 +135,9 @@ class Threaded:
 
 
 class Interact:
-    """Adapter of RL2's interact: the conversation in, messages out; none = it has ended."""
+    """Adapter of RL2's interact: the conversation in, messages of any role out; none = it has ended."""
+
+    role = ""
 
     def __init__(self, interact: Callable, reward_fn: Callable | None):
         self.interact, self.reward_fn = interact, reward_fn
@@ -162,7 +164,9 @@ class Row:
 
 
 class EnvStep:
-    """Adapter of RL2's env_step, of either signature: text in, all of the next text out."""
+    """Adapter of RL2's env_step, of either signature: text in, all of the next text out, no messages."""
+
+    role = ""
 
     def __init__(self, env_step: Callable):
         self.env_step = env_step

@@ -145,6 +145,51 @@ def test_a_template_without_the_role_of_the_answers_is_refused_before_the_run(tm
         make_conversations(EnvConfig(tools=("calculator",), format="hermes"), TOKENIZER, chat)
 
 
+DROPS = """{%- set ns = namespace(last=0) %}{%- for m in messages %}
+{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for m in messages %}
+{%- set parts = m.content.split('</think>') %}{%- set said = parts[-1].lstrip('\n') %}
+{%- if parts | length > 1 and loop.index0 > ns.last %}
+{%- set said = '<think>\n' ~ parts[0].split('<think>')[-1].strip() ~ '\n</think>\n\n' ~ said %}{%- endif %}
+{{- '<|im_start|>' ~ m.role ~ '\n' ~ (START if m.role == 'assistant') ~ said ~ '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' ~ START }}{%- endif %}"""
+"""Drops thoughts once a user speaks, as Qwen3's template does; START begins each turn of the policy."""
+
+
+def checked(template, **settings):
+    """Return the conversations of a game under a template."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    make_conversations(EnvConfig(**settings), tokenizer, CHAT).__exit__()
+
+
+def test_a_template_that_drops_thoughts_is_refused_before_the_run():
+    """Not at the first thought, hours later."""
+    drops, calls = DROPS.replace("START", "''"), {"tools": ("calculator",), "format": "hermes"}
+    with pytest.raises(UserError, match=r"template rewrites earlier turns.*--env.history keep"):
+        checked(drops, name="guess")
+    checked(drops, name="guess", history="keep")
+    checked(drops, name="guess", max_turns=1)  # no observation follows
+    checked(drops, **calls)  # thoughts before results of tools stay
+
+
+def test_a_template_that_cannot_render_the_third_turn_is_refused_before_the_run():
+    twice = "{% if messages | selectattr('role', 'equalto', 'user') | list | length > 2 %}"
+    refuses = twice + "{{ raise_exception('two questions') }}{% endif %}" + TEMPLATE
+    with pytest.raises(UserError, match="two questions"):
+        checked(refuses, name="guess")
+    checked(refuses, name="guess", max_turns=2)
+
+
+def test_after_a_closed_thought_the_turn_has_none(say):
+    """Templates without thinking open and close a thought in the prompt; </think> in the turn is text."""
+    closed, tokenizer = DROPS.replace("START", "'<think>\n\n</think>\n\n'"), make_tokenizer()
+    checked(closed, name="guess")
+    tokenizer.chat_template = closed
+    (reply,) = say(Says(Step("go")), "<think>hm</think>40<|im_end|>", tokenizer=tokenizer)
+    follows = "\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert texts([reply]) == [follows]
+
+
 def test_what_is_too_long_is_cut_and_the_policy_told(say):
     (reply,) = say(Says(Step("x" * 5000)), "40<|im_end|>", max_observation_tokens=50)
     assert "user\n" + "x" * 50 + "\n[cut off: 50 of 5000 characters are shown]<|im_end|>" in texts([reply])[0]
