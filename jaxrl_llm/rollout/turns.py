@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ def stop_end(
     holds_stop = lambda end: any(stop in text for text in (detokenize(ids[start:end]),) for stop in stops)
     if not holds_stop(len(ids)):
         return None
-    return next(end for end in range(checked + 1, len(ids) + 1) if holds_stop(end))
+    ends = range(checked + 1, len(ids) + 1)
+    return ends[bisect.bisect_left(ends, True, key=holds_stop)]  # what a text holds, longer ones hold
 
 
 def max_stop_tokens(stops: Sequence[str]) -> int:

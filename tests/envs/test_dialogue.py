@@ -152,7 +152,7 @@ DROPS = """{%- set ns = namespace(last=0) %}{%- for m in messages %}
 {%- set said = '<think>\n' ~ parts[0].split('<think>')[-1].strip() ~ '\n</think>\n\n' ~ said %}{%- endif %}
 {{- '<|im_start|>' ~ m.role ~ '\n' ~ (START if m.role == 'assistant') ~ said ~ '<|im_end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' ~ START }}{%- endif %}"""
-"""Drops thoughts of turns before a message of the user, as Qwen3's template does; START begins each turn of the policy."""
+"""Drops thoughts of turns before a message of the user, as Qwen3's template does. START begins a turn."""
 
 
 def checked(template, **settings):

@@ -18,7 +18,6 @@ from jaxrl_llm.rollout.sglang.server import Server
 from jaxrl_llm.rollout.sglang.validate import read_generated
 from jaxrl_llm.rollout.turns import (
     append_reply,
-    max_stop_tokens,
     no_reply_error,
     read_reply,
     request_reply,
@@ -187,25 +186,22 @@ class ResponseGenerator:
     def _end_at_stop(
         self, response: PartialResponse, checked: int, finish: str, sampling: SamplingConfig
     ) -> str:
-        """Cut a turn at a stop string that no server could see; return how the last request has finished.
+        """Cut a turn at its first stop string; return how the last request has finished.
 
-        A server looks for stop strings in the tokens of one request, so it misses those that an abort has
-        divided. It reports "length" where a turn stops with the last token allowed.
+        A server looks for stop strings in the last tokens of one request, as many as its tokenizer makes of
+        the longest: it misses those that are spelt by more tokens, and those that an abort has divided. It
+        reports "length" where a turn stops with the last token allowed.
 
         Args:
             checked: tokens of the response before the request.
             finish: one of FINISHES, as the server reported it.
         """
-        ids, stops, start = response.ids, sampling.stop_strings, response.turn_start
-        search = functools.partial(stop_end, stops=stops, detokenize=self._detokenize, turn_start=start)
-        if stops and start < checked < len(ids):
-            end = search(ids[: checked + max_stop_tokens(stops)], checked)
-            if end is not None:
-                response.truncate(end)
-                return "stop"
-        if finish != "length":
-            return finish
-        stopped = ids[-1] in sampling.stop_ids(self.eos_ids) or (stops and search(ids, len(ids) - 1))
+        ids, stops = response.ids, sampling.stop_strings
+        end = stop_end(ids, checked, stops, self._detokenize, response.turn_start) if stops else None
+        if end is not None:
+            response.truncate(end)
+            return "stop"
+        stopped = finish == "length" and ids[-1] in sampling.stop_ids(self.eos_ids)
         return "stop" if stopped else finish
 
     def _sampling_params(self, response: PartialResponse, sampling: SamplingConfig) -> Json:

@@ -32,6 +32,7 @@ class FakeServer(FakeWeights):
         breaks_after: tokens after which a response is broken off, once a response. down: answers 500.
         pace: seconds a token takes, however many responses are written.
         holds_after: tokens after which a response waits until everything is aborted; 0 = never.
+        misses_stops: no stop string ends a response.
         seen: bodies of /generate. calls: (route, its body) of the others. held: responses that wait.
         spoil: what becomes of an answer to /generate, but for probes: other JSON, or a web.Response.
         hangs: nothing is answered to /generate and /health, but for probes.
@@ -61,6 +62,7 @@ class FakeServer(FakeWeights):
         self.deaf = self.refuses = self.down = self.hangs = False
         self.spoil_adapter = None
         self.breaks_after = self.holds_after = 0
+        self.misses_stops = False
         self.spoil, self.keys, self.replies = None, ("", ""), {}
         self.seen.clear()
         self.calls.clear()
@@ -157,7 +159,8 @@ class FakeServer(FakeWeights):
         engine.eos_ids = tuple(wanted.get("stop_token_ids", ()))
         most = wanted["max_new_tokens"]
         tokens = min(most, self.breaks_after or self.holds_after or most)
-        sampling = SamplingConfig(temperature=wanted["temperature"], stop=tuple(wanted.get("stop", ())))
+        stops = () if self.misses_stops else tuple(wanted.get("stop", ()))
+        sampling = SamplingConfig(temperature=wanted["temperature"], stop=stops)
         request = Request(ids, wanted.get("sampling_seed", 0), 1, tokens)
         (made,) = engine.generate([request], sampling, jax.random.key(0))
         broken = made.finish == "length" and tokens < most

@@ -153,6 +153,19 @@ def test_a_stop_string_across_two_requests_ends_a_response(make, servers, breaks
     np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("max_tokens", [LONG.max_tokens, 7, 6])
+def test_a_stop_string_that_a_server_misses_ends_a_response(make, servers, max_tokens):
+    """SGLang decodes as many of the last tokens as its tokenizer makes of the string."""
+    engine, params = make(urls=[servers[0].url]), weights()
+    engine.publish(params, 1)
+    sampling, request = dataclasses.replace(GREEDY, stop=(STOP,)), LONG._replace(max_tokens=max_tokens)
+    servers[0].misses_stops = True
+    (mine,), (theirs,) = engine.generate([request], sampling, KEY), native(params, sampling, [request])
+    assert mine.text == theirs.text == 'FdW_o"' and mine.finish == theirs.finish == "stop"
+    assert mine.response_ids.tolist() == theirs.response_ids.tolist() and len(mine.versions) == 6
+    np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize("stop", [{"stop": (STOP,)}, {"stop_tokens": (12,)}])
 def test_a_response_that_stops_with_its_last_token_has_not_been_cut_off(make, servers, stop):
     engine, params = make(urls=[servers[0].url]), weights()
