@@ -42,6 +42,7 @@ _EXPORTED = {
     "adapter_config.json": re.compile(r"adapter_config\.json|adapter_model\.safetensors"),
 }
 """File by which an earlier export is known -> names of the files of such an export, which may be replaced."""
+_TEMPLATES = "additional_chat_templates"  # folder that transformers writes where a tokenizer has several
 
 
 def save_model(
@@ -180,8 +181,7 @@ def _export_problem(folder: Path, size: int, config_name: str) -> str | None:
     if Path.cwd().is_relative_to(folder.resolve()):
         return f"{folder}: holds the working directory; choose another folder"
     inside = sorted(folder.iterdir()) if folder.exists() else []
-    is_ours = lambda path: path.is_file() and _EXPORTED[config_name].fullmatch(path.name)
-    foreign = [path.name for path in inside if not is_ours(path)]
+    foreign = [path.name for path in inside if not _is_exported(path, config_name)]
     if inside and (foreign or not (folder / config_name).is_file()):
         what = foreign[0] if foreign else inside[0].name
         return f"{folder}: holds {what}, which is no part of an export; choose another folder"
@@ -192,6 +192,14 @@ def _export_problem(folder: Path, size: int, config_name: str) -> str | None:
     if size and free < needed:
         return f"{folder}: the export needs {needed:,} bytes, but {free:,} are free on that disk"
     return None
+
+
+def _is_exported(path: Path, config_name: str) -> bool:
+    """Return whether a file is one that an export writes, or the folder of several chat templates."""
+    if path.is_dir():
+        templates = path.name == _TEMPLATES and config_name == "config.json"
+        return templates and all(file.is_file() and file.suffix == ".jinja" for file in path.iterdir())
+    return path.is_file() and bool(_EXPORTED[config_name].fullmatch(path.name))
 
 
 def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str) -> None:

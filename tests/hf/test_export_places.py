@@ -12,6 +12,7 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import check_export_folder, save_model
+from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.models import init
 from jaxrl_llm.tools import export
 
@@ -72,6 +73,32 @@ def test_every_file_of_an_export_may_be_replaced(params, tmp_path):
         (folder / name).write_text("of another tokenizer")
     save_model(params, CONFIG, folder)
     assert contents(folder).keys() == {"config.json", "model.safetensors"}
+
+
+def test_an_export_with_several_chat_templates_may_be_replaced(params, tmp_path):
+    folder, tokenizer = tmp_path / "out", make_tokenizer()
+    tokenizer.chat_template = {"default": "A", "tool_use": "B"}
+    for _ in range(2):  # a run that is continued exports again
+        save_model(params, CONFIG, folder, tokenizer)
+        assert load_tokenizer(folder, CONFIG).chat_template == tokenizer.chat_template
+    tokenizer.chat_template = "C"
+    save_model(params, CONFIG, folder, tokenizer)
+    assert load_tokenizer(folder, CONFIG).chat_template == "C"
+    assert not (folder / "additional_chat_templates").exists()
+
+
+TEMPLATES = "additional_chat_templates"
+
+
+@pytest.mark.parametrize("path", [f"{TEMPLATES}/mine.txt", f"{TEMPLATES}/a/b.jinja", "a/b.jinja"])
+def test_a_folder_that_no_export_writes_is_kept(params, tmp_path, path):
+    folder = tmp_path / "mine"
+    save_model(params, CONFIG, folder, make_tokenizer())
+    (folder / path).parent.mkdir(parents=True)
+    (folder / path).write_text("mine")
+    with pytest.raises(UserError, match=f"mine: holds {path.split('/')[0]}, which is no part of an export"):
+        save_model(params, CONFIG, folder, make_tokenizer())
+    assert (folder / path).read_text() == "mine"
 
 
 def test_the_command_replaces_an_export_only_when_told_to(run, tmp_path):
