@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.json_file import read_json
+from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.models import TransformerConfig
 
 GENERATION = "generation_config.json"
 _SHOWN = 3  # tokens of a difference
 _NONE = 2**31  # after every id
-_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of transformers 4, 5: tokenizer.json as it is
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_COMPLETE = ("tokenizer.json", "tokenizer.model")  # files that have the rules of the tokenizer, too
+_FILES = (*_COMPLETE, "vocab.json", "vocab.txt")
+_SAMPLES = (
+    *(
+        " Hi",
+        "  Two  spaces, 1234 + 56\n\n1",
+        "don't WE'LL",
+        "if x == 3: # y",
+        "Gr\u00fc\u00dfe \u4f60\u597d \U0001f642",
+    ),
+    *("e\u0301", "HTTPServer \u043f\u0440\u0438\u0412\u0435\u0442", "\u0939\u093f\u0928\u094d\u0926\u0940"),
+)
+_MARKS = 8  # control tokens in a sample text
 
 
 def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) -> Any:
     """Return the tokenizer of a folder, a transformers `PreTrainedTokenizerBase`; none of its code is run.
+
+    Token ids are those of tokenizer.json as it stands, or else of the SentencePiece model: transformers 5 has
+    a pipeline of its own for most classes that a folder may name, and then ignores that of the file. A line
+    says so where that gives other ids, since servers and other programs may read the folder so.
 
     Args:
         config: of the model it is to be used with; None = not known yet.
@@ -43,13 +60,14 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
             f"{settings}: auto_map asks for the folder's own code, which is never run. Put a tokenizer.json "
             "here (save the tokenizer as a fast one with transformers): it needs no code."
         )
-    # transformers 5 would replace the generic class by Qwen2Tokenizer in every folder of a qwen2 model.
-    generic = raw.get("tokenizer_class") in _GENERIC and (folder / "tokenizer.json").is_file()
-    tokenizer_class = PreTrainedTokenizerFast if own_code or generic else AutoTokenizer
+    is_complete = any((folder / name).is_file() for name in _COMPLETE)
+    tokenizer_class = PreTrainedTokenizerFast if is_complete else AutoTokenizer
     try:
         tokenizer = tokenizer_class.from_pretrained(str(folder), trust_remote_code=False)
-        eos, vocabulary = tokenizer.eos_token_id, vocabulary_of(tokenizer)
         _check_template(tokenizer.chat_template)
+        if is_complete and not own_code:
+            _compare_with_class(folder, tokenizer)
+        eos, vocabulary = tokenizer.eos_token_id, vocabulary_of(tokenizer)
         tokenizer.encode("a")
     except BaseException as error:  # all kinds, for damaged files; of Rust, what is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -68,6 +86,42 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
             f"{config.vocab_size}; it is the tokenizer of another model."
         )
     return tokenizer
+
+
+def _compare_with_class(folder: Path, tokenizer: Any) -> None:
+    """Add the special tokens that the class has by default, and print whether the class gives other ids."""
+    from transformers import AutoTokenizer, __version__, logging
+
+    marks = [str(token) for token in tokenizer.added_tokens_decoder.values()][:_MARKS]
+    texts = [*_SAMPLES, "user\n Hi".join(marks)]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its warnings are about a class that is not used here
+    try:
+        other = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        theirs = [other.encode(text) for text in texts]
+    except Exception:  # that class may need what this folder does not have
+        return
+    finally:
+        logging.set_verbosity(verbosity)
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = getattr(other, name)
+        if getattr(tokenizer, name) is None and token in vocabulary_of(tokenizer):
+            setattr(tokenizer, name, token)
+    for text, ids in zip(texts, theirs, strict=True):
+        if (own := tokenizer.encode(text)) != ids:
+            here, there = tokenizer.convert_ids_to_tokens(own), other.convert_ids_to_tokens(ids)
+            _print_once(
+                f"note: {folder}: {text[:40]!r} is {here} by its tokenizer.json (or .model), as here, "
+                f"but {there} by AutoTokenizer of transformers {__version__} ({type(other).__name__}), which "
+                "servers and other programs may use"
+            )
+            return
+
+
+@functools.cache
+def _print_once(message: str) -> None:
+    """Print a line for a folder that a command reads several times."""
+    print_on_first(message)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -118,7 +172,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     settings = read_json(path)
     if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = _GENERIC[0]
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if isinstance(tokenizer.chat_template, str):
