@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.config import SourceConfig
-from jaxrl_llm.data.rows import Example, read_prompt_row
+from jaxrl_llm.data.prompt_rows import read_prompt_row
+from jaxrl_llm.data.rows import Example
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.signals import interruptible
 from jaxrl_llm.recipe.fields import check_fields

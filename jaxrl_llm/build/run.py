@@ -194,6 +194,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
     config = pin_date(config, tokenizer)
+    ends = generation_end_ids(folder) if folder else ()
+    tokenizer.end_ids = ends
     check_vocabularies(config, tokenizer)
     check_critic_files(config)
     check_model(
@@ -217,7 +219,6 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     check_offload(config, stages[-1], meshes)
     check_initial_moments(config, stages[0])
     if generates:
-        ends = generation_end_ids(folder) if folder else ()
         resident = resident_bytes(config, stages[-1], meshes)
         engine = make_engine(config, model, meshes, tokenizer, ends, closing, folder, resident)
         scorer = Scorer(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))

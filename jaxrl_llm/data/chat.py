@@ -1,26 +1,33 @@
 """Examples as token ids and, for supervised training, the mask of the learned tokens.
 
 A rendered chat is tokenized piece by piece, cut where the policy's turns begin and end. So the prompt of a
-supervised example has the ids that the same prompt has in a rollout, and the mask is exact.
+supervised example has the ids that the same prompt has in a rollout, and the mask is exact. What the
+assistant says has the ids of transformers, control tokens and all; in what others say they stay text.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.messages import message_text
+from jaxrl_llm.data.parts import Rendered, messages_of_blocks
 from jaxrl_llm.data.preference import conversation_text
-from jaxrl_llm.data.rows import Example, Message, RowError, template_columns, without_reference
-from jaxrl_llm.data.template import ChatRenderer, read_options, token_ids
+from jaxrl_llm.data.rows import (
+    Example,
+    Message,
+    RowError,
+    template_columns,
+    without_reference,
+)
+from jaxrl_llm.data.template import ChatRenderer, end_tokens, read_options, token_ids
 from jaxrl_llm.errors import UserError
 
 OTHER_KEY = "(--data.train.0.response_key names another column)"
 PLACEHOLDER = "turn f3a94c of the policy"  # in no conversation
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Encoded = tuple[np.ndarray, np.ndarray]
 """ids int32 [.], mask int8 [.] with 1 = learned."""
 
@@ -35,7 +42,7 @@ def encode_prompt(tokenizer: Any, example: Example, config: ChatConfig) -> np.nd
         ids = _plain_ids(tokenizer, example, config)
     else:
         chat = ChatRenderer(tokenizer, messages, example, config)
-        ids = chat.tokenize(chat.render(generation_prompt=True))
+        ids = chat.tokenize(chat.render_whole(generation_prompt=True).text)
     if not ids:
         raise RowError(f"{example.where}: the prompt has no tokens")
     return np.asarray(ids, np.int32)
@@ -51,7 +58,7 @@ def encode_conversation(tokenizer: Any, example: Example, config: ChatConfig) ->
     if messages is None:
         raise RowError(f"{example.where}: not a chat: the row needs messages")
     chat = ChatRenderer(tokenizer, messages, example, config)
-    return np.asarray(chat.tokenize(chat.render()), np.int32)
+    return np.asarray(chat.tokenize(chat.render_whole().text), np.int32)
 
 
 def encode_observation(
@@ -85,8 +92,8 @@ def encode_observation(
     thinks = thoughts and not _closes_thought(ChatRenderer(tokenizer, prompt, example, config))
     replaced = [_with_placeholder(m, thinks) if i in written else m for i, m in enumerate(messages)]
     chat = ChatRenderer(tokenizer, replaced, example, config)
-    before, text = chat.render_cuts([(turn, True), (None, True)])
-    before += replaced[turn]["content"]
+    text = chat.render_whole(generation_prompt=True, first=turn + 1).text
+    before = chat.render(turn, generation_prompt=True) + replaced[turn]["content"]
     if text.startswith(before):
         rest = text[len(before) :]
     elif PLACEHOLDER in text and not strict:
@@ -144,7 +151,7 @@ def encode_steps(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[
     ids = encode_prompt(tokenizer, example, config).tolist() if has_prompt else []
     ends, before = [], "\n" * bool(has_prompt)
     for text, _ in example.steps:
-        ids += token_ids(tokenizer, text, example.where, literal=True, after=before)
+        ids += token_ids(tokenizer, text, example.where, after=before)
         ends.append(len(ids))
         before = text
     mask, labels = np.zeros(len(ids) + 1, np.int8), np.zeros(len(ids) + 1, np.float32)
@@ -175,8 +182,9 @@ def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
     if config.render == "plain" or (config.render == "auto" and example.messages is None):
         return None
     messages = list(example.messages or ({"role": "user", "content": example.text},))
-    if config.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    system = example.system or config.system_prompt
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
@@ -225,39 +233,80 @@ def plain_text_warning(
 def _chat_pieces(
     tokenizer: Any, messages: list[Message], example: Example, config: ChatConfig
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield (ids, 1 = learned) of each piece of a chat, up to the end of its last assistant turn."""
+    """Yield (ids, 1 = learned) of each piece of a chat, up to the end of its last learned turn."""
     target = example.turns
     if example.response is not None:
         target = ({"role": "assistant", "content": example.response},)
-    messages = [*messages, *target]
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    learned = _learned_turns([*messages, *target], len(messages) if target else 0, example, config)
+    messages = [*messages, *target][: learned[-1] + 1]
+    chat = ChatRenderer(tokenizer, messages, example, config)
+    whole, ends = chat.render_whole(learned=learned), end_tokens(tokenizer)
+    if chat.marks_generation:
+        spans = _marked_spans(whole, messages, learned, example)
+    else:
+        spans = _spans(chat, whole.text, learned, example, ends)
+    position = 0
+    for start, end in _with_ends(whole.text, spans, chat.controls, ends):
+        yield chat.tokenize(whole.text[position:start], whole.text[:position]), 0
+        yield chat.tokenize(whole.text[start:end], whole.text[:start]), 1
+        position = end
+    if position == 0:
+        raise RowError(f"{example.where}: the chat template's {{% generation %}} marks nothing in this chat")
+    if not _ends_turn(whole.text[:position], messages[-1]["content"], chat.controls, ends):
+        yield [_end_id(tokenizer)], 1
+
+
+def _learned_turns(messages: list[Message], target: int, example: Example, config: ChatConfig) -> list[int]:
+    """Return the indices of the assistant turns to learn, from the message `target` on.
+
+    Raises:
+        RowError: there are none.
+    """
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= target]
     if not turns:
         raise RowError(
             f"{example.where}: nothing to learn: no assistant turn, completion, response or output "
             f"{OTHER_KEY}"
         )
-    learned = sum(message["role"] == "assistant" for message in target) or len(turns)
-    learned = 1 if config.loss == "last" else learned
-    chat = ChatRenderer(tokenizer, messages[: turns[-1] + 1], example, config)
-    marked = GENERATION.search(chat.template) is not None
-    text, spans = chat.render_marked() if marked else _spans(chat, turns[-learned:], example)
-    position = 0
-    for start, end in _with_ends(text, spans[-learned:], chat.controls):
-        yield chat.tokenize(text[position:start], text[:position]), 0
-        yield chat.tokenize(text[start:end], text[:start]), 1
-        position = end
-    if position == 0:
-        raise RowError(f"{example.where}: the chat template's {{% generation %}} marks nothing in this chat")
-    if not text[:position].endswith(chat.controls):
-        yield [_end_id(tokenizer)], 1
+    turns = turns[-1:] if config.loss == "last" else turns
+    learned = [i for i in turns if messages[i].get("weight") != 0]
+    if not learned:
+        last = "the last assistant turn has" if config.loss == "last" else "all assistant turns have"
+        raise RowError(f"{example.where}: nothing to learn: {last} weight 0, which leaves a turn out")
+    return learned
 
 
-def _spans(chat: ChatRenderer, turns: list[int], example: Example) -> tuple[str, list[tuple[int, int]]]:
-    """Return (text, span of each of `turns`): the text that each turn adds to the text before it."""
-    cuts = [cut for turn in turns for cut in ((turn, True), (turn + 1, False))]
-    text, *rest = chat.render_cuts([(None, False), *cuts])
+def _marked_spans(
+    chat: Rendered, messages: list[Message], learned: list[int], example: Example
+) -> list[tuple[int, int]]:
+    """Return the spans of {% generation %} in the learned turns; those that touch are one."""
+    roles = [message["role"] for message in messages]
+    blocks = chat.blocks
+    if len(learned) < roles.count("assistant"):
+        if chat.places is None:
+            raise RowError(
+                f"{example.where}: the chat template writes another text where a message has one more "
+                "letter, so the turns to learn cannot be told from the others; all of them can be learned"
+            )
+        owners = messages_of_blocks(chat, roles)
+        blocks = [block for block, owner in zip(blocks, owners, strict=True) if owner in learned]
+    spans: list[tuple[int, int]] = []
+    for start, end in blocks:
+        if spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        spans.append((start, end))
+    return [(start, end) for start, end in spans if end > start]
+
+
+def _spans(
+    chat: ChatRenderer, text: str, turns: list[int], example: Example, ends: tuple[str, ...]
+) -> list[tuple[int, int]]:
+    """Return the span of each of `turns`: the text that a turn adds to the text before it."""
+    rest = chat.render_cuts([cut for turn in turns for cut in ((turn, True), (turn + 1, False))])
     spans = []
     for turn, before, after in zip(turns, rest[::2], rest[1::2], strict=True):
+        if not text.startswith(after):  # Phi-3's ends a chat, not a turn, with the end token
+            after = next((after.removesuffix(end) for end in ends if after.endswith(end)), after)
         if not (text.startswith(after) and after.startswith(before)):
             raise RowError(
                 f"{example.where}: the chat template renders message {turn} in another way once its answer "
@@ -265,36 +314,44 @@ def _spans(chat: ChatRenderer, turns: list[int], example: Example) -> tuple[str,
                 "with {% generation %} (--data.chat.chat_template FILE), or try --data.chat.loss last"
             )
         spans.append((len(before), len(after)))
-    return text, spans
+    return spans
 
 
 def _with_ends(
-    text: str, spans: list[tuple[int, int]], controls: tuple[str, ...]
+    text: str, spans: list[tuple[int, int]], controls: tuple[str, ...], ends: tuple[str, ...]
 ) -> Iterator[tuple[int, int]]:
-    """Yield each span up to its end token: without a newline after it, with a token that is just past it."""
+    """Yield each span up to its end token: without white space after it, with a token that is just past it.
+
+    The token that ends a turn may begin the next message, as in GLM-4.5's `<|user|>`, if it ends a response.
+    """
     tail = text[spans[-1][1] :] if spans else ""  # no turn follows the last: a control token there ends it
-    end_token = next((token for token in controls if tail.startswith(token)), None)
+    closing = (*ends, *(token for token in controls if tail.startswith(token)))
     for start, end in spans:
         trimmed = text[start:end].rstrip()
-        if trimmed.endswith(controls):
-            yield start, start + len(trimmed)
-        elif end_token and text.startswith(end_token, end):
-            yield start, end + len(end_token)
-        else:
-            yield start, end
+        follows = next((token for token in closing if text.startswith(token, end)), "")
+        if trimmed.endswith(controls) and not follows:
+            end = start + len(trimmed)
+        yield start, end + len(follows)
+
+
+def _ends_turn(text: str, content: str, controls: tuple[str, ...], ends: tuple[str, ...]) -> bool:
+    """Return whether a rendered turn has its end token: none that is the end of its content."""
+    return text.endswith(ends) or (text.endswith(controls) and not (content and text.endswith(content)))
 
 
 def _plain_text(example: Example, config: ChatConfig) -> str:
     """Return a prompt without a template."""
     text = example.text if example.messages is None else _joined(example)
+    system = example.system or config.system_prompt
     has_system = example.messages is not None and example.messages[0]["role"] == "system"
-    return f"{config.system_prompt}\n\n{text}" if config.system_prompt and not has_system else text
+    return f"{system}\n\n{text}" if system and not has_system else text
 
 
 def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int]:
     """Return ids of a prompt without a template; [] or the start token where the text is empty."""
     text = _plain_text(example, config)
-    start = not (config.parse_control_tokens and text.startswith(tokenizer.bos_token or "\0"))
+    first = text if config.parse_control_tokens else "" if text else example.response or ""
+    start = not first.startswith(tokenizer.bos_token or "\0")
     ids = token_ids(tokenizer, text, example.where, not config.parse_control_tokens, start)
     return ids[:-1] if ids and start and _appends_end(tokenizer) else ids
 
@@ -310,9 +367,9 @@ def _plain_target(tokenizer: Any, example: Example, config: ChatConfig) -> list[
         raise RowError(
             f"{example.where}: nothing to learn: the row has no completion, response or output {OTHER_KEY}"
         )
-    before = _plain_text(example, config)
-    ids = token_ids(tokenizer, example.response, example.where, literal=True, after=before)
-    return [*ids, _end_id(tokenizer)]
+    before, response = _plain_text(example, config), example.response
+    ids = token_ids(tokenizer, response, example.where, after=before)
+    return ids if response.endswith(end_tokens(tokenizer)) else [*ids, _end_id(tokenizer)]
 
 
 def _joined(example: Example) -> str:
@@ -320,7 +377,7 @@ def _joined(example: Example) -> str:
     messages = without_reference(example.messages)
     if any(message["role"] == "assistant" for message in messages):
         raise RowError(f"{example.where}: a chat of several turns needs a template: --data.chat.render chat")
-    return "\n\n".join(message["content"] for message in messages)
+    return "\n\n".join(message_text(message, example.where) for message in messages)
 
 
 def _end_id(tokenizer: Any) -> int:

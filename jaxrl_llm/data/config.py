@@ -110,7 +110,7 @@ class ChatConfig:
     date: str = ""
     """Date that chat templates write, as 2026-11-27; empty: the day on which the run begins."""
     loss: Literal["all", "last"] = "all"
-    """Supervised training learns all assistant turns, or the last."""
+    """Supervised training learns all assistant turns, or the last, but none with weight 0."""
     parse_control_tokens: bool = False
     """True: plain-text prompts are rendered already, so '<|im_start|>' in them is the control token."""
 

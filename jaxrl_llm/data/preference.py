@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.config import SourceConfig
+from jaxrl_llm.data.messages import message_text
+from jaxrl_llm.data.prompt_rows import read_prompt_row
 from jaxrl_llm.data.rows import (
     PROMPT_KEYS,
     Example,
@@ -30,7 +32,6 @@ from jaxrl_llm.data.rows import (
     column_names,
     first_column,
     lookup,
-    read_prompt_row,
     role_of,
     type_name,
 )
@@ -205,7 +206,7 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
 def _question(example: Example) -> str:
     if example.messages is None:
-        return example.text
+        return "\n\n".join(filter(None, (example.system, example.text)))
     return conversation_text(example.messages if example.response is not None else example.messages[:-1])
 
 
@@ -214,7 +215,7 @@ def _response(example: Example) -> str:
         return example.response
     if example.messages is None or example.messages[-1]["role"] != "assistant":
         raise RowError(f"{example.where}: nothing to judge: the row has no response")
-    return example.messages[-1]["content"]
+    return message_text(example.messages[-1], example.where)
 
 
 def _with_score(example: Example, row: dict, config: SourceConfig) -> Example:

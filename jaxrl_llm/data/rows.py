@@ -1,20 +1,4 @@
-"""Rows of the known shapes as `Example`s.
-
-Accepted as they are (the first of these columns that a row has decides):
-
-    conversations                      ShareGPT: list of {from, value}
-    messages                           RL2, TRL, OpenAI: list of {role, content}
-    prompt (text or messages)          veRL, TRL, RL2, OpenRLHF
-    question                           GSM8K
-    problem                            MATH, NuminaMath, DeepScaleR
-    instruction [+ input]              Alpaca
-    input (text or messages)           OpenRLHF
-    text                               plain text, all of it learned
-
-The ground truth is the first of `ANSWER_KEYS`, the supervised target the first of `RESPONSE_KEYS`.
-`prompt_key`, `answer_key` and `response_key` of the source come first; dots reach into nested columns.
-Pairs, steps, judgements and scores: jaxrl_llm/data/preference.py. Imports no jax.
-"""
+"""Examples of the data, and the checks of a row's values. Imports no jax."""
 
 from __future__ import annotations
 
@@ -27,21 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.data.config import GENERATED, RESERVED_OPTIONS, SourceConfig
+from jaxrl_llm.data.config import RESERVED_OPTIONS
 from jaxrl_llm.errors import UserError
 
 PROMPT_KEYS = ("conversations", "messages", "prompt", "question", "problem", "instruction", "input", "text")
-ANSWER_KEYS = (
-    "reward_model.ground_truth",  # veRL
-    "ground_truth",
-    "answer",
-    "label",  # OpenRLHF
-    "solution",
-    "target",
-    "extra_info.answer",  # RL2
-    "extra_info.ground_truth",
-)
 RESPONSE_KEYS = ("completion", "response", "output")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
+CALL_KEYS = ("tool_calls", "function_call")
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -53,7 +29,6 @@ SHAREGPT_ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # of thousands
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_CHARACTERS = 1 << 24  # of one text or rendered chat: about 4M tokens
 MAX_NESTING = 64  # levels of lists and objects in a row; pickle and jinja2 recurse
@@ -98,6 +73,7 @@ class Example:
     steps: tuple[tuple[str, float], ...] = ()  # of a worked solution: text, and whether it is right (0 to 1)
     teacher: int = 0  # index of the teacher that scores it
     turns: tuple[Message, ...] = ()  # supervised target of several turns, in place of `response`
+    system: str = ""  # system prompt of the row, where the prompt is text
 
     def __post_init__(self):
         assert (self.messages is None) != (self.text is None), self.where
@@ -106,40 +82,6 @@ class Example:
 def no_rows(path: Path, reason: str) -> RowFile:
     """Return a file of which nothing can be read."""
     return RowFile(0, lambda i: None, lambda i: str(path), (Damage(reason),))
-
-
-def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Example:
-    """Return one row with a prompt, which `check_row` has passed, as an `Example`.
-
-    Raises:
-      RowError: unknown shape, wrong type, empty prompt, NUL character or lone surrogate.
-    """
-    present = {key: None if _is_null(value) else value for key, value in row.items()}
-    key, prompt = _prompt(present, where, config)
-    messages, text = _chat_or_text(key, prompt, present, where, config)
-    answer, worked = _answer(present, where, config)
-    response, turns = _response(present, where, config)
-    if turns and messages is None:
-        raise RowError(f"{where}: the target is a list of messages but the prompt is plain text")
-    if turns:
-        messages = (*messages, *turns)
-    if messages is not None:
-        template_columns(row, where)
-    if text is not None and key == "text" and not config.prompt_key:
-        text, response = "", text
-    source = first_column(present, ("data_source",))
-    source = "" if source is None else source
-    check_text(source, f"{where}: data_source")
-    return Example(
-        messages=messages,
-        text=text,
-        response=response or worked or None,
-        answer=answer,
-        source=source or config.name or _source_name(config.path),
-        columns={name: value for name, value in row.items() if name != key},
-        where=where,
-        teacher=config.teacher,
-    )
 
 
 def check_row(row: Any, where: str) -> None:
@@ -200,7 +142,7 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
       RowError: they are not what a chat template can read.
     """
     tools, options = columns.get("tools"), columns.get("chat_template_kwargs")
-    tools, options = (None if _is_null(value) else _from_text(value, where) for value in (tools, options))
+    tools, options = (None if is_null(value) else _from_text(value, where) for value in (tools, options))
     options = {} if options is None else options
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools)):
         raise RowError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.100}")
@@ -225,12 +167,7 @@ def _from_text(value: Any, where: str) -> Any:
 
 def first_column(row: dict, keys: tuple[str, ...]) -> Any:
     """Return the first of these columns that is not null; None where all are."""
-    return next((value for key in keys if not _is_null(value := lookup(row, key))), None)
-
-
-def final_answer(text: str) -> str:
-    """Return what follows the last '####' (GSM8K), without thousands separators."""
-    return SEPARATOR.sub("", text.rsplit("####", 1)[1].strip())
+    return next((value for key in keys if not is_null(value := lookup(row, key))), None)
 
 
 def role_of(message: dict) -> str:
@@ -249,9 +186,7 @@ def without_reference(messages: Sequence[Message]) -> list[Message]:
 
 def column_names(row: dict) -> str:
     """Return the names of a row's columns, for messages; null ones are marked."""
-    return ", ".join(
-        sorted(f"{name} (null)" if _is_null(value) else str(name) for name, value in row.items())
-    )
+    return ", ".join(sorted(f"{name} (null)" if is_null(value) else str(name) for name, value in row.items()))
 
 
 def type_name(value: Any) -> str:
@@ -259,119 +194,6 @@ def type_name(value: Any) -> str:
     return type(value).__name__
 
 
-def _is_null(value: Any) -> bool:
+def is_null(value: Any) -> bool:
     """Return whether a value is missing: tables write a missing number as NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _prompt(row: dict, where: str, config: SourceConfig) -> tuple[str, Any]:
-    keys = (config.prompt_key,) if config.prompt_key else PROMPT_KEYS
-    for key in keys:
-        value = lookup(row, key)
-        if value is not None:
-            return key, value
-    expected = f"one of {', '.join(PROMPT_KEYS)}; --data.train.0.prompt_key names another in training"
-    if config.prompt_key:
-        expected = f"prompt_key {config.prompt_key!r}"
-    raise RowError(f"{where}: no prompt: the columns are {column_names(row)}, expected {expected}")
-
-
-def _chat_or_text(
-    key: str, prompt: Any, row: dict, where: str, config: SourceConfig
-) -> tuple[tuple[Message, ...] | None, str | None]:
-    """Return (messages, None) or (None, text)."""
-    if isinstance(prompt, list):
-        messages = _messages(prompt, f"{where}: {key}")
-        if key == "conversations" and row.get("system"):
-            check_text(row["system"], f"{where}: system")
-            messages = ({"role": "system", "content": row["system"]}, *messages)
-        return messages, None
-    check_text(prompt, f"{where}: {key}")
-    if not prompt.strip():
-        raise RowError(f"{where}: {key} is empty")
-    if key == "instruction" and row.get("input"):
-        check_text(row["input"], f"{where}: input")
-        prompt = f"{prompt}\n\n{row['input']}"
-    if config.input_template:
-        return None, config.input_template.replace("{}", prompt)
-    if key in ("question", "problem", "instruction"):
-        return ({"role": "user", "content": prompt},), None
-    return None, prompt
-
-
-def _answer(row: dict, where: str, config: SourceConfig) -> tuple[Any, str | None]:
-    """Return (ground truth, worked solution where the same column holds one)."""
-    answer = first_column(row, (config.answer_key,) if config.answer_key else ANSWER_KEYS)
-    if answer is None and config.answer_key:
-        raise RowError(f"{where}: no answer_key {config.answer_key!r}: the columns are {column_names(row)}")
-    worked = row.get("solution") if isinstance(row.get("solution"), str) else None
-    if worked is not None:
-        check_text(worked, f"{where}: solution")
-    if isinstance(answer, str | list | dict):
-        check_json(answer, f"{where}: answer")
-    if isinstance(answer, str) and "####" in answer:
-        return final_answer(answer), answer
-    return answer, worked
-
-
-def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, tuple[Message, ...]]:
-    """Return (supervised target, ()) or, where the target is several messages, (None, messages)."""
-    keys = (config.response_key,) if config.response_key else RESPONSE_KEYS
-    for key in keys:
-        value = lookup(row, key)
-        if isinstance(value, list):
-            turns = _turns(value, f"{where}: {key}")
-            single = len(turns) == 1 and turns[0]["role"] == "assistant"
-            return (turns[0]["content"], ()) if single else (None, turns)
-        if value is not None:
-            check_text(value, f"{where}: {key}")
-            return value, ()
-    if config.response_key:
-        raise RowError(
-            f"{where}: no response_key {config.response_key!r}: the columns are {column_names(row)}"
-        )
-    return None, ()
-
-
-def _turns(value: list, where: str) -> tuple[Message, ...]:
-    return tuple(_message(item, f"{where}[{i}]") for i, item in enumerate(value))
-
-
-def _messages(value: list, where: str) -> tuple[Message, ...]:
-    """Return a chat in which there is something for the policy to answer."""
-    messages = _turns(value, where)
-    if not any(m["content"].strip() for m in messages if m["role"] != "assistant"):
-        raise RowError(f"{where} is empty: no message of a user, the system or a tool has any text")
-    return messages
-
-
-def _message(item: Any, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise RowError(f"{where} must be an object with role and content, got {type_name(item)}")
-    item = {key: value for key, value in item.items() if value is not None}
-    role = role_of(item)
-    if not role:
-        given = {key: item[key] for key in ("role", "from") if key in item}
-        raise RowError(f"{where} has no known role: its keys are {column_names(item)}, {given!r:.100}")
-    check_text(role, f"{where}.role")
-    content = item.get("content", item.get("value", "" if item.get("tool_calls") else None))
-    if isinstance(content, list):
-        content = _join_parts(content, where)
-    check_text(content, f"{where}.content")
-    others = {key: value for key, value in item.items() if key not in ("role", "from", "content", "value")}
-    check_json(others, where)
-    return {"role": role, "content": content, **others}
-
-
-def _join_parts(parts: list, where: str) -> str:
-    """Return the text of a message whose content is a list of parts."""
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise RowError(f"{where}.content has parts that are not text")
-    return "".join(texts)
-
-
-def _source_name(path: str) -> str:
-    if path.startswith(GENERATED):
-        return path
-    return path.removeprefix("hub:") if path.startswith("hub:") else ""

@@ -1,16 +1,18 @@
-"""One chat through a tokenizer's template to token ids; control tokens in its contents stay text."""
+"""One chat through a template to token ids; control tokens in what users and tools say stay text."""
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.data.config import ChatConfig, template_options_problem
-from jaxrl_llm.data.rendering import Rendered, TemplateProcess
+from jaxrl_llm.data.parts import ChatPart, Rendered, find_parts, map_strings, mark_parts, strings_of
+from jaxrl_llm.data.rendering import TemplateProcess
 from jaxrl_llm.data.rows import (
     MAX_CHARACTERS,
     SURROGATE,
@@ -22,31 +24,55 @@ from jaxrl_llm.data.rows import (
 from jaxrl_llm.data.tool_messages import accepted_forms, argument_forms
 from jaxrl_llm.errors import UserError
 
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+WRITES_PARTS = re.compile(r"""['"]type['"]: ['"]text['"]""")  # a list of parts as it is in Python or JSON
 SPACE = "\u2581"  # of SentencePiece's tokens
 MAX_TEMPLATE = 1 << 20  # characters; those of large models have ten thousand
+log = logging.getLogger(__name__)
 PROCESS = TemplateProcess()
 """Renders all chats of this process; started by the first."""
 
 
 class ChatRenderer:
-    """One chat, rendered in parts and tokenized; what looks like a control token in its contents is hidden
-    from the tokenizer.
+    """One chat, rendered in parts and tokenized.
+
+    What the assistant says is as it is; what looks like a control token in the text of others is hidden from
+    the tokenizer.
 
     Args:
         config: of the model that the tokenizer belongs to.
+        own: False: the assistant is another model, whose control tokens are hidden, too.
     """
 
-    def __init__(self, tokenizer: Any, messages: list[Message], example: Example, config: ChatConfig):
+    def __init__(
+        self, tokenizer: Any, messages: list[Message], example: Example, config: ChatConfig, own: bool = True
+    ):
         self.controls = control_tokens(tokenizer)
         self._tokenizer, self._where = tokenizer, example.where or "a chat"
         tools, options = template_columns(example.columns, self._where)
         self.template = find_template(tokenizer, config, tools)
-        contents = [argument_forms(messages), tools, options]
-        (forms, tools, options), self._hidden = hide(contents, self.controls, self._where)
-        self._forms = list(accepted_forms(forms))
+        shown = lambda message: own and message["role"] == "assistant"
+        said = [message for message in messages if shown(message)]
+        forms = argument_forms(messages)
+        others = [[{} if shown(message) else message for message in form] for form in forms]
+        contents, self._hidden = hide([others, tools, options], self.controls, self._where, said)
+        others, tools, options = contents
+        self._forms = list(
+            accepted_forms(
+                [
+                    [message if shown(message) else other for message, other in zip(*both, strict=True)]
+                    for both in zip(forms, others, strict=True)
+                ]
+            )
+        )
         self._name, self._date = template_name(tokenizer, config), config.date
         options = {**read_options(config), **options}
         self._options = {**tokenizer.special_tokens_map, **options, "tools": tools}
+
+    @property
+    def marks_generation(self) -> bool:
+        """True of a template with {% generation %}."""
+        return GENERATION.search(self.template) is not None
 
     def render(self, count: int | None = None, generation_prompt: bool = False) -> str:
         """Return the text of the first `count` messages (None: of all)."""
@@ -56,12 +82,40 @@ class ChatRenderer:
         """Return the text of each (count, generation_prompt) as `render` does."""
         return [text for text, _ in self._render([(n, {"add_generation_prompt": g}) for n, g in cuts])]
 
-    def render_marked(self) -> Rendered:
-        """Return (text, character spans inside {% generation %})."""
-        return self._render([(None, {"return_assistant_tokens_mask": True})])[0]
+    def render_whole(
+        self, generation_prompt: bool = False, learned: Sequence[int] = (), first: int = 0
+    ) -> Rendered:
+        """Return the whole chat with all that its messages say.
+
+        Where the template loses a part, other forms of the same messages are tried; the one that loses none
+        is rendered from then on.
+
+        Args:
+            learned: indices of messages that are to be learned.
+            first: index of the first message whose parts have to be in the text.
+
+        Raises:
+            RowError: the template leaves out a text, a thought or a tool call.
+        """
+        problems, given = [], self._forms
+        for form in (list, _with_null, _in_parts):
+            self._forms = [form(messages) for messages in given]
+            if form is not list and self._forms == given:
+                continue
+            try:
+                chat = self._render_marked(None, generation_prompt)
+            except RowError as refusal:
+                problems.append((len(given[0]), len(problems), refusal))
+                continue
+            lost = [part for part in chat.lost if part.message >= first and self._is_missed(part, learned)]
+            if lost:
+                problems.append((len(lost), len(problems), self._error(lost[0])))
+            elif not problems or not WRITES_PARTS.search(chat.text):
+                return chat
+        raise min(problems)[2]
 
     def tokenize(self, text: str, before: str = "") -> list[int]:
-        """Return ids of rendered text; the template's control tokens are tokens, those of contents text.
+        """Return ids of rendered text: control tokens are tokens, those that were hidden are text.
 
         Args:
             before: the rendered text that it follows.
@@ -74,19 +128,87 @@ class ChatRenderer:
             before = part
         return ids
 
-    def _render(self, cuts: list[tuple[int | None, dict[str, bool]]]) -> list[Rendered]:
+    def _render_marked(self, count: int | None, generation_prompt: bool) -> Rendered:
+        """Return the first `count` messages rendered, and which of their parts are where in the text."""
+        options = {"add_generation_prompt": generation_prompt}
+        tracked = {"return_assistant_tokens_mask": True} if self.marks_generation else {}
+        ((text, blocks),) = self._render([(count, options | tracked)])
+        messages = self._forms[0][:count]
+        marked, parts = mark_parts(messages, "".join(strings_of(messages)))
+        try:
+            ((shown, _),) = self._ask(marked, [(None, options)])
+        except RowError:  # the template refuses the marks
+            shown = ""
+        lost, places = find_parts(text, shown, parts)
+        return Rendered(text, blocks, lost, places)
+
+    def _is_missed(self, part: ChatPart, learned: Sequence[int]) -> bool:
+        """Return whether a part must not be left out.
+
+        Many templates leave out what the assistant thought in earlier turns, as in a rollout. Where such a
+        turn is to be learned, a warning says so once.
+        """
+        number, messages = part.message, self._forms[0]
+        if messages[number]["role"] != "assistant":
+            return True
+        answered = any(message["role"] == "user" for message in messages[number + 1 :])
+        if part.kind == "thought" and answered and number not in learned:
+            return False
+        if number == len(messages) - 1 or part in self._render_marked(number + 1, False).lost:
+            return True
+        if number in learned:
+            _warn_once(
+                f"{self._name} leaves out the {part.kind} of a turn once more turns follow, so it is not "
+                "learned there: --data.chat.loss last learns each row's last turn alone, another template "
+                "(--data.chat.chat_template FILE) may keep it"
+            )
+        return False
+
+    def _error(self, part: ChatPart) -> RowError:
+        role = self._forms[0][part.message]["role"]
+        names = {"text": f"what the role {role} says", "thought": "what the assistant thinks"}
+        name = names.get(part.kind, "the tool call")
+        return RowError(
+            f"{self._where}: {self._name} leaves out {name} in message {part.message} "
+            f"({part.text[:40]!r}), so the model would neither read nor learn it. Give a template that "
+            "writes it (--data.chat.chat_template FILE), or change or remove it in the rows"
+        )
+
+    def _render(self, cuts: list[tuple[int | None, dict[str, bool]]]) -> list[tuple[str, list]]:
         """Return what the template makes of each cut of the first form of the chat that it accepts."""
         refusals: list[RowError] = []
         for i, messages in enumerate(self._forms):
-            calls = [{"conversations": [messages[:n]], **self._options, **cut} for n, cut in cuts]
             try:
-                rendered = PROCESS.render(self.template, calls, self._name, self._where, self._date)
+                rendered = self._ask(messages, cuts)
             except RowError as refusal:
                 refusals.append(refusal)
             else:
                 self._forms = self._forms[i:]  # a template that refused objects need not be asked again
                 return rendered
         raise refusals[0]
+
+    def _ask(
+        self, messages: list[Message], cuts: list[tuple[int | None, dict[str, bool]]]
+    ) -> list[tuple[str, list]]:
+        calls = [{"conversations": [messages[:n]], **self._options, **cut} for n, cut in cuts]
+        return PROCESS.render(self.template, calls, self._name, self._where, self._date)
+
+
+def _with_null(messages: list[Message]) -> list[Message]:
+    """Return a chat with null for empty text beside tool calls: some templates show calls only then."""
+    silent = lambda message: bool(message.get("tool_calls")) and message["content"] == ""
+    return [message | {"content": None} if silent(message) else message for message in messages]
+
+
+def _in_parts(messages: list[Message]) -> list[Message]:
+    """Return a chat with its texts as lists of parts, which templates of vision models need."""
+    parts = lambda text: [{"type": "text", "text": text}] if text else []
+    return [{**message, "content": parts(message["content"])} for message in messages]
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def token_ids(
@@ -113,19 +235,23 @@ def token_ids(
         ]
     except Exception as error:  # tokenizers raises a bare Exception for a character that it has no token for
         raise RowError(f"{where}: the tokenizer cannot read the text: {error!s:.300}") from error
-    return _without_space(tokenizer, text, list(ids), literal, after) if after else list(ids)
+    return _within(tokenizer, text, list(ids), literal, after) if after else list(ids)
 
 
-def _without_space(tokenizer: Any, text: str, ids: list[int], literal: bool, after: str) -> list[int]:
-    """Return the ids of a text within another, where SentencePiece puts no space in front of it.
+def _within(tokenizer: Any, text: str, ids: list[int], literal: bool, after: str) -> list[int]:
+    """Return the ids of a text within another.
+
+    SentencePiece puts no space in front of it there, and a control token before it may take the white space
+    with which it begins (`rstrip`).
 
     Args:
         ids: of the text by itself.
     """
-    if not (ids and tokenizer.convert_ids_to_tokens(ids[0]).startswith(SPACE)):
+    spaced = bool(ids) and tokenizer.convert_ids_to_tokens(ids[0]).startswith(SPACE)
+    if not spaced and not text[0].isspace():
         return ids
     controls = () if literal else control_tokens(tokenizer)
-    lead = next((token for token in controls if after.endswith(token)), "\n")
+    lead = next((token for token in controls if after.endswith(token)), "\n" if spaced else "")
     options = {"add_special_tokens": False, "split_special_tokens": literal, "verbose": False}
     before, both = (list(tokenizer(part, **options)["input_ids"]) for part in (lead, lead + text))
     return both[len(before) :] if both[: len(before)] == before else ids
@@ -137,48 +263,44 @@ def control_tokens(tokenizer: Any) -> tuple[str, ...]:
     return tuple(sorted({*added, *tokenizer.all_special_tokens} - {""}))
 
 
-def hide(contents: Any, controls: tuple[str, ...], where: str) -> tuple[Any, dict[str, str]]:
+def end_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """Return the tokens that end a response, longest first: the tokenizer's, and those of its folder's
+    generation_config.json, which `jaxrl_llm.hf.tokenizer` notes as `end_ids`."""
+    ids = {tokenizer.eos_token_id, *getattr(tokenizer, "end_ids", ())} - {None}
+    tokens = map(str, tokenizer.convert_ids_to_tokens(sorted(ids)))
+    return tuple(sorted(tokens, key=len, reverse=True))
+
+
+def hide(
+    contents: Any, controls: tuple[str, ...], where: str, beside: Any = ()
+) -> tuple[Any, dict[str, str]]:
     """Return (contents with each control token in their text replaced, what each replacement stands for).
 
     The replacements are private-use characters, which pass through any template unchanged.
 
+    Args:
+        beside: what is rendered with the contents, as it is.
+
     Raises:
         RowError: the contents are too long, or leave no private-use character.
     """
-    text = "\n".join(_strings(contents))
-    if len(text) > MAX_CHARACTERS:
-        raise RowError(f"{where}: the chat has {len(text):,} characters, more than {MAX_CHARACTERS:,}")
+    text, more = ("\n".join(strings_of(part)) for part in (contents, list(beside)))
+    if len(text) + len(more) > MAX_CHARACTERS:
+        raise RowError(
+            f"{where}: the chat has {len(text) + len(more):,} characters, more than {MAX_CHARACTERS:,}"
+        )
     present = [token for token in controls if token in text]
     if not present:
         return contents, {}
-    free = [chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text]
+    free = [char for char in map(chr, range(0xE000, 0xF900)) if char not in text and char not in more]
     if len(free) < len(present):
         raise RowError(
             f"{where}: holds control tokens, and all private-use characters that could stand for them"
         )
     names = dict(zip(present, free, strict=False))
     pattern = re.compile("|".join(map(re.escape, sorted(present, key=len, reverse=True))))
-    hidden = _map_strings(contents, lambda text: pattern.sub(lambda match: names[match.group()], text))
+    hidden = map_strings(contents, lambda text: pattern.sub(lambda match: names[match.group()], text))
     return hidden, {name: token for token, name in names.items()}
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from value
-        yield from _strings(list(value.values()))
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner)
-
-
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(key): _map_strings(inner, change) for key, inner in value.items()}
-    return [_map_strings(inner, change) for inner in value] if isinstance(value, list) else value
 
 
 def find_template(tokenizer: Any, config: ChatConfig, tools: Any = None) -> str:

@@ -91,7 +91,8 @@ class RewardModel:
         if messages is None or not self.tokenizer.chat_template:
             text = prompt_row(example, self.chat)["prompt"] if messages is None else _joined(messages)
             return self.tokenizer.encode(text + trajectory.text, add_special_tokens=False)
-        chat = ChatRenderer(self.tokenizer, [*messages, *trajectory.messages], example, _own_chat(self.chat))
+        turns = [*messages, *trajectory.messages]
+        chat = ChatRenderer(self.tokenizer, turns, example, _own_chat(self.chat), own=False)
         return chat.tokenize(chat.render().rstrip())
 
     def _truncated(self, ids: Sequence[int], context: int = 0) -> PackItem:

@@ -37,6 +37,8 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
     a pipeline of its own for most classes that a folder may name, and then ignores that of the file. A line
     says so where that gives other ids, since servers and other programs may read the folder so.
 
+    Its attribute `end_ids` holds the folder's `generation_end_ids`, for the data: a turn learns its end.
+
     Args:
         config: of the model it is to be used with; None = not known yet.
 
@@ -85,6 +87,7 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
             f"{folder}: the tokenizer has ids up to {largest}, but the model's vocab_size is "
             f"{config.vocab_size}; it is the tokenizer of another model."
         )
+    tokenizer.end_ids = generation_end_ids(folder)
     return tokenizer
 
 

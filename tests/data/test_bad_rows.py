@@ -108,11 +108,11 @@ def test_a_long_chat_is_a_bad_row(monkeypatch):
 
 def test_a_target_without_tokens_is_a_bad_row(tmp_path):
     (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}<|im_end|>{% generation %}{% endgeneration %}{% endfor %}x"
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% generation %}{% endgeneration %}{% endfor %}x"
     )
     chat = ChatConfig(chat_template=str(tmp_path / "t.jinja"))
     path = write(tmp_path / "a.jsonl", [{"messages": [USER, ASSISTANT]}])
-    with pytest.raises(UserError, match=r"a.jsonl:1: nothing to learn: the target has no tokens"):
+    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template's .* marks nothing in this chat"):
         loader(path, chat=chat, bad_rows="fail").supervised_batch(0, 1)
 
 

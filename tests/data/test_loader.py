@@ -190,13 +190,13 @@ def test_path_takes_the_place_of_the_sources(seven):
 @pytest.mark.parametrize("missing", [None, [], "", "[]", "null", float("nan")])
 def test_empty_tools_of_a_row_do_not_hide_the_tools_of_the_run(tmp_path, missing):
     own, tokenizer = [{"name": "own"}], make_tokenizer()
-    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ messages[0].content }}"
     path = tmp_path / "a.jsonl"
     rows = [{"messages": [{"role": "user", "content": "a"}], "tools": tools} for tools in (missing, own)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=str(path), shuffle=False)
     prompts = Loader(config, tokenizer, 0, 64, columns={"tools": [{"name": "run"}]}).batch(0, 2)
-    assert [tokenizer.decode(prompt.ids) for prompt in prompts] == ["run", "own"]
+    assert [tokenizer.decode(prompt.ids) for prompt in prompts] == ["runa", "owna"]
 
 
 def test_no_source_at_all():

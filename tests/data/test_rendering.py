@@ -155,7 +155,7 @@ def test_the_process_sees_no_secrets(monkeypatch):
         ("x" * (1 << 21), "the chat template of hub/model has 2,097,152 characters"),
         ({"tool_use": "x"}, "the chat template of hub/model is ambiguous"),
         ("{% if %}", "the chat template of hub/model is not a valid Jinja template"),
-        ("\ud800", "f.jsonl:12: .*lone surrogate"),
+        ("{{ messages[0].content }}\ud800", "f.jsonl:12: .*lone surrogate"),
     ],
 )
 def test_the_template_of_a_model_folder_may_hold_anything(chat_template, message):
@@ -169,9 +169,9 @@ def test_a_template_file_is_read_again_when_it_changes_and_belongs_to_no_tokeniz
     file, tokenizer = tmp_path / "t.jinja", make_tokenizer()
     config = ChatConfig(chat_template=str(file))
     for i, text in enumerate(["one", "two"]):
-        file.write_text(text)
+        file.write_text(text + "{{ messages[0].content }}")
         os.utime(file, ns=(0, i))
-        assert tokenizer.decode(encode_prompt(tokenizer, EXAMPLE, config)) == text
+        assert tokenizer.decode(encode_prompt(tokenizer, EXAMPLE, config)) == text + "hi"
     assert tokenizer.decode(encode_prompt(tokenizer, EXAMPLE, ChatConfig())).startswith("<|im_start|>user")
     os.truncate(file, 1 << 33)  # sparse
     with pytest.raises(UserError, match=f"the chat template {file} has 8,589,934,592 bytes"):

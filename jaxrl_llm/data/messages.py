@@ -1,0 +1,89 @@
+"""Messages of rows in the shapes of OpenAI and ShareGPT, and which of them are learned."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jaxrl_llm.data.rows import (
+    CALL_KEYS,
+    THOUGHT_KEYS,
+    Message,
+    RowError,
+    check_json,
+    check_text,
+    column_names,
+    role_of,
+    type_name,
+)
+
+LOSS_KEYS = ("weight", "train", "trainable", "loss", "loss_mask")
+"""Keys of a message by which OpenAI, axolotl, LLaMA-Factory, slime and veRL leave it out of the loss."""
+LOSS_LIKE = re.compile(r"loss|train|mask|weight|learn|supervis", re.IGNORECASE)
+
+
+def read_turns(value: list, where: str) -> tuple[Message, ...]:
+    return tuple(_message(item, f"{where}[{i}]") for i, item in enumerate(value))
+
+
+def read_messages(value: list, where: str) -> tuple[Message, ...]:
+    """Return a chat in which there is something for the policy to answer."""
+    messages = read_turns(value, where)
+    if not any(m["content"].strip() for m in messages if m["role"] != "assistant"):
+        raise RowError(f"{where} is empty: no message of a user, the system or a tool has any text")
+    return messages
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, dict):
+        raise RowError(f"{where} must be an object with role and content, got {type_name(item)}")
+    item = {key: value for key, value in item.items() if value is not None}
+    role = role_of(item)
+    if not role:
+        given = {key: item[key] for key in ("role", "from") if key in item}
+        raise RowError(f"{where} has no known role: its keys are {column_names(item)}, {given!r:.100}")
+    check_text(role, f"{where}.role")
+    content = item.get("content", item.get("value", "" if item.get("tool_calls") else None))
+    if isinstance(content, list):
+        content = _join_parts(content, where)
+    check_text(content, f"{where}.content")
+    others = {key: value for key, value in item.items() if key not in ("role", "from", "content", "value")}
+    check_json(others, where)
+    learned = _is_learned(others, role, where)
+    others = {key: value for key, value in others.items() if key not in LOSS_KEYS}
+    return {"role": role, "content": content, **others} | ({} if learned else {"weight": 0})
+
+
+def _is_learned(keys: dict[str, Any], role: str, where: str) -> bool:
+    """Return whether an assistant's message is learned by its keys, without its author's word it is."""
+    given = {key: value for key, value in keys.items() if LOSS_LIKE.search(key)}
+    for key, value in given.items():
+        if key not in LOSS_KEYS:
+            raise RowError(
+                f"{where}.{key} is not known, and seems to say what is learned. A message with weight 0 is "
+                "left out of the loss"
+            )
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise RowError(f"{where}.{key} must be 0 or 1, true or false, got {value!r:.100}")
+        if value and role != "assistant":
+            raise RowError(f"{where}.{key} is {value}, but what the role {role} says is never learned")
+    if len({bool(value) for value in given.values()}) > 1:
+        raise RowError(f"{where}: {', '.join(given)} contradict each other")
+    return role != "assistant" or all(given.values())
+
+
+def message_text(message: Message, where: str) -> str:
+    """Return the text of a message. Raises RowError where that is not all that it says."""
+    if more := [key for key in (*THOUGHT_KEYS, *CALL_KEYS) if message.get(key)]:
+        raise RowError(
+            f"{where}: {', '.join(more)} of a message would be lost: it is read as plain text here"
+        )
+    return message["content"]
+
+
+def _join_parts(parts: list, where: str) -> str:
+    """Return the text of a message whose content is a list of parts."""
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise RowError(f"{where}.content has parts that are not text")
+    return "".join(texts)

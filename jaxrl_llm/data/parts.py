@@ -1,0 +1,182 @@
+"""Texts, thoughts and tool calls of messages, looked up in the rendered chat.
+
+A template may strip, escape, move or leave out what a message says. So a chat is rendered a second time with
+a mark, a private-use character, in each part. Where that text without its marks is the first one, a part is
+in it exactly if its mark is, and stands where the mark stands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxrl_llm.data.rows import CALL_KEYS, THOUGHT_KEYS, Message
+
+THOUGHT_END = re.compile(r"</think(?:ing)?>|</reasoning>|\[/THINK\]|<channel\|>")
+THOUGHT_START = re.compile(r"\s*(?:<think(?:ing)?>|<reasoning>|\[THINK\]|<\|channel>)")
+TAG = re.compile(r"</?[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]|/\w+")  # what templates look for in a text
+LETTER = re.compile(rf"(?:{TAG.pattern}|\W)*+\w")  # up to the first letter that is in no tag
+MARKS = range(0xF0000, 0x10FFFE)  # private-use characters beyond those that hide control tokens
+CALL_FIELDS = ("function", "name", "arguments", "parameters")
+
+
+class ChatPart(NamedTuple):
+    """A text, thought or tool call of a message."""
+
+    message: int  # index of the message
+    kind: str  # "text", "thought" or "tool call"
+    text: str  # of a tool call its name
+    mark: str  # the character that stands for it
+    id: str = ""  # of a tool call; some templates write it in place of the name
+
+
+class Rendered(NamedTuple):
+    """A rendered chat."""
+
+    text: str
+    blocks: list[tuple[int, int]]  # character spans inside {% generation %}
+    lost: list[ChatPart]  # the parts of messages that are not in the text
+    places: list[tuple[int, int]] | None  # (place, index of the message) of each mark; None = unknown
+
+
+def mark_parts(messages: Sequence[Message], taken: str) -> tuple[list[Message], list[ChatPart]]:
+    """Return (the messages with a mark in each of their parts, the parts).
+
+    Args:
+        taken: text whose characters are no marks.
+    """
+    parts: list[ChatPart] = []
+    marks = (chr(code) for code in MARKS if chr(code) not in taken)
+
+    def part(message: int, kind: str, text: str, id: str = "") -> ChatPart:
+        same = (
+            p for p in parts if (p.message, p.kind, p.text) == (message, kind, text) and kind == "thought"
+        )
+        if (found := next(same, None)) is None:
+            found = ChatPart(message, kind, text, next(marks), id)
+            parts.append(found)
+        return found
+
+    def said(i: int, text: str) -> str:
+        """Return the text of message i with marks: one in the thought that it begins with, one after it."""
+        end = _thought_end(text) if messages[i]["role"] == "assistant" else 0
+        rest = "thought" if THOUGHT_START.match(text[end:]) else "text"  # a thought that never ends
+        pieces = (("thought", text[:end]), (rest, text[end:]))
+        return "".join(
+            _marked(piece, part(i, kind, _plain(piece)).mark) if _plain(piece) else piece
+            for kind, piece in pieces
+        )
+
+    marked = []
+    for i, message in enumerate(messages):
+        message = dict(message)
+        for key, value in message.items():
+            if key in THOUGHT_KEYS and isinstance(value, str) and _plain(value):
+                message[key] = _marked(value, part(i, "thought", _plain(value)).mark)
+            elif key in CALL_KEYS and value:
+                message[key] = _marked_calls(value, lambda *call, i=i: part(i, "tool call", *call).mark)
+            elif key in ("content", "refusal") and isinstance(value, str):
+                message[key] = said(i, value)
+            elif key == "content" and isinstance(value, list):
+                message[key] = [item | {"text": said(i, item["text"])} for item in value]
+        marked.append(message)
+    return marked, parts
+
+
+def find_parts(
+    text: str, marked: str, parts: Sequence[ChatPart]
+) -> tuple[list[ChatPart], list[tuple[int, int]] | None]:
+    """Return (parts that are not in a rendered text, the places as of `Rendered`).
+
+    Args:
+        marked: the text with marks; "" = the template refused them.
+    """
+    by_mark = {part.mark: part for part in parts}
+    pieces = re.split("([" + "".join(by_mark) + "])", marked) if parts else [marked]
+    ends = itertools.accumulate(map(len, pieces[::2]))
+    exact = "".join(pieces[::2]) == text
+    found = set(pieces[1::2])
+    places = [(end, by_mark[mark].message) for end, mark in zip(ends, pieces[1::2], strict=False)]
+    flat = "" if exact else _squeezed(text)
+    lost = [
+        part
+        for part in parts
+        if part.mark not in found
+        and not (part.id and part.id in text)
+        and (exact or not any(_squeezed(t) in flat for t in (part.text, json.dumps(part.text)[1:-1])))
+    ]
+    return lost, places if exact else None
+
+
+def messages_of_blocks(chat: Rendered, roles: Sequence[str]) -> list[int]:
+    """Return the index of the message that each block of {% generation %} belongs to.
+
+    It is the assistant's message whose mark is in the block. A block without a mark, such as an end token,
+    goes with the message before it, or where that is not the assistant's with the next one that is.
+    """
+    turns = [i for i, role in enumerate(roles) if role == "assistant"]
+    owners = []
+    for start, end in chat.blocks:
+        inside = [m for place, m in chat.places if start < place <= end and m in turns]
+        before = next((m for place, m in reversed(chat.places) if place <= start), -1)
+        owners.append((inside or [turn for turn in turns if turn >= before] or turns[-1:])[0])
+    return owners
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Yield the text of keys and values at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        yield from strings_of(list(value.values()))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from strings_of(inner)
+
+
+def map_strings(value: Any, change: Callable[[str], str], keys: bool = True) -> Any:
+    """Return the value with the text at any depth changed.
+
+    Args:
+        keys: change the names of keys too.
+    """
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(k) if keys else k: map_strings(v, change, keys) for k, v in value.items()}
+    return [map_strings(inner, change, keys) for inner in value] if isinstance(value, list) else value
+
+
+def _marked_calls(calls: Any, mark_of: Callable[[str, str], str]) -> Any:
+    if isinstance(calls, list):
+        return [_marked_calls(call, mark_of) for call in calls]
+    inner = calls.get("function", calls) if isinstance(calls, dict) else calls
+    name, id = (inner.get("name"), calls.get("id")) if isinstance(inner, dict) else (calls, "")
+    mark = mark_of(str(name), str(id or ""))
+    change = lambda text: _marked(text, mark) if text.strip() else text
+    if not isinstance(calls, dict):
+        return map_strings(calls, change)
+    return {k: map_strings(v, change, keys=False) if k in CALL_FIELDS else v for k, v in calls.items()}
+
+
+def _marked(text: str, mark: str) -> str:
+    letter = LETTER.match(text)
+    place = letter.end() if letter else len(text.rstrip())
+    return text[:place] + mark + text[place:]
+
+
+def _thought_end(text: str) -> int:
+    """Return where the thought that a text begins with ends, 0 = it has none."""
+    return max((match.end() for match in THOUGHT_END.finditer(text)), default=0)
+
+
+def _plain(text: str) -> str:
+    return TAG.sub("", text).strip()
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,252 @@
+"""Rows of the known shapes as `Example`s.
+
+Accepted as they are (the first of these columns that a row has decides):
+
+    conversations                      ShareGPT: list of {from, value}
+    messages                           RL2, TRL, OpenAI: list of {role, content}
+    prompt (text or messages)          veRL, TRL, RL2, OpenRLHF
+    question                           GSM8K
+    problem                            MATH, NuminaMath, DeepScaleR
+    instruction [+ input]              Alpaca
+    input (text or messages)           OpenRLHF
+    text                               plain text, all of it learned
+
+The ground truth is the first of `ANSWER_KEYS`, the supervised target the first of `RESPONSE_KEYS`.
+`prompt_key`, `answer_key` and `response_key` of the source come first; dots reach into nested columns.
+Pairs, steps, judgements and scores: jaxrl_llm/data/preference.py. Imports no jax.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jaxrl_llm.data.config import GENERATED, SourceConfig
+from jaxrl_llm.data.messages import read_messages, read_turns
+from jaxrl_llm.data.rows import (
+    PROMPT_KEYS,
+    RESPONSE_KEYS,
+    Example,
+    Message,
+    RowError,
+    check_json,
+    check_text,
+    column_names,
+    first_column,
+    is_null,
+    lookup,
+    template_columns,
+)
+
+ANSWER_KEYS = (
+    "reward_model.ground_truth",  # veRL
+    "ground_truth",
+    "answer",
+    "label",  # OpenRLHF
+    "solution",
+    "target",
+    "extra_info.answer",  # RL2
+    "extra_info.ground_truth",
+)
+SYSTEM_KEYS = ("system", "system_prompt")
+BESIDE_KEYS = ("choices", "options", "context", "contexts", "passage", "history")
+"""Columns that belong to the question of well-known datasets."""
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA = re.compile(r"<(?:image|video|audio)>")
+SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # of thousands
+
+
+def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Example:
+    """Return one row with a prompt, which `check_row` has passed, as an `Example`.
+
+    Raises:
+      RowError: unknown shape, wrong type, empty prompt, NUL character or lone surrogate.
+    """
+    present = {key: None if is_null(value) else value for key, value in row.items()}
+    key, prompt = _prompt(present, where, config)
+    system = _system(present, where)
+    messages, text = _chat_or_text(key, prompt, present, where, config)
+    answer, worked = _answer(present, where, config)
+    response, turns = _response(present, where, config)
+    if turns and messages is None:
+        raise RowError(f"{where}: the target is a list of messages but the prompt is plain text")
+    if messages is not None:
+        messages = _with_system(messages, system, where)
+    asked = [m for m in messages or () if m["role"] != "system"]
+    if len(asked) == 1 and (history := _history(present, where)):
+        messages, present["history"] = (*messages[:-1], *history, *asked), None
+        if response and first_column(present, RESPONSE_KEYS[:-1]) is None:  # LLaMA-Factory learns all of them
+            messages, response = (*messages, {"role": "assistant", "content": response}), None
+    if turns:
+        messages = (*(m | {"weight": 0} if m["role"] == "assistant" else m for m in messages), *turns)
+    if messages is not None:
+        template_columns(row, where)
+    said = text or "".join(message["content"] for message in messages or ())
+    _check_beside(present, said, bool(config.prompt_key), where)
+    if text is not None and key == "text" and not config.prompt_key:
+        text, response = "", text
+        if system and system not in response:
+            raise RowError(f"{where}: the column system is not in text, of which all is learned")
+    source = first_column(present, ("data_source",))
+    source = "" if source is None else source
+    check_text(source, f"{where}: data_source")
+    return Example(
+        messages=messages,
+        text=text,
+        response=response or worked or None,
+        answer=answer,
+        source=source or config.name or _source_name(config.path),
+        columns={name: value for name, value in row.items() if name != key},
+        where=where,
+        teacher=config.teacher,
+        system=system if text else "",
+    )
+
+
+def final_answer(text: str) -> str:
+    """Return what follows the last '####' (GSM8K), without thousands separators."""
+    return SEPARATOR.sub("", text.rsplit("####", 1)[1].strip())
+
+
+def _prompt(row: dict, where: str, config: SourceConfig) -> tuple[str, Any]:
+    keys = (config.prompt_key,) if config.prompt_key else PROMPT_KEYS
+    for key in keys:
+        value = lookup(row, key)
+        if value is not None:
+            return key, value
+    expected = f"one of {', '.join(PROMPT_KEYS)}; --data.train.0.prompt_key names another in training"
+    if config.prompt_key:
+        expected = f"prompt_key {config.prompt_key!r}"
+    raise RowError(f"{where}: no prompt: the columns are {column_names(row)}, expected {expected}")
+
+
+def _chat_or_text(
+    key: str, prompt: Any, row: dict, where: str, config: SourceConfig
+) -> tuple[tuple[Message, ...] | None, str | None]:
+    """Return (messages, None) or (None, text)."""
+    if isinstance(prompt, list):
+        return read_messages(prompt, f"{where}: {key}"), None
+    check_text(prompt, f"{where}: {key}")
+    if not prompt.strip():
+        raise RowError(f"{where}: {key} is empty")
+    if key == "instruction" and (name := "input" if row.get("input") else "context") and row.get(name):
+        check_text(row[name], f"{where}: {name}")
+        prompt = f"{prompt}\n\n{row[name]}"
+    if config.input_template:
+        return None, config.input_template.replace("{}", prompt)
+    if key in ("question", "problem", "instruction"):
+        return ({"role": "user", "content": prompt},), None
+    return None, prompt
+
+
+def _system(row: dict, where: str) -> str:
+    """Return the system prompt in a row's columns; "" = it has none."""
+    given = {}
+    for key in SYSTEM_KEYS:
+        if row.get(key):
+            check_text(row[key], f"{where}: {key}")
+            given[row[key].strip()] = row[key]
+    if len(given) > 1:
+        raise RowError(f"{where}: {' and '.join(SYSTEM_KEYS)} are two system prompts: keep one of them")
+    return next((text for stripped, text in given.items() if stripped), "")
+
+
+def _with_system(messages: tuple[Message, ...], system: str, where: str) -> tuple[Message, ...]:
+    if not system or messages[0] == {"role": "system", "content": system}:
+        return messages
+    if messages[0]["role"] == "system":
+        raise RowError(
+            f"{where}: the column of the system prompt and the first message are two system prompts: keep one"
+        )
+    return ({"role": "system", "content": system}, *messages)
+
+
+def _history(row: dict, where: str) -> list[Message]:
+    """Return the earlier turns of an Alpaca row: pairs of question and answer, or messages."""
+    history = row.get("history")
+    if not history or not isinstance(history, list):
+        return []
+    if all(isinstance(item, dict) for item in history):
+        return list(read_turns(history, f"{where}: history"))
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RowError(f"{where}: history must be a list of messages or of pairs of question and answer")
+    texts = [text for pair in history for text in pair]
+    for i, text in enumerate(texts):
+        check_text(text, f"{where}: history[{i // 2}]")
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
+    """Refuse a row with columns that belong to its question and are not in the prompt.
+
+    Args:
+        named: the source names the column of the prompt, which says that it is all of it.
+    """
+    for name in MEDIA_KEYS:
+        if any(_leaves(row.get(name))) and (not named or MEDIA.search(prompt)):
+            raise RowError(f"{where}: the column {name} would be left out, as the model reads text alone")
+    squeezed = "".join(prompt.split())
+    for name in () if named else BESIDE_KEYS:
+        texts = [text for text in map(_squeezed, _leaves(row.get(name))) if text]
+        least = 2 if name in ("choices", "options") else 1
+        if len(texts) >= least and not all(text in squeezed for text in texts):
+            raise RowError(
+                f"{where}: the column {name} is not in the prompt, so the model would not read it. Put its "
+                "text into the prompt, or name the column that is all of the prompt "
+                "(--data.train.0.prompt_key COLUMN)"
+            )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what lists and objects hold at any depth, without nulls."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+    elif value is not None and value != "":
+        yield value
+
+
+def _squeezed(value: Any) -> str:
+    return "".join(value.split()) if isinstance(value, str) else str(value)
+
+
+def _answer(row: dict, where: str, config: SourceConfig) -> tuple[Any, str | None]:
+    """Return (ground truth, worked solution where the same column holds one)."""
+    answer = first_column(row, (config.answer_key,) if config.answer_key else ANSWER_KEYS)
+    if answer is None and config.answer_key:
+        raise RowError(f"{where}: no answer_key {config.answer_key!r}: the columns are {column_names(row)}")
+    worked = row.get("solution") if isinstance(row.get("solution"), str) else None
+    if worked is not None:
+        check_text(worked, f"{where}: solution")
+    if isinstance(answer, str | list | dict):
+        check_json(answer, f"{where}: answer")
+    if isinstance(answer, str) and "####" in answer:
+        return final_answer(answer), answer
+    return answer, worked
+
+
+def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, tuple[Message, ...]]:
+    """Return (supervised target, ()) or, where the target is several messages, (None, messages)."""
+    keys = (config.response_key,) if config.response_key else RESPONSE_KEYS
+    for key in keys:
+        value = lookup(row, key)
+        if isinstance(value, list):
+            turns = read_turns(value, f"{where}: {key}")
+            single = len(turns) == 1 and turns[0].keys() == {"role", "content"}
+            single = single and turns[0]["role"] == "assistant"
+            return (turns[0]["content"], ()) if single else (None, turns)
+        if value is not None:
+            check_text(value, f"{where}: {key}")
+            return value, ()
+    if config.response_key:
+        raise RowError(
+            f"{where}: no response_key {config.response_key!r}: the columns are {column_names(row)}"
+        )
+    return None, ()
+
+
+def _source_name(path: str) -> str:
+    if path.startswith(GENERATED):
+        return path
+    return path.removeprefix("hub:") if path.startswith("hub:") else ""
