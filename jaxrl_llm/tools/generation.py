@@ -27,7 +27,14 @@ from jaxrl_llm.structs import Trajectory
 from jaxrl_llm.tools.config import GenerateConfig, ModelChoice
 from jaxrl_llm.tools.generate import GenerateArguments
 from jaxrl_llm.tools.models import open_model, pick_dtype
-from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, print_progress, settings_of
+from jaxrl_llm.tools.output import (
+    ProgressBar,
+    ResumableOutput,
+    json_line,
+    print_progress,
+    settings_of,
+    with_date,
+)
 from jaxrl_llm.tools.response_rewards import ResponseScorer
 from jaxrl_llm.tools.reward_flags import gives_rewards
 from jaxrl_llm.tools.selection import RewardedResponse, RewardSummary, base_row, reward_columns, selected_rows
@@ -40,12 +47,14 @@ def write_responses(args: GenerateArguments, reward: RewardConfig) -> None:
         UserError: a model, file or row that cannot be used, with the fix.
     """
     show_warnings()
-    examples = read_examples(args.prompts)
+    examples, asked = read_examples(args.prompts), args
+    args = with_date(args)
     with contextlib.ExitStack() as closing:
         generator = Generator(args.model, examples, args, args)
         scorer = open_scorer(args, reward, generator, examples, closing)
-        settings = settings_of(replace(args, step=generator.model.step), reward, args.prompts)
-        output = closing.enter_context(ResumableOutput(args.out, settings, args.resume))
+        settings = settings_of(replace(asked, step=generator.model.step), reward, args.prompts)
+        output = ResumableOutput(args.out, settings, args.resume, args.chat.date)
+        closing.enter_context(output)
         bar, summary = ProgressBar(len(examples), "prompts", output.rows_done), RewardSummary()
         for part, groups, speed in generator.windows(output.rows_done):
             rewarded = reward_groups(scorer, part, groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import os
@@ -10,17 +11,21 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+from jaxrl_llm.data.config import is_date
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.host.files import load_json, replace_text, sync_to_disk
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.report.progress import format_duration
 from jaxrl_llm.rewards.config import RewardConfig
 
+Dated = TypeVar("Dated")
+"""Arguments of a command with `chat`, `out` and `resume`."""
 SPEED_KEYS = ("out", "resume", "slots", "batch_tokens", "mesh.", "reward.workers", "reward.concurrency")
 """Keys, or their beginnings, that do not change what is written."""
 INPUT_SIZE = "size of the input"  # a setting
@@ -39,14 +44,15 @@ class ResumableOutput:
     Args:
         settings: of `settings_of`; a file of others is refused.
         resume: continue a partial file; False = write anew, whatever is there.
+        date: of chat templates, kept for `with_date`.
 
     Raises:
         UserError: there is a file of other settings, or one that is not ours.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, str], resume: bool = True):
-        self.path, self.settings = path, dict(settings)
-        self.progress = path.with_name(f".{path.name}.progress")
+    def __init__(self, path: Path, settings: Mapping[str, str], resume: bool = True, date: str = ""):
+        self.path, self.settings, self.date = path, dict(settings), date
+        self.progress = progress_file(path)
         self.complete = False
         self.num_bytes, self.rows_done = on_first(lambda: self._open(resume))
 
@@ -82,8 +88,8 @@ class ResumableOutput:
             self._record(self.rows_done, complete_at=self.path.stat().st_mtime_ns)
 
     def _record(self, rows_done: int, **more: int) -> None:
-        state = {"rows": rows_done, "bytes": self.num_bytes, "settings": self.settings, **more}
-        replace_text(self.progress, json.dumps(state), sync=False)
+        state = {"rows": rows_done, "bytes": self.num_bytes, "settings": self.settings, "date": self.date}
+        replace_text(self.progress, json.dumps({**state, **more}), sync=False)
 
     def _open(self, resume: bool) -> tuple[int, int]:
         """Return (bytes, input rows) of a partial file, cut to whole windows; (0, 0) = write anew."""
@@ -118,6 +124,33 @@ class ResumableOutput:
             return state if ours and isinstance(state["settings"], dict) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def progress_file(path: Path) -> Path:
+    """Return the record beside an output file."""
+    return path.with_name(f".{path.name}.progress")
+
+
+def with_date(args: Dated) -> Dated:
+    """Return the settings of a command with a date for chat templates, so that all its rows have the same.
+
+    It is that of the partial output that the command continues, else today. A collective.
+    """
+    if args.chat.date:
+        return args
+    open_devices()
+    date = on_first(lambda: _partial_date(args) or str(datetime.date.today()))
+    return dataclasses.replace(args, chat=dataclasses.replace(args.chat, date=date))
+
+
+def _partial_date(args: Any) -> str:
+    """Return the date of the partial output that a command continues; "" = there is none."""
+    try:
+        state = json.loads(progress_file(args.out).read_text()) if args.resume else {}
+        date = "" if "complete_at" in state else state["date"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return date if isinstance(date, str) and is_date(date) else ""
 
 
 def settings_of(args: Any, reward: RewardConfig, source: Path) -> dict[str, str]:

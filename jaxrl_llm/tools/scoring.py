@@ -25,7 +25,7 @@ from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools.logprobs import LogprobModel, Sequences
 from jaxrl_llm.tools.models import StoredModel, open_model, pick_dtype
-from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of
+from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of, with_date
 from jaxrl_llm.tools.response_rewards import ResponseScorer, encode_response
 from jaxrl_llm.tools.score import ScoreArguments
 from jaxrl_llm.tools.selection import (
@@ -54,7 +54,8 @@ def write_scores(args: ScoreArguments, reward: RewardConfig) -> None:
         if args.model:
             model = open_model(args.model, args)
             args = replace(args, step=model.step)
-        output = ResumableOutput(args.out, settings_of(args, reward, args.data), args.resume)
+        settings, args = settings_of(args, reward, args.data), with_date(args)
+        output = ResumableOutput(args.out, settings, args.resume, args.chat.date)
         if args.model:
             score = logprob_scores(args, model, rows)
         else:

@@ -29,7 +29,7 @@ from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools import generate, score
 from jaxrl_llm.tools import output as output_files
 from jaxrl_llm.tools.config import SelectConfig
-from jaxrl_llm.tools.output import ResumableOutput
+from jaxrl_llm.tools.output import ResumableOutput, with_date
 from jaxrl_llm.tools.response_rewards import ResponseScorer
 from jaxrl_llm.tools.reward_flags import split_reward_flags
 from jaxrl_llm.tools.scoring import NO_SOURCE
@@ -275,11 +275,26 @@ def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monk
         file.write('{"prompt": "p5", "resp')  # cut short
     with pytest.raises(UserError, match=r"another select\. Repeat that command"):
         score.main([*argv, "--select", "best"])
+    record = tmp_path / ".o.jsonl.progress"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "date": "2020-02-29"}))
     calls[:] = [0, 0, 0]
     assert score.main(argv) == 0
     assert calls[3:] == [6, 7]  # input rows done
     assert [row["reward"] for row in read(out)] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert "not complete" not in capsys.readouterr().err
+    assert json.loads(record.read_text())["date"] == "2020-02-29"  # of all its rows
+
+
+def test_one_date_for_all_rows_of_an_output(tmp_path):
+    """A template that writes the date would give the rows after midnight another prompt."""
+    args = score.ScoreArguments(data=tmp_path / "d.jsonl", out=tmp_path / "o.jsonl")
+    before, dated = str(datetime.date.today()), with_date(args)
+    assert before <= dated.chat.date <= str(datetime.date.today()) and with_date(dated) == dated
+    ResumableOutput(args.out, {}, date="2020-02-29").append(["row\n"], 1)
+    assert with_date(args).chat.date == "2020-02-29"
+    assert with_date(dataclasses.replace(args, resume=False)).chat.date >= before
+    ResumableOutput(args.out, {}).finish()
+    assert with_date(args).chat.date >= before  # the next output is another one
 
 
 def write_output(out, settings, rows, resume=True):
