@@ -27,6 +27,7 @@ from jaxrl_llm.recipe.keys import plain_values
 from jaxrl_llm.recipe.load import with_settings
 from jaxrl_llm.recipe.overrides import closest_key
 from jaxrl_llm.report import jsonl
+from jaxrl_llm.thoughts import split_thought
 from jaxrl_llm.tools.config import GenerateConfig, ModelChoice
 from jaxrl_llm.tools.generation import Generator
 from jaxrl_llm.train import execute
@@ -80,10 +81,12 @@ class RunResult:
 class Response:
     """One generated response."""
 
-    text: str
+    text: str  # with the marks of thoughts, channels and calls
     tokens: np.ndarray  # int32 [R]
     logprobs: np.ndarray  # float32 [R], nats
     finish: str  # "stop" or "length"
+    thought: str = ""
+    answer: str = ""  # what follows the thought; "" where the thought is unfinished
 
 
 def run(
@@ -220,7 +223,10 @@ def generate(
     examples = [_as_example(prompt, i) for i, prompt in enumerate(prompts)]
     choice = ModelChoice(step=step, adapter=str(adapter))
     return [
-        [Response(t.text, t.response_ids, t.logprobs, t.finish) for t in trajectories]
+        [
+            Response(t.text, t.response_ids, t.logprobs, t.finish, *split_thought(t.text, t.opens_thought))
+            for t in trajectories
+        ]
         for _, responses, _ in Generator(str(model), examples, config, choice).windows()
         for trajectories in responses
     ]

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.thoughts import as_message
 
 Metrics = dict[str, Any]
 Params = Any  # a pytree of arrays, opaque outside models/
@@ -80,6 +81,7 @@ class Trajectory:
     finish: str  # "stop" (end token or stop string) or "length"
     text: str = ""  # response text, for rewards and logs; training reads only ids
     answer: str | None = None  # text that rewards read: the last of several turns; None = all of `text`
+    opens_thought: bool | None = None  # the last turn begins inside a thought, which the prompt opens
     episode: Episode | None = None  # of a conversation with an environment
     server: str = ""  # address of the server that generated it; several: with spaces; "" = this process
     reward: float = float("nan")
@@ -109,10 +111,10 @@ class Trajectory:
         """Response as chat messages: one turn of the assistant, or the turns of a conversation."""
         messages = list(self.episode.messages) if self.episode else []
         if not messages:
-            return [{"role": "assistant", "content": self.text}]
+            return [as_message(self.text)]
         turns = int((np.diff(self.mask, prepend=0) > 0).sum())
         if turns > sum(message["role"] == "assistant" for message in messages):  # the last one was cut off
-            messages.append({"role": "assistant", "content": self.answer or ""})
+            messages.append(as_message(self.answer or ""))
         while messages[-1]["role"] != "assistant":  # an observation for which there were no tokens left
             messages.pop()
         return messages

@@ -19,25 +19,26 @@ ALLOWED: dict[str, str | None] = {
     "errors": "addresses",
     "ranges": "",
     "outcome": "",
+    "thoughts": "",
     "user_file": "errors",
-    "structs": "outcome",
+    "structs": "outcome thoughts",
     "host": "addresses errors",
     "report": "ranges errors structs host jaxrl_kernels",
     # the parts
     "sharding": "ranges errors jaxrl_kernels structs host",
     "models": "ranges errors jaxrl_kernels structs sharding",
     "algos": "ranges errors structs user_file",
-    "rewards": "ranges addresses errors outcome user_file sharding",
+    "rewards": "ranges addresses errors outcome thoughts user_file sharding",
     "data": "ranges errors structs user_file",
     "hf": "errors structs user_file host sharding models",
     "checkpoint": "ranges addresses errors structs user_file host models",
     "bridge": "ranges errors structs models hf",
-    "rollout": "ranges jaxrl_kernels addresses errors structs sharding models bridge",
+    "rollout": "ranges jaxrl_kernels addresses errors structs thoughts sharding models bridge",
     "envs": "ranges errors structs outcome user_file data rollout",
     # what joins them
     "learn": "ranges jaxrl_kernels errors structs sharding models algos data checkpoint",
     "experience": (
-        "ranges errors structs host report sharding models algos data rewards rollout envs hf learn"
+        "ranges errors structs thoughts host report sharding models algos data rewards rollout envs hf learn"
     ),
     "config": "ranges errors structs report learn sharding models algos data rewards rollout envs checkpoint",
     "importer": "errors",  # files of other systems: no other part is needed to read them

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -141,22 +141,23 @@ def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Exam
     return rows["train"]
 
 
-def check_answers(rows: Sequence[Example], can_score: Callable[[RewardSample], bool]) -> None:
-    """Warn of a row without the answer that its reward compares with.
+def check_answers(loader: Loader, can_score: Callable[[RewardSample], bool]) -> None:
+    """Warn of rows without the answer that their reward compares with.
 
     Raises:
         UserError: no row has one.
     """
-    lacking = [row for row in rows if not can_score(reward_sample(row))]
+    lacking = [(row, count) for row, count in loader.unanswered() if not can_score(reward_sample(row))]
     if not lacking:
         return
-    where, columns = lacking[0].where, column_names(lacking[0].columns) or "none"
+    first, count, rows = lacking[0][0], sum(count for _, count in lacking), loader.stats()["rows"]
     problem = (
-        f"{where}: no answer for the reward to compare with, as in {len(lacking)} of the {len(rows)} rows "
-        f"tried; the columns beside the prompt are {columns}. --data.train.0.answer_key COLUMN names the one "
-        "with the answer; rows that lack it are then refused, or left out with --data.bad_rows skip"
+        f"{first.where}: no answer for the reward to compare with, as in {count:,} of {rows:,} rows; the "
+        f"columns beside the prompt are {column_names(first.columns) or 'none'}. --data.train.0.answer_key "
+        "COLUMN names the one with the answer; rows that lack it are then refused, or left out with "
+        "--data.bad_rows skip"
     )
-    if len(lacking) == len(rows):
+    if count == rows:
         raise UserError(problem)
     log.warning("%s", problem)
 

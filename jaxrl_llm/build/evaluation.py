@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
 
 Evaluator = HeldOutResponses | HeldOutLoss
+log = logging.getLogger(__name__)
 START_FILE = "eval/start.jsonl"  # in the run directory: responses of the start
 NUM_JUDGED = 4  # rows that a judge is tried on
 
@@ -91,6 +93,9 @@ def make_evaluators(
     if scorer is not None:
         prompts = held_out.eval_set(config.eval.prompts)
         known = [bool(config.env.name) or scorer.pool.can_score(reward_sample(p.example)) for p in prompts]
+        if lacking := len(known) - sum(known):
+            problem = "%d of %d held-out prompts have no answer that the reward can compare with"
+            log.warning(problem, lacking, len(known))
         if not (scorer.reward_models or config.eval.judge):  # nothing reads responses without an answer
             prompts, known = [p for p, k in zip(prompts, known, strict=True) if k], [True] * sum(known)
         if prompts:

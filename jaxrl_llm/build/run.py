@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ from jaxrl_llm.build.weights import (
 )
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
-from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import set_template
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.errors import UserError
@@ -64,13 +63,15 @@ from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.recipe.dump import dump
 from jaxrl_llm.rewards.load import choose_reward
-from jaxrl_llm.rewards.pool import CHECKED_ROWS, RewardPool
+from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import POLICY, REFERENCE, ROLLOUT_ENGINE, reward_role
 from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.user_file import expand_home
+
+TRIED_ROWS = 16  # of each data source, whose own answers the verifier must accept
 
 
 @dataclass
@@ -211,7 +212,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
     engine = scorer = judge = None
     if generates:
-        rewards = open_rewards(config, loaders["train"].spread_rows(CHECKED_ROWS), reward, closing)
+        rewards = open_rewards(config, loaders["train"], reward, closing)
         judge = open_judge(config, rows, closing)
     config = with_prefixes(config, model, meshes[POLICY])
     stages = make_stages(config, model, meshes)
@@ -271,15 +272,16 @@ def check_offload(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh])
 
 
 def open_rewards(
-    config: TrainConfig, rows: Sequence[Example], function: Callable | None, closing: contextlib.ExitStack
+    config: TrainConfig, loader: Loader, function: Callable | None, closing: contextlib.ExitStack
 ) -> RewardPool:
-    """Return the pool of reward workers, after it has scored some rows.
+    """Return the pool of reward workers, after it has scored some rows with their own answers.
 
     Raises:
-        RewardLoadError: the reward cannot be found, imported, or called on any of the rows.
+        RewardLoadError: the reward cannot be found, imported, or called on any of the rows; or is built in
+            and does not accept the answer of one.
         UserError: nothing rewards the responses that the run learns from, or no row has an answer.
     """
-    samples = [reward_sample(row) for row in rows]
+    samples = [reward_sample(row) for row in loader.spread_rows(TRIED_ROWS)]
     others = config.env.name or any(model.weight for model in config.reward.models)
     needed = algos.of(config.algo).on_rollouts and not others
     settings = config.reward if function else choose_reward(config.reward, samples, required=needed)
@@ -292,8 +294,8 @@ def open_rewards(
     log = Path(config.run_dir) / "rewards.log"
     pool = closing.enter_context(RewardPool(settings, log, function))
     if settings.name != "none" and not config.env.name:
-        check_answers(rows, pool.can_score)
-    on_first(lambda: pool.check(samples))
+        check_answers(loader, pool.can_score)
+    on_first(lambda: pool.check(samples, skips=config.data.bad_rows == "skip"))
     return pool
 
 

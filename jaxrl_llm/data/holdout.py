@@ -31,6 +31,11 @@ class SourcePart:
     rows: np.ndarray
     num_bad: int = 0
 
+    @property
+    def unanswered(self) -> list[int]:
+        """Indices of rows without an answer."""
+        return np.flatnonzero(np.isin(self.rows, self.source.unanswered)).tolist()
+
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -217,6 +217,11 @@ class Loader:
                     rows += [] if row is None else [self._read((k, row))]
         return rows
 
+    def unanswered(self) -> list[tuple[Example, int]]:
+        """Return the first row without an answer of each source that has some, and their number."""
+        lacking = [(k, source.unanswered) for k, source in enumerate(self._sources)]
+        return [(self._read((k, rows[0])), len(rows)) for k, rows in lacking if len(rows)]
+
     def stats(self) -> dict[str, int]:
         """Return counts of rows: good ones, bad_rows (skipped) and overlong.
 

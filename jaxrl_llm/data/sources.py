@@ -11,7 +11,7 @@ import json
 import logging
 import random
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxrl_llm.data import tasks
@@ -33,6 +33,7 @@ class ExampleSource(Protocol):
     """Random access to examples; the same index gives the same example in every process."""
 
     num_bad: int  # rows left out because they are bad
+    unanswered: Sequence[int]  # indices of rows without an answer
 
     def __len__(self) -> int: ...
 
@@ -73,6 +74,7 @@ class FileSource:
         self._config = config
         self._files = open_rows(config)
         self._good = array("q")  # row numbers over all files, bad rows left out
+        self.unanswered = array("q")  # indices of rows without an answer
         self._starts = [0, *itertools.accumulate(file.size for file in self._files)]
         self.num_bad = self._scan(bad_rows)
 
@@ -124,7 +126,8 @@ class FileSource:
         for file, start in zip(self._files, self._starts, strict=False):
             for row in range(file.size):
                 try:
-                    self._read(file, row)
+                    example = self._read(file, row)
+                    self.unanswered.extend([len(self._good)] if _is_blank(example.answer) else [])
                     self._good.append(start + row)
                 except RowError as error:
                     yield Damage(str(error))
@@ -137,7 +140,7 @@ class TaskSource:
     With `distinct`, a problem in another guise (1+2 and 2+1) counts as the same.
     """
 
-    num_bad = 0
+    num_bad, unanswered = 0, ()
 
     def __init__(self, config: SourceConfig, seed: int):
         self._name = config.path.removeprefix("task:")
@@ -192,7 +195,7 @@ class GymSource:
     `distinct`, each question is there once.
     """
 
-    num_bad = 0
+    num_bad, unanswered = 0, ()
 
     def __init__(self, config: SourceConfig, seed: int):
         if importlib.util.find_spec("reasoning_gym") is None:
@@ -248,6 +251,13 @@ class GymSource:
         raise UserError(
             f"{self._config.path}: no question of split {self._config.split!r}: raise option size"
         )
+
+
+def _is_blank(answer: Any) -> bool:
+    """Return whether an answer holds nothing."""
+    if isinstance(answer, list | tuple):
+        return all(map(_is_blank, answer))
+    return answer is None or not str(answer).strip()
 
 
 def _first_rows(keys: Iterable[str]) -> array:

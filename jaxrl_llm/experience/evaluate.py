@@ -21,10 +21,11 @@ from jaxrl_llm.experience.rollouts import generate_responses
 from jaxrl_llm.experience.score import Scorer, verify
 from jaxrl_llm.experience.win_rate import WinRate, eval_rows, source_name, win_rate_metrics
 from jaxrl_llm.learn.stage import Stage
-from jaxrl_llm.rewards.extract import find_answer, last_number, normalize_words, to_number
+from jaxrl_llm.rewards.extract import answer_key
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.structs import Metrics, Outcome, Params, TrainState, Trajectory
+from jaxrl_llm.thoughts import split_thought
 
 ReferenceParams = Callable[[], Params | None]
 """Returns the weights of the frozen reference, None where the algorithm needs none."""
@@ -193,9 +194,8 @@ def lengths(trajectories: Sequence[Trajectory]) -> Metrics:
 def majority(group: Sequence[Trajectory]) -> bool:
     """Return whether the most common answer of the group is correct; numbers are compared by value."""
     texts = [t.text if t.answer is None else t.answer for t in group]
-    words = [find_answer(text) or last_number(text) or text for text in texts]
-    numbers = map(to_number, words)
-    answers = [normalize_words(w) if n is None else n for w, n in zip(words, numbers, strict=True)]
+    finals = [split_thought(text, t.opens_thought).answer for text, t in zip(texts, group, strict=True)]
+    answers = [answer_key(final) for final in finals]
     winner = Counter(answers).most_common(1)[0][0]
     return group[answers.index(winner)].outcome == Outcome.CORRECT
 

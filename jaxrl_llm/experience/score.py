@@ -16,6 +16,7 @@ from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardResult, RewardSample, check_failures
 from jaxrl_llm.structs import Metrics, Outcome, Trajectory
+from jaxrl_llm.thoughts import visible_response
 
 
 @dataclass
@@ -85,18 +86,21 @@ def _apply_episodes(trajectories: Sequence[Trajectory], config: RewardConfig) ->
 
 def reward_sample(example: Example, trajectory: Trajectory | None = None) -> RewardSample:
     """Return a response as verifiers read it; without a trajectory the row with an empty response."""
-    response, ids = "", ()
+    written = ("", (), None)
     if trajectory is not None:
-        response = trajectory.text if trajectory.answer is None else trajectory.answer
-        ids = tuple(int(i) for i in trajectory.response_ids)
+        text = trajectory.text if trajectory.answer is None else trajectory.answer
+        written = text, tuple(int(i) for i in trajectory.response_ids), trajectory.opens_thought
     return RewardSample(
-        response=response,
+        response=visible_response(written[0]),
         answer=example.answer,
         prompt=prompt_text(example),
         messages=tuple(without_reference(example.messages or ())),
-        response_ids=ids,
+        response_ids=written[1],
         source=example.source,
         columns=example.columns,
+        text=written[0],
+        opens_thought=written[2],
+        where=example.where,
     )
 
 

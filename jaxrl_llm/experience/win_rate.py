@@ -33,6 +33,7 @@ from jaxrl_llm.report.log import sample_rows
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardSample
 from jaxrl_llm.structs import Metrics, Trajectory
+from jaxrl_llm.thoughts import as_message
 
 Z = 1.959964  # of a 95% interval
 SAME = 1e-6  # preferences closer to 0.5 are ties
@@ -214,7 +215,7 @@ def wilson_interval(mean: float, count: int) -> tuple[float, float]:
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the response of a row of samples.jsonl as chat messages."""
-    return row.get("turns") or [{"role": "assistant", "content": row["response"]}]
+    return row.get("turns") or [as_message(row["response"])]
 
 
 def source_name(example: Example) -> str:

@@ -365,13 +365,15 @@ def sample_rows(
         prompts: `data.chat.prompt_row` of each trajectory: "prompt" and, of a chat, "messages".
 
     Returns: the prompt's row with "response" (text), "turns" (messages of a conversation), "reward",
-        "outcome", "finish" and "response_tokens".
+        "outcome", "finish" and "response_tokens"; "opens_thought" where the prompt opens the thought that the
+        response begins in.
     """
     return [
         {
             **prompt,
             "response": t.text,
             **({"turns": t.messages} if t.episode else {}),
+            **({"opens_thought": True} if t.opens_thought else {}),
             "reward": json_value(t.reward),
             "outcome": t.outcome.name.lower(),
             "finish": t.finish,

@@ -7,48 +7,65 @@ raise UserError where the row, not the response, is to blame; no response raises
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import math
 import re
-from collections.abc import Callable
-from decimal import Decimal
-from fractions import Fraction
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.countdown import countdown_task, evaluate_countdown, find_expression
 from jaxrl_llm.rewards.extract import (
+    NUMBER,
+    boxed_answers,
     find_answer,
-    find_tagged,
+    find_number,
     find_verdict,
+    hash_answers,
+    is_answer,
     last_number,
-    normalize_words,
+    marked_answers,
+    plain_numbers,
+    stated_number,
+    tagged_answers,
     to_number,
 )
+from jaxrl_llm.rewards.gold import accepted_answers, gold_number, gold_text, is_worked
 from jaxrl_llm.rewards.sample import RewardSample
 
 if TYPE_CHECKING:  # config.py reads the names of REWARDS
     from jaxrl_llm.rewards.config import RewardConfig
 
-FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+FORMAT = re.compile(r"\s*(<think>)?.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+PLACES = 6  # decimals to which math-verify compares numbers
+MAX_PLACES = 20_000
+DIGITS = 4  # significant ones after the first, to which smaller numbers are compared
+IN_WORDS = re.compile(  # after a number: words, and nothing of a formula
+    r"(?![^\n]*[\\^_={}])[\s.,;:!?)*\"'$%]*"
+    r"(?:$|\(|(?!(?:pi|sqrt|sin|cos|tan|log|exp)\b)[A-Za-z]{3,}|(?:[ckm]m|kg|ml|ft|hr)\b)"
+)
 
 
 def exact_reward(sample: RewardSample) -> tuple[float, Outcome]:
-    """Return 1.0 if the marked answer is an accepted one; numbers are compared by value.
+    """Return 1.0 if the marked answer is an accepted one; numbers are compared by value, choices by letter.
 
     Without a mark, the last number counts where the answer is a number, else the whole response must be the
     answer.
     """
-    accepted = accepted_answers(sample.answer)
-    marked = find_answer(sample.response)
+    accepted, response = accepted_answers(sample.answer), sample.final
+    numbers = {to_number(answer) for answer in accepted} - {None}
+    marked = find_answer(response)
     if marked is not None:
-        return binary(any(same_answer(marked, answer) for answer in accepted))
-    if any(same_answer(sample.response, answer) for answer in accepted):
+        stated = map(stated_number, marked_answers(response) if numbers else ())
+        given = next((number for number in stated if number is not None), None)
+        return binary(given in numbers or any(is_answer(marked, answer) for answer in accepted))
+    if response.strip() and any(same_answer(response, answer) for answer in accepted):
         return binary(True)
-    number = last_number(sample.response)
-    if number is None or all(to_number(answer) is None for answer in accepted):
-        return 0.0, Outcome.UNPARSED
-    return binary(any(same_answer(number, answer) for answer in accepted))
+    number = last_number(response)
+    return binary(to_number(number) in numbers) if number and numbers else (0.0, Outcome.UNPARSED)
 
 
 def number_reward(sample: RewardSample) -> tuple[float, Outcome]:
@@ -56,14 +73,12 @@ def number_reward(sample: RewardSample) -> tuple[float, Outcome]:
 
     For generated arithmetic, and GSM8K, whose answer column ends in "#### 42".
     """
-    accepted = [_value(text.rpartition("####")[2]) for text in accepted_answers(sample.answer)]
-    if None in accepted:
-        raise UserError(f"the row's answer {str(sample.answer)[:80]!r} is not a number")
-    marked = find_answer(sample.response)
-    value = _value(sample.response if marked is None else marked)
-    if value is None:
-        return 0.0, Outcome.UNPARSED
-    return binary(value in accepted)
+    accepted, response = [gold_number(text) for text in accepted_answers(sample.answer)], sample.final
+    value = find_number(response)
+    enclosed = itertools.chain(tagged_answers(response), boxed_answers(response))
+    if value is None and not any(enclosed):  # a tag or a box says that no other number is the answer
+        value = to_number(last_number(response) or "")
+    return (0.0, Outcome.UNPARSED) if value is None else binary(value in accepted)
 
 
 def math_reward(sample: RewardSample, config: RewardConfig) -> tuple[float, Outcome]:
@@ -72,17 +87,90 @@ def math_reward(sample: RewardSample, config: RewardConfig) -> tuple[float, Outc
     It reads LaTeX, fractions, sets, intervals and equations. It stops itself by signal.alarm, well before
     `config.timeout`, so it must run in the main thread of its process; what takes longer is not equal.
     """
-    from math_verify import parse, verify  # heavy: only in the workers that need it
+    from math_verify import parse  # heavy: only in the workers that need it
 
     accepted = [gold for text in accepted_answers(sample.answer) if (gold := _gold(text))]
     if not accepted:
-        raise UserError(f"math-verify cannot read the row's answer {str(sample.answer)[:80]!r}")
-    seconds = max(int(config.timeout / (len(accepted) + 2)), 1)
-    marked = find_tagged(sample.response)
-    given = parse(sample.response if marked is None else _latex(marked), parsing_timeout=seconds)
-    if not given:
-        return 0.0, Outcome.UNPARSED
-    return binary(any(verify(list(gold), given, timeout_seconds=seconds) for gold in accepted))
+        raise UserError(
+            f"math-verify cannot read the row's answer {str(sample.answer)[:80]!r}: it must be a bare answer "
+            'or a solution that marks it (\\boxed{..} or "#### ..")'
+        )
+    most, end = config.timeout / (len(accepted) + 2), time.monotonic() + config.timeout
+    seconds = lambda: max(int(min(most, end - time.monotonic() - 1)), 1)  # of one step
+    parsed = False
+    for text in _math_readings(sample.final):
+        given = parse(text, parsing_timeout=seconds())
+        parsed |= bool(given)
+        if given and any(_same_math(gold, given, seconds) for gold in accepted):
+            return 1.0, Outcome.CORRECT
+    return 0.0, Outcome.WRONG if parsed else Outcome.UNPARSED
+
+
+def _math_readings(response: str) -> Iterator[str]:
+    r"""Yield texts, any of which may be the answer: the last tag, else the last box, else the response.
+
+    Of several boxes math-verify makes a set, which "\boxed{1} and \boxed{2}" may mean. Of "#### 42 apples
+    for 7 people" it takes the 7, so a number with words after it is read here.
+    """
+    tagged, boxes = (list(filter(None, find(response))) for find in (tagged_answers, _last_boxes))
+    if tagged:
+        yield _bare_number(tagged[0]) or _latex(tagged[0])
+        return
+    if boxes and response.count("boxed{") > 1:
+        yield f"\\boxed{{{boxes[0]}}}"
+    line = "" if boxes else next(filter(None, hash_answers(response)), "")
+    marked = "" if boxes else find_answer(response) or ""
+    yield _bare_number(marked) or (_latex(line) if line else response)
+
+
+def _last_boxes(response: str) -> Iterator[str]:
+    return itertools.islice(filter(None, boxed_answers(response)), 2)
+
+
+def _bare_number(text: str) -> str:
+    """Return the number of a marked answer that is a number with words after it; "" = it is another one."""
+    number, plain = stated_number(text), plain_numbers(text)
+    first = NUMBER.search(plain)
+    return f"${number}$" if number is not None and first and IN_WORDS.match(plain, first.end()) else ""
+
+
+def _same_math(gold: Sequence[Any], given: Sequence[Any], seconds: Callable[[], int]) -> bool:
+    """Return whether two parsed answers are equal; small numbers are compared by significant digits.
+
+    math-verify rounds to decimals, so that all numbers below 1e-6 would be equal.
+    """
+    from math_verify import verify
+
+    if not verify(list(gold), list(given), timeout_seconds=seconds()):
+        return False
+    places = _places([*gold, *given], seconds())
+    finer = {"float_rounding": places, "numeric_precision": places + 10}
+    return places <= PLACES or verify(list(gold), list(given), timeout_seconds=seconds(), **finer)
+
+
+def _places(values: Sequence[Any], seconds: int) -> int:
+    """Return the decimals that show the smallest number of parsed answers, at least PLACES."""
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
+    from sympy import Basic, MatrixBase
+
+    def smallest() -> int:
+        places, rest = PLACES, list(values)
+        while rest:
+            value = rest.pop()
+            if isinstance(value, MatrixBase):
+                rest += value.flat()
+            elif isinstance(value, Basic) and not value.is_number:
+                rest += value.args
+            elif isinstance(value, Basic) and (size := abs(value.evalf(5))).is_Float and size:
+                _, _, power, bits = size._mpf_
+                places = max(places, DIGITS - math.floor((power + bits - 1) * math.log10(2)))
+        return min(places, MAX_PLACES)
+
+    try:
+        return timeout(timeout_seconds=seconds)(smallest)()
+    except (Exception, TimeoutException):  # third-party arithmetic on arbitrary numbers
+        return PLACES
 
 
 def countdown_reward(sample: RewardSample) -> tuple[float, Outcome]:
@@ -91,7 +179,7 @@ def countdown_reward(sample: RewardSample) -> tuple[float, Outcome]:
     Numbers and target are the row's columns `numbers` (or `nums`) and `target`, or those of a dict answer.
     """
     numbers, target = countdown_task(sample)
-    expression = find_expression(sample.response)
+    expression = find_expression(sample.final)
     if expression is None:
         return 0.0, Outcome.UNPARSED
     try:
@@ -113,12 +201,16 @@ def gym_reward(sample: RewardSample) -> tuple[float, Outcome]:
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
         raise UserError('gym needs the column metadata with "source_dataset", as reasoning-gym makes it')
     scorer = _gym_scorer(metadata["source_dataset"])
-    marked = find_answer(sample.response)
-    given = sample.response.strip() if marked is None else marked
+    response = sample.final.strip()
+    marked = find_answer(response)
+    if not (given := response if marked is None else marked):
+        return 0.0, Outcome.UNPARSED
     question = sample.messages[-1]["content"] if sample.messages else sample.prompt
     entry: dict[str, Any] = {"question": question, "answer": sample.answer, **sample.columns}
     try:
         score = float(scorer(answer=given, entry=entry))
+        if score < 1.0:  # some compare with tuples, which files hold as lists
+            score = max(score, float(scorer(answer=given, entry={**entry, "metadata": _tuples(metadata)})))
     except Exception:  # third-party scorers, called with arbitrary text
         return 0.0, Outcome.UNPARSED
     if score >= 1.0:
@@ -131,7 +223,7 @@ def verdict_reward(sample: RewardSample) -> tuple[float, Outcome]:
 
     data/preference.py makes its prompts.
     """
-    verdict = find_verdict(sample.response)
+    verdict = find_verdict(sample.final)
     if verdict is None:
         return 0.0, Outcome.UNPARSED
     return binary(verdict in accepted_answers(sample.answer))
@@ -140,11 +232,14 @@ def verdict_reward(sample: RewardSample) -> tuple[float, Outcome]:
 def format_reward(sample: RewardSample) -> float:
     """Return 1.0 if the response is <think>..</think> then <answer>..</answer>, each once, nothing else.
 
-    DeepSeek-R1, arXiv:2501.12948, section 2.2.2.
+    DeepSeek-R1, arXiv:2501.12948, section 2.2.2. The first <think> is in the prompt where the chat template
+    writes it there.
     """
-    tags = ("<think>", "</think>", "<answer>", "</answer>")
-    once = all(sample.response.count(tag) == 1 for tag in tags)
-    return float(once and FORMAT.fullmatch(sample.response) is not None)
+    text, tags = sample.text or sample.response, ("</think>", "<answer>", "</answer>")
+    match = FORMAT.fullmatch(text) if all(text.count(tag) == 1 for tag in tags) else None
+    if match is None or text.count("<think>") != bool(match[1]):
+        return 0.0
+    return float(sample.opens_thought is None or sample.opens_thought != bool(match[1]))
 
 
 def overlong_reward(sample: RewardSample, config: RewardConfig) -> float:
@@ -168,50 +263,16 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "overlong": overlong_reward,
 }
 
-COMPARING = ("exact", "arithmetic", "gsm8k", "math", "verdict")
-"""Rewards that need the row's answer."""
-
-
-def accepted_answers(answer: Any) -> list[str]:
-    """Return the accepted answers of a row as text.
-
-    Raises:
-        UserError: the row has none.
-    """
-    texts = answer_texts(answer)
-    if not texts:
-        raise UserError("the row has no answer to compare with")
-    return texts
-
-
-def answer_texts(answer: Any) -> list[str]:
-    """Return the answers of a row as text, without empty ones."""
-    listed = list(answer) if isinstance(answer, list | tuple) else [answer]
-    return [_as_text(item) for item in listed if item is not None and str(item).strip()]
-
-
-def _as_text(answer: Any) -> str:
-    """Return an answer as text, a number in plain digits: 0.00001 rather than 1e-05."""
-    return format(Decimal(repr(float(answer))), "f") if isinstance(answer, float) else str(answer)
-
 
 def same_answer(given: str, answer: str) -> bool:
     """Return whether two answers are equal: as numbers where both are, else as words."""
     left, right = to_number(given), to_number(answer)
-    if left is not None and right is not None:
-        return left == right
-    return normalize_words(given) == normalize_words(answer)
+    return left == right if None not in (left, right) else is_answer(given, answer)
 
 
 def binary(correct: bool) -> tuple[float, Outcome]:
     """Return score and outcome of a response that is right or wrong."""
     return (1.0, Outcome.CORRECT) if correct else (0.0, Outcome.WRONG)
-
-
-def _value(text: str) -> Fraction | None:
-    """Return the text as a number, or the last number in it."""
-    value = to_number(text)
-    return value if value is not None else to_number(last_number(text) or "")
 
 
 @functools.lru_cache(maxsize=256)
@@ -220,13 +281,20 @@ def _gold(text: str) -> tuple[Any, ...]:
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    return tuple(parse(_latex(text)))
+    bare = gold_text(text)
+    return () if is_worked(bare) else tuple(parse(_latex(bare)))
 
 
 def _latex(text: str) -> str:
     """Return an answer for `math_verify.parse`, which reads LaTeX between marks."""
-    marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
-    return text if marked else f"${text.rpartition('####')[2].strip()}$"
+    return text if any(mark in text for mark in ("$", "\\boxed", "\\(", "\\[")) else f"${text.strip()}$"
+
+
+def _tuples(value: Any) -> Any:
+    """Return a value with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {key: _tuples(inner) for key, inner in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 @functools.lru_cache(maxsize=256)

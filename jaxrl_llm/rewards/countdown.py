@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards.extract import find_answer
+from jaxrl_llm.rewards.extract import marked_answers
 from jaxrl_llm.rewards.sample import RewardSample
 
 MAX_LENGTH = 200  # characters of an expression
@@ -50,9 +50,7 @@ def countdown_task(sample: RewardSample) -> tuple[list[int], Fraction]:
 
 def find_expression(response: str) -> str | None:
     """Return the marked answer, or the last line that holds an expression, up to its "="; else None."""
-    marked = find_answer(response)
-    lines = response.splitlines() if marked is None else [marked]
-    for line in reversed(lines):
+    for line in list(marked_answers(response)) or response.splitlines()[::-1]:
         left = SIGN.sub(lambda match: SIGNS[match.group()], line).partition("=")[0].strip(" $.`*")
         if len(left) <= MAX_LENGTH and EXPRESSION.fullmatch(left):
             return left.strip()

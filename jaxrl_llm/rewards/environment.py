@@ -14,6 +14,7 @@ from dataclasses import fields
 from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import URL, RewardConfig
+from jaxrl_llm.rewards.gold import accepts_own_answer
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardResult, RewardSample
 from jaxrl_llm.user_file import split_name
 
@@ -54,6 +55,15 @@ def key_hint(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> 
     return ""
 
 
+def torch_hint(reason: str) -> str:
+    """Return what to do where a reward, as OpenRLHF's are written, needs torch, which is not installed."""
+    if "No module named 'torch'" not in reason:
+        return ""
+    return (
+        ". Rewards of OpenRLHF return tensors: pip install torch (its CPU build is enough), or return a list"
+    )
+
+
 def mask_kept(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> str:
     """Return text of a worker without keys, also those in variables that were passed on to it."""
     secret = {name for name in keep if name in environment} & withheld_names(environment, ())
@@ -76,9 +86,10 @@ def explain_failure(reason: str, keep: Sequence[str]) -> str:
     """Return the reason of a failure without secrets, with the fix where a key was not passed on, or the
     fields of a sample where it has none of that name."""
     reason = mask_kept(reason, os.environ, keep)
-    hint = key_hint(reason, os.environ, keep)
+    hint = key_hint(reason, os.environ, keep) or torch_hint(reason).removeprefix(". ")
     if OF_SAMPLE in reason:
-        hint = f"Fields of a sample: {', '.join(f'sample.{field.name}' for field in fields(RewardSample))}"
+        names = [*(field.name for field in fields(RewardSample)), "thought", "final"]
+        hint = f"Fields of a sample: {', '.join(f'sample.{name}' for name in names)}"
     return f"{reason}. {hint}" if hint and hint not in reason else reason
 
 
@@ -90,14 +101,52 @@ def is_certain_failure(result: RewardResult, keep_env: Sequence[str]) -> bool:
     return unavoidable or OF_SAMPLE in result.reason or bool(key_hint(result.reason, os.environ, keep_env))
 
 
-def check_trial(name: str, results: Sequence[RewardResult], keep_env: Sequence[str]) -> None:
+def check_own_answers(
+    name: str, samples: Sequence[RewardSample], results: Sequence[RewardResult], skips: bool
+) -> None:
+    """Refuse a row whose own answer its built-in reward does not accept: no response could be right.
+
+    Args:
+        skips: such rows are counted and warned of, where there are others (--data.bad_rows skip).
+
+    Raises:
+        RewardLoadError: names the row and the reason.
+    """
+    judged = [(s, r) for s, r in zip(samples, results, strict=True) if accepts_own_answer(s, name)]
+    refused = [(s, r) for s, r in judged if r.outcome is not Outcome.CORRECT]
+    if not refused:
+        return
+    sample, result = refused[0]
+    reason = result.reason or f"it scores the row's own answer {sample.answer!r:.80} {result.score:g}, not 1"
+    problem = (
+        f"{sample.where or 'a row'}: no response to it could earn the reward {name}: {reason}, as in "
+        f"{len(refused)} of the {len(judged)} rows tried. Another column may hold the answer "
+        "(--data.train.0.answer_key COLUMN), or another reward read it (--reward.name)"
+    )
+    if not skips or len(refused) == len(judged):
+        few = "; --data.bad_rows skip trains where only a few rows are so" * (len(refused) < len(judged))
+        raise RewardLoadError(problem + few)
+    log.warning("%s; nothing is learnt from such a row", problem)
+
+
+def check_trial(
+    name: str,
+    samples: Sequence[RewardSample],
+    results: Sequence[RewardResult],
+    keep_env: Sequence[str],
+    skips: bool = False,
+) -> None:
     """Refuse a reward that failed on all rows that were tried, independently of the responses.
 
     One that failed otherwise, such as a judge that cannot be reached, is warned of.
 
+    Args:
+        skips: of `check_own_answers`.
+
     Raises:
-        RewardLoadError: with the reason.
+        RewardLoadError: with the reason; or by `check_own_answers`.
     """
+    check_own_answers(name, samples, results, skips)
     if not results or any(r.outcome is not Outcome.FAILED or r.abstained for r in results):
         return
     tried = f"every row that was tried ({len(results)}, with the row's answer as response)"

@@ -1,11 +1,17 @@
-r"""Answers and verdicts in a response. All of it is searched, however long; the last match counts."""
+r"""Answers, numbers and verdicts in a response, however long it is; the last mark that has a value counts.
+
+A mark is <answer>..</answer>, \boxed{..}, "####" and its line, or "the answer is .." / "Answer: ..".
+What is a mark and what is a heading or a remark is compared with other systems in docs/recipes.md.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
@@ -17,22 +23,106 @@ POWER = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\^(?:\{(-?\d{1,3})\
 FRACTION = re.compile(
     r"(?:(?<!\w)(\d{1,18})\s*)?\\[dt]?frac(?:\{(-?\d{1,18})\}|(\d))(?:\{(\d{1,18})\}|(\d))", re.ASCII
 )
+MIXED = re.compile(r"(?<![\w./,])(\d{1,18}) (\d{1,9})/(\d{1,9})(?![\w/])", re.ASCII)  # 3 1/2
+VULGAR = re.compile(r"(\d ?)?([\u00bc-\u00be\u2150-\u215e])", re.ASCII)
+SLASH = re.compile(r"(?<=\d)\s*[/\u2044]\s*(?=\d)")
 WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit)\{\s*")
+CHOICE = re.compile(
+    r"\W*(?:(?i:option|choice|answer)\b)?\W*"
+    r"(?:\(([A-Za-z])\)|([A-Z])(?=[).:}\]]|\s\(|\s-|\s(?:because|since)\b|\W*$)|([a-z])\W*$)"
+)
+ONE_LETTER = re.compile(r"\(?([A-Za-z])\)?\.?")
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+HASHES = re.compile(r"#{4,}")
+ANNOUNCED = re.compile(r"\banswer[*_`]*(?: is|:| =)", re.IGNORECASE)
+LABEL = re.compile(r"\W*(?:the )?(?:final )?answer\W*$", re.IGNORECASE)
+NAMED = re.compile(
+    r"\W*(?:the )?(?:final )?(?:answer|solution|conclusion|result)\W*:(.*)", re.IGNORECASE | re.DOTALL
+)
+HEADING = re.compile(
+    r"\W*(?:the )?(?:final )?(?:steps?|part|case|check(?:ing)?|verif\w+|expla\w+|notes?|reason\w*|solution|"
+    r"conclu\w+|summary|approach|analy\w+|given|problem|question|calculat\w+|comput\w+|method|understand\w*|"
+    r"remarks?|example|thoughts?)\b",
+    re.IGNORECASE,
+)
+NUMBERED = re.compile(r"\d{1,2}[.):]\s+[^\W\d]")
+REMARK = re.compile(
+    r"\W*(?:obtained|found|given|calculated|computed|derived|determined|reached|verified|checked|confirmed|based|"
+    r"not|as follows|below|above|in)\b",
+    re.IGNORECASE,
+)
+CLAUSE = re.compile(r"(?<=[^\s.]{2})\.\s|\s\(|\s(?:because|since)\b|\n")
+LEAD = re.compile(  # what may stand between a mark and its number
+    r"(?:[\s$*_`\"'(\[{:=~\u2248\u20ac\u00a3]|\\[(\[$,;! ]|"
+    r"\\(?:boxed|text|textbf|mathrm|mathbf|approx|quad)\b|"
+    r"(?:about|approximately|exactly|just|only|equal to|equals|actually|really|now|thus|therefore|hence|then|"
+    r"so|still|indeed|clearly|simply|a total of|usd|rs\.)\b)*",
+    re.IGNORECASE,
+)
+GOES_ON = re.compile(  # the number is part of a sum, a power or a list
+    r"(?:\s|\\[,;! ])*"
+    r"(?:[-+*/x\u00d7\u00b7\u00f7^,&\u2013]|\\times|\\cdot|\\div|%\s*of|or|and|to|times|plus|minus)"
+    r"(?:\s|\\[,;! ])*[$({\\]*[-+]?\d"
+)
+EQUALS = re.compile(r"=|\\approx|\u2248")
 AROUND = "$*`\"' \t\n"
 MAX_DIGITS = 200  # longer "numbers" are noise, and slow to convert
+MAX_MARKS = 16  # of a kind that are read, from the last
+MAX_LINE = 4000  # characters of a line that are read after a mark
 VERDICT = re.compile(r"\b(?:(yes)|(no))\b|\b([AB])\b", re.IGNORECASE)
 
 
 def find_answer(text: str) -> str | None:
-    r"""Return the marked answer of a response, or None.
+    r"""Return the marked answer of a response, or None: the first of `marked_answers` that is no remark."""
+    return next((mark for mark in marked_answers(text) if not REMARK.match(mark)), None)
 
-    In this order: <answer>..</answer>, \boxed{..}, "#### ..", "the answer is .." / "Answer: ..".
+
+def marked_answers(text: str) -> Iterator[str]:
+    r"""Yield the marked answers of a response, the one that counts first.
+
+    In this order: <answer>..</answer>, \boxed{..}, "#### ..", "the answer is .." / "Answer: .."; of each kind
+    from the last to the first. Empty ones and headings such as "#### Step 2" are none.
     """
-    for find in (find_tagged, _boxed, _hashes, _announced):
-        answer = find(text)
-        if answer is not None:
-            return answer
-    return None
+    for find in (tagged_answers, boxed_answers, hash_answers, _announced):
+        yield from itertools.islice(filter(None, find(text)), MAX_MARKS)
+
+
+def find_number(text: str) -> Fraction | None:
+    """Return the value of the best mark that has one; None where no mark has one."""
+    numbers = (_number_in(mark) for mark in marked_answers(text))
+    return next((number for number in numbers if number is not None), None)
+
+
+def stated_number(text: str) -> Fraction | None:
+    """Return the number that a marked answer begins with, or that follows its last equals sign; else None.
+
+    42 of "42 apples for 7 people" and of "6 x 7 = 42 apples"; None of "7 or 8".
+    """
+    plain = plain_numbers(text)
+    number = to_number(text)
+    number = _leading_number(plain) if number is None else number
+    if number is None and (parts := EQUALS.split(plain))[1:]:
+        number = _leading_number(parts[-1])
+    return number
+
+
+def answer_key(text: str) -> Fraction | str:
+    """Return what is the same in equal answers: the marked answer, else the last number, else the text."""
+    marked = find_answer(text)
+    number = to_number(last_number(text) or "") if marked is None else stated_number(marked)
+    return normalize_words(text if marked is None else marked) if number is None else number
+
+
+def _leading_number(text: str) -> Fraction | None:
+    match = NUMBER.match(text, LEAD.match(text).end())
+    return to_number(match.group()) if match and not GOES_ON.match(text, match.end()) else None
+
+
+def _number_in(mark: str) -> Fraction | None:
+    """Return the number of a marked answer: the stated one, else the last; a remark has no other."""
+    number = stated_number(mark)
+    return number if number is not None or REMARK.match(mark) else to_number(last_number(mark) or "")
 
 
 def last_number(text: str) -> str | None:
@@ -59,8 +149,20 @@ def plain_numbers(text: str) -> str:
     """Return text with its numbers in plain characters: LaTeX's fractions, powers of ten and separators, and
     the minus sign of Unicode."""
     text = SEPARATOR.sub(",", text.replace("\u2212", "-"))
+    text = SLASH.sub("/", VULGAR.sub(_plain_vulgar, text))
     text = POWER.sub(lambda match: f"e{match[1] or match[2]}", text)
-    return FRACTION.sub(_plain_fraction, text)
+    return MIXED.sub(_plain_mixed, FRACTION.sub(_plain_fraction, text))
+
+
+def _plain_vulgar(match: re.Match) -> str:
+    """Return a digit and a fraction of one character with a space between them."""
+    return (f"{match[1].strip()} " if match[1] else "") + unicodedata.normalize("NFKC", match[2])
+
+
+def _plain_mixed(match: re.Match) -> str:
+    """Return a mixed number as a/b, and two numbers that are none as they are."""
+    whole, above, below = map(int, match.groups())
+    return f"{whole * below + above}/{below}" if 0 < above < below else match.group()
 
 
 def _plain_fraction(match: re.Match) -> str:
@@ -83,13 +185,28 @@ def normalize_words(text: str) -> str:
     return unwrapped(words[1] if words else plain).casefold()
 
 
+def choice_of(text: str) -> str:
+    """Return the letter of a choice, "B" of "(B)", "B." and "B) Paris"; "" where the text names none."""
+    match = CHOICE.match(FONT.sub("", unwrapped(text[:MAX_DIGITS])))
+    return next(filter(None, match.groups())).upper() if match else ""
+
+
+def is_answer(given: str, answer: str) -> bool:
+    """Return whether a marked answer is the accepted one, by its words or first clause, or by its letter."""
+    wanted = normalize_words(answer)
+    if wanted in (normalize_words(given), normalize_words(CLAUSE.split(given, maxsplit=1)[0])):
+        return True
+    letter = ONE_LETTER.fullmatch(unwrapped(answer))
+    return letter is not None and choice_of(given) == letter[1].upper()
+
+
 def find_verdict(text: str) -> str | None:
     """Return the verdict "Yes", "No", "A" or "B" of a generative reward model, or None.
 
     That of the marked answer, else the last such word. A lone small a or b is a word like any other.
     """
-    for part in (find_answer(text), text):
-        words = [match.group() for match in VERDICT.finditer(part or "")]
+    for part in (*marked_answers(text), text):
+        words = [match.group() for match in VERDICT.finditer(part)]
         words = [word for word in words if word not in ("a", "b")]
         if words:
             return words[-1].capitalize()
@@ -113,37 +230,50 @@ def verdict_probability(logprobs: Mapping[str, float], yes: str = "Yes", no: str
     return first / (first + second)
 
 
-def find_tagged(text: str) -> str | None:
-    """Return the last <answer>..</answer> of a response, or None."""
+def tagged_answers(text: str) -> Iterator[str]:
+    """Yield the contents of <answer>..</answer> from the last to the first."""
     end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    return text[start + len("<answer>") : end].strip() if start >= 0 else None
+    while end >= 0 and (start := text.rfind("<answer>", 0, end)) >= 0:
+        yield text[start + len("<answer>") : end].strip()
+        end = text.rfind("</answer>", 0, start)
 
 
-def _boxed(text: str) -> str | None:
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start < 0:
-        return None
-    start = text.index("{", start) + 1
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start:position].strip()
-    return None
+def boxed_answers(text: str) -> Iterator[str]:
+    r"""Yield the contents of \boxed{..} from the last to the first; a box that is not closed is none."""
+    closed: dict[int, int] = {}
+    opened: list[
+        tuple[int, bool]
+    ] = []  # of each open brace: where its content starts, and whether it is a box
+    for match in BRACES.finditer(text) if "box" in text else ():
+        if match.group()[-1] == "{" and match.group() != "\\{":
+            opened.append((match.end(), len(match.group()) > 1))
+        elif match.group() == "}" and opened:
+            start, is_box = opened.pop()
+            closed |= {start: match.start()} if is_box else {}
+    yield from (text[start : closed[start]].strip() for start in sorted(closed, reverse=True))
 
 
-def _hashes(text: str) -> str | None:
-    start = text.rfind("####")
-    return _line(text, start + 4) if start >= 0 else None
+def hash_answers(text: str) -> Iterator[str]:
+    """Yield what follows "####" on its line, from the last to the first; headings are left out."""
+    for start in _last_ends(HASHES, text):
+        line, below = _line(text, start), text[start:].lstrip().partition("\n")[2].strip()
+        if LABEL.match(line):
+            yield _line(below, 0)
+        elif named := NAMED.match(line):
+            yield named[1].strip(" *_")
+        elif not (HEADING.match(line) or (below and NUMBERED.match(line))):
+            yield line
 
 
-def _announced(text: str) -> str | None:
-    last = None
-    for match in re.finditer(r"\banswer(?: is|:| =)", text, re.IGNORECASE):
-        last = match
-    return _line(text, last.end()).lstrip(": ") if last else None
+def _announced(text: str) -> Iterator[str]:
+    for start in _last_ends(ANNOUNCED, text):
+        yield _line(text, start).lstrip(": ")
+
+
+def _last_ends(mark: re.Pattern[str], text: str) -> list[int]:
+    """Return the ends of the last marks, the last one first."""
+    return [match.end() for match in deque(mark.finditer(text), MAX_MARKS)][::-1]
 
 
 def _line(text: str, start: int) -> str:
-    return text[start:].lstrip().split("\n", 1)[0].strip()
+    return text[start:].lstrip().split("\n", 1)[0].strip()[:MAX_LINE]

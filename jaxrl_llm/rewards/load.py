@@ -15,6 +15,7 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import URL, RewardConfig
+from jaxrl_llm.rewards.environment import torch_hint
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
 from jaxrl_llm.rewards.service import service_reward
 from jaxrl_llm.rewards.signatures import AdaptedReward, adapt
@@ -178,7 +179,7 @@ def _user_function(name: str) -> Callable[..., Any]:
         if function or usual:
             return get_attribute(module, function or usual[0], key)
     except UserError as error:
-        raise RewardLoadError(str(error)) from error
+        raise RewardLoadError(f"{error}{torch_hint(str(error))}") from error
     functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
     raise RewardLoadError(
         f"--{key}: {path} has no function named {', '.join(USUAL_NAMES)}; it has "

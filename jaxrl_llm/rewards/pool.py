@@ -22,9 +22,10 @@ from typing import Any
 
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.rewards.builtin import COMPARING, REWARDS, answer_texts
+from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import MAX_CHUNK, URL, RewardConfig
 from jaxrl_llm.rewards.environment import check_trial, explain_failure, mask_kept, warn_of_keys
+from jaxrl_llm.rewards.gold import COMPARING, answered_by_row, has_answer
 from jaxrl_llm.rewards.load import pickle_function, pickled_name, resolve_reward
 from jaxrl_llm.rewards.messages import (
     Broken,
@@ -42,7 +43,6 @@ from jaxrl_llm.rewards.sample import (
     RewardLoadError,
     RewardResult,
     RewardSample,
-    answered_by_row,
     check_failures,
     summarize,
 )
@@ -145,7 +145,7 @@ class RewardPool:
 
     def can_score(self, row: RewardSample) -> bool:
         """Return whether responses to a row can be scored: most built-in rewards compare with its answer."""
-        if self._only_name == "none" or answer_texts(row.answer):
+        if self._only_name == "none" or has_answer(row.answer):
             return self._only_name != "none"
         try:
             return self._name(row) not in COMPARING
@@ -157,31 +157,35 @@ class RewardPool:
         """True where no reward of the user's scores responses."""
         return self._only_name in (*REWARDS, "auto", "none")
 
-    def check(self, rows: Sequence[RewardSample] = ()) -> None:
+    def check(self, rows: Sequence[RewardSample] = (), skips: bool = False) -> None:
         """Load the reward in a worker and score the first rows, to find mistakes before a model is loaded.
 
         Args:
             rows: at least one of each data source; an empty response is replaced by the row's answer.
+            skips: of `check_own_answers`.
 
         Raises:
-            RewardLoadError: the reward cannot be loaded, or fails on each of the first rows in a way that no
-                other response would avoid: a misspelt name, a missing column, a crash, the time limit.
+            RewardLoadError: the reward cannot be loaded, fails on each of the first rows in a way that no
+                other response would avoid (a misspelt name, a missing column, a crash, the time limit), or is
+                built in and does not accept a row's own answer.
         """
         if self._only_name == "none":
             return
         warn_of_keys(self.config, self._setup.function)
         by_name: dict[str, list[RewardSample]] = {}
         for row in rows:
-            by_name.setdefault(self._name(row), []).append(answered_by_row(row))
+            name = self._name(row)
+            by_name.setdefault(name, []).append(answered_by_row(row, name))
         if not by_name and self._only_name != "auto":
             by_name[self._only_name] = []
         for name, samples in by_name.items():
+            samples = samples if name in REWARDS else samples[:CHECKED_ROWS]
             with self._lock:
-                round_ = self._plan(samples[:CHECKED_ROWS], retries=0)
+                round_ = self._plan(samples, retries=0)
                 if not samples:
                     round_.queue.append(Chunk(name, []))
                 results = self._run(round_)
-            check_trial(name, results, self.config.keep_env)
+            check_trial(name, samples, results, self.config.keep_env, skips)
 
     def close(self) -> None:
         """End all workers and wait until they are gone."""

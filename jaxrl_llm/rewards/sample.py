@@ -6,11 +6,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.thoughts import Parts, opens_thought, split_thought
 
 log = logging.getLogger(__name__)
 ABSTAINED = "the reward abstained (returned None)"
@@ -20,7 +21,7 @@ ABSTAINED = "the reward abstained (returned None)"
 class RewardSample:
     """One response to be scored."""
 
-    response: str
+    response: str  # as the policy wrote it; of gpt-oss's channels the final one
     answer: Any = None  # of the row: text, a number, a list of accepted ones, or what the reward expects
     prompt: str = ""  # text of the prompt
     messages: tuple[dict[str, Any], ...] = ()  # the prompt as chat messages; () = the prompt is plain text
@@ -28,6 +29,26 @@ class RewardSample:
     source: str = ""  # name of the data source
     columns: dict[str, Any] = field(default_factory=dict)  # all columns of the row
     other: str | None = None  # for a pairwise judge: the response that `response` is compared with
+    text: str = ""  # the response with all its marks: thoughts, channels, calls; "" = `response`
+    opens_thought: bool | None = (
+        None  # the prompt opens the thought that the response begins in; None = unknown
+    )
+    where: str = ""  # the row: "file.jsonl:12"
+
+    @property
+    def thought(self) -> str:
+        """Thought of the response; "" = there is none."""
+        return self._parts.thought
+
+    @property
+    def final(self) -> str:
+        """Text that follows the thought: it alone can be the answer; "" where the thought is unfinished."""
+        return self._parts.answer
+
+    @property
+    def _parts(self) -> Parts:
+        opened = opens_thought(self.prompt) if self.opens_thought is None else self.opens_thought
+        return split_thought(self.text or self.response, opened)
 
 
 @dataclass(frozen=True)
@@ -58,13 +79,6 @@ class RewardLoadError(UserError):
 
 class RewardFailureError(RunError):
     """Too many samples could not be scored."""
-
-
-def answered_by_row(sample: RewardSample) -> RewardSample:
-    """Return the row with its own answer as response, where it has no response and the answer is text."""
-    if sample.response or not isinstance(sample.answer, str | int | float):
-        return sample
-    return replace(sample, response=str(sample.answer))
 
 
 def summarize(results: Sequence[RewardResult]) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 One POST carries a list of samples and gets a list of scores in their order:
 
-    {"samples": [{"prompt": "...", "messages": [...], "response": "...", "answer": ..., "source": "..."}]}
+    {"samples": [{"prompt": "...", "messages": [...], "response": "...", "answer": ..., "source": "...",
+                  "thought": "...", "text": "..."}]}
     {"scores": [0.5, {"score": 1.0, "judged": true}, ...]}
 
 OpenRLHF's remote reward models answer the same way to {"query", "prompts", "labels"}, which is sent too, with
@@ -113,6 +114,8 @@ def request_body(samples: list[RewardSample]) -> dict[str, Any]:
             "prompt": s.prompt,
             "messages": list(s.messages),
             "response": s.response,
+            "thought": s.thought,
+            "text": s.text or s.response,
             "answer": s.answer,
             "source": s.source,
             **({} if s.other is None else {"other": s.other}),

@@ -27,6 +27,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import MAX_SCORE, RewardConfig
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
+from jaxrl_llm.thoughts import as_message
 from jaxrl_llm.user_file import did_you_mean
 
 ACCEPTED = """  reward(sample) or reward(sample, config)                            (ours)
@@ -35,6 +36,8 @@ ACCEPTED = """  reward(sample) or reward(sample, config)                        
   reward_func(queries, prompts, labels)                               (OpenRLHF)
   reward_fn(messages, answer) or env_step(state, action, extra_info)  (RL2)
   judge(prompt, a, b)                                                 (of two responses)"""
+OF_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL's trainer passes to its rewards and a worker process does not have."""
 KNOWN = ("sample", "config", "prompts", "completions", "completion_ids", "data_source", "solution_str")
 KNOWN += ("ground_truth", "extra_info", "queries", "labels", "messages", "answer", "state", "action")
 TEXT = ("response", "completion", "completions", "text", "prompt", "output", "answer", "solution")
@@ -81,6 +84,7 @@ def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> Adap
         return AdaptedReward(take, bools=bools, is_async=is_async)
 
     if "completions" in names:
+        _refuse_trainer(name, parameters)
         take = lambda samples: _then(call(_trl(samples)), _listed)
         return AdaptedReward(take, batched=True, abstains=True)
     if {"solution_str", "ground_truth"} <= names:
@@ -151,6 +155,16 @@ def _caller(function: Callable[..., Any], parameters: Any) -> Callable[[dict[str
     return call
 
 
+def _refuse_trainer(name: str, parameters: Any) -> None:
+    """Refuse a reward of TRL that must have an object of its trainer."""
+    required = [p.name for p in parameters.values() if p.default is p.empty and p.name in OF_TRAINER]
+    if required:
+        raise RewardLoadError(
+            f"reward {name}: it takes {required[0]}, an object of TRL's trainer, which a reward worker does "
+            f"not have; give the parameter a default ({required[0]}=None) and do without it"
+        )
+
+
 def _no_convention(name: str, parameters: Any) -> str:
     given = ", ".join(parameters)
     hints = [hint for word in parameters if word not in KNOWN and (hint := did_you_mean(word, KNOWN))]
@@ -219,7 +233,7 @@ def _listed(raw: Any) -> list[Any]:
 
 def _chat(sample: RewardSample) -> list[dict[str, Any]]:
     prompt = list(sample.messages) or [{"role": "user", "content": sample.prompt}]
-    return [*prompt, {"role": "assistant", "content": sample.response}]
+    return [*prompt, as_message(sample.text or sample.response)]
 
 
 def _trl(samples: list[RewardSample]) -> dict[str, Any]:

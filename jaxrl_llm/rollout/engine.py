@@ -13,6 +13,10 @@ import numpy as np
 from jaxrl_llm.errors import RunError
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.structs import Episode, Metrics, Params, Trajectory
+from jaxrl_llm.thoughts import opens_thought
+
+MARK_TOKENS = 32
+"""Tokens of the end of a prompt that hold the opening mark of a thought, and white space after it."""
 
 
 class Request(NamedTuple):
@@ -227,8 +231,30 @@ def eos_ids_of(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*([] if own is None else [own]), *more]))
 
 
-def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decode a response as rewards and people read it; "" without a tokenizer."""
+def text_of(tokenizer: Any, ids: Sequence[int], end_ids: Sequence[int] = ()) -> str:
+    """Decode a response as rewards and people read it; "" without a tokenizer.
+
+    It has the control tokens that mark its parts, such as thoughts, channels and calls, without those that
+    begin, end and fill texts. `jaxrl_llm.thoughts` takes it apart.
+
+    Args:
+        end_ids: further ids that end a response; a control token among them is left out at the end.
+    """
     if tokenizer is None:
         return ""
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    borders = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id]
+    kept = [i for i in ids if i not in borders]
+    if kept and kept[-1] in end_ids and _is_control(tokenizer, kept[-1]):
+        kept.pop()
+    return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _is_control(tokenizer: Any, token: int) -> bool:
+    return not tokenizer.decode([token], skip_special_tokens=True)
+
+
+def reads_thought(tokenizer: Any, context: Sequence[int]) -> bool:
+    """Return whether a response to these ids begins inside a thought, which the chat template has opened."""
+    if tokenizer is None:
+        return False
+    return opens_thought(tokenizer.decode(context[-MARK_TOKENS:], skip_special_tokens=False))

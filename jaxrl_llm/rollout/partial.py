@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models.moe import unknown_route
-from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
+from jaxrl_llm.rollout.engine import PartialResponse, Request, reads_thought, text_of
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.structs import Episode, Trajectory
 
@@ -40,9 +40,9 @@ def new_responses(
     return responses
 
 
-def trajectory_of(response: PartialResponse, tokenizer: Any) -> Trajectory:
+def trajectory_of(response: PartialResponse, tokenizer: Any, end_ids: Sequence[int] = ()) -> Trajectory:
     """Return a finished response as the trainer takes it; observations have mask 0."""
-    last_turn = text_of(tokenizer, response.ids[response.turn_start :]) if response.observed else None
+    last_turn = response.ids[response.turn_start :]
     return Trajectory(
         prompt_ids=np.asarray(response.request.prompt_ids, np.int32),
         response_ids=np.array(response.ids, np.int32),
@@ -52,8 +52,9 @@ def trajectory_of(response: PartialResponse, tokenizer: Any) -> Trajectory:
         prompt_index=response.request.prompt_index,
         response_index=response.index,
         finish=response.finish,
-        text=text_of(tokenizer, response.ids),
-        answer=last_turn,
+        text=text_of(tokenizer, response.ids, end_ids),
+        answer=text_of(tokenizer, last_turn, end_ids) if response.observed else None,
+        opens_thought=reads_thought(tokenizer, response.context),
         episode=response.episode,
         server=" ".join(response.servers),
         routes=routes_of(response),

@@ -15,6 +15,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.thoughts import readable
 from jaxrl_llm.tools.models import StoredModel
 
 TOKENS_A_CALL = 4
@@ -50,12 +51,12 @@ class ConversationEngine(NativeEngine):
 class TextStream:
     """Text of tokens as they come, written once it cannot change: whole characters of UTF-8."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], Any]):
-        self.tokenizer, self.write, self.shown = tokenizer, write, ""
+    def __init__(self, tokenizer: Any, write: Callable[[str], Any], end_ids: Sequence[int] = ()):
+        self.tokenizer, self.write, self.end_ids, self.shown = tokenizer, write, end_ids, ""
 
     def update(self, ids: Sequence[int], final: bool = False) -> None:
         """Write what is new in the text of all tokens so far; `final` = no more will come."""
-        text = text_of(self.tokenizer, ids)
+        text = readable(text_of(self.tokenizer, ids, self.end_ids))
         text = text if final else text.rstrip(INCOMPLETE)
         if text.startswith(self.shown):
             self.write(text[len(self.shown) :].translate(CONTROLS))

@@ -23,6 +23,7 @@ from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.keys import parse_value, type_hints, type_words
 from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
 from jaxrl_llm.rollout.partial import new_responses
+from jaxrl_llm.thoughts import as_message
 from jaxrl_llm.tools.chat import ChatArguments
 from jaxrl_llm.tools.chat_model import CONTROLS, ConversationEngine, TextStream, chat_mesh
 from jaxrl_llm.tools.models import open_model, pick_dtype
@@ -252,7 +253,7 @@ class Session:
         request = Request(ids, self.answers, 1, tokens)
         (response,) = new_responses([request], jax.random.key(self.args.seed))
         self.answers += 1
-        stream = TextStream(self.tokenizer, self.write)
+        stream = TextStream(self.tokenizer, self.write, self.engine.eos_ids)
         try:
             self.engine.finish(
                 [response],
@@ -265,7 +266,7 @@ class Session:
             response.finish = "stopped"
         stream.update(response.ids, final=True)
         self.write("\n")
-        self.messages.append({"role": "assistant", "content": text_of(self.tokenizer, response.ids)})
+        self.messages.append(as_message(text_of(self.tokenizer, response.ids, self.engine.eos_ids)))
         notes = {"length": f"[cut off after {tokens} tokens]", "stopped": "[stopped]"}
         if note := notes.get(response.finish):
             print_progress(note)

@@ -37,7 +37,14 @@ from jaxrl_llm.tools.output import (
 )
 from jaxrl_llm.tools.response_rewards import ResponseScorer
 from jaxrl_llm.tools.reward_flags import gives_rewards
-from jaxrl_llm.tools.selection import RewardedResponse, RewardSummary, base_row, reward_columns, selected_rows
+from jaxrl_llm.tools.selection import (
+    RewardedResponse,
+    RewardSummary,
+    base_row,
+    reward_columns,
+    selected_rows,
+    thought_column,
+)
 
 
 def write_responses(args: GenerateArguments, reward: RewardConfig) -> None:
@@ -136,7 +143,7 @@ def reward_groups(
 ) -> list[list[RewardedResponse]]:
     """Return the responses of each prompt with their rewards; without a scorer they have none."""
     if scorer is None:
-        return [[RewardedResponse(t.text) for t in group] for group in groups]
+        return [[RewardedResponse(t.text, opens_thought=t.opens_thought) for t in group] for group in groups]
     each = [example for example, group in zip(examples, groups, strict=True) for _ in group]
     rewarded = iter(scorer.score(each, [t for group in groups for t in group]))
     return [[next(rewarded) for _ in group] for group in groups]
@@ -165,7 +172,7 @@ def output_rows(
         }
         for t, response in zip(group, rewarded, strict=True)
     ]
-    yield {**base, "prompt": prompt, "responses": responses}
+    yield {**base, "prompt": prompt, **thought_column(rewarded[0]), "responses": responses}
 
 
 def make_request(

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.data.chat import encode_supervised
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.reward_models import EXTRA_TOKENS, RewardModel, load_reward_model
 from jaxrl_llm.experience.score import reward_sample
 from jaxrl_llm.host.processes import on_first
@@ -22,6 +23,7 @@ from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
+from jaxrl_llm.rewards.gold import has_answer
 from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import CHECKED_ROWS, RewardPool
 from jaxrl_llm.rewards.sample import RewardResult
@@ -30,6 +32,7 @@ from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig, PlacementConfig, 
 from jaxrl_llm.sharding.placement import place
 from jaxrl_llm.sharding.rules import num_shards
 from jaxrl_llm.structs import Trajectory
+from jaxrl_llm.tools.output import print_progress
 from jaxrl_llm.tools.selection import RewardedResponse, plain_json
 
 SHORTEST_ROW = 64  # tokens
@@ -68,10 +71,12 @@ class ResponseScorer:
 
     def open(self, examples: Iterable[Example]) -> None:
         """Try the verifier on the first rows of each data source, then load the reward models."""
-        samples = [reward_sample(example) for example in first_of_each_source(examples)]
+        found = first_of_each_source(examples)
+        samples = [reward_sample(example) for example in found.rows]
         if self.config.name != "none":
             config = choose_reward(self.config, samples, required=True)
             self.pool = self.closing.enter_context(RewardPool(config))
+            check_answers(found, self.pool)
             on_first(lambda: self.pool.check(samples))
         self.models = [self._load(i, model) for i, model in enumerate(self.config.models)]
 
@@ -93,7 +98,8 @@ class ResponseScorer:
         for i, model in enumerate(self.models):
             read = [given_trajectory(model, e, t, self.chat) for e, t in zip(examples, texts, strict=True)]
             by_model.append(self._start(i, examples, read))
-        plain = [text_trajectory(text) for text in texts]
+        opened = [True if e.columns.get("opens_thought") is True else None for e in examples]
+        plain = [replace(text_trajectory(t), opens_thought=o) for t, o in zip(texts, opened, strict=True)]
         return self._combine(examples, texts, plain, by_model)
 
     def _start(self, i: int, examples: Sequence[Example], trajectories: Sequence[Trajectory]):
@@ -142,9 +148,12 @@ class ResponseScorer:
         samples = [reward_sample(e, t) for e, t in zip(examples, trajectories, strict=True)]
         verified = on_first(lambda: self.pool.score(samples))
         scores = [finish() for finish in by_model]
+        opens = [trajectory.opens_thought is True for trajectory in trajectories]
         return [
-            self._rewarded(text, result, [column[n] for column in scores])
-            for n, (text, result) in enumerate(zip(texts, verified, strict=True))
+            replace(
+                self._rewarded(text, result, [column[n] for column in scores]), opens_thought=opened is True
+            )
+            for n, (text, result, opened) in enumerate(zip(texts, verified, opens, strict=True))
         ]
 
     def _rewarded(
@@ -176,13 +185,46 @@ def tokens_of_largest_group(trajectories: Sequence[Trajectory]) -> int:
     return max((tokens(list(group)) for _, group in groups), default=1)
 
 
-def first_of_each_source(examples: Iterable[Example]) -> list[Example]:
-    """Return the first rows of each data source, for a trial of the verifier; reads all."""
+class FirstRows(NamedTuple):
+    """First rows of each data source, for a trial of the verifier; and what has no answer."""
+
+    rows: list[Example]
+    unanswered: list[tuple[Example, int]]  # of each source: the first such row, and their number
+    count: int  # of all rows
+
+
+def first_of_each_source(examples: Iterable[Example]) -> FirstRows:
+    """Return the first rows of each data source; reads all."""
     kept: dict[str, list[Example]] = {}
+    unanswered: dict[str, tuple[Example, int]] = {}
+    count = 0
     for example in examples:
+        count += 1
+        if not has_answer(example.answer):
+            first, number = unanswered.get(example.source, (example, 0))
+            unanswered[example.source] = first, number + 1
         if len(rows := kept.setdefault(example.source, [])) < CHECKED_ROWS:
             rows.append(example)
-    return [example for rows in kept.values() for example in rows]
+    return FirstRows([row for rows in kept.values() for row in rows], [*unanswered.values()], count)
+
+
+def check_answers(found: FirstRows, pool: RewardPool) -> None:
+    """Tell how many rows have no answer that the verifier can compare with.
+
+    Raises:
+        UserError: no row has one.
+    """
+    lacking = [(row, number) for row, number in found.unanswered if not pool.can_score(reward_sample(row))]
+    if not lacking:
+        return
+    number = sum(number for _, number in lacking)
+    problem = (
+        f"{lacking[0][0].where}: no answer for the reward {pool.config.name} to compare with, as in "
+        f"{number:,} of {found.count:,} rows"
+    )
+    if number == found.count:
+        raise UserError(problem)
+    print_progress(f"warning: {problem}, which get no reward")
 
 
 def given_trajectory(model: RewardModel, example: Example, text: str, chat: ChatConfig) -> Trajectory:

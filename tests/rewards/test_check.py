@@ -100,7 +100,7 @@ def test_each_data_source_is_tried_with_its_own_reward():
     good = RewardSample("", answer="7", source="gsm8k")
     bad = RewardSample("", answer="many", source="task:arithmetic")
     check_reward(RewardConfig(), [good] * 9)
-    with pytest.raises(RewardLoadError, match=r"reward arithmetic fails on every.*not a number"):
+    with pytest.raises(RewardLoadError, match=r"earn the reward arithmetic: .* not a number"):
         check_reward(RewardConfig(), [*[good] * 9, bad])
     with pytest.raises(RewardLoadError, match='data source "poems"'):
         check_reward(RewardConfig(), [good, dataclasses.replace(good, source="poems")])

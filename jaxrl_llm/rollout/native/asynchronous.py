@@ -52,7 +52,8 @@ class QueuedGeneration:
             Exception: the one that ended the thread.
         """
         self.engine.metrics = self.metrics.result()
-        return [trajectory_of(response, self.engine.tokenizer) for response in self.responses]
+        ends = self.sampling.stop_ids(self.engine.engine.eos_ids)
+        return [trajectory_of(response, self.engine.tokenizer, ends) for response in self.responses]
 
 
 class AsynchronousEngine:

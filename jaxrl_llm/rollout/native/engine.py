@@ -139,7 +139,8 @@ class NativeEngine:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
         responses = new_responses(requests, key)
         self.metrics = self.finish(responses, *self._published, sampling, dialogue)
-        return [trajectory_of(response, self.tokenizer) for response in responses]
+        ends = sampling.stop_ids(self.eos_ids)
+        return [trajectory_of(response, self.tokenizer, ends) for response in responses]
 
     def finish(
         self,

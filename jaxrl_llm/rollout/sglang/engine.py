@@ -57,7 +57,8 @@ class PendingResponses:
             generator = self.engine.generator
             self.future = self.engine.pool.start(generator.finish_all(again, self.sampling, self.dialogue))
             result_of(self.future)
-        return [trajectory_of(response, self.engine.tokenizer) for response in self.responses]
+        ends = self.sampling.stop_ids(self.engine.eos_ids)
+        return [trajectory_of(response, self.engine.tokenizer, ends) for response in self.responses]
 
 
 class SGLangEngine:
@@ -89,11 +90,11 @@ class SGLangEngine:
         self._versions: dict[str, int] = {}  # label -> policy version
         self._pending: weakref.WeakSet[PendingResponses] = weakref.WeakSet()
         self._mismatch = MismatchTotals()
+        self.eos_ids = eos_ids_of(tokenizer, eos_ids)
         if pool:
-            ends = eos_ids_of(tokenizer, eos_ids)
             pool.names_adapters = bool(publisher.base)
             served = model, publisher.base, routes
-            self.generator = ResponseGenerator(pool, ends, self._versions, *served, tokenizer)
+            self.generator = ResponseGenerator(pool, self.eos_ids, self._versions, *served, tokenizer)
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Give the servers these weights, and probe that each of them computes with them.

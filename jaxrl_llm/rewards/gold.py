@@ -1,0 +1,134 @@
+r"""The row's own answer as verifiers compare with it: as text, and as a number.
+
+A worked solution counts by its marked answer (\boxed{..} or "#### .."), never by the last number in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards.extract import NUMBER, boxed_answers, find_number, plain_numbers, to_number
+from jaxrl_llm.rewards.sample import RewardSample
+
+COMPARING = ("exact", "arithmetic", "gsm8k", "math", "verdict")
+"""Rewards that need the row's answer."""
+NUMERIC = ("arithmetic", "gsm8k")
+KEYS = ("target", "ground_truth", "answer", "answers", "aliases", "value", "text")
+"""Where an object has its accepted answers: veRL's search rows, TriviaQA, SQuAD."""
+MAX_BARE = 200  # characters of an answer that is no worked solution
+SENTENCES = re.compile(r"\n|[.!?]\s+[A-Z]")
+
+
+def accepted_answers(answer: Any) -> list[str]:
+    """Return the accepted answers of a row as text.
+
+    Raises:
+        UserError: the row has none, or an object that does not say where they are.
+    """
+    texts = answer_texts(answer)
+    if not texts and isinstance(answer, Mapping) and answer:
+        raise UserError(
+            f"the row's answer is an object of {', '.join(map(str, answer))}, none of which is known to hold "
+            f"the answer ({', '.join(KEYS)}); name the nested column: --data.train.0.answer_key COLUMN.KEY"
+        )
+    if not texts:
+        raise UserError("the row has no answer to compare with")
+    return texts
+
+
+def answer_texts(answer: Any) -> list[str]:
+    """Return the answers of a row as text, without empty ones; lists, JSON lists and objects hold several."""
+    if isinstance(answer, Mapping):
+        found = (texts for key in KEYS if (texts := answer_texts(answer.get(key))))
+        return list(dict.fromkeys(text for texts in found for text in texts))
+    if isinstance(answer, str) and (listed := _json_texts(answer)):
+        answer = listed
+    if isinstance(answer, list | tuple):
+        return [text for item in answer for text in answer_texts(item)]
+    return [text] if answer is not None and (text := _as_text(answer)).strip() else []
+
+
+def has_answer(answer: Any) -> bool:
+    """Return whether a row has an answer, readable or not."""
+    return bool(answer_texts(answer)) or (isinstance(answer, Mapping) and bool(answer))
+
+
+def gold_text(text: str) -> str:
+    r"""Return an accepted answer without what stands around its \boxed{..}, or before its "####"."""
+    boxed = next(filter(None, boxed_answers(text)), None)
+    return text.rpartition("####")[2].strip() if boxed is None else boxed
+
+
+def gold_number(text: str) -> Fraction:
+    """Return the value of an accepted answer: a number with or without a unit, or a solution that marks it.
+
+    Raises:
+        UserError: it is no number, or a text with several of which none is marked.
+    """
+    value = to_number(text) if (value := find_number(text)) is None else value
+    numbers = [match.group() for match in NUMBER.finditer(plain_numbers(text))]
+    if value is None and len(numbers) == 1 and not is_worked(text):
+        value = to_number(numbers[0])
+    if value is not None:
+        return value
+    several = (
+        f': it has {len(numbers)} numbers, and no mark (\\boxed{{..}} or "#### ..") says which one counts'
+    )
+    raise UserError(f"the row's answer {text[:80]!r} is not a number{several if numbers else ''}")
+
+
+def is_worked(text: str) -> bool:
+    """Return whether an accepted answer is a text of several sentences rather than a bare answer."""
+    return len(text) > MAX_BARE or SENTENCES.search(text.strip()) is not None
+
+
+def answered_by_row(sample: RewardSample, reward: str) -> RewardSample:
+    """Return the row with its own answer as response, where it has no response and an answer that is text.
+
+    A built-in reward must accept it; of a countdown the answer is no expression.
+    """
+    if sample.response:
+        return sample
+    try:
+        texts = [] if reward in ("gym", "countdown") else answer_texts(sample.answer)
+        text = texts[0] if texts and reward in COMPARING else str(sample.answer)
+        text = str(gold_number(text)) if reward in NUMERIC else text
+        text = gold_text(text) if reward == "math" else text
+    except UserError:  # which scoring the row raises, too
+        return sample
+    if reward in COMPARING or reward == "gym":
+        return replace(sample, response=f"<answer>{text}</answer>")
+    return replace(sample, response=text) if isinstance(sample.answer, str | int | float) else sample
+
+
+def accepts_own_answer(sample: RewardSample, reward: str) -> bool:
+    """Return whether a reward is built in and compares with the row's answer, which it then must accept."""
+    return has_answer(sample.answer) if reward in COMPARING else reward == "gym" and sample.answer is not None
+
+
+def _json_texts(text: str) -> list[str] | None:
+    """Return the texts of a JSON list of them, as tables of veRL hold accepted answers; None = it is none.
+
+    A list of numbers stays what it says: a point, an interval or a matrix.
+    """
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return listed if isinstance(listed, list) and all(isinstance(item, str) for item in listed) else None
+
+
+def _as_text(answer: Any) -> str:
+    """Return an answer as text, a number in plain digits: 0.00001 rather than 1e-05."""
+    if isinstance(answer, bytes):
+        return answer.decode(errors="replace")
+    return format(Decimal(repr(float(answer))), "f") if isinstance(answer, float) else str(answer)
