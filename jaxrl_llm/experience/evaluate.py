@@ -192,12 +192,16 @@ def lengths(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def majority(group: Sequence[Trajectory]) -> bool:
-    """Return whether the most common answer of the group is correct; numbers are compared by value."""
+    """Return whether the most common answer of the group is correct; numbers are compared by value.
+
+    A response whose thought is unfinished has no answer, and no vote.
+    """
     texts = [t.text if t.answer is None else t.answer for t in group]
     finals = [split_thought(text, t.opens_thought).answer for text, t in zip(texts, group, strict=True)]
-    answers = [answer_key(final) for final in finals]
-    winner = Counter(answers).most_common(1)[0][0]
-    return group[answers.index(winner)].outcome == Outcome.CORRECT
+    answers = [answer_key(final) if final.strip() else None for final in finals]
+    votes = Counter(answer for answer in answers if answer is not None)
+    winner = votes.most_common(1)[0][0] if votes else None
+    return winner is not None and group[answers.index(winner)].outcome == Outcome.CORRECT
 
 
 def by_source(name: str, values: np.ndarray, sources: np.ndarray) -> Metrics:

@@ -44,7 +44,7 @@ PLACES = 6  # decimals to which math-verify compares numbers
 MAX_PLACES = 20_000
 DIGITS = 4  # significant ones after the first, to which smaller numbers are compared
 IN_WORDS = re.compile(  # after a number: words, and nothing of a formula
-    r"(?![^\n]*[\\^_={}])[\s.,;:!?)*\"'$%]*"
+    r"(?![^\n]*[\\^_={}])[\s.,;:!?)*\"'$]*"
     r"(?:$|\(|(?!(?:pi|sqrt|sin|cos|tan|log|exp)\b)[A-Za-z]{3,}|(?:[ckm]m|kg|ml|ft|hr)\b)"
 )
 
@@ -131,7 +131,10 @@ def _bare_number(text: str) -> str:
     """Return the number of a marked answer that is a number with words after it; "" = it is another one."""
     number, plain = stated_number(text), plain_numbers(text)
     first = NUMBER.search(plain)
-    return f"${number}$" if number is not None and first and IN_WORDS.match(plain, first.end()) else ""
+    if number is None or first is None or not IN_WORDS.match(plain, first.end()):
+        return ""
+    digits, _, power = first.group().replace(",", "").lower().partition("e")
+    return f"${digits}\\times 10^{{{power}}}$" if power else f"${digits}$"
 
 
 def _same_math(gold: Sequence[Any], given: Sequence[Any], seconds: Callable[[], int]) -> bool:
@@ -282,7 +285,7 @@ def _gold(text: str) -> tuple[Any, ...]:
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     bare = gold_text(text)
-    return () if is_worked(bare) else tuple(parse(_latex(bare)))
+    return () if is_worked(bare) else tuple(parse(_bare_number(bare) or _latex(bare)))
 
 
 def _latex(text: str) -> str:

@@ -35,8 +35,8 @@ def accepted_answers(answer: Any) -> list[str]:
     texts = answer_texts(answer)
     if not texts and isinstance(answer, Mapping) and answer:
         raise UserError(
-            f"the row's answer is an object of {', '.join(map(str, answer))}, none of which is known to hold "
-            f"the answer ({', '.join(KEYS)}); name the nested column: --data.train.0.answer_key COLUMN.KEY"
+            f"the row's answer is an object of {', '.join(map(str, answer))[:80]}: name the part to compare "
+            f"with (--data.train.0.answer_key COLUMN.KEY), as it has none of {', '.join(KEYS)}"
         )
     if not texts:
         raise UserError("the row has no answer to compare with")

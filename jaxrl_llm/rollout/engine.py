@@ -242,7 +242,7 @@ def text_of(tokenizer: Any, ids: Sequence[int], end_ids: Sequence[int] = ()) -> 
     """
     if tokenizer is None:
         return ""
-    borders = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id]
+    borders = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")]
     kept = [i for i in ids if i not in borders]
     if kept and kept[-1] in end_ids and _is_control(tokenizer, kept[-1]):
         kept.pop()

@@ -11,7 +11,7 @@ from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.preference import score_text, with_suffix
 from jaxrl_llm.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Example
-from jaxrl_llm.thoughts import as_message, has_channels
+from jaxrl_llm.thoughts import as_message, has_channels, visible_response
 from jaxrl_llm.tools.config import SelectConfig
 
 OWN_KEYS = {
@@ -47,7 +47,7 @@ def selected_rows(
     They are rows of `data.rows` and `data.preference`: the prompt as `chat` renders it, "response" or
     "chosen" and "rejected" (text), and the columns of the input. Equal rewards keep the responses' order.
     """
-    scored = [r for r in responses if r.reward is not None and r.text]
+    scored = [r for r in responses if r.reward is not None and visible_response(r.text)]
     ranked = sorted(scored, key=lambda r: -r.reward)
     enough = lambda r: config.threshold is None or r.reward >= config.threshold
     base = base_row(example, chat)

@@ -151,10 +151,16 @@ def test_a_majority_is_of_answers_that_are_equal_not_of_their_spellings():
     responses = ["#### 1,000", r"\boxed{7}", r"so \boxed{1000}", r"\boxed{7}", "#### 1000.0"]
     outcomes = [Outcome.CORRECT, Outcome.WRONG] * 2 + [Outcome.CORRECT]
     made = zip(responses, outcomes, strict=True)
-    assert majority([SimpleNamespace(text=text, answer=None, outcome=outcome) for text, outcome in made])
+    of = lambda made: [
+        SimpleNamespace(text=text, answer=None, outcome=outcome, opens_thought=False)
+        for text, outcome in made
+    ]
+    assert majority(of(made))
     words = [("<answer>Rome</answer>", Outcome.WRONG), *2 * [("<answer>Paris</answer>", Outcome.CORRECT)]]
     words += [("<answer>rome</answer>", Outcome.WRONG), ("<answer>Rome.</answer>", Outcome.WRONG)]
-    assert not majority([SimpleNamespace(text=text, answer=None, outcome=outcome) for text, outcome in words])
+    assert not majority(of(words))
+    thoughts = [("<think>7</think>8", Outcome.CORRECT), ("<think>7</think>8", Outcome.CORRECT)]
+    assert majority(of([*thoughts, *3 * [("<think>7", Outcome.WRONG)], ("<think>8</think>7", Outcome.WRONG)]))
 
 
 def test_reward_models_without_weight_score_all_the_same():

@@ -25,7 +25,7 @@ from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.engine import DialogueError, PartialResponse, Reply, Request
+from jaxrl_llm.rollout.engine import DialogueError, PartialResponse, Reply, Request, text_of
 from jaxrl_llm.rollout.turns import read_reply
 from jaxrl_llm.structs import Episode
 
@@ -123,8 +123,8 @@ def test_turns_are_answered_and_the_trainer_agrees_with_every_logprob(engine, ta
         np.testing.assert_allclose(t.logprobs, np.where(t.mask, expected, 0.0), atol=3e-5)
         assert t.versions.tolist() == [VERSION] * len(t.response_ids)
         last = t.response_ids[np.flatnonzero(t.mask == 0)[-1] + 1 :]
-        assert t.answer == TOKENIZER.decode(last, skip_special_tokens=True)
-        assert t.text == TOKENIZER.decode(t.response_ids, skip_special_tokens=True)
+        assert t.answer == text_of(TOKENIZER, last)
+        assert t.text == text_of(TOKENIZER, t.response_ids)
 
 
 def test_both_engines_write_the_same_conversation(sglang, talk):

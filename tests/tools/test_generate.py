@@ -7,6 +7,7 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.rollout.engine import text_of
 from jaxrl_llm.tools import generate, score
 
 ARGS = ["--max_tokens", "6", "--seed", "3", "--slots", "8", "--mesh.data", "1", "--mesh.fsdp", "8"]
@@ -45,7 +46,7 @@ def test_responses_and_their_scores(model, tmp_path, capsys):
     prefix = tokenizer("1 + 1 =")["input_ids"]
     for response in rows[0]["responses"]:
         assert set(response) == {"text", "tokens", "logprobs", "finish"}
-        assert response["text"] == tokenizer.decode(response["tokens"], skip_special_tokens=True)
+        assert response["text"] == text_of(tokenizer, response["tokens"])
         assert len(response["tokens"]) == 6 or response["finish"] == "stop"
     given = write(tmp_path / "t.jsonl", [{"tokens": prefix + r["tokens"]} for r in rows[0]["responses"]])
     scored = tmp_path / "s.jsonl"
