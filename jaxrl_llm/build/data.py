@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +27,10 @@ from jaxrl_llm.recipe.checks import check_held_out
 from jaxrl_llm.recipe.fields import refuse
 from jaxrl_llm.rewards.sample import RewardSample
 
+ANSWER_FIX = (
+    "--data.train.0.answer_key COLUMN names the one with the answer; rows that lack it are then refused, or "
+    "left out with --data.bad_rows skip"
+)
 log = logging.getLogger(__name__)
 
 
@@ -141,23 +145,28 @@ def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Exam
     return rows["train"]
 
 
-def check_answers(loader: Loader, can_score: Callable[[RewardSample], bool]) -> None:
+def check_answers(
+    unanswered: Sequence[tuple[Example, int]], total: int, can_score: Callable[[RewardSample], bool], fix: str
+) -> None:
     """Warn of rows without the answer that their reward compares with.
+
+    Args:
+        unanswered: of each source with such rows the first one, and their number.
+        total: rows of all sources.
+        fix: ends the message.
 
     Raises:
         UserError: no row has one.
     """
-    lacking = [(row, count) for row, count in loader.unanswered() if not can_score(reward_sample(row))]
+    lacking = [(row, count) for row, count in unanswered if not can_score(reward_sample(row))]
     if not lacking:
         return
-    first, count, rows = lacking[0][0], sum(count for _, count in lacking), loader.stats()["rows"]
+    first, count = lacking[0][0], sum(count for _, count in lacking)
     problem = (
-        f"{first.where}: no answer for the reward to compare with, as in {count:,} of {rows:,} rows; the "
-        f"columns beside the prompt are {column_names(first.columns) or 'none'}. --data.train.0.answer_key "
-        "COLUMN names the one with the answer; rows that lack it are then refused, or left out with "
-        "--data.bad_rows skip"
+        f"{first.where}: no answer for the reward to compare with, as in {count:,} of {total:,} rows; the "
+        f"columns beside the prompt are {column_names(first.columns) or 'none'}. {fix}"
     )
-    if count == rows:
+    if count == total:
         raise UserError(problem)
     log.warning("%s", problem)
 

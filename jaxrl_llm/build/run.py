@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.data import check_answers, open_loaders, try_first_rows, with_steps
+from jaxrl_llm.build.data import ANSWER_FIX, check_answers, open_loaders, try_first_rows, with_steps
 from jaxrl_llm.build.engines import make_engine
 from jaxrl_llm.build.evaluation import Evaluator, make_evaluators, open_judge
 from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step
@@ -294,7 +294,7 @@ def open_rewards(
     log = Path(config.run_dir) / "rewards.log"
     pool = closing.enter_context(RewardPool(settings, log, function))
     if settings.name != "none" and not config.env.name:
-        check_answers(loader, pool.can_score)
+        check_answers(loader.unanswered(), loader.stats()["rows"], pool.can_score, ANSWER_FIX)
     on_first(lambda: pool.check(samples, skips=config.data.bad_rows == "skip"))
     return pool
 

@@ -32,7 +32,7 @@ from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.preference import label_of
 from jaxrl_llm.data.rows import Example, RowError, template_columns
 from jaxrl_llm.data.sources import ExampleSource, open_sources
-from jaxrl_llm.data.stream import RowIndex, endless_rows
+from jaxrl_llm.data.stream import RowIndex, endless_rows, even_shares
 from jaxrl_llm.errors import UserError
 
 MAX_ROWS_DRAWN = 1000  # rows tried for one that fits
@@ -151,7 +151,7 @@ class Loader:
         """
         prompts: list[Prompt] = []
         sizes = [len(source) for source in self._sources]
-        for k, share in enumerate(_shares(sizes, limit)):
+        for k, share in enumerate(even_shares(sizes, limit)):
             for row in _spread(sizes[k], share):
                 if tried := self._try((k, row), self._prompt):
                     prompts.append(Prompt(*tried, len(prompts)))
@@ -168,7 +168,7 @@ class Loader:
         if sum(sizes) < limit:
             log.warning("--eval.prompts %d: %s", limit, self._eval_note(f"{sum(sizes)} rows"))
         names = [re.sub(r"[^\w./-]+", "_", config.name or Path(config.path).stem) for config in self._configs]
-        shares = enumerate(zip(names, _shares(sizes, limit), strict=True))
+        shares = enumerate(zip(names, even_shares(sizes, limit), strict=True))
         return [(name, self.of_sources([i]), rows) for i, (name, rows) in shares if rows]
 
     def check_first_rows(self, kind: RowKind = "prompts") -> list[Example]:
@@ -392,12 +392,3 @@ def _spread(size: int, count: int) -> Iterator[int]:
     """Yield at most `count` different rows of `size`, evenly spread."""
     count = min(count, size)
     return (i * size // count for i in range(count))
-
-
-def _shares(sizes: Sequence[int], count: int) -> list[int]:
-    """Return how many rows of each source make `count`: even shares, more where others have too few."""
-    even, more = divmod(count, max(len(sizes), 1))
-    shares = [min(size, even + (k < more)) for k, size in enumerate(sizes)]
-    for k, size in enumerate(sizes):
-        shares[k] += min(size - shares[k], count - sum(shares))
-    return shares

@@ -46,3 +46,12 @@ def endless_rows(
             grain.MapDataset.source(EpochOrder(k, len(source), seed, shuffle and not random_already))
         )
     return grain.MapDataset.mix(streams, weights=[config.weight for config in configs])
+
+
+def even_shares(sizes: Sequence[int], count: int) -> list[int]:
+    """Return how many rows of each source make `count`: even shares, more where others have too few."""
+    even, more = divmod(count, max(len(sizes), 1))
+    shares = [min(size, even + (k < more)) for k, size in enumerate(sizes)]
+    for k, size in enumerate(sizes):
+        shares[k] += min(size - shares[k], count - sum(shares))
+    return shares

@@ -21,7 +21,7 @@ COMPARING = ("exact", "arithmetic", "gsm8k", "math", "verdict")
 """Rewards that need the row's answer."""
 NUMERIC = ("arithmetic", "gsm8k")
 KEYS = ("target", "ground_truth", "answer", "answers", "aliases", "value", "text")
-"""Where an object has its accepted answers: veRL's search rows, TriviaQA, SQuAD."""
+"""Keys of accepted answers in an object: of veRL's search rows, TriviaQA, SQuAD."""
 MAX_BARE = 200  # characters of an answer that is no worked solution
 SENTENCES = re.compile(r"\n|[.!?]\s+[A-Z]")
 

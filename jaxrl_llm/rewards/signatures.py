@@ -37,7 +37,7 @@ ACCEPTED = """  reward(sample) or reward(sample, config)                        
   reward_fn(messages, answer) or env_step(state, action, extra_info)  (RL2)
   judge(prompt, a, b)                                                 (of two responses)"""
 OF_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL's trainer passes to its rewards and a worker process does not have."""
+"""Arguments of TRL's trainer that a worker process does not have."""
 KNOWN = ("sample", "config", "prompts", "completions", "completion_ids", "data_source", "solution_str")
 KNOWN += ("ground_truth", "extra_info", "queries", "labels", "messages", "answer", "state", "action")
 TEXT = ("response", "completion", "completions", "text", "prompt", "output", "answer", "solution")

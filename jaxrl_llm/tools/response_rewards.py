@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from jaxrl_llm.addresses import mask_text
+from jaxrl_llm.build.data import check_answers
 from jaxrl_llm.data.chat import encode_supervised
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.reward_models import EXTRA_TOKENS, RewardModel, load_reward_model
 from jaxrl_llm.experience.score import reward_sample
 from jaxrl_llm.host.processes import on_first
@@ -32,7 +32,6 @@ from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig, PlacementConfig, 
 from jaxrl_llm.sharding.placement import place
 from jaxrl_llm.sharding.rules import num_shards
 from jaxrl_llm.structs import Trajectory
-from jaxrl_llm.tools.output import print_progress
 from jaxrl_llm.tools.selection import RewardedResponse, plain_json
 
 SHORTEST_ROW = 64  # tokens
@@ -71,12 +70,13 @@ class ResponseScorer:
 
     def open(self, examples: Iterable[Example]) -> None:
         """Try the verifier on the first rows of each data source, then load the reward models."""
-        found = first_of_each_source(examples)
-        samples = [reward_sample(example) for example in found.rows]
+        first = first_of_each_source(examples)
+        samples = [reward_sample(example) for example in first.rows]
         if self.config.name != "none":
             config = choose_reward(self.config, samples, required=True)
             self.pool = self.closing.enter_context(RewardPool(config))
-            check_answers(found, self.pool)
+            fix = "They get no reward."
+            check_answers(first.unanswered, first.count, self.pool.can_score, fix)
             on_first(lambda: self.pool.check(samples))
         self.models = [self._load(i, model) for i, model in enumerate(self.config.models)]
 
@@ -201,30 +201,11 @@ def first_of_each_source(examples: Iterable[Example]) -> FirstRows:
     for example in examples:
         count += 1
         if not has_answer(example.answer):
-            first, number = unanswered.get(example.source, (example, 0))
-            unanswered[example.source] = first, number + 1
+            row, number = unanswered.get(example.source, (example, 0))
+            unanswered[example.source] = row, number + 1
         if len(rows := kept.setdefault(example.source, [])) < CHECKED_ROWS:
             rows.append(example)
     return FirstRows([row for rows in kept.values() for row in rows], [*unanswered.values()], count)
-
-
-def check_answers(found: FirstRows, pool: RewardPool) -> None:
-    """Tell how many rows have no answer that the verifier can compare with.
-
-    Raises:
-        UserError: no row has one.
-    """
-    lacking = [(row, number) for row, number in found.unanswered if not pool.can_score(reward_sample(row))]
-    if not lacking:
-        return
-    number = sum(number for _, number in lacking)
-    problem = (
-        f"{lacking[0][0].where}: no answer for the reward {pool.config.name} to compare with, as in "
-        f"{number:,} of {found.count:,} rows"
-    )
-    if number == found.count:
-        raise UserError(problem)
-    print_progress(f"warning: {problem}, which get no reward")
 
 
 def given_trajectory(model: RewardModel, example: Example, text: str, chat: ChatConfig) -> Trajectory:

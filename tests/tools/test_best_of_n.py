@@ -217,6 +217,37 @@ def test_a_process_model_ranks_by_the_worst_step(judges, write, tmp_path):
     assert row["reward"] == pytest.approx(min(after[2], after[3]), abs=1e-4)
 
 
+def test_score_counts_rows_without_an_answer(write, tmp_path, capsys):
+    row = {"prompt": "1+1=", "response": "2"}
+    args = ["--out", str(tmp_path / "o.jsonl"), "--reward.name", "exact", "--reward.workers", "1"]
+    data = write("d.jsonl", [{**row, "answer": "2"}, row, {**row, "answer": "3"}])
+    assert score.main(["--data", data, *args]) == 0
+    assert "d.jsonl:2: no answer for the reward to compare with, as in 1 of 3 rows" in capsys.readouterr().err
+    assert [r["reward"] for r in read(tmp_path / "o.jsonl")] == [1.0, None, 0.0]
+    with pytest.raises(UserError, match="as in 2 of 2 rows"):
+        score.main(["--data", write("e.jsonl", [row, row]), *args, "--resume", "False"])
+
+
+CHANNELS = "<|channel|>analysis<|message|>1+1<|end|><|start|>assistant<|channel|>final<|message|>2"
+
+
+def test_score_reads_what_follows_the_thought(write, tmp_path):
+    """Rows as `generate` writes them, of gpt-oss and of a template that opens the thought."""
+    row = {"prompt": [QUESTION], "answer": "2"}
+    texts = [CHANNELS, "2</think>3", "<think>3</think>2"]
+    rows = [{**row, "responses": [{"text": text} for text in texts]}]
+    rows += [{**row, "opens_thought": True, "responses": [{"text": "so 2"}, {"text": "3</think>2"}]}]
+    args = ["--out", str(tmp_path / "o.jsonl"), "--reward.name", "exact", "--reward.workers", "1"]
+    assert score.main(["--data", write("d.jsonl", rows), *args]) == 0
+    found = [[r["reward"] for r in row["responses"]] for row in read(tmp_path / "o.jsonl")]
+    assert found == [[1.0, 0.0, 1.0], [0.0, 1.0]]
+    select = [*args[:1], str(tmp_path / "best.jsonl"), *args[2:], "--select", "best"]
+    assert score.main(["--data", write("d.jsonl", rows), *select]) == 0
+    first, second = read(tmp_path / "best.jsonl")
+    assert first["response"] == [{"role": "assistant", "content": "2", "thinking": "1+1"}]
+    assert second["response"] == "3</think>2" and second["opens_thought"] is True
+
+
 def test_relabelled_pairs_swap_where_the_rejected_one_is_better(write, tmp_path):
     data = [
         {"prompt": "p", "chosen": "a", "rejected": "bbb"},
