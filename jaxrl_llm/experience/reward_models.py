@@ -20,9 +20,11 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatRenderer, find_template
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
-from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary
+from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary, text_ends
+from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models.kernels import can_share_prefixes
@@ -47,6 +49,7 @@ class RewardModel:
     tokenizer: Any
     chat: ChatConfig  # of the policy: system prompt, and whether prompts are chats
     rerenders: bool  # renders the conversation with its own template and tokenizer
+    pad_id: int = -1  # of its config.json; -1 = none
 
     @property
     def shares_prompts(self) -> bool:
@@ -71,7 +74,8 @@ class RewardModel:
 
         def finish() -> list[np.ndarray]:
             values = [outputs["values"][1:] for outputs in pending()]  # after each token
-            return [self._scores(t, v) for t, v in zip(trajectories, values, strict=True)]
+            triples = zip(trajectories, items, values, strict=True)
+            return [self._scores(t, item.tokens[:-1], v) for t, item, v in triples]
 
         return finish
 
@@ -139,11 +143,13 @@ class RewardModel:
 
         return finish
 
-    def _scores(self, trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
+    def _scores(self, trajectory: Trajectory, read: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Return the scores of the response's tokens; `values` are those of the tokens that were read."""
         scores = np.zeros(len(trajectory.response_ids), np.float32)
         values = (values - self.config.mean) / self.config.scale
         if self.config.kind == "outcome":
-            scores[-1] = values[-1]
+            unpadded = np.flatnonzero(read != self.pad_id)  # transformers scores the last of these
+            scores[-1] = values[unpadded[-1] if len(unpadded) else 0]
             return scores
         ends = self.step_ends(trajectory.response_ids)
         scores[ends] = values[len(trajectory.prompt_ids) :][ends]
@@ -211,7 +217,14 @@ def load_reward_model(
     step = replace(step, row_tokens=responses * step.row_tokens + EXTRA_TOKENS, temperature=1.0)
     shares = step.share_prefixes and can_share_prefixes(model, step.dtype, mesh)
     step = replace(step, share_prefixes=shares)
-    return RewardModel(config, params, ScoringModel(step, mesh), tokenizer, chat, rerenders)
+    pad_id = read_json(folder / "config.json").get("pad_token_id")
+    if config.kind == "outcome" and pad_id in text_ends(tokenizer):
+        print_on_first(
+            f"reward model {config.path}: its pad_token_id {pad_id} ends texts, so the token before is "
+            "scored, as in transformers"
+        )
+    pad_id = -1 if pad_id is None else pad_id
+    return RewardModel(config, params, ScoringModel(step, mesh), tokenizer, chat, rerenders, pad_id)
 
 
 def _same_template(tokenizer: Any, policy_tokenizer: Any, chat: ChatConfig) -> bool:

@@ -22,7 +22,7 @@ from jaxrl_llm.hf.config import to_hf_config
 from jaxrl_llm.hf.folder import INDEX, SINGLE, shorten_names
 from jaxrl_llm.hf.gather import gather_checked, group_by_size, stacked_runs
 from jaxrl_llm.hf.names import Encode, HFTensor, hf_tensors, stored_dtype
-from jaxrl_llm.hf.tokenizer import generation_config, save_tokenizer, special_ids
+from jaxrl_llm.hf.tokenizer import classifier_tokenizer, generation_config, save_tokenizer, special_ids
 from jaxrl_llm.host.files import sync_to_disk, write_json
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.models import TransformerConfig
@@ -79,6 +79,8 @@ def save_model(
     if dtype not in DTYPES:
         raise UserError(f"export: dtype={dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     config = export_config(config)
+    if tokenizer is not None and config.value_head:
+        tokenizer = classifier_tokenizer(tokenizer, config.vocab_size)
     raw = _raw(config, dtype, tokenizer)
     tensors = export_tensors(config, encode)
     shards = plan_files(tensors, jnp.dtype(dtype).itemsize, max_shard_bytes)

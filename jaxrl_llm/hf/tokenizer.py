@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -187,6 +188,38 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
     """Return bos, eos and pad of a tokenizer as config.json names them; those it has."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name, None) is not None}
+
+
+def classifier_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
+    """Return the tokenizer of a classifier's folder: padding is a token that no text ends with.
+
+    transformers scores the last token that is no padding (`ForSequenceClassification`), so with the end token
+    as padding it would score the token before the end.
+
+    Args:
+        vocab_size: rows of the model's embedding; where they leave no token, a line says so.
+    """
+    ends = text_ends(tokenizer)
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
+        return tokenizer
+    other = copy.deepcopy(tokenizer)
+    special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special and i not in ends}
+    named = [token for part in ("pad", "reserved", "unused") for token in special if part in token.lower()]
+    known = [token for token in (tokenizer.unk_token, tokenizer.bos_token) if token in special]
+    other.add_special_tokens({"pad_token": [*named, *known, "<|pad|>"][0]})
+    if other.pad_token_id < vocab_size:
+        return other
+    print_on_first(
+        f"the vocabulary of {vocab_size} has no token for padding but the end of texts: transformers scores "
+        "the token before it"
+    )
+    return tokenizer
+
+
+def text_ends(tokenizer: Any) -> set[int]:
+    """Return the ids that end a text of the tokenizer's folder."""
+    folder = tokenizer.name_or_path
+    return {tokenizer.eos_token_id, *(generation_end_ids(Path(folder)) if folder else ())}
 
 
 def generation_config(tokenizer: Any) -> dict[str, Any]:

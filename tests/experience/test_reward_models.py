@@ -19,6 +19,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.reward_models import add_scores, load_reward_model
 from jaxrl_llm.experience.win_rate import Comparison, model_judge
 from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.tokenizer import classifier_tokenizer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rewards.config import RewardModelConfig
@@ -154,6 +155,60 @@ def test_a_reward_model_is_a_classifier_to_transformers(weights, folder):
         model.config.pad_token_id = TOKENIZER.pad_token_id
         logits = model(torch.tensor(tokens)).logits
     assert float(logits[0, 0]) == pytest.approx(values(weights, t)[-1], abs=1e-4)
+
+
+def test_a_classifier_whose_padding_was_the_end_scores_the_end(weights, tmp_path):
+    """A batch of texts of several lengths, padded by the folder's own tokenizer, in transformers."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    save_model(weights, MODEL, folder := tmp_path / "hf", tokenizer, dtype="float32")
+    assert tokenizer.pad_token == tokenizer.eos_token
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    assert model.config.pad_token_id == loaded.pad_token_id != loaded.eos_token_id
+    batch = [trajectory("3"), trajectory("3+4")]
+    ids = [[*t.prompt_ids.tolist(), *t.response_ids.tolist()] for t in batch]
+    padded = loaded.pad({"input_ids": ids}, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**padded).logits[:, 0].tolist()
+    assert logits == pytest.approx([values(weights, t)[-1] for t in batch], abs=1e-4)
+
+
+def test_padding_of_a_classifier_is_a_token_that_no_text_ends_with(capsys):
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+
+    def pad(vocab_size, **special):
+        words = {"a": 0, "</s>": 1, "<s>": 2}
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+        settings = {"eos_token": "</s>", "pad_token": "</s>", **special}
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+        found = classifier_tokenizer(tokenizer, vocab_size)
+        return found.pad_token, found.pad_token_id
+
+    assert pad(4, bos_token="<s>") == ("<s>", 2) and pad(4, pad_token="a") == ("a", 0)
+    assert pad(4, pad_token=None) == ("<|pad|>", 3)
+    assert pad(9, additional_special_tokens=["<x>", "<|reserved_0|>"]) == ("<|reserved_0|>", 4)
+    assert pad(3) == ("</s>", 1) and "vocabulary of 3 has no token for padding" in capsys.readouterr().err
+
+
+def test_a_classifier_of_others_is_read_as_in_transformers(weights, tmp_path, capsys):
+    """Padding is the end token: the last token that is no padding is the one before."""
+    folder = tmp_path / "hf"
+    save_model(weights, MODEL, folder, TOKENIZER, dtype="float32")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"pad_token_id": TOKENIZER.eos_token_id}))
+    t = trajectory("3+4")
+    (scores,) = judge(folder)([t], [SUM])
+    assert scores[-1] == pytest.approx(values(weights, t)[-2], abs=1e-4)
+    assert "its pad_token_id 1 ends texts, so the token before is scored, as in t" in capsys.readouterr().err
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*t.prompt_ids.tolist(), *t.response_ids.tolist()]])).logits
+    assert float(logits[0, 0]) == pytest.approx(scores[-1], abs=1e-4)
 
 
 # --- a model with a tokenizer or a template of its own
