@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import write_folder
-from jaxrl_llm.hf.folder import file_inside, list_mismatches, read_header
+from jaxrl_llm.hf.folder import StoredTensor, file_inside, list_mismatches, read_header
 from jaxrl_llm.hf.load import read_slice
 from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, from_hf
 from jaxrl_llm.hf.peft_config import (
     CONFIG,
     check_same_adapters,
     file_factors,
+    has_stacked,
     peft_config,
     read_adapter_config,
     read_adapter_keys,
     shares_a,
+    stacks_experts,
     stored_factors,
 )
+from jaxrl_llm.hf.peft_experts import expert_parts, is_plain_mlp
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, abstract, named_leaves
 from jaxrl_llm.models.lora import MARK, scale_b
@@ -82,26 +86,35 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
     check_same_adapters(read_adapter_config(folder, config.moe is not None), config, folder / CONFIG)
     tensors, file, keys = adapter_tensors(config), _weight_file(folder), read_adapter_keys(folder / CONFIG)
     stored, shared = read_header(file), shares_a(keys)
-    expected = {tensor.name: _stored_shape(tensor, shared) for tensor in tensors}
+    stacked = expert_parts(tensors, config, keys) if stacks_experts(keys) and not has_stacked(config) else {}
+    trained = {ours for tensor in tensors for ours, _ in tensor.parts}
+    tensors = [t for t in tensors if not stacked or t.name in stored or not is_plain_mlp(t)]  # others stay 0
+    expected = {t.name: _stored_shape(t, shared) for t in tensors if t.name not in stacked}
+    expected |= {source.name: source.shape for source in stacked.values()}
     if problem := list_mismatches(stored, expected, "the model"):
         raise UserError(
             f"{file}: not the adapters of this {config.family} model; {problem}. "
             "Give the base model that the adapter was trained on, or another adapter."
         )
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
-    trained = {ours for tensor in tensors for ours, _ in tensor.parts}
-    adapter = {ours: np.empty(shapes[ours], np.float32) for ours in shapes if ours in trained}
+    adapter = {ours: np.zeros(shapes[ours], np.float32) for ours in shapes if ours in trained}
+    read = functools.lru_cache(4)(lambda name: _read_whole(name, stored[name]))
     for tensor in tensors:
-        shape = expected[tensor.name]
-        whole = TensorRows((), tensor.name, "o i -> o i", 0, shape[0])
-        bounds = tuple((0, size) for size in shape)
-        array = read_slice(stored[tensor.name], whole, shape, bounds, np.dtype(np.float32))
-        parts = _split(tensor, array, shared, config, file)
+        if part := stacked.get(tensor.name):
+            parts = [part.take(read(part.name))]
+        else:
+            parts = _split(tensor, read(tensor.name), shared, config, file)
         for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
             adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])
     for name, factor in stored_factors(keys, config).items():
         adapter[f"{name}{MARK}b"] *= np.float32(factor)
     return adapter
+
+
+def _read_whole(name: str, stored: StoredTensor) -> np.ndarray:
+    """Return a matrix of the file, float32."""
+    whole = TensorRows((), name, "o i -> o i", 0, stored.shape[0])
+    return read_slice(stored, whole, stored.shape, tuple((0, n) for n in stored.shape), np.dtype(np.float32))
 
 
 def _stored_shape(tensor: HFTensor, shared: bool) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from jaxrl_llm.user_file import expand_home
 CONFIG = "adapter_config.json"
 PARAMETER = ".weight"  # ends the names of adapted parameters; modules have none
 GATE_UP, DOWN = STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-"""Parameters that hold all experts of a layer (gpt-oss); they have adapters of their own kind in PEFT."""
+"""Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5; they have
+adapters of their own kind in PEFT."""
+CONVERTED = r".*\.gate_up_proj"
+"""Pattern that peft with transformers 5 writes where target modules are gate_proj and up_proj of experts."""
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 HEADS = ("score", "classifier")
 """PEFT's `modules_to_save` of a classifier; ours is called score, as in every family's Hugging Face model."""
@@ -71,7 +75,7 @@ def _read_lora(keys: JsonKeys, has_experts: bool) -> LoraConfig:
     shares_a(keys)
     return LoraConfig(
         rank=others or rank,
-        expert_rank=rank if has_experts else None,
+        expert_rank=max(adapter[0] for adapter in stacked_adapters(keys).values()) if has_experts else None,
         alpha=keys.number("lora_alpha", 8.0),
         rank_stabilized=keys.flag("use_rslora"),
         targets=targets,
@@ -178,13 +182,37 @@ def stored_factors(keys: JsonKeys, config: AdaptedConfig) -> dict[str, float]:
     shared, ours = shares_a(keys), peft_config(config, "")["rank_pattern"]
     layers = [key.removesuffix(PARAMETER) for key in ours if not (shared and key == GATE_UP)]
     for name in ("rank_pattern", "alpha_pattern"):
-        stored = keys.raw.get(name)
-        if stored and {key.removesuffix(PARAMETER) for key in stored} != {*layers}:
+        stored = {key.removesuffix(PARAMETER) for key in keys.raw.get(name) or {}} - {CONVERTED}
+        if stored and stored != {*layers}:
             known = f"patterns of {', '.join(layers)}" if layers else "none"
-            raise keys.wrong(name, stored, f"is not supported for this model; supported: {known}")
+            raise keys.wrong(name, keys.raw[name], f"is not supported for this model; supported: {known}")
     stored = _read_lora(keys, config.moe is not None)
     alpha = _read_pattern(keys, "alpha_pattern", config.moe is not None) or stored.alpha
-    return dict.fromkeys(file_factors(config), replace(stored, alpha=alpha).scale / config.lora.scale)
+    others = dict.fromkeys(file_factors(config), replace(stored, alpha=alpha).scale / config.lora.scale)
+    if not stacks_experts(keys) or has_stacked(config):
+        return others
+    of_file, of_model = stacked_adapters(keys), named_adapters(config)
+    experts = {name: name.rpartition(".")[2] for name in of_model if ".expert_" in name}
+    return others | {name: of_file[leaf][1] / of_model[name][1] for name, leaf in experts.items()}
+
+
+def has_stacked(config: AdaptedConfig) -> bool:
+    """Return whether the experts of a layer are one tensor in files of the family itself (gpt-oss)."""
+    return any(is_stacked(config, name) for name in named_adapters(config))
+
+
+def stacked_adapters(keys: JsonKeys) -> dict[str, tuple[int, float]]:
+    """Return our weight of experts -> (rank, factor on its output) of its adapter in the file."""
+
+    def adapter(pattern: str) -> tuple[int, float]:
+        own = [(keys.raw.get(key) or {}).get(pattern) for key in ("rank_pattern", "alpha_pattern")]
+        rank = keys.integer("r", 2**31 - 1) if own[0] is None else own[0]
+        alpha = keys.number("lora_alpha", 8.0) if own[1] is None else own[1]
+        if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+            raise keys.wrong("rank_pattern", own, f"is not supported for {pattern}; {WITHOUT}")
+        return rank, alpha / (math.sqrt(rank) if keys.flag("use_rslora") else rank)
+
+    return dict.fromkeys(("expert_gate", "expert_up"), adapter(CONVERTED)) | {"expert_down": adapter("")}
 
 
 def shares_a(keys: JsonKeys) -> bool:
@@ -212,7 +240,7 @@ def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
     if pattern in (None, {}):
         return None
     is_known = has_experts and isinstance(pattern, dict)
-    values = [value for name, value in pattern.items() if name != GATE_UP] if is_known else []
+    values = [x for name, x in pattern.items() if name not in (GATE_UP, CONVERTED)] if is_known else []
     if is_known and not values:
         return None
     kinds = (int,) if key == "rank_pattern" else (int, float)
@@ -260,11 +288,19 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
 
 
 def _read_parameters(keys: JsonKeys) -> list[str]:
-    """Return the adapted parameters: weights of linear layers, and those of all experts of gpt-oss."""
+    """Return the adapted parameters: weights of linear layers, and those of all experts of a layer."""
     names = keys.get("target_parameters") or []
+    full = {name.rpartition(".")[2]: name for name in STACKED}
+    names = [full.get(name, name) for name in names] if isinstance(names, list) else names
     if not isinstance(names, list) or not all(_is_parameter(str(name)) for name in names):
-        raise keys.wrong("target_parameters", names, f"is not supported; {WITHOUT}")
+        supported = f"supported: {GATE_UP}, {DOWN}, and weights of linear layers (mlp.up_proj{PARAMETER})"
+        raise keys.wrong("target_parameters", names, f"is not supported; {supported}")
     return names
+
+
+def stacks_experts(keys: JsonKeys) -> bool:
+    """Return whether the file has adapters of parameters that hold all experts of a layer."""
+    return not {*STACKED}.isdisjoint(_read_parameters(keys))
 
 
 def check_same_adapters(stored: LoraConfig, config: AdaptedConfig, file: Path) -> None:

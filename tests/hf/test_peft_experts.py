@@ -11,7 +11,14 @@ import pytest
 from hf_oracle import agree_in_greedy_text, hf_logits, our_logits, random_tokens, torch
 from lora_models import merged, replace_weights, with_random_adapters, with_stored_adapters
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
@@ -30,6 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),  # peft's own
 ]
 
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 LORA = LoraConfig(rank=4, alpha=6.0)  # of experts: 4 / 2
 COMMON = dict(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
@@ -181,6 +189,51 @@ def test_adapters_of_parameters_from_peft_have_its_logits(tmp_path, settings):
     save_adapter(ours, tmp_path / "ours", str(tmp_path / "base"))
     again = in_peft(tmp_path / "base", tmp_path / "ours")
     np.testing.assert_allclose(hf_logits(again, tokens), expected, atol=1e-4, rtol=0)
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+MIXTRAL = MixtralConfig(**COMMON, num_key_value_heads=2, num_local_experts=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "settings", "expected"),
+    [
+        (MODELS["qwen3_moe"], {"target_modules": ["q_proj"], "target_parameters": EXPERTS}, (3, 3)),
+        (MODELS["qwen3_moe"], {"target_modules": [], "target_parameters": ["gate_up_proj"]}, (3, 3)),
+        (MODELS["qwen3_moe"], {"target_modules": [*MLP_NAMES, "q_proj"]}, (3, 6)),
+        (MIXTRAL, {"target_modules": ["w1", "w2", "w3"], "use_rslora": True}, (3, 6)),
+        (MIXTRAL, {"target_modules": ["o_proj"], "target_parameters": EXPERTS, "use_rslora": True}, (3, 3)),
+        (MODELS["deepseek_v3"], {"target_modules": [*MLP_NAMES, "o_proj"]}, (3, 6)),
+    ],
+    ids=["parameters", "gate and up", "modules", "modules of mixtral", "rslora", "deepseek_v3"],
+)
+def test_adapters_of_experts_from_peft_with_transformers_5_have_its_logits(
+    tmp_path, config, settings, expected
+):
+    """Its experts are parameters; it makes them the targets where the names of modules mean experts."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in base.named_parameters():
+            weight.copy_(torch.ones_like(weight) if "norm" in name else 0.3 * torch.randn(weight.shape))
+    base.save_pretrained(tmp_path / "base")
+    plain = load_params(tmp_path / "base", read_config(tmp_path / "base"))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                weight.copy_(0.2 * torch.randn(weight.shape))
+    model.eval().save_pretrained(tmp_path / "theirs")
+    read = read_adapter_config(tmp_path / "theirs", has_experts=True)
+    assert (read.rank, read.expert_rank) == expected
+    ours, tokens = with_stored_adapters(plain, tmp_path / "theirs"), random_tokens()
+    got = np.asarray(our_logits(ours, tokens))
+    np.testing.assert_allclose(got, hf_logits(model, tokens), atol=2e-4, rtol=0)
+    assert np.abs(got - our_logits(plain, tokens)).max() > 0.05
+    save_adapter(ours, tmp_path / "ours", str(tmp_path / "base"))
+    again = our_logits(with_stored_adapters(plain, tmp_path / "ours"), tokens)
+    np.testing.assert_allclose(again, got, atol=1e-4)
 
 
 @pytest.mark.slow
