@@ -199,9 +199,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     tokenizer.end_ids = ends
     check_vocabularies(config, tokenizer)
     check_critic_files(config)
-    check_model(
-        config, {role: own.shape for role, own in meshes.items()}, model.max_position, model.num_heads
-    )
+    check_model(config, {role: own.shape for role, own in meshes.items()}, model)
     model = trained_config(model, config)
     adapter = load_adapter(expand_home(config.model.adapter), model) if config.model.adapter else {}
     env = make_conversations(config.env, tokenizer, config.data.chat)

@@ -77,9 +77,7 @@ def phases(config: TrainConfig, meshes: Mapping[str, Mesh]) -> list[Phase]:
         UserError: the recipe cannot run on these meshes, with the fix.
     """
     model = planned_model(config.model)
-    check_model(
-        config, {role: mesh.shape for role, mesh in meshes.items()}, model.max_position, model.num_heads
-    )
+    check_model(config, {role: mesh.shape for role, mesh in meshes.items()}, model)
     stage = planned_stage(config, meshes)
     base = always_resident(config, stage, meshes)
     result = []

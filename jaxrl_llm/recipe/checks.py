@@ -11,15 +11,16 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm import algos
-from jaxrl_llm.config import GENERATIVE, TrainConfig, same_responses
+from jaxrl_llm.config import GENERATIVE, TrainConfig, TransformerConfig, same_responses
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.hub_name import SUFFIX, hub_spelling, parse_hub_name
 from jaxrl_llm.hf.resolve import other_folder
 from jaxrl_llm.recipe.fields import check_fields, refuse
 from jaxrl_llm.recipe.keys import short_repr, shorten
-from jaxrl_llm.rollout.checks import strict_problems
+from jaxrl_llm.rollout.checks import dynamic_rope_hint, strict_problems
 from jaxrl_llm.rollout.sglang import auth, colocated
 from jaxrl_llm.rollout.sglang.health import read_addresses
 from jaxrl_llm.sharding.attention import heads_problem
@@ -50,7 +51,7 @@ def check_config(config: TrainConfig, writes: bool = True) -> None:
 
 
 def check_model(
-    config: TrainConfig, sizes: Mapping[str, Mapping[str, int]], max_position: int, heads: int
+    config: TrainConfig, sizes: Mapping[str, Mapping[str, int]], model: TransformerConfig
 ) -> None:
     """Refuse rows that the model has no positions for, and rows and heads that a mesh does not divide.
 
@@ -58,11 +59,12 @@ def check_model(
 
     Args:
         sizes: of the mesh of each role (`TrainConfig.placements`), mesh axis -> size.
+        model: the policy's.
 
     Raises:
         ConfigError: one line for each thing that is wrong.
     """
-    shape = _shape(config, sizes[""], max_position, heads)
+    shape = _shape(config, sizes[""], model.max_position, model.num_heads, model.rope.scaling)
     refuse([*_strict(config, sizes), *_divided(config, sizes), *shape])
 
 
@@ -185,7 +187,7 @@ def _model(config: TrainConfig) -> Iterator[str]:
         yield from _model_folder("model.path", path)
         yield from _stored_shape(config, expand_home(path) / "config.json")
     elif shape:
-        yield from _shape(config, config.mesh.sizes, shape.max_position, shape.num_heads)
+        yield from _shape(config, config.mesh.sizes, shape.max_position, shape.num_heads, shape.rope.scaling)
     optims = {"optim": config.optim}
     if algos.requirements(config.algo).critic:
         optims["critic.optim"] = config.critic.optim
@@ -240,17 +242,26 @@ def _stored_shape(config: TrainConfig, file: Path) -> Iterator[str]:
     names = ("max_position_embeddings", "num_attention_heads")
     known = [stored.get(name, 0) if isinstance(stored, dict) else 0 for name in names]
     if all(type(number) is int for number in known):  # others are named with the rest of the file
-        yield from _shape(config, config.mesh.sizes, *known)
+        yield from _shape(config, config.mesh.sizes, *known, _stored_scaling(stored))
 
 
-def _shape(config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int) -> Iterator[str]:
+def _stored_scaling(stored: dict[str, Any]) -> str:
+    """Return the type of RoPE that a config.json states; "" = none."""
+    rope = stored.get("rope_scaling") or stored.get("rope_parameters") or {}
+    return str(rope.get("rope_type", rope.get("type", ""))) if isinstance(rope, dict) else ""
+
+
+def _shape(
+    config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int, scaling: str
+) -> Iterator[str]:
     """Yield what does not fit the model's positions and heads; 0 = not known."""
     if 0 < max_position < config.max_tokens:
         room = max_position - config.max_prompt_tokens
         fix = f"--max_response_tokens {room} or less" if room > 0 else "both smaller"
         yield (
             f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens "
-            f"{config.max_response_tokens} is more than the model's {max_position} positions. Set {fix}."
+            f"{config.max_response_tokens} is more than the model's {max_position} positions. Set {fix}"
+            f"{dynamic_rope_hint(scaling)}"
         )
     tensor, sequence = num_shards("heads", sizes), num_shards("sequence", sizes)
     if (

@@ -98,18 +98,18 @@ def _request_problem(request: Request, model: TransformerConfig) -> str:
     if ids.size + max_tokens > model.max_position:
         return (
             f"{ids.size} prompt tokens + max_tokens={max_tokens} exceed the model's {model.max_position} "
-            f"positions; shorten one of them{_dynamic_rope_hint(model)}"
+            f"positions; shorten one of them{dynamic_rope_hint(model.rope.scaling)}"
         )
     return ""
 
 
-def _dynamic_rope_hint(model: TransformerConfig) -> str:
-    """Return why "dynamic" RoPE ends at max_position.
+def dynamic_rope_hint(scaling: str) -> str:
+    """Return why "dynamic" RoPE ends at max_position, up to which it is the default one; "." for others.
 
     Beyond it the frequencies of all keys depend on the final length of the sequence, which the rollout does
     not know when it caches them: its log-probs would not be the trainer's.
     """
-    if model.rope.scaling != "dynamic":
+    if scaling != "dynamic":
         return "."
     return (
         '. "dynamic" RoPE would go on, but rotates all keys anew with every token, and cached keys stay: '

@@ -472,10 +472,14 @@ def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
         "--max_prompt_tokens 16 + --max_response_tokens 16 is more than the model's 20 positions. "
         "Set --max_response_tokens 4 or less."
     )
+    for rope in ({"rope_scaling": {"type": "dynamic"}}, {"rope_parameters": {"rope_type": "dynamic"}}):
+        (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 20, **rope}))
+        assert '"dynamic" RoPE would go on, but rotates all keys anew' in refusal(check_config, here)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
     check_config(here)
     assert "more than the model's 31 positions" in refusal(
-        check_model, config, dict.fromkeys(("", "rollout."), MeshConfig(fsdp=8).sizes), 31, 4
+        *(check_model, config, dict.fromkeys(("", "rollout."), MeshConfig(fsdp=8).sizes)),
+        replace(config.model.architecture, max_position=31, num_heads=4),
     )
 
 
