@@ -32,7 +32,7 @@ class RewardModelLossConfig(AlgoConfig):
 def last_values(inputs: LossInputs) -> Pair:
     """Return the value at the last position, which has read all tokens, of chosen and rejected sequences."""
     following = jnp.pad(inputs.segments[:, 1:], ((0, 0), (0, 1)))
-    is_last = ((inputs.segments > 0) & (inputs.segments != following)).astype(inputs.mask.dtype)
+    is_last = (inputs.segments != following).astype(inputs.mask.dtype)  # padding, segment 0, has no sum
     return pair_sums(inputs.values, replace(inputs, mask=is_last))
 
 

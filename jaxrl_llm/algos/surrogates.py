@@ -256,7 +256,7 @@ class DPPOConfig(PolicyConfig):
 def dppo_loss(inputs: LossInputs, config: DPPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return -M sg[min(r, cap)] A log pi."""
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.policy, inputs.old)))
-    keep = trusted(jax.lax.stop_gradient(inputs.policy), inputs, config)
+    keep = trusted(inputs.policy, inputs, config)
     surrogate = -jnp.minimum(ratio, config.ratio_cap) * inputs.advantages * inputs.policy
     return policy_loss(jnp.where(keep, surrogate, 0.0), {"clip_fraction": ~keep}, inputs, config)
 

@@ -179,3 +179,4 @@ def test_wrong_bounds_are_refused(kwargs, expected):
 
 def test_no_bound_is_infinity():
     assert not list(ranges.problems(Correction("token", cap=float("inf"))))
+    assert not list(ranges.problems(Correction(reject=(("token_k1", 0.8, 1.25),))))

@@ -105,6 +105,8 @@ def test_gradient_of_gspo_is_the_sequence_ratios():
 def test_gradient_of_cispo_keeps_clipped_tokens():
     expected = -np.clip(RATIO, 0.8, 1.28) * ADVANTAGES * MASK / 7
     np.testing.assert_allclose(gradient_of(cispo.Config(**CLIP)), expected, atol=1e-6)
+    twice = gradient_of(cispo.Config(**CLIP), advantages=2 * ADVANTAGES)
+    np.testing.assert_allclose(twice, 2 * expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(("config", "count"), [(gpg.config, 7), (reinforce.config, 2)])
@@ -197,6 +199,17 @@ def test_clip_cov_drops_a_share_of_tokens_of_high_covariance():
     np.testing.assert_allclose(gradient_of(config), expected, atol=1e-6)
     none = clip_cov.Config(**CLIP, fraction=0.0, covariance_low=0.1)
     assert loss_of(none) == pytest.approx(0.293748, abs=1e-6)
+
+
+def test_masked_tokens_are_no_candidates_and_move_no_mean():
+    """Covariance 1.5 everywhere: with fraction 1 both tokens go, whatever the masked places hold."""
+    policy, advantages = jnp.array([[-1.0] * 4, [-2.0] * 4]), jnp.array([[3.0] * 4, [-3.0] * 4])
+    mask = jnp.zeros((2, 4)).at[:, 0].set(1.0)
+    inputs = dict(mask=mask, num_tokens=jnp.float32(2), old=policy, advantages=advantages)
+    config = clip_cov.Config(**CLIP, fraction=1.0, covariance_low=1.0)
+    np.testing.assert_array_equal(gradient_of(config, policy, **inputs), np.zeros((2, 4)))
+    alone = loss_inputs(policy, mask=mask.at[1, 0].set(0.0), advantages=advantages)
+    assert float(covariance(alone)[0, 0]) == 0
 
 
 def test_the_hash_is_uniform_and_depends_on_the_value_alone():

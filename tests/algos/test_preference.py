@@ -146,6 +146,11 @@ def test_settings_that_a_loss_does_not_read(config, field):
     assert [name for name, _ in config.problems()] == [field]
 
 
+@pytest.mark.parametrize("loss", PAIR_LOSSES)
+def test_each_loss_has_settings_without_a_problem(loss):
+    assert not list(dpo.Config(loss=loss, label_smoothing=0.1 if loss == "exo" else 0.0).problems())
+
+
 def test_alphapo_is_simpo_with_another_reward():
     """beta (1 - p^-alpha) / alpha of the mean log-probs -5, -11 and -4, -4.5 (arXiv 2501.03884)."""
     reward = lambda mean: 2.0 * (1 - math.exp(-0.25 * mean)) / 0.25
