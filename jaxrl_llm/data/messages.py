@@ -13,6 +13,7 @@ from jaxrl_llm.data.rows import (
     check_json,
     check_text,
     column_names,
+    read_json_text,
     role_of,
     type_name,
 )
@@ -43,6 +44,8 @@ def _message(item: Any, where: str) -> Message:
         given = {key: item[key] for key in ("role", "from") if key in item}
         raise RowError(f"{where} has no known role: its keys are {column_names(item)}, {given!r:.100}")
     check_text(role, f"{where}.role")
+    if calls := _tool_calls(item.pop("tool_calls", None), f"{where}.tool_calls"):
+        item["tool_calls"] = calls
     content = item.get("content", item.get("value", "" if item.get("tool_calls") else None))
     if isinstance(content, list):
         content = _join_parts(content, where)
@@ -52,6 +55,15 @@ def _message(item: Any, where: str) -> Message:
     learned = _is_learned(others, role, where)
     others = {key: value for key, value in others.items() if key not in LOSS_KEYS}
     return {"role": role, "content": content, **others} | ({} if learned else {"weight": 0})
+
+
+def _tool_calls(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Return the tool calls of a message, which tables may keep as JSON text; None where there are none."""
+    calls = read_json_text(value, where)
+    check_json(calls, where)
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise RowError(f"{where} must be a list of tool calls, got {value!r:.100}")
+    return calls
 
 
 def _is_learned(keys: dict[str, Any], role: str, where: str) -> bool:

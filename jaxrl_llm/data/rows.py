@@ -142,7 +142,7 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
       RowError: they are not what a chat template can read.
     """
     tools, options = columns.get("tools"), columns.get("chat_template_kwargs")
-    tools, options = (None if is_null(value) else _from_text(value, where) for value in (tools, options))
+    tools, options = (None if is_null(value) else read_json_text(value, where) for value in (tools, options))
     options = {} if options is None else options
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools)):
         raise RowError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.100}")
@@ -155,8 +155,11 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
     return tools or None, options
 
 
-def _from_text(value: Any, where: str) -> Any:
-    """Return what JSON text holds, as which tables keep objects of different keys; "" is a missing cell."""
+def read_json_text(value: Any, where: str) -> Any:
+    """Return what JSON text holds, as which tables keep objects of different keys; "" is a missing cell.
+
+    Other text, and a value that is no text, is returned as it is.
+    """
     if not isinstance(value, str):
         return value
     with contextlib.suppress(ValueError, RecursionError):

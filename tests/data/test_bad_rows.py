@@ -48,6 +48,14 @@ WRONG = {
         "messages[1].tool_calls[0] must be text, got bytes",
     ),
     "not a number": ({"messages": [{**USER, "weight": float("inf")}]}, "messages[0].weight is inf"),
+    "tool calls that are no list": (
+        {"messages": [USER, {**ASSISTANT, "tool_calls": {"name": "f"}}]},
+        "messages[1].tool_calls must be a list of tool calls, got {'name': 'f'}",
+    ),
+    "tool calls in text": (
+        {"messages": [USER, {**ASSISTANT, "tool_calls": "f()"}]},
+        "messages[1].tool_calls must be a list of tool calls, got 'f()'",
+    ),
     "tools": ({"messages": [USER], "tools": "calculator"}, "tools must be a list of JSON schemas"),
     "tools in text": ({"messages": [USER], "tools": '{"name": "f"}'}, "tools must be a list of JSON schemas"),
     "tools with a huge number": ({"messages": [USER], "tools": f"[{'1' * 5000}]"}, "tools must be a list"),

@@ -1,5 +1,6 @@
 """Every row shape that other systems use, as it is, and every way a row can be bad."""
 
+import json
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from jaxrl_llm.data.rows import Example
 
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "4"}
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": None}}}]
 
 
 def read(row, **config) -> Example:
@@ -83,6 +85,10 @@ SHAPES = {
     "arrow's nulls": (
         {"prompt": [{**USER, "tool_calls": None}], "completion": None, "answer": "4"},
         {"messages": (USER,), "answer": "4", "response": None},
+    ),
+    "tool calls in JSON text": (
+        {"messages": [{**ASSISTANT, "tool_calls": json.dumps(CALLS)}, {**USER, "tool_calls": ""}]},
+        {"messages": ({**ASSISTANT, "tool_calls": CALLS}, USER)},
     ),
 }
 
