@@ -57,7 +57,8 @@ def test_scores_come_back_in_order_with_their_outcomes(serve):
     assert [r.outcome.name for r in results] == ["CORRECT", "WRONG"]
     body, token, _ = asked[0]
     assert body["samples"][0] == {
-        "prompt": "2+2=", "messages": [], "response": "4", "answer": "4", "source": "",
+        "prompt": "2+2=", "messages": [], "response": "4", "answer": "4", "source": "", "thought": "",
+        "text": "4",
     }  # fmt: skip
     assert body["query"] == ["2+2=4", "2+2=5"] and body["labels"] == ["4", "4"] and token is None
 
