@@ -291,6 +291,14 @@ def test_a_template_that_refuses_everything_is_found_before_the_run(tmp_path, se
         loader(seven, chat=chat).check_first_rows()
     with pytest.raises(UserError, match=r"0 of 7 rows can be used; the last: .*seven.jsonl:7: .*not mine"):
         loader(seven, chat=chat, bad_rows="skip").check_first_rows()
+    (tmp_path / "t.jinja").write_text(
+        "{{ raise_exception('not mine') if messages[0].content < 'x' else messages[0].content }}"
+    )
+    mixed = write(tmp_path / "mixed.jsonl", [31 * "x", "a", "b", "c"])
+    with pytest.raises(
+        UserError, match=r"overlong cut. 3 more cannot be used; the last: .*jsonl:4: .*not mine"
+    ):
+        loader(mixed, chat=chat, bad_rows="skip", max_prompt_tokens=16).check_first_rows()
 
 
 def test_a_template_that_never_ends_stops_a_run_that_skips_bad_rows(tmp_path, seven, monkeypatch):
