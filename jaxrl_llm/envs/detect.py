@@ -19,7 +19,7 @@ SAMPLE_CALL = ToolCall(
 SAMPLE_TYPES = {"city": "string", "days": "integer", "units": "array", "detail": "object"}
 SAMPLE_SCHEMA = {
     "name": SAMPLE_CALL.name,
-    "description": "Forecast.",
+    "description": "The forecast.",
     "parameters": {
         "type": "object",
         "properties": {name: {"type": type, "description": name} for name, type in SAMPLE_TYPES.items()},
@@ -56,9 +56,19 @@ def detect_format(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
     )
 
 
+def shows_tools(tokenizer: Any, chat: ChatConfig) -> bool:
+    """Return whether the policy reads the tools of a run in its prompts."""
+    if chat.render == "plain":
+        return False
+    try:
+        return SAMPLE_CALL.name in _written_call(tokenizer, chat)[0]
+    except UserError:  # it refuses this chat, and may take others
+        return True
+
+
 def _written_call(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
     """Return (a prompt with a tool, the turn that answers it with a call), as the template writes them."""
-    question = ({"role": "user", "content": "How is the weather?"},)
+    question = ({"role": "user", "content": "Is it warm outside?"},)
     columns = {"tools": [{"type": "function", "function": SAMPLE_SCHEMA}]}
     example = Example(question, None, columns=columns, where="a tool call")
     asked = prompt_messages(example, chat) or list(question)

@@ -15,7 +15,7 @@ from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.envs.calls import render_call
 from jaxrl_llm.envs.config import EnvConfig, ToolsConfig
-from jaxrl_llm.envs.detect import SAMPLE_CALL, detect_format
+from jaxrl_llm.envs.detect import SAMPLE_CALL, detect_format, shows_tools
 from jaxrl_llm.envs.dialogue import EnvDialogue, check_template
 from jaxrl_llm.envs.env import Env, Tool
 from jaxrl_llm.envs.python_file import load_env, load_tool
@@ -83,8 +83,7 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
     if config.tools:
         tools = make_tools(config.tools, config.toolbox)
         columns["tools"] = [{"type": "function", "function": tool.schema} for tool in tools.values()]
-        format, call = _format(config, tokenizer, chat)
-        line = f"tool calls are read as {format}, such as {call!r}"
+        format, line = _format(config, tokenizer, chat)
         env: Env = ToolEnv(tools, format, config.tool_timeout, config.max_calls)
     else:
         env = load_env(config.name)
@@ -117,10 +116,17 @@ def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:
 
 
 def _format(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
-    """Return (format of tool calls, a call in it); "auto" = as the chat template writes them."""
-    if config.format != "auto":
-        return config.format, render_call(SAMPLE_CALL, config.format)
+    """Return (format of tool calls, a line on it for the start); "auto" = that of the chat template."""
+    notes = "" if shows_tools(tokenizer, chat) else "; the prompts do not show the tools to the policy"
     try:
-        return detect_format(tokenizer, chat)
+        written, call = detect_format(tokenizer, chat)
     except UserError as error:
-        raise UserError(f"--env.format auto: {error}") from error
+        if config.format == "auto":
+            raise UserError(f"--env.format auto: {error}") from error
+        written = config.format
+    format = written if config.format == "auto" else config.format
+    if format != written:
+        notes += f"; the chat template writes them as {written}"
+    if config.format != "auto":
+        call = render_call(SAMPLE_CALL, format)
+    return format, f"tool calls are read as {format}, such as {call!r}{notes}"

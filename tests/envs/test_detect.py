@@ -1,7 +1,6 @@
 """The format of tool calls of a chat template: a call is rendered and read back."""
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,11 +98,15 @@ def test_templates_of_trl(tokenizer, name):
 
 
 def test_a_run_says_which_format_it_reads(tokenizer):
-    tokenizer.chat_template = template(HERMES)
-    config = EnvConfig(tools=("calculator",))
-    with make_conversations(config, tokenizer, ChatConfig()) as auto:
-        assert auto.line.startswith(
-            'tool calls are read as hermes, such as \'<tool_call>\\n{"name": "weather"'
-        )
-    with make_conversations(replace(config, format="xml"), tokenizer, ChatConfig()) as named:
-        assert named.line.startswith("tool calls are read as xml, such as '<tool_call>\\n<function=weather>")
+    def line(call, prompt="{{ tools }}", **settings):
+        tokenizer.chat_template = template(call, prompt)
+        config = EnvConfig(tools=("calculator",), **settings)
+        with make_conversations(config, tokenizer, ChatConfig()) as made:
+            return made.line
+
+    hermes = 'tool calls are read as hermes, such as \'<tool_call>\\n{"name": "weather", '
+    assert line(HERMES).startswith(hermes) and line(HERMES).endswith("</tool_call>'")
+    unlike = line(HERMES, format="xml")
+    assert unlike.startswith("tool calls are read as xml, such as '<tool_call>\\n<function=weather>")
+    assert unlike.endswith("; the chat template writes them as hermes")
+    assert line("", "", format="hermes").endswith("; the prompts do not show the tools to the policy")
