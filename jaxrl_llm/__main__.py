@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
+import platform
 import sys
 
 from jaxrl_llm.host import huge_pages
@@ -42,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         print(command_table())
         return 0
+    if command in ("-V", "--version", "version") or "--version" in rest:
+        print(version_line())
+        return 0
     if command == "--list":
         command, rest = "train", ["--list", *rest]
     if command not in COMMANDS:
@@ -56,11 +61,20 @@ def main(argv: list[str] | None = None) -> int:
         return run_command(importlib.import_module(COMMANDS[command][0]).main, rest)
 
 
+def version_line() -> str:
+    """Return the versions of the package, of Python and of jax."""
+    ours, jax = (importlib.metadata.version(name) for name in ("jaxrl-llm", "jax"))
+    return f"jaxrl_llm {ours}, Python {platform.python_version()}, jax {jax}"
+
+
 def command_table() -> str:
     """Return the usage line and the commands, each with a sentence."""
     lines = ["usage: python -m jaxrl_llm COMMAND [--key value ...]", ""]
     lines += [f"    {name:<13} {sentence}" for name, (_, sentence) in COMMANDS.items()]
-    lines += ["", "python -m jaxrl_llm --list: recipes and algorithms; COMMAND --help: its options."]
+    lines += [
+        "",
+        "python -m jaxrl_llm --list: recipes and algorithms; COMMAND --help: its options; --version.",
+    ]
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.signals import interruptible
 from jaxrl_llm.recipe.fields import check_fields
 from jaxrl_llm.recipe.keys import plain_values
-from jaxrl_llm.recipe.load import with_settings
+from jaxrl_llm.recipe.load import ResolvedRecipe, with_settings
 from jaxrl_llm.recipe.overrides import closest_key
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.thoughts import split_thought
@@ -32,13 +32,17 @@ from jaxrl_llm.tools.config import GenerateConfig, ModelChoice
 from jaxrl_llm.tools.generation import Generator
 from jaxrl_llm.train import execute
 
+DEFAULT_RECIPE = "grpo_qwen.py"
+"""Recipe whose settings a run without a recipe has."""
 EVALUATION = {"data.eval_path", "data.holdout", "eval.every"}
 """Settings that say on what to evaluate."""
 OF_ROWS = {
-    "data.path": ("data.holdout", "steps", "epochs", "data.train."),
+    "data.path": ("data.holdout", "steps", "epochs", "data.train.", "data.chat."),
     "data.eval_path": ("data.eval.",),
 }
 """Settings, or their beginnings, that are checked together with the rows, not with the recipe's own data."""
+PLACE_OF_FUNCTION = "exact"
+"""Name of a reward that the checks accept where `reward_label` of a function is going to be."""
 Rows = Iterable[Mapping[str, Any]]
 Prompt = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
 
@@ -90,8 +94,9 @@ class Response:
 
 
 def run(
-    recipe: TrainConfig | str | os.PathLike[str],
+    recipe: TrainConfig | str | os.PathLike[str] = "",
     *,
+    model: str | os.PathLike[str] = "",
     reward: Callable[..., Any] | None = None,
     data: Rows | None = None,
     eval_data: Rows | None = None,
@@ -99,10 +104,12 @@ def run(
 ) -> RunResult:
     """Train a model by a recipe; a run directory that has checkpoints is continued.
 
+        run(model="Qwen/Qwen3-0.6B", data=rows, reward=my_reward)
         run("grpo_tiny.py", reward=my_reward, data=rows, steps=50, **{"optim.learning_rate": 1e-4})
 
     Args:
-        recipe: a TrainConfig, or the name or path of a recipe file.
+        recipe: a TrainConfig, or the name or path of a recipe file; "" = DEFAULT_RECIPE, which is said.
+        model: the setting model.path: folder, GGUF file or hub name; "" = the recipe's model.
         reward: reward function with the signature of TRL, veRL, OpenRLHF, RL2 or `f(sample) -> float`; it
             runs in worker processes: a notebook may define it, but it cannot change the notebook's variables.
             A finished run is not continued with another one, see `reward_label`.
@@ -119,28 +126,25 @@ def run(
         UserError: input that cannot work, before any expensive work. RunError: the run cannot continue.
         KeyboardInterrupt: interrupted before the first step, or twice.
     """
+    if reward is not None and not callable(reward):
+        raise UserError(
+            f'reward: {reward!r:.100} is no function; a built-in reward is **{{"reward.name": NAME}}'
+        )
+    if not recipe:
+        recipe = DEFAULT_RECIPE
+        print(
+            f"note: no recipe is named, so the settings are those of {recipe} (python -m jaxrl_llm.train "
+            f"--config {recipe} --help shows them), but for what is given here",
+            file=sys.stderr,
+        )
+    settings |= {"model.path": os.fspath(model)} if model else {}
     if data is not None and eval_data is None and not EVALUATION & settings.keys():
         print(
             'note: no eval_data is given, so nothing is evaluated; **{"data.holdout": 0.1} holds out a tenth',
             file=sys.stderr,
         )
         settings["eval.every"] = 0
-    if reward is not None and not callable(reward):
-        raise UserError(
-            f'reward: {reward!r:.100} is no function; a built-in reward is **{{"reward.name": NAME}}'
-        )
-    given = {"data.path": data, "data.eval_path": eval_data}
-    of_rows = {
-        path: {key: settings.pop(key) for key in list(settings) if key.startswith(OF_ROWS[path])}
-        for path, rows in given.items()
-        if rows is not None
-    }
-    resolved = with_settings(recipe, settings)
-    for (key, rows), name in zip(given.items(), ("train", "eval"), strict=True):
-        if rows is not None:
-            file = write_rows(rows, Path(resolved.config.run_dir) / "data", name)
-            own = with_settings(resolved.config, {key: str(file), **of_rows[key]})
-            resolved = own._replace(recipe=resolved.recipe)
+    resolved = with_rows(recipe, settings, {"data.path": data, "data.eval_path": eval_data}, reward)
     run_dir = Path(resolved.config.run_dir)
     if reward is not None:
         name = reward_label(reward)
@@ -153,6 +157,34 @@ def run(
         ended = execute(resolved, reward=reward)
     metrics, samples = (jsonl.read_rows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl"))
     return RunResult(run_dir, ended.step, ended.reason, metrics, samples)
+
+
+def with_rows(
+    recipe: TrainConfig | str | os.PathLike[str],
+    settings: dict[str, Any],
+    given: Mapping[str, Rows | None],
+    reward: Callable[..., Any] | None,
+) -> ResolvedRecipe:
+    """Return the recipe with settings and, as files of the run directory, rows from memory.
+
+    Args:
+        given: rows by the key of their file; None = there are none.
+        reward: function that is going to take the place of the recipe's reward.
+    """
+    of_rows = {
+        path: {key: settings.pop(key) for key in list(settings) if key.startswith(OF_ROWS[path])}
+        for path, rows in given.items()
+        if rows is not None
+    }
+    if reward is not None and "data.path" in of_rows:
+        of_rows["data.path"]["reward.name"] = PLACE_OF_FUNCTION  # the task is no longer the recipe's
+    resolved = with_settings(recipe, settings)
+    for (key, rows), name in zip(given.items(), ("train", "eval"), strict=True):
+        if rows is not None:
+            file = write_rows(rows, Path(resolved.config.run_dir) / "data", name)
+            own = with_settings(resolved.config, {key: str(file), **of_rows[key]})
+            resolved = own._replace(recipe=resolved.recipe)
+    return resolved
 
 
 def reward_label(function: Callable[..., Any]) -> str:

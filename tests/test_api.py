@@ -3,15 +3,18 @@
 import gc
 import json
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
 import jaxrl_llm
+from jaxrl_llm import api
 from jaxrl_llm.api import RunResult, write_rows
-from jaxrl_llm.configs import grpo_tiny
+from jaxrl_llm.configs import grpo_qwen, grpo_tiny
 from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.train import Ended
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{a} + {b} ="}], "answer": str(a + b)}
@@ -97,6 +100,40 @@ def test_a_finished_run_is_not_returned_for_another_reward(result):
     message = r"has a finished run of another reward \(Python function contains_seven, .*Set another run_dir"
     with pytest.raises(UserError, match=message):
         jaxrl_llm.run("grpo_tiny.py", reward=contains_seven, run_dir=str(result.run_dir), **SHORT)
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """Return a list that gets the config of each run, in place of the run."""
+    configs = []
+
+    def execute(resolved, reward=None):
+        configs.append(resolved.config)
+        return Ended(None, 0, "SIGINT")
+
+    monkeypatch.setattr(api, "execute", execute)
+    return configs
+
+
+def test_a_run_without_a_recipe_has_the_settings_of_grpo_qwen(executed, tmp_path, capsys):
+    reward = lambda sample: 1.0
+    jaxrl_llm.run(model="org/mine", data=ROWS, reward=reward, run_dir=str(tmp_path), steps=3)
+    (config,), expected = executed, grpo_qwen.get_config()
+    assert config.algo == expected.algo and config.optim == expected.optim and config.steps == 3
+    assert config.model == replace(expected.model, path="org/mine")
+    (source,) = config.data.sources("train")
+    assert source.path.startswith(str(tmp_path / "data" / "train_")) and source.subset == ""
+    assert config.data.chat.system_prompt == ""  # it belongs to GSM8K and its reward
+    assert config.reward.name.startswith("Python function <lambda>")
+    notes = capsys.readouterr().err
+    assert "no recipe is named, so the settings are those of grpo_qwen.py" in notes
+    assert "the recipe's system prompt" in notes and "is left out" in notes
+
+
+def test_settings_of_the_chat_are_kept_beside_rows(executed, tmp_path):
+    own = {"data.chat.system_prompt": "Add."}
+    jaxrl_llm.run("grpo_qwen.py", data=ROWS, reward=len, run_dir=str(tmp_path), **own)
+    assert executed[0].data.chat.system_prompt == "Add."
 
 
 def test_a_stopped_run_says_how_to_get_a_model(tmp_path):

@@ -182,3 +182,9 @@ def test_nothing_is_said_about_torch(argv):
     )
     assert (out.returncode, out.stderr) == (0, "")
     assert "--optim.learning_rate" in out.stdout if argv else out.stdout == "128\n"
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["-V"], ["train", "--version"], ["generate", "--version"]])
+def test_the_version_is_a_line(argv, capsys):
+    assert cli.main(argv) == 0
+    assert re.fullmatch(r"jaxrl_llm \S+, Python \S+, jax \S+\n", capsys.readouterr().out)

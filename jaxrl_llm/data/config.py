@@ -134,7 +134,7 @@ class DataConfig:
     """Training and evaluation data."""
 
     path: str = ""
-    """Train on this instead: takes the place of train.0.path, without the recipe's options and other
+    """Train on this instead: takes the place of train.0.path, without the recipe's options, subset and other
     sources."""
     eval_path: str = ""
     """Evaluate on this instead: as `path`, for evaluation (split test)."""
@@ -178,19 +178,22 @@ class DataConfig:
 
     def sources(self, split: Literal["train", "eval"]) -> tuple[SourceConfig, ...]:
         """Return the sources of a split, with `path` and `eval_path` applied."""
-        first = dataclasses.replace(
-            self.train[0] if self.train else SourceConfig(), options="", distinct=False
-        )
-        train = (dataclasses.replace(first, path=self.path),) if self.path else self.train
+        train = (self._instead(self.path),) if self.path else self.train
         if split == "train":
             return train
         if self.eval_path:
-            return (dataclasses.replace(first, path=self.eval_path, split="test"),)
+            return (dataclasses.replace(self._instead(self.eval_path), split="test"),)
         generated = tuple(source for source in train if source.is_generated)
         chosen = generated if self.holdout else self.eval or generated
         return tuple(
             dataclasses.replace(source, split="test") if source.is_generated else source for source in chosen
         )
+
+    def _instead(self, path: str) -> SourceConfig:
+        """Return the first training source with another path, without what belongs to its own data."""
+        first = self.train[0] if self.train else SourceConfig()
+        subset = first.subset if path == first.path else ""
+        return dataclasses.replace(first, path=path, options="", distinct=False, subset=subset)
 
 
 def is_date(text: str) -> bool:

@@ -41,6 +41,7 @@ SAME = {
     "accelerate": MESH,
     "ddp": MESH,
     "num_processes": MESH,
+    "model.name": "--model.path",
     "tokenizer_name": "--model.tokenizer",
     "tokenizer": "--model.tokenizer",
     "vllm_server_base_url": "--rollout.servers http://host:port, of SGLang servers; there is no vLLM",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -33,6 +35,12 @@ class ConfigField(NamedTuple):
     def hint(self) -> Any:
         """Type of the field, without its range."""
         return type_hints(type(self.owner))[self.name]
+
+    @property
+    def is_off_at_zero(self) -> bool:
+        """True of a number that is 0 by default, which None means too: there is none of it."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self.owner)}
+        return self.hint in (int, float) and defaults[self.name] == 0
 
 
 @functools.cache
@@ -234,7 +242,9 @@ def _parse_word(hint: Any, word: str) -> Any:
         choices = {"true": True, "false": False}
     elif typing.get_origin(hint) is Literal:
         choices = {str(arg): arg for arg in typing.get_args(hint)}
-    elif hint in (str, int, float):
+    elif hint is int:
+        return _whole_number(word)
+    elif hint in (str, float):
         return hint(word)
     else:
         raise ValueError("a type that cannot be spelled in words")
@@ -242,3 +252,14 @@ def _parse_word(hint: Any, word: str) -> Any:
     if key not in choices:
         raise ValueError(f"not one of {', '.join(choices)}")
     return choices[key]
+
+
+def _whole_number(word: str) -> int:
+    """Return the number of "1000", or of "1e3"."""
+    try:
+        return int(word)
+    except ValueError:
+        number = float(word) if re.fullmatch(r"[+-]?[\d.]+e\+?\d\d?", word.lower()) else math.nan
+        if not number.is_integer():
+            raise
+        return int(number)

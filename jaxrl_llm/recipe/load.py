@@ -16,16 +16,18 @@ import sys
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jaxrl_llm import algos
-from jaxrl_llm.config import DataConfig, TrainConfig
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.importer.algorithm_names import translate_algorithm
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.idle import without_effect
+from jaxrl_llm.recipe.implied import imply
 from jaxrl_llm.recipe.keys import iter_fields, plain_values, short_repr, shorten
 from jaxrl_llm.recipe.overrides import (
+    ASSIGNMENT,
     Pair,
     apply_overrides,
     closest_key,
@@ -118,54 +120,13 @@ def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) ->
     return resolved._replace(config=dataclasses.replace(resolved.config, run_dir=run_dir))
 
 
-def _changed(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[str]]:
-    """Return `apply_overrides`; --steps takes the place of a recipe's epochs, --data.path of its sources."""
-    config, notes = apply_overrides(config, pairs)
+def _changed(recipe: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[str]]:
+    """Return `apply_overrides`, and what the given keys imply for the others."""
+    config, notes = apply_overrides(recipe, pairs)
     known = dict(iter_fields(config))
     given = {resolve_key(key, known) or key.replace("-", "_") for key, _ in pairs}
-    data = _with_sources(_with_sources(config.data, given, "path", "train"), given, "eval_path", "eval")
-    config = dataclasses.replace(config, data=data)
-    notes = notes + _evaluated_elsewhere(config, given)
-    if "steps" not in given or not config.epochs:
-        return config, notes
-    if "epochs" in given:
-        raise ConfigError("--steps and --epochs are both given: each is the length of the run. Give one.")
-    note = f"--steps {config.steps} takes the place of the recipe's epochs {config.epochs:g}"
-    return dataclasses.replace(config, epochs=0.0), [*notes, note]
-
-
-def _evaluated_elsewhere(config: TrainConfig, given: set[str]) -> list[str]:
-    """Return a note where --data.path is set and the held-out data are still those of the recipe."""
-    data = config.data
-    kept = "data.path" in given and not any(key.startswith(("data.eval", "data.holdout")) for key in given)
-    if not kept or not config.eval.every or data.holdout or not data.sources("eval"):
-        return []
-    paths, trained = (", ".join(own.path for own in data.sources(split)) for split in ("eval", "train"))
-    if paths == trained:  # generated data, which hold out a part of their own
-        return []
-    return [
-        f"evaluated is the recipe's held-out data, {paths}: --data.holdout 0.1 holds out a tenth of "
-        f"{trained}, --data.eval_path FILE names other data, --eval.every 0 turns evaluation off"
-    ]
-
-
-def _with_sources(
-    data: DataConfig, given: set[str], path: str, split: Literal["train", "eval"]
-) -> DataConfig:
-    """Return `data` with all sources of --data.path a.jsonl --data.train.1.path b.jsonl.
-
-    Settings of the first one that --data.path alone leaves out (--data.train.0.options) are kept if given.
-    """
-    keys = [key.split(".")[2:] for key in given if re.match(rf"data\.{split}\.\d+\.", key)]
-    if not keys or not getattr(data, path):
-        return data
-    sources, (named,) = getattr(data, split), data.sources(split)
-    settings = {name: getattr(sources[0], name) for index, name in keys if index == "0" and name != "path"}
-    first = dataclasses.replace(named, **settings)
-    more = [sources[index] for index in sorted({int(index) for index, _ in keys} - {0})]
-    if not more and first == named:
-        return data
-    return dataclasses.replace(data, **{split: (first, *more), path: ""})
+    config, implied = imply(recipe, config, given)
+    return config, notes + implied
 
 
 def as_words(value: Any) -> list[str] | None:
@@ -209,7 +170,9 @@ def _last(pairs: list[Pair], key: str) -> str | None:
     given = [words for name, words in pairs if name == key]
     if given and len(given[-1]) != 1:
         words = shorten(" ".join(given[-1])) or "nothing"
-        raise ConfigError(f"--{key} takes one value, got {words!r}.")
+        found = next(filter(None, map(ASSIGNMENT.fullmatch, given[-1][1:])), None)
+        fix = f" A setting is written --{found['key']} {shorten(found['value'])}." if found else ""
+        raise ConfigError(f"--{key} takes one value, got {words!r}.{fix}")
     return given[-1][0] if given else None
 
 

@@ -27,6 +27,7 @@ from jaxrl_llm.recipe.keys import (
 
 Pair = tuple[str, list[str] | None]
 """Key, and the words after it; None = Python's None."""
+ASSIGNMENT = re.compile(r"[+~]*(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 MIN_LIKENESS = 0.6  # of a key that is suggested: "gguf_file" and "profile" have 0.5
 
 
@@ -58,7 +59,7 @@ def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig
     Raises:
         ConfigError: an unknown key (with the nearest one), a value of the wrong type or one its part refuses.
     """
-    before, set_keys, notes = config, set(), []
+    set_keys, notes = set(), []
     for typed, words in pairs:
         known = dict(iter_fields(config))
         key = resolve_key(typed, known)
@@ -68,6 +69,9 @@ def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig
             key = resolve_key(typed, known)
         if not key:
             raise ConfigError(f"--{shorten(typed)}: unknown key. {_advice(typed[:200], known, config)}")
+        _refuse_assignments(typed, words or [], known, config)
+        if known[key].is_off_at_zero and (words is None or [word.lower() for word in words] == ["none"]):
+            words = ["0"]
         value = parse_words(key, known[key].hint, words)
         try:
             config = replace_at(config, key.split("."), value)
@@ -77,10 +81,29 @@ def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig
             last = shorten("None" if words is None else " ".join(words))
             notes.append(f"--{key} is given more than once; the last counts: {last}")
         set_keys.add(key)
-    if "model.path" in set_keys and config.model.path and "model.tokenizer" not in set_keys:
-        config, note = _own_tokenizer(config, before.model.path)
-        notes += note
     return config, notes
+
+
+def _refuse_assignments(
+    typed: str, words: list[str], known: dict[str, ConfigField], config: TrainConfig
+) -> None:
+    """Refuse settings in Hydra's style, KEY=VALUE, among the words after a key.
+
+    Raises:
+        ConfigError: says how each is written here.
+    """
+    for word in words[1:]:
+        if not (found := ASSIGNMENT.fullmatch(word)):
+            continue
+        key = resolve_key(found["key"], known)
+        if (
+            not key
+            and len(words) > 1
+            and known[resolve_key(typed, known)].hint not in (int, float, bool, str)
+        ):
+            continue  # one of several values
+        advice = f"Write --{key} {found['value']}." if key else _advice(found["key"], known, config)
+        raise ConfigError(f"{short_repr(word)}: a setting is written --KEY VALUE. {shorten(advice, 300)}")
 
 
 def parse_words(key: str, hint: typing.Any, words: list[str] | None) -> typing.Any:
@@ -103,18 +126,6 @@ def parse_words(key: str, hint: typing.Any, words: list[str] | None) -> typing.A
         usual = {bool: f" Write --{key} True.", str: f" Text that begins with --: --{key}='--TEXT'."}
         fix = "" if words else usual.get(hint, "")
         raise ConfigError(f"--{key}: expected {type_words(hint)}, got {given}.{fix}") from None
-
-
-def _own_tokenizer(config: TrainConfig, path_before: str) -> tuple[TrainConfig, list[str]]:
-    """Return the config without the recipe's tokenizer, which belongs to the recipe's model, and a note."""
-    tokenizer = config.model.tokenizer
-    if not tokenizer or config.model.path == path_before:
-        return config, []
-    note = (
-        f"--model.path {config.model.path} uses its own tokenizer, not the recipe's {tokenizer!r}; "
-        f"--model.tokenizer {tokenizer} keeps that"
-    )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, tokenizer="")), [note]
 
 
 def resolve_key(typed: str, known: Iterable[str]) -> str:
@@ -202,7 +213,7 @@ def closest_key(key: str, known: Iterable[str]) -> str:
     """
     key = key[:100]
     parent, _, name = key.rpartition(".")
-    to_name, to_key = difflib.SequenceMatcher(None, b=name), difflib.SequenceMatcher(None, b=key)
+    to_name, to_key, to_parent = (difflib.SequenceMatcher(None, b=text) for text in (name, key, parent))
 
     def likeness(other: str) -> float:
         other_name = other.rpartition(".")[2]
@@ -210,14 +221,17 @@ def closest_key(key: str, known: Iterable[str]) -> str:
             return 1.0
         if other_name.startswith(name) or name == "".join(word[0] for word in other_name.split("_") if word):
             return 0.9
+        if name.startswith(f"{other_name}_"):  # stop_strings
+            return 0.95
         to_name.set_seq1(other_name)
         to_key.set_seq1(other)
         return max(to_key.ratio(), 0.95 * to_name.ratio())
 
-    def with_neighbors(other: str) -> float:
-        """Return the likeness, more for a key of the same group."""
-        like = alike[other]
-        return max(like, min(like + 0.3, 0.75)) if parent == other.rpartition(".")[0] else like
+    def with_neighbors(other: str) -> tuple[float, float]:
+        """Return the likeness, more for a key of the same group, and the likeness of the groups."""
+        like, group = alike[other], other.rpartition(".")[0]
+        to_parent.set_seq1(group)
+        return max(like, min(like + 0.3, 0.75)) if parent == group else like, to_parent.ratio()
 
     alike = {other: like for other in known if (like := likeness(other)) >= MIN_LIKENESS}
     return max(alike, key=with_neighbors, default="")

@@ -11,7 +11,6 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.config import (
     MeshConfig,
-    ModelConfig,
     TrainConfig,
 )
 from jaxrl_llm.importer.algorithm_names import ALGORITHMS, NO_ALGORITHM
@@ -76,6 +75,11 @@ def test_a_level_may_be_left_out_where_it_is_clear_and_hyphens_are_underscores(c
         ("optim.temperature", "rollout.sampling.temperature"),
         ("responses_per_prompts", "responses_per_prompt"),
         ("algo.clip", "algo.clip_low"),
+        ("reward.nam", "reward.name"),
+        ("dat.path", "data.path"),
+        ("data.prompt", "data.train.0.prompt_key"),
+        ("rollout.stop_strings", "rollout.sampling.stop"),
+        ("eval.sampling.stop_strings", "eval.sampling.stop"),
         ("data.train.1.wieght", "data.train.1.weight"),
         ("model.archtecture.hidden_size", "model.architecture.hidden_size"),
     ],
@@ -207,6 +211,20 @@ def test_a_key_given_twice_is_noted(config):
             "trainer.total_epochs=15",
             "'trainer.total_epochs=15' has no key before it. Write --trainer.total_epochs 15.",
         ),
+        (
+            "--seed 5 optim.learning_rate=1e-5",
+            "'optim.learning_rate=1e-5': a setting is written --KEY VALUE. Write --optim.learning_rate 1e-5.",
+        ),
+        ("--run_dir a ++steps=3", "'++steps=3': a setting is written --KEY VALUE. Write --steps 3."),
+        (
+            "--rollout.stop a steps=3",
+            "'steps=3': a setting is written --KEY VALUE. Write --steps 3.",
+        ),
+        (
+            "--run_dir a trainer.total_epochs=5",
+            "'trainer.total_epochs=5': a setting is written --KEY VALUE. Here it is --epochs. --help all "
+            "lists the keys.",
+        ),
         ("-steps=3", "'-steps=3' has no key before it. Write --steps 3."),
         ("my.py --steps 3", "'my.py' has no key before it. Write --config my.py."),
         (
@@ -224,31 +242,26 @@ def test_words_that_look_like_values_or_flags(config, line, message):
     assert refusal(changed, config, line) == message
 
 
+def test_none_of_a_number_that_is_off_at_zero_is_zero(config):
+    config = replace(config, epochs=2.0, eval=replace(config.eval, every=5))
+    after = changed(config, "--epochs None --eval.every none")
+    assert (after.epochs, after.eval.every) == (0.0, 0)
+    assert apply_overrides(config, [("epochs", None)])[0].epochs == 0.0
+    assert refusal(changed, config, "--steps None") == "--steps: expected a whole number, got 'None'."
+    assert changed(config, "--rollout.stop a= b=c").rollout.sampling.stop == ("a=", "b=c")  # no keys
+
+
 def test_an_empty_value_is_no_text_and_no_entries(config):
     after = changed(config, "--model.tokenizer= --rollout.sampling.stop=")
     assert (after.model.tokenizer, after.rollout.sampling.stop) == ("", ())
-
-
-def test_another_model_brings_its_own_tokenizer(config):
-    config = replace(config, model=ModelConfig(path="Qwen/Qwen3-0.6B", tokenizer="tiny"))
-    assert changed(config, "--steps 3").model.tokenizer == "tiny"
-    assert changed(config, "--model.path Qwen/Qwen3-0.6B").model.tokenizer == "tiny"
-    assert changed(config, "--model.path runs/x/hf").model.tokenizer == ""
-    assert notes(config, "--model.path runs/x/hf") == [
-        "--model.path runs/x/hf uses its own tokenizer, not the recipe's 'tiny'; "
-        "--model.tokenizer tiny keeps that"
-    ]
-    kept = changed(config, "--model.tokenizer tiny --model.path runs/x/hf")
-    assert (kept.model.path, kept.model.tokenizer) == ("runs/x/hf", "tiny")
-
-
-# -- types
 
 
 @pytest.mark.parametrize(
     ("hint", "text", "value"),
     [
         (int, "-3", -3),
+        (int, "1e3", 1000),
+        (int, "2.5E+2", 250),
         (float, "1e-3", 1e-3),
         (bool, "TRUE", True),
         (str, "None", "None"),
@@ -267,7 +280,17 @@ def test_words_become_values(hint, text, value):
 
 @pytest.mark.parametrize(
     ("hint", "text"),
-    [(int, "1.0"), (int, "9" * 5000), (bool, "1"), (float, ""), (tuple[float, float], "1"), (dict, "{}")],
+    [
+        (int, "1.0"),
+        (int, "1.25e1"),
+        (int, "1e999"),
+        (int, "inf"),
+        (int, "9" * 5000),
+        (bool, "1"),
+        (float, ""),
+        (tuple[float, float], "1"),
+        (dict, "{}"),
+    ],
 )
 def test_words_that_are_no_such_value(hint, text):
     with pytest.raises(ValueError):
