@@ -30,6 +30,10 @@ COMMANDS = {
     "export": ("jaxrl_llm.tools.export", "Write the model of a checkpoint as a Hugging Face folder."),
 }
 COMPUTING = {"train", "chat", "generate", "score"}
+SLOW_TO_START = COMPUTING | {"plan", "doctor", "export"}
+"""Commands that import jax, which takes seconds."""
+
+ENDS_AT_ONCE = {"--help", "-h", "--list", "--version"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if argv is None and command in COMPUTING:
         huge_pages.restart_with_them()
+    if argv is None:
+        say_start(command, rest)
     if command in ("-h", "--help", "help"):
         print(command_table())
         return 0
@@ -59,6 +65,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     with handled_signals():  # before jax, whose import takes seconds
         return run_command(importlib.import_module(COMMANDS[command][0]).main, rest)
+
+
+def say_start(command: str, rest: list[str]) -> None:
+    """Say at once that a command starts, where the rest of it takes seconds to import."""
+    if command in SLOW_TO_START and rest and not ENDS_AT_ONCE.intersection(rest):
+        print(f"jaxrl_llm {command}: starting", file=sys.stderr, flush=True)
 
 
 def version_line() -> str:

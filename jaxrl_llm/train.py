@@ -11,10 +11,12 @@ import sys
 
 if __name__ == "__main__":  # the recipe is read before jax is imported, which takes seconds
     from jaxrl_llm.__main__ import main as run_command
+    from jaxrl_llm.__main__ import say_start
     from jaxrl_llm.host import huge_pages
     from jaxrl_llm.host.signals import install_handlers
 
     huge_pages.restart_with_them()
+    say_start("train", sys.argv[1:])
     install_handlers()  # to the end of the interpreter
     sys.exit(run_command(["train", *sys.argv[1:]]))
 
@@ -43,6 +45,7 @@ from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.host.signals import deferred
 from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import Stop
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.host.watch import watched_processes
 from jaxrl_llm.learn.nonfinite import stop_if_nonfinite
 from jaxrl_llm.learn.optim_states import float32_params
@@ -109,7 +112,8 @@ def execute_together(
     config, run_dir = resolved.config, Path(resolved.config.run_dir)
     closing.enter_context(run_dir_lock(run_dir))
     config, pins = pin_models(config)
-    run = build(config, closing, reward)
+    with working("building the run: model, tokenizer, data, rewards", quiet=jax.process_index() > 0):
+        run = build(config, closing, reward)
     closing.enter_context(jax.set_mesh(run.mesh))
     clock.begin("restore")
     checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
@@ -185,6 +189,7 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
         UnsavedError: names what is missing, and the fix.
     """
     run_dir, missing = Path(run.config.run_dir), []
+    log.progress.phase("export")
     if not checkpoints.has(ended.step):
         newest = checkpoints.latest()
         there = "there is no checkpoint" if newest is None else f"the newest checkpoint there is {newest}"

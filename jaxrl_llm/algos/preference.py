@@ -46,13 +46,18 @@ def chosen_nll(inputs: LossInputs) -> Float[Array, ""]:
     return over_pairs(-pair_means(inputs.policy, inputs)[0], inputs)
 
 
+def share_above_zero(margin: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return 1 where a margin is positive, 0 where it is negative, 1/2 at 0: neither side is preferred."""
+    return (jnp.sign(margin) + 1) / 2
+
+
 def pair_metrics(chosen: Float[Array, "B H"], rejected: Float[Array, "B H"], inputs: LossInputs) -> Metrics:
-    """Return the rewards of both sides, their margin, and how often the chosen one has more."""
+    """Return the rewards of both sides, their margin, how often the chosen one has more; a tie is half."""
     return {
         "chosen_reward": over_pairs(chosen, inputs),
         "rejected_reward": over_pairs(rejected, inputs),
         "margin": over_pairs(chosen - rejected, inputs),
-        "accuracy": over_pairs((chosen > rejected).astype(chosen.dtype), inputs),
+        "accuracy": over_pairs(share_above_zero(chosen - rejected), inputs),
     }
 
 
@@ -362,7 +367,7 @@ def kto_loss(inputs: LossInputs, config: KTOConfig) -> tuple[Float[Array, ""], M
     metrics = {
         "reward_mean": over_pairs(config.beta * ratio, inputs),
         "margin": over_pairs(signed, inputs),  # of desirable over undesirable, as much of each
-        "accuracy": over_pairs((gain > 0).astype(gain.dtype), inputs),
+        "accuracy": over_pairs(share_above_zero(gain), inputs),
         "desirable_fraction": over_pairs(desirable.astype(gain.dtype), inputs),
         "mismatched_kl": over_pairs(pair_sums(inputs.old - inputs.reference, inputs)[1], inputs),
     }

@@ -16,7 +16,7 @@ from jaxrl_llm.build.evaluation import evaluation_line
 from jaxrl_llm.build.run import Run
 from jaxrl_llm.build.sizes import derived
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.data.chat import prompt_row
+from jaxrl_llm.data.chat import prompt_messages, prompt_row
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import named_leaves
@@ -27,6 +27,8 @@ from jaxrl_llm.report.log import PROMPTS
 from jaxrl_llm.sharding.placement import format_placement, placement_of
 
 MIN_LORA_RATE = 5e-6
+SHOWN_CHARACTERS = 100
+"""Of each end of a prompt."""
 
 
 def start_lines(run: Run, start: int) -> Iterator[str]:
@@ -59,6 +61,7 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
         yield run.env.line
     if date := config.data.chat.date:
         yield f"chat templates that write the date write {date} for the whole run (--data.chat.date)"
+    yield from first_prompt_line(run)
     yield evaluation_line(config, run.evaluators)
     if 0 < start < run.total:
         yield f"continuing {config.run_dir} after step {start}"
@@ -68,6 +71,22 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
             f"nothing to do: step {start} of {run.total} is done in {config.run_dir}. Raise --{length} to "
             "train on, or set another --run_dir to train anew with these settings."
         )
+
+
+def first_prompt_line(run: Run) -> Iterator[str]:
+    """Yield how the first prompt is rendered, and its beginning and end as the model reads them."""
+    loader, chat, ends = run.loaders["train"], run.config.data.chat, SHOWN_CHARACTERS
+    try:
+        (prompt,) = loader.batch(0, 1)
+    except UserError:  # rows for supervised training may have no prompt, or one that is too long for it
+        return
+    form = "plain text" if prompt_messages(prompt.example, chat) is None else "chat template"
+    text = run.tokenizer.decode(prompt.ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    shown = repr(text) if len(text) <= 2 * ends else f"{text[:ends]!r} ... {text[-ends:]!r}"
+    yield (
+        f"first prompt ({prompt.example.where}): {form} (--data.chat.render {chat.render}), "
+        f"{len(prompt.ids)} tokens: {shown}"
+    )
 
 
 def epochs_line(config: TrainConfig, loader: Loader) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         on_first(lambda: check_repository(config.hub.push, config.hub.private))
     meshes = make_meshes(config)
     model, tokenizer, folder = load_model_config(config.model)
+    config = replace(config, model=replace(config.model, architecture=model))  # a recipe may state another
     set_template(tokenizer, config.data.chat)
     config = pin_date(config, tokenizer)
     ends = generation_end_ids(folder) if folder else ()

@@ -64,7 +64,10 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[st
     if 0 < step < old.get("warm_start", {}).get("steps", 0):
         fixed_keys += FIXED_IN_WARM_UP
     harmless, refused = [], []
+    stored = bool(new.get("model", {}).get("path"))  # whose files say the architecture
     for key, was, now in _changes("", old, json.loads(json.dumps(new))):
+        if stored and key.startswith("model.architecture"):
+            continue
         fixed = any(key == name or key.startswith(f"{name}.") for name in fixed_keys)
         lines = refused if fixed and ABSENT not in (was, now) else harmless
         lines.append(f"{key}: was {_spell(was)}, now {_spell(now)}")

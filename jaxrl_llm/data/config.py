@@ -99,8 +99,9 @@ class ChatConfig:
     """Chat template and tokenization of examples."""
 
     render: Literal["auto", "chat", "plain"] = "auto"
-    """auto: messages go through the chat template, plain text as it is. chat: plain text becomes a user
-    message. plain: no template, the contents joined by blank lines (base models)."""
+    """auto: the column decides: messages and the texts of question, problem and instruction are chats and go
+    through the template; the texts of prompt, input and text are read as they are. chat: every text becomes a
+    user message. plain: no template, the contents joined by blank lines (base models)."""
     system_prompt: str = ""
     """System message put before chats that have none."""
     chat_template: str = ""

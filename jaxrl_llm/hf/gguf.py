@@ -23,7 +23,7 @@ from jaxrl_llm.hf.folder import shorten_names
 from jaxrl_llm.hf.gguf_tokenizer import Read, end_ids, make_gguf_tokenizer
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.hf.tokenizer import special_ids
-from jaxrl_llm.host.files import write_json
+from jaxrl_llm.host.files import cache_folder, write_json
 from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.models import TransformerConfig
 
@@ -334,8 +334,7 @@ def _open(file: Path) -> Any:
 
 def gguf_cache() -> Path:
     """Return the folder of converted GGUF files."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "jaxrl_llm" / "gguf"
+    return cache_folder("gguf")
 
 
 def _can_dequantize(stored: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.gguf import convert_gguf
 from jaxrl_llm.hf.hub_name import SUFFIX, HubName, hub_spelling, parse_hub_name
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.user_file import expand_home
 
 _DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
@@ -38,7 +39,7 @@ def resolve_model(name: str | Path, adapter: bool = False) -> Path:
     if is_folder:
         return path
     if is_file and path.suffix == SUFFIX:
-        return convert_gguf(path)
+        return _converted(path)
     if is_file:
         raise UserError(
             f"{path}: a file, but a model is a folder (config.json and *.safetensors) or a GGUF file"
@@ -52,7 +53,12 @@ def resolve_model(name: str | Path, adapter: bool = False) -> Path:
             f"{path.absolute()}: no such {kind}; give a model folder, a GGUF file or a hub name (org/model)"
         )
     downloaded = _download(hub, path)
-    return convert_gguf(downloaded) if hub.file else downloaded
+    return _converted(downloaded) if hub.file else downloaded
+
+
+def _converted(file: Path) -> Path:
+    with working(f"converting {file.name} to a Hugging Face folder, once"):
+        return convert_gguf(file)
 
 
 def other_folder(path: Path) -> str:
@@ -95,9 +101,11 @@ def _download(hub: HubName, path: Path) -> Path:
 
     revision = {"revision": hub.revision} if hub.revision else {}
     try:
-        if hub.file:
-            return Path(hf_hub_download(hub.repo, hub.file, **revision))
-        return Path(snapshot_download(hub.repo, allow_patterns=_DOWNLOAD, ignore_patterns=_SKIP, **revision))
+        with working(f"downloading {hub} from the hub"):
+            if hub.file:
+                return Path(hf_hub_download(hub.repo, hub.file, **revision))
+            files = {"allow_patterns": _DOWNLOAD, "ignore_patterns": _SKIP}
+            return Path(snapshot_download(hub.repo, **files, **revision))
     except Exception as error:  # any error of the network, the hub or its cache
         raise UserError(
             f"{hub}: no folder {path.absolute()}, and the hub has not delivered it "

@@ -1,4 +1,4 @@
-"""Durable files, which are on the disk when a call returns."""
+"""Durable files, which are on the disk when a call returns, and the folder of files that can be made anew."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_DEPTH = 100  # of objects and lists in one another; chats with tools have less than 20
+
+
+def cache_folder(name: str) -> Path:
+    """Return a folder of the user's cache: $XDG_CACHE_HOME/jaxrl_llm/NAME, by default below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_llm" / name
 
 
 def sync_to_disk(file: BinaryIO) -> None:

@@ -18,9 +18,11 @@ from jax._src import (
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.command import quiet_transformers
 from jaxrl_llm.host.devices import open_devices
+from jaxrl_llm.host.files import cache_folder
 from jaxrl_llm.host.processes import show_warnings
 
-COMPILATION_CACHE = "~/.cache/jaxrl_llm/compiled"
+COMPILED = "compiled"
+"""Name of the `cache_folder` of compiled programs."""
 CLUSTER_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 JOIN_TIMEOUT = 300.0  # seconds in which all processes must have started
 
@@ -35,13 +37,13 @@ class Cluster(NamedTuple):
 
 
 def open_compilation_cache() -> None:
-    """Share compiled programs with other commands: all that took 0.1 s, in a folder of the user's home.
+    """Share compiled programs with other commands: all that took 0.1 s, in a folder of the user's cache.
 
     JAX's own variables, where they are set, name another folder and another least time.
     """
     write_programs_by_rename()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(COMPILATION_CACHE))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder(COMPILED)))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

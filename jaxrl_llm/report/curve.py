@@ -93,11 +93,14 @@ def _equal(points: np.ndarray, others: np.ndarray) -> bool:
 
 
 def _style(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.grid(axis="y", color=GREY, alpha=0.2, lw=0.8)
     axes.tick_params(colors=GREY, labelcolor="black")
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # half a step is none
 
 
 def _shade(axes: Axes, start: int, end: int) -> None:

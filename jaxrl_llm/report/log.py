@@ -118,7 +118,7 @@ class RunLog:
         """
         self.progress.remaining.warm_up = warm_up
         self.clock.begin("other")
-        self.progress.phase("", begins=False)
+        self.progress.phase("")
         if self.profiler.steps and self.profiler.steps[-1] <= start:
             self.message("no profile: its steps are done")
         for step in range(start, total):
@@ -134,7 +134,7 @@ class RunLog:
             with self.clock.phase(name):
                 yield
         finally:
-            self.progress.phase(outer, begins=False)
+            self.progress.phase(outer)
             self._count(self.last_step if name == "checkpoint" else None)
 
     def step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import sys
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from jaxrl_llm.host.waiting import repeated
 from jaxrl_llm.report.notebook import NotebookPanel, in_notebook
 
 PROGRESS_METRICS = (
@@ -31,7 +33,8 @@ PROGRESS_METRICS = (
 WINDOW = 10  # last steps, from which the remaining time is estimated
 OCCASIONAL = ("time/evaluate", "time/checkpoint")  # not in every step
 ONCE = ("time/compile", "time/start", "time/profile")  # in few steps
-QUIET_SECONDS = 60.0  # without a line, after which plain progress prints the phase
+QUIET_SECONDS = 10.0  # without a line, after which plain progress prints the phase
+TICK = 1.0  # seconds between two looks at the clock
 MAX_EVAL_METRICS = 8  # in a line
 RESULTS = ("pass@", "maj@", "accuracy", "win_rate", "reward", "loss")  # of evaluations, first in the line
 
@@ -60,7 +63,8 @@ class Progress:
         self.kind = ("rich" if on_terminal() else "plain") if kind == "auto" else kind
         self.total, self.done, self.phase_name = total, done, "start"
         self.remaining = RemainingTime(total)
-        self.printed, self.live = time.perf_counter(), None
+        self.printed = self.since = time.perf_counter()  # the last line; the phase
+        self.live, self.start = None, done
         if self.kind == "rich":
             self.bar = Bar(
                 TextColumn("step {task.completed}/{task.total}"),
@@ -73,16 +77,27 @@ class Progress:
             redirected = sys.stderr.isatty()  # other output to stderr then appears above the panel
             self.live = Live(self.bar, console=Console(), refresh_per_second=4, redirect_stderr=redirected)
             self.live.start()
+        self.ticking = contextlib.ExitStack()
+        if self.panel or self.kind == "plain":
+            self.ticking.enter_context(repeated(self.tick, TICK, TICK))
 
-    def phase(self, name: str, begins: bool = True) -> None:
-        """Show the present phase of the run, "" = none; `begins` is False on the return from an inner one."""
-        self.phase_name, now = name, time.perf_counter()
+    def tick(self) -> None:
+        """Show that a long phase goes on; the panel of a terminal does it by itself."""
+        now = time.perf_counter()
+        if self.panel:
+            self.panel.phase(self.phase_name and f"{self.phase_name} {format_duration(now - self.since)}")
+        elif self.phase_name and now - self.printed >= QUIET_SECONDS:
+            compiles = ", which compiles its programs" if self.done == self.start else ""
+            step = f"step {min(self.done + 1, self.total)}/{self.total}{compiles}"
+            self.message(f"{step}: {self.phase_name}, {now - self.since:.0f} s so far")
+
+    def phase(self, name: str) -> None:
+        """Show the present phase of the run, "" = none."""
+        self.phase_name, self.since = name, time.perf_counter()
         if self.panel:
             self.panel.phase(name)
         elif self.live:
-            self.bar.update(self.task, phase=name, since=now)
-        elif begins and self.kind == "plain" and now - self.printed >= QUIET_SECONDS:
-            self.message(f"step {min(self.done + 1, self.total)}/{self.total}: {name}")
+            self.bar.update(self.task, phase=name, since=self.since)
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
         """Show that a step is done; `row` is its line of metrics.jsonl."""
@@ -113,6 +128,7 @@ class Progress:
 
     def close(self) -> None:
         """End the live display; the last panel stays on the screen."""
+        self.ticking.close()
         if self.panel:
             self.panel.close()
             self.panel = None

@@ -31,8 +31,9 @@ from jaxrl_llm.envs.tools.sandbox import Sandbox
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.gguf import converted_folder, gguf_cache, read_gguf_config
 from jaxrl_llm.hf.hub_name import SUFFIX, parse_hub_name
+from jaxrl_llm.host.files import cache_folder
 from jaxrl_llm.host.memory import available_bytes
-from jaxrl_llm.host.start import COMPILATION_CACHE, find_cluster
+from jaxrl_llm.host.start import COMPILED, find_cluster
 from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models.lora import base_config, trained_state
 from jaxrl_llm.plan.models import UnknownModelError, planned_stage
@@ -65,7 +66,7 @@ def examine(config: TrainConfig | None) -> Iterator[Finding]:
     yield report_host_memory()
     yield from [check_run_memory(config)] if config else []
     yield check_shared_memory(config is not None and config.rollout.engine == "sglang")
-    yield check_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser(COMPILATION_CACHE)))
+    yield check_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache_folder(COMPILED))))
     yield check_clock(existing_parent(run_dir))
     yield from check_processes()
     yield check_ports(os.environ)

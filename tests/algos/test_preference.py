@@ -167,6 +167,14 @@ def test_cpo_with_the_hinge():
     assert loss == pytest.approx((0.9 + 1.3) / 2 + 4.5, rel=1e-6)
 
 
+def test_a_tie_counts_half_in_the_accuracy_of_pairs():
+    """Scores 1, 1 and 0.3, 0.4: a tie and a pair in the wrong order. DPO's first step has ties alone."""
+    settings = {"values": [1.0, 1.0, 0.3, 0.4], "labels": [0.5, 0.5, 0.2, 0.2]}
+    _, metrics, _ = run(reward_model, reward_model.Config(), POLICY, ONE_ROW, **settings)
+    assert metrics["accuracy"] == pytest.approx(0.25)
+    assert run(dpo, dpo.Config(), POLICY, ONE_ROW, reference=POLICY)[1]["accuracy"] == pytest.approx(0.5)
+
+
 def test_dpo_metrics_and_gradient_by_hand():
     """h = 1.5 and -2; d/d log p(c) = -beta sigmoid(-beta h) / pairs, and the opposite for r."""
     _, metrics, gradient = run(dpo, dpo.Config(), POLICY, ONE_ROW, reference=REFERENCE)

@@ -306,6 +306,11 @@ def test_changed_settings_are_printed_or_refused(tmp_path, capsys):
         "  seed: was 0, now 1",
         "Put the old values back, or start a new run with another --run_dir.",
     ]
+    for config in (old, other):  # the files of a stored model say its architecture
+        config["model"]["path"] = "org/model"
+    with pytest.raises(ValueError) as error:
+        check_resume(old, other, 5)
+    assert "model.architecture" not in str(error.value)
     two = json.loads(json.dumps(old))
     two["data"]["train"].append({"path": "b", "weight": 1.0})
     with pytest.raises(ValueError, match=r"data\.train: was "):

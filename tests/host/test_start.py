@@ -13,7 +13,8 @@ from jax._src.lru_cache import LRUCache
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import start
-from jaxrl_llm.host.start import CLUSTER_VARIABLES, Cluster, find_cluster, start_host
+from jaxrl_llm.host.files import cache_folder
+from jaxrl_llm.host.start import CLUSTER_VARIABLES, COMPILED, Cluster, find_cluster, start_host
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -220,3 +221,16 @@ def test_no_part_of_a_compiled_program_is_ever_read(tmp_path, monkeypatch, error
     assert cache.get("program") == b"abcdef" and len(read) == 2
     left = [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"]
     assert len(left) == (error is KeyboardInterrupt)  # as of a kill
+
+
+def test_compiled_programs_are_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(COMPILED) == tmp_path / "jaxrl_llm" / "compiled"
+    settings = {}
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setattr(start.jax.config, "update", settings.__setitem__)
+    start.open_compilation_cache()
+    assert settings["jax_compilation_cache_dir"] == str(tmp_path / "jaxrl_llm" / "compiled")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder(COMPILED) == tmp_path / ".cache" / "jaxrl_llm" / "compiled"

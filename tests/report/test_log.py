@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import re
-import sys
 from unittest import mock
 
 import jax
@@ -36,6 +35,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
         monkeypatch.setattr(log.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(progress, "TICK", 1e6)  # tests tick themselves
 
 
 # -- metrics.jsonl
@@ -318,132 +318,6 @@ def test_a_summary_that_cannot_be_read_does_not_end_the_run(tmp_path, capsys):
     assert "warning: metrics.jsonl cannot be written (IsADirectoryError" in out and "done: step 0 of 1" in out
 
 
-def test_plain_progress_is_one_line_a_step(tmp_path, monkeypatch, capsys):
-    clock = Clock(monkeypatch)
-    log = RunLog(tmp_path, LogConfig(progress="auto", tensorboard=False), 100, resume_step=9)
-    clock.now += 2.0
-    log.step(10, {"reward/mean": 0.51239, "loss": -0.001, "kl": math.nan, "grad_norm": 2}, tokens=5000)
-    clock.now += 4.0
-    log.step(11, {}, tokens=4)
-    assert capsys.readouterr().out.splitlines() == [
-        "step 10/100  reward/mean 0.5124  loss -0.001  grad_norm 2  2,500 tokens/s  3:00 left",
-        "step 11/100  1 tokens/s  4:27 left",
-    ]
-
-
-def shown_by(kind, capsys, rows, total=100):
-    display = progress.Progress(kind, total)
-    for row in rows:
-        display.step(row["step"], row)
-    display.close()
-    return capsys.readouterr().out
-
-
-def test_the_remaining_time_counts_evaluations_by_their_average_and_compilation_never(capsys):
-    """Steps of 2 s, one of four with 8 s of evaluation and saving: 4 s each on average, 96 to go."""
-    often = {"kind": "train", "time/step": 2.0}
-    rows = [{"step": 1, **often, "time/step": 32.0, "time/compile": 25.0, "time/start": 5.0}]
-    rows += [{"step": 2, **often}, {"step": 3, **often}]
-    rows += [{"step": 4, **often, "time/step": 10.0, "time/evaluate": 7.0, "time/checkpoint": 1.0}]
-    out = shown_by("plain", capsys, rows).splitlines()
-    assert [line.split("  ")[-1] for line in out] == ["3:18 left", "3:16 left", "3:14 left", "6:24 left"]
-
-
-def test_steps_of_the_warm_up_do_not_predict_those_of_the_run(capsys):
-    rows = [{"step": 0, "kind": "start", "eval/pass@1": 0.25, "time/step": 50.0}]
-    rows += [{"step": s, "kind": "warm_start", "loss": 2.0, "time/step": 0.5} for s in (1, 2)]
-    rows += [{"step": s, "kind": "train", "loss": 1.0, "time/step": 4.0} for s in (3, 4)]
-    assert shown_by("plain", capsys, rows, total=10).splitlines() == [
-        "evaluation at step 0/10  pass@1 0.25",
-        "step 1/10  loss 2  0 tokens/s",
-        "step 2/10  loss 2  0 tokens/s",
-        "step 3/10  loss 1  0 tokens/s  0:28 left",
-        "step 4/10  loss 1  0 tokens/s  0:24 left",
-    ]
-
-
-def test_the_warm_up_has_a_remaining_time_of_its_own(tmp_path, monkeypatch, capsys):
-    """Steps of 0.5 s, of which 300 are the warm-up; the run's steps are not known before they are taken."""
-    log = RunLog(tmp_path, LogConfig(progress="plain", tensorboard=False), 302)
-    monkeypatch.setattr(log, "progress", progress.Progress("plain", 302))
-    rows = [{"step": s, "kind": "warm_start", "time/step": 0.5} for s in (100, 299, 300)]
-    rows += [{"step": 301, "kind": "train", "time/step": 4.0}]
-    for _ in log.steps(0, 1, warm_up=300):
-        for row in rows:
-            log.progress.step(row["step"], row)
-    log.close()
-    assert capsys.readouterr().out.splitlines() == [
-        "step 100/302  0 tokens/s  1:40 of the SFT warm-up left",
-        "step 299/302  0 tokens/s  0:00 of the SFT warm-up left",
-        "step 300/302  0 tokens/s",
-        "step 301/302  0 tokens/s  0:04 left",
-    ]
-
-
-def test_each_evaluation_is_a_line_that_stays(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "150")
-    row = {
-        "step": 5,
-        "loss": 1.0,
-        "eval/truncated_fraction": 0.0,
-        "eval/pass@1": 0.5,
-        "eval/maj@4": 0.625,
-        "eval/note": "x",
-        "eval/bad": None,
-    }
-    line = "evaluation at step 5/100  pass@1 0.5  maj@4 0.625  truncated_fraction 0"
-    assert shown_by("plain", capsys, [row]).splitlines()[0] == line
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert line in shown_by("rich", capsys, [row, {"step": 6, "loss": 0.5}])
-    assert shown_by("none", capsys, [row]) == ""
-    many = {"step": 5, **{f"eval/source_{i}": i / 10 for i in range(11)}}
-    assert shown_by("plain", capsys, [many]).splitlines()[0].endswith("  and 3 more in metrics.jsonl")
-
-
-def test_a_long_step_shows_its_phases_in_a_log_without_a_terminal(tmp_path, monkeypatch, capsys):
-    clock = Clock(monkeypatch)
-    log = RunLog(tmp_path, LogConfig(progress="plain", tensorboard=False), 9, resume_step=3)
-    for name, seconds in (("rollout", 61.0), ("reward", 30.0), ("update", 100.0), ("checkpoint", 1.0)):
-        with log.phase(name):
-            clock.now += seconds
-    assert capsys.readouterr().out.splitlines() == ["step 4/9: reward", "step 4/9: checkpoint"]
-
-
-def test_the_live_panel_shows_phase_metrics_speed_and_gives_the_terminal_back(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    shown = progress.Progress("auto", 50, 10)
-    assert shown.kind == "rich"
-    shown.phase("rollout")
-    shown.step(20, {"time/step": 2.0, "tokens_per_second": 1234.0, "accuracy": 0.5})
-    shown.message("saved [step 20]")
-    shown.live.refresh()
-    shown.close()
-    shown.close()
-    out = capsys.readouterr().out
-    for text in ("step 20/50", "rollout", "1,234 tokens/s", "1:00 left", "accuracy 0.5", "saved [step 20]"):
-        assert text in out, text
-    assert out.rstrip().endswith("\x1b[?25h")  # the cursor is back
-
-
-def test_not_a_terminal_is_plain(monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "dumb")
-    assert progress.Progress("auto", 1).kind == "plain"
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
-    assert progress.Progress("auto", 1).kind == "plain"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (59.6, "1:00"), (3725, "1:02:05")]
-)
-def test_clock(seconds, text):
-    assert progress.format_duration(seconds) == text
-
-
 # -- curve and summary
 
 
@@ -519,6 +393,20 @@ def test_the_labels_of_the_curve_are_what_was_evaluated(tmp_path, monkeypatch, e
     (axes,) = figures
     assert axes.get_legend_handles_labels()[1] == labels
     assert axes.get_title(loc="right") == note
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 100])
+def test_ticks_of_the_curve_are_whole_steps_that_differ(tmp_path, monkeypatch, steps):
+    figures = []
+    real = Figure.add_subplot
+    monkeypatch.setattr(Figure, "add_subplot", lambda self: figures.append(real(self)) or figures[-1])
+    made_up(tmp_path, [{"step": s, "kind": "train", "reward/mean": 1.5} for s in range(1, steps + 1)])
+    (axes,) = figures
+    low, high = axes.get_xlim()
+    ticks = [x for x in axes.get_xticks() if low <= x <= high]
+    texts = axes.xaxis.get_major_formatter().format_ticks(ticks)
+    assert ticks and all(x == int(x) for x in ticks) and texts == [f"{x:.0f}" for x in ticks]
+    assert len(set(texts)) == len(texts)
 
 
 def test_there_is_no_curve_without_a_point(tmp_path):

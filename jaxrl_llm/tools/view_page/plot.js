@@ -13,6 +13,12 @@ function ticks(low, high, count, least = 0) {
   return values;
 }
 
+/** Return the texts of ticks, which differ from each other as the ticks do. */
+function tickTexts(values, whole = false) {
+  const short = values.map((x) => (whole ? String(x) : format(x)));
+  return new Set(short).size === values.length ? short : values.map(String);
+}
+
 /** Return powers of ten from `low` to `high`, at most `count`. */
 function logTicks(low, high, count) {
   const [first, last] = [Math.ceil(Math.log10(low)), Math.floor(Math.log10(high))];
@@ -182,7 +188,9 @@ class Plot {
       time = this.view.axis === "time";
     const group = svg("g", { class: "axes" });
     const many = Math.max(2, Math.floor(this.height / 40));
-    for (const y of this.log ? logTicks(y0, y1, many) : ticks(y0, y1, many)) {
+    const ys = this.log ? logTicks(y0, y1, many) : ticks(y0, y1, many);
+    const texts = tickTexts(ys);
+    for (const [i, y] of ys.entries()) {
       if (this.py(y) < MARGIN.top - 1 || this.py(y) > bottom + 1) continue;
       group.append(
         svg("line", {
@@ -192,13 +200,14 @@ class Plot {
           y1: this.py(y),
           y2: this.py(y),
         }),
-        svg("text", { x: MARGIN.left - 6, y: this.py(y) + 4, class: "y" }, format(y)),
+        svg("text", { x: MARGIN.left - 6, y: this.py(y) + 4, class: "y" }, texts[i]),
       );
     }
     const unit = time && x1 - x0 > 7200 ? 3600 : time && x1 - x0 > 120 ? 60 : 1;
     const wide = Math.max(2, Math.floor(width / 90));
-    for (const x of ticks(x0 / unit, x1 / unit, wide, time ? 0 : 1)) {
-      if (!time && !Number.isInteger(x)) continue;
+    const xs = ticks(x0 / unit, x1 / unit, wide, time ? 0 : 1).filter((x) => time || Number.isInteger(x));
+    const names = tickTexts(xs, !time);
+    for (const [i, x] of xs.entries()) {
       const suffix = time ? { 1: " s", 60: " min", 3600: " h" }[unit] : "";
       group.append(
         svg(
@@ -208,7 +217,7 @@ class Plot {
             y: this.height - 6,
             class: this.px(x * unit) > width - 24 ? "x last" : "x",
           },
-          `${format(x)}${suffix}`,
+          `${names[i]}${suffix}`,
         ),
       );
     }

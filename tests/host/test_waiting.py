@@ -1,0 +1,53 @@
+"""Lines on work that takes long, and the first line of a command."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxrl_llm.host import waiting
+from jaxrl_llm.host.waiting import working
+
+
+def test_long_work_is_said_while_it_lasts_and_at_its_end(monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "FIRST", 0.02)
+    monkeypatch.setattr(waiting, "AGAIN", 0.02)
+    with working("building"):
+        time.sleep(0.1)
+        with working("converting a file"):
+            capsys.readouterr()
+            time.sleep(0.1)
+            inner = capsys.readouterr().err
+        time.sleep(0.1)
+    outer = capsys.readouterr().err
+    assert "converting a file: 0 s so far\n" in inner and "building" not in inner
+    assert "converting a file: took 0.1 s\n" in outer and "building: 0 s so far\n" in outer
+    assert outer.endswith("building: took 0.3 s\n")
+    with working("quiet", quiet=True):
+        time.sleep(0.05)
+    with pytest.raises(ValueError), working("failing"):
+        raise ValueError
+    assert capsys.readouterr().err == ""
+
+
+def test_short_work_is_not_said(capsys):
+    with working("building"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["jaxrl_llm.train", "--config", "grpo_tiny.py"], ["jaxrl_llm", "generate", "--model", "x"]],
+)
+def test_the_first_line_comes_before_jax_is_imported(words, tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('late')\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    command = "train" if words[0].endswith("train") else "generate"
+    assert ended.stderr.splitlines()[0] == f"jaxrl_llm {command}: starting"
+    assert "late" in ended.stderr  # the module was needed after it
