@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -79,7 +80,8 @@ class Progress:
             self.live.start()
         self.ticking = contextlib.ExitStack()
         if self.panel or self.kind == "plain":
-            self.ticking.enter_context(repeated(self.tick, TICK, TICK))
+            tick = weakref.WeakMethod(self.tick)  # a display that is dropped ends its thread
+            self.ticking.enter_context(repeated(lambda: (tick() or (lambda: None))(), TICK, TICK))
 
     def tick(self) -> None:
         """Show that a long phase goes on; the panel of a terminal does it by itself."""
