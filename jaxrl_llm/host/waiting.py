@@ -24,7 +24,7 @@ def working(what: str, quiet: bool = False) -> Iterator[None]:
     began, said = time.perf_counter(), []
 
     def say() -> None:
-        if _under_way[-1] == what:  # what is inside of it speaks for it
+        if _under_way[-1] == what:  # an inner piece has its own lines
             said.append(what)
             print(f"{what}: {time.perf_counter() - began:.0f} s so far", file=sys.stderr, flush=True)
 

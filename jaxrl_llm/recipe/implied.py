@@ -1,4 +1,4 @@
-"""What given settings mean for the recipe's other ones: another model, other data, another length.
+"""Changes of a recipe that given settings imply: those of another model, of other data, of another length.
 
 Each rule changes what belongs to what was replaced, unless it is given too, and says so in a note.
 """

@@ -1,4 +1,4 @@
-"""What a given key implies for the recipe's other settings: each change, and the note on it."""
+"""A given key changes what belongs to what it replaces: each change, and the note on it."""
 
 import dataclasses
 
