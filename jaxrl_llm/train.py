@@ -28,7 +28,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.build.describe import next_command, prompts_to_try, start_lines
+from jaxrl_llm.build.describe import prompts_to_try, start_lines
+from jaxrl_llm.build.next_command import next_command
 from jaxrl_llm.build.pin import pin_models
 from jaxrl_llm.build.run import Run, build
 from jaxrl_llm.build.samples import samples_of
@@ -205,9 +206,11 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
         except (OSError, UserError, RunError) as error:  # reported together with a missing checkpoint
             missing.append(f"The model is not exported or uploaded: {error}")
     stopped = ended.reason or ("a failed save" if missing else "")
+    command = ""
     if not stopped:
-        log.prompts(prompts_to_try(run))
-    log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir, run.config))
+        log.prompts(prompts := prompts_to_try(run))
+        command = next_command(run_dir, run.config, has_prompts=bool(prompts))
+    log.finish(stopped=stopped, next_command=command)
     if missing:
         raise UnsavedError("\n".join(missing))
 

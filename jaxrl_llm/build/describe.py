@@ -1,11 +1,9 @@
-"""Lines that a run prints at its start, and the command to try after its end."""
+"""Lines that a run prints at its start, and prompts to try its model on."""
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +21,6 @@ from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.kernels import describe_kernels, turing_warning
 from jaxrl_llm.models.lora import rank_of_experts, trained_state
 from jaxrl_llm.models.quantize import SCALE
-from jaxrl_llm.report.log import PROMPTS
 from jaxrl_llm.sharding.placement import format_placement, placement_of
 
 MIN_LORA_RATE = 5e-6
@@ -151,27 +148,3 @@ def prompts_to_try(run: Run, count: int = 64) -> list[dict[str, Any]]:
     answers = [{"answer": p.example.answer} if p.example.answer is not None else {} for p in prompts]
     rows = [prompt_row(prompt.example, config.data.chat) for prompt in prompts]
     return [{**row, **answer} for row, answer in zip(rows, answers, strict=True)]
-
-
-def next_command(run_dir: Path, config: TrainConfig) -> str:
-    """Return the command to try next: generate from the trained model, or RL against a reward model."""
-    path = lambda name: shlex.quote(str(run_dir / name))
-    if algos.requirements(config.algo).policy:
-        words = ["python -m jaxrl_llm generate --model", path("hf"), "--prompts", path(PROMPTS)]
-        words += ["--out", path("responses.jsonl"), "--temperature 0"]
-        words += ["--max_tokens", str(config.max_response_tokens)]
-        if config.rollout.sampling.stop:
-            words += ["--stop", *map(shlex.quote, config.rollout.sampling.stop)]
-        if config.data.chat.parse_control_tokens:
-            words += ["--chat.parse_control_tokens True"]
-        if config.data.chat.date:
-            words += ["--chat.date", config.data.chat.date]
-        return " ".join(words)
-    words = ["python -m jaxrl_llm.train"]
-    if config.model.path:
-        words += ["--config grpo_qwen.py --model.path", shlex.quote(config.model.path), "--reward.weight 0"]
-        words += ["--data.path", shlex.quote(config.data.path)] if config.data.path else []
-    else:
-        words += ["--config ppo_reward_tiny.py"]
-    kind = ["--reward.models.0.kind process"] * (config.algo.algorithm == "prm")
-    return " ".join([*words, "--reward.models.0.path", path("hf"), *kind])

@@ -196,8 +196,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     config = replace(config, model=replace(config.model, architecture=model))  # a recipe may state another
     set_template(tokenizer, config.data.chat)
     config = pin_date(config, tokenizer)
-    ends = generation_end_ids(folder) if folder else ()
-    tokenizer.end_ids = ends
+    tokenizer.end_ids = ends = generation_end_ids(folder) if folder else ()
     check_vocabularies(config, tokenizer)
     check_critic_files(config)
     check_model(config, {role: own.shape for role, own in meshes.items()}, model)

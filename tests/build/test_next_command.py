@@ -8,8 +8,16 @@ import pytest
 
 from jaxrl_llm import __main__
 from jaxrl_llm.algos import dpo, prm, reward_model, sft
-from jaxrl_llm.build.describe import next_command
-from jaxrl_llm.config import DataConfig, ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
+from jaxrl_llm.build.next_command import next_command
+from jaxrl_llm.config import (
+    ChatConfig,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainConfig,
+)
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.train import main
 
@@ -95,18 +103,41 @@ def test_generation_has_the_limits_of_training(tmp_path):
     assert next_command(tmp_path, parsed) == f"{base} --chat.parse_control_tokens True"
 
 
+SIZES = "--max_prompt_tokens 512 --max_response_tokens 1024 --tokens_per_device 8192"
+CHAT = "--data.chat.render=auto --data.chat.system_prompt='' --data.chat.template_options=''"
+
+
 @pytest.mark.parametrize(
     ("algo", "kind"), [(reward_model.Config(), ""), (prm.Config(), " --reward.models.0.kind process")]
 )
 @pytest.mark.parametrize("path", ["", "my/model"])
 def test_a_reward_model_leads_to_reinforcement_learning(tmp_path, algo, kind, path):
     config = TrainConfig(algo=algo, model=ModelConfig(path=path), data=DataConfig(path="my.jsonl"))
-    base = (
-        "--config grpo_qwen.py --model.path my/model --reward.weight 0 --data.path my.jsonl"
-        if path
-        else "--config ppo_reward_tiny.py"
-    )
+    base = "--config ppo_reward_tiny.py --reward.name none"
+    if path:
+        base = f"--config grpo_qwen.py --reward.name none --run_dir {tmp_path}_rl --model.path my/model"
+        base += f" --model.dtype bfloat16 {SIZES} {CHAT}"
     command = next_command(tmp_path, config)
-    assert command == f"python -m jaxrl_llm.train {base} --reward.models.0.path {tmp_path}/hf{kind}"
-    resolved = from_command_line(shlex.split(command)[3:])
-    assert resolved.config.reward.models[0].path == f"{tmp_path}/hf" and resolved.config.reward.weight == 0
+    data = "--data.path my.jsonl --eval.every 0"
+    assert command == f"python -m jaxrl_llm.train {base} {data} --reward.models.0.path {tmp_path}/hf{kind}"
+    resolved = from_command_line(shlex.split(command)[3:]).config
+    assert resolved.reward.models[0].path == f"{tmp_path}/hf" and resolved.reward.name == "none"
+    assert [source.path for source in resolved.data.sources("train")] == ["my.jsonl"]
+    assert resolved.data.chat.system_prompt == ""
+
+
+def test_the_prompts_of_pairs_are_read_as_the_run_read_them(tmp_path):
+    source = SourceConfig(path="hub:org/pairs", subset="main", prompt_key="q", response_key="a")
+    data = DataConfig(train=(source,), holdout=0.1, chat=ChatConfig(system_prompt="Be brief."))
+    config = TrainConfig(algo=reward_model.Config(), model=ModelConfig(path="my/model"), data=data)
+    resolved = from_command_line(shlex.split(next_command(tmp_path, config))[3:]).config
+    (read,) = resolved.data.sources("train")
+    assert (read.path, read.subset, read.prompt_key, read.response_key) == ("hub:org/pairs", "main", "q", "")
+    assert (resolved.data.holdout, resolved.data.chat.system_prompt) == (0.1, "Be brief.")
+
+
+def test_a_model_without_prompts_to_try_leads_to_a_chat(tmp_path):
+    config = TrainConfig(algo=sft.Config())
+    assert next_command(tmp_path, config, has_prompts=False) == (
+        f"python -m jaxrl_llm chat --model {tmp_path}/hf"
+    )
