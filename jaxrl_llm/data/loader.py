@@ -311,8 +311,9 @@ class Loader:
         """Return the row with the columns that it lacks; tables write missing tools as null or as []."""
         empty = () if template_columns(example.columns, example.where)[0] else ("tools",)
         own = {name: value for name, value in example.columns.items() if name not in empty}
+        columns, ran = {**self._columns, **own}, "tools" in self._columns and "tools" not in own
         rejected = example.rejected and self._with_columns(example.rejected)
-        return dataclasses.replace(example, columns={**self._columns, **own}, rejected=rejected)
+        return dataclasses.replace(example, columns=columns, rejected=rejected, tools_of_run=ran)
 
     def _prompt(self, example: Example, index: RowIndex) -> np.ndarray:
         """Return prompt ids within the limit."""

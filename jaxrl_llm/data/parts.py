@@ -27,10 +27,10 @@ class ChatPart(NamedTuple):
     """A text, thought or tool call of a message."""
 
     message: int  # index of the message
-    kind: str  # "text", "thought" or "tool call"
-    text: str  # of a tool call its name
+    kind: str  # "text", "thought", "tool call" or "tool"
+    text: str  # of a tool and its calls the name
     mark: str  # the character that stands for it
-    id: str = ""  # of a tool call; some templates write it in place of the name
+    id: str = ""  # other text that stands for it: some templates write a call's id in place of the name
 
 
 class Rendered(NamedTuple):
@@ -42,23 +42,26 @@ class Rendered(NamedTuple):
     places: list[tuple[int, int]] | None  # (place, index of the message) of each mark; None = unknown
 
 
-def mark_parts(messages: Sequence[Message], taken: str) -> tuple[list[Message], list[ChatPart]]:
-    """Return (the messages with a mark in each of their parts, the parts).
+def mark_parts(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, taken: str
+) -> tuple[list[Message], list[dict[str, Any]] | None, list[ChatPart]]:
+    """Return (the messages with a mark in each of their parts, the tools with one in their names, the parts).
 
     Args:
         taken: text whose characters are no marks.
     """
     parts: list[ChatPart] = []
-    marks = (chr(code) for code in MARKS if chr(code) not in taken)
+    thoughts: dict[tuple[int, str], ChatPart] = {}  # the same one may have several keys
+    used = set(taken)
+    marks = (char for char in map(chr, MARKS) if char not in used)
 
     def part(message: int, kind: str, text: str, id: str = "") -> ChatPart:
-        same = (
-            p for p in parts if (p.message, p.kind, p.text) == (message, kind, text) and kind == "thought"
-        )
-        if (found := next(same, None)) is None:
-            found = ChatPart(message, kind, text, next(marks), id)
-            parts.append(found)
-        return found
+        if kind == "thought" and (message, text) in thoughts:
+            return thoughts[message, text]
+        parts.append(ChatPart(message, kind, text, next(marks), id))
+        if kind == "thought":
+            thoughts[message, text] = parts[-1]
+        return parts[-1]
 
     def said(i: int, text: str) -> str:
         """Return the text of message i with marks: one in the thought that it begins with, one after it."""
@@ -83,7 +86,10 @@ def mark_parts(messages: Sequence[Message], taken: str) -> tuple[list[Message], 
             elif key == "content" and isinstance(value, list):
                 message[key] = [item | {"text": said(i, item["text"])} for item in value]
         marked.append(message)
-    return marked, parts
+    names = tools and [
+        _with_marked_name(tool, lambda name: part(0, "tool", name, name).mark) for tool in tools
+    ]
+    return marked, names, parts
 
 
 def find_parts(
@@ -105,7 +111,7 @@ def find_parts(
         part
         for part in parts
         if part.mark not in found
-        and not (part.id and part.id in text)
+        and not _stands_in(part, text)
         and (exact or not any(_squeezed(t) in flat for t in (part.text, json.dumps(part.text)[1:-1])))
     ]
     return lost, places if exact else None
@@ -124,6 +130,12 @@ def messages_of_blocks(chat: Rendered, roles: Sequence[str]) -> list[int]:
         before = next((m for place, m in reversed(chat.places) if place <= start), -1)
         owners.append((inside or [turn for turn in turns if turn >= before] or turns[-1:])[0])
     return owners
+
+
+def tool_name(tool: dict[str, Any]) -> str:
+    """Return the name in a tool's schema; "" = it has none."""
+    inner = tool["function"] if isinstance(tool.get("function"), dict) else tool
+    return inner["name"] if isinstance(inner.get("name"), str) else ""
 
 
 def strings_of(value: Any) -> Iterator[str]:
@@ -161,6 +173,21 @@ def _marked_calls(calls: Any, mark_of: Callable[[str, str], str]) -> Any:
     if not isinstance(calls, dict):
         return map_strings(calls, change)
     return {k: map_strings(v, change, keys=False) if k in CALL_FIELDS else v for k, v in calls.items()}
+
+
+def _with_marked_name(tool: dict[str, Any], mark_of: Callable[[str], str]) -> dict[str, Any]:
+    if not (name := tool_name(tool)):
+        return tool
+    if isinstance(tool.get("function"), dict):
+        return tool | {"function": _with_marked_name(tool["function"], mark_of)}
+    return tool | {"name": _marked(name, mark_of(name))}
+
+
+def _stands_in(part: ChatPart, text: str) -> bool:
+    """Return whether the other text that stands for a part is there; a tool's name as a word."""
+    if part.kind == "tool":
+        return re.search(rf"(?<!\w){re.escape(part.id)}(?!\w)", text) is not None
+    return bool(part.id) and part.id in text
 
 
 def _marked(text: str, mark: str) -> str:

@@ -50,7 +50,7 @@ ANSWER_KEYS = (
     "extra_info.ground_truth",
 )
 SYSTEM_KEYS = ("system", "system_prompt")
-BESIDE_KEYS = ("choices", "options", "context", "contexts", "passage", "history")
+BESIDE_KEYS = ("choices", "options", "context", "contexts", "passage", "documents", "history")
 """Columns that belong to the question of well-known datasets."""
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 MEDIA = re.compile(r"<(?:image|video|audio)>")
@@ -186,11 +186,13 @@ def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
     for name in MEDIA_KEYS:
         if any(_leaves(row.get(name))) and (not named or MEDIA.search(prompt)):
             raise RowError(f"{where}: the column {name} would be left out, as the model reads text alone")
-    squeezed = "".join(prompt.split())
+    words = " ".join(prompt.split())
     for name in () if named else BESIDE_KEYS:
-        texts = [text for text in map(_squeezed, _leaves(row.get(name))) if text]
+        texts = [" ".join(str(leaf).split()) for leaf in _leaves(row.get(name))]
         least = 2 if name in ("choices", "options") else 1
-        if len(texts) >= least and not all(text in squeezed for text in texts):
+        if len(texts) >= least and not all(
+            re.search(rf"(?<!\w){re.escape(text)}(?!\w)", words) for text in texts
+        ):
             raise RowError(
                 f"{where}: the column {name} is not in the prompt, so the model would not read it. Put its "
                 "text into the prompt, or name the column that is all of the prompt "
@@ -205,10 +207,6 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(inner)
     elif value is not None and value != "":
         yield value
-
-
-def _squeezed(value: Any) -> str:
-    return "".join(value.split()) if isinstance(value, str) else str(value)
 
 
 def _answer(row: dict, where: str, config: SourceConfig) -> tuple[Any, str | None]:

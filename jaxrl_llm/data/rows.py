@@ -74,6 +74,7 @@ class Example:
     teacher: int = 0  # index of the teacher that scores it
     turns: tuple[Message, ...] = ()  # supervised target of several turns, in place of `response`
     system: str = ""  # system prompt of the row, where the prompt is text
+    tools_of_run: bool = False  # `columns` has the tools of the run, which may be described elsewhere
 
     def __post_init__(self):
         assert (self.messages is None) != (self.text is None), self.where

@@ -68,6 +68,7 @@ class ChatRenderer:
         self._name, self._date = template_name(tokenizer, config), config.date
         options = {**read_options(config), **options}
         self._options = {**tokenizer.special_tokens_map, **options, "tools": tools}
+        self._own_tools = None if example.tools_of_run else tools
 
     @property
     def marks_generation(self) -> bool:
@@ -134,9 +135,10 @@ class ChatRenderer:
         tracked = {"return_assistant_tokens_mask": True} if self.marks_generation else {}
         ((text, blocks),) = self._render([(count, options | tracked)])
         messages = self._forms[0][:count]
-        marked, parts = mark_parts(messages, "".join(strings_of(messages)))
+        taken = "".join(strings_of([messages, self._own_tools]))
+        marked, tools, parts = mark_parts(messages, self._own_tools, taken)
         try:
-            ((shown, _),) = self._ask(marked, [(None, options)])
+            ((shown, _),) = self._ask(marked, [(None, options | ({"tools": tools} if tools else {}))])
         except RowError:  # the template refuses the marks
             shown = ""
         lost, places = find_parts(text, shown, parts)
@@ -149,7 +151,7 @@ class ChatRenderer:
         turn is to be learned, a warning says so once.
         """
         number, messages = part.message, self._forms[0]
-        if messages[number]["role"] != "assistant":
+        if messages[number]["role"] != "assistant" or part.kind == "tool":
             return True
         answered = any(message["role"] == "user" for message in messages[number + 1 :])
         if part.kind == "thought" and answered and number not in learned:
@@ -166,12 +168,15 @@ class ChatRenderer:
 
     def _error(self, part: ChatPart) -> RowError:
         role = self._forms[0][part.message]["role"]
-        names = {"text": f"what the role {role} says", "thought": "what the assistant thinks"}
-        name = names.get(part.kind, "the tool call")
+        what = {"text": f"what the role {role} says", "thought": "what the assistant thinks"}
+        place = f"{what.get(part.kind, 'the tool call')} in message {part.message}"
+        if part.kind == "tool":
+            place = "a tool of the column tools"
+        text = "".join(self._hidden.get(char, char) for char in part.text[:40])
         return RowError(
-            f"{self._where}: {self._name} leaves out {name} in message {part.message} "
-            f"({part.text[:40]!r}), so the model would neither read nor learn it. Give a template that "
-            "writes it (--data.chat.chat_template FILE), or change or remove it in the rows"
+            f"{self._where}: {self._name} leaves out {place} ({text!r}), so the model would "
+            "neither read nor learn it. Give a template that writes it (--data.chat.chat_template FILE), or "
+            "change or remove it in the rows"
         )
 
     def _render(self, cuts: list[tuple[int | None, dict[str, bool]]]) -> list[tuple[str, list]]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.data.chat import encode_conversation
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.files import open_rows
+from jaxrl_llm.data.messages import message_text
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import RESPONSE_KEYS, Example, RowError, check_row, check_text, first_column
 from jaxrl_llm.errors import UserError
@@ -247,7 +248,9 @@ def split_response(example: Example) -> tuple[Example, str]:
             f'{example.where}: nothing to reward: a row needs "responses", "response", "chosen" and '
             '"rejected", or a chat that ends with an assistant turn'
         )
-    return replace(example, messages=example.messages[:-1], rejected=None), example.messages[-1]["content"]
+    return replace(example, messages=example.messages[:-1], rejected=None), message_text(
+        example.messages[-1], example.where
+    )
 
 
 def with_rewards(

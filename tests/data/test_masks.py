@@ -353,6 +353,7 @@ def test_control_tokens_are_tokens_in_what_is_learned_and_text_in_what_others_sa
     assert count({"prompt": "<act>", "completion": "<act>"}, act, parse_control_tokens=True) == 2
     assert count(pair, act) == 1
     assert encode_supervised(tokenizer, read(pair).rejected, ChatConfig())[0].tolist().count(think) == 1
+    tokenizer.chat_template = "{{ tools[0].name if tools }}" + CHATML
     asked = {
         "messages": [user("<|im_start|>"), said, tool("<|im_start|>"), said],
         "tools": [{"name": "<act>"}],

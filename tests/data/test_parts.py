@@ -1,5 +1,6 @@
 """Rows whose every part reaches the model, and those that are refused: parts of messages, and columns."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -171,6 +172,24 @@ def test_what_an_environment_says_reaches_the_policy():
         encode_observation(tokenizer, read({"messages": [U]}), messages, 1, ChatConfig(), ended=True)
 
 
+def test_tools_of_a_row_are_shown_or_refused():
+    """The tools of the run may be described elsewhere; a system prompt may describe a row's."""
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds."}}]
+    shows = "{% for t in tools or [] %}{{ (t.function or t).name | upper }} {% endfor %}" + CHATML
+    for given in (tools, [tools[0]["function"]]):
+        row = {"messages": [U], "tools": given}
+        assert text(row, shows).startswith("ADD <user")
+        with pytest.raises(RowError, match=r"leaves out a tool of the column tools \('add'\)"):
+            text(row)
+        assert text(row | {"system": "Call add."})
+        for plain, chat in ((row, ChatConfig()), ({"prompt": "q", "tools": given}, ChatConfig())):
+            own = dataclasses.replace(read(plain), tools_of_run=True)
+            assert len(encode_prompt(make(CHATML), own, chat))
+        with pytest.raises(RowError, match="no template shows the tools add: give messages"):
+            text({"prompt": "q", "tools": given})
+        assert text({"prompt": "Call add.", "tools": given})
+
+
 def test_a_call_without_words_is_found_by_its_id():
     """As Kimi-K2's template writes calls: the id, which holds the name, and the arguments."""
     call = {"id": "functions.add:0", "function": {"name": "add", "arguments": {}}}
@@ -180,7 +199,7 @@ def test_a_call_without_words_is_found_by_its_id():
 
 
 def test_a_template_that_counts_letters_is_compared_by_its_text():
-    marked, parts = mark_parts([U, A], "")
+    marked, _, parts = mark_parts([U, A], None, "")
     shown = "".join(message["content"] for message in marked)
     assert find_parts("HiYes", shown, parts) == ([], [(1, 0), (3, 1)])
     assert find_parts("HiYes3", shown + "4", parts) == ([], None)
@@ -247,6 +266,7 @@ def test_a_system_prompt_beside_text_and_two_of_them():
         ({"options": {"A": "3", "B": "4"}}, "options"),
         ({"context": "Rome is in Italy."}, "context"),
         ({"context": {"title": ["Rome"], "sentences": [["It is.", "In Italy."]]}}, "context"),
+        ({"documents": [{"title": "Rome", "text": "In Italy."}]}, "documents"),
         ({"history": "Human: hello"}, "history"),
     ],
 )
