@@ -214,6 +214,8 @@ def _answer(row: dict, where: str, config: SourceConfig) -> tuple[Any, str | Non
     answer = first_column(row, (config.answer_key,) if config.answer_key else ANSWER_KEYS)
     if answer is None and config.answer_key:
         raise RowError(f"{where}: no answer_key {config.answer_key!r}: the columns are {column_names(row)}")
+    if isinstance(answer, bytes):  # a binary column
+        answer = answer.decode(errors="surrogateescape")
     worked = row.get("solution") if isinstance(row.get("solution"), str) else None
     if worked is not None:
         check_text(worked, f"{where}: solution")

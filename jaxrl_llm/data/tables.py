@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import Damage, RowFile, no_rows, role_of
 from jaxrl_llm.errors import UserError
 
 FILLED = ("tools", "chat_template_kwargs")
+SHORT_FLOATS = {"float": np.float32, "halffloat": np.float16}
+"""Arrow type -> type whose shortest decimal number is what was written."""
 
 
 def parquet_file(path: Path) -> RowFile:
@@ -185,6 +189,8 @@ def as_written(value: Any, type: Any, filled: bool = False) -> Any:
     if isinstance(value, list) and hasattr(type, "value_type"):  # a map has none
         is_chat = all(isinstance(item, dict) and role_of(item) for item in value)
         return [as_written(item, type.value_type, filled or is_chat) for item in value]
+    if isinstance(value, float) and str(type) in SHORT_FLOATS:  # 0.1, not 0.10000000149011612
+        return float(str(SHORT_FLOATS[str(type)](value)))
     return value
 
 
