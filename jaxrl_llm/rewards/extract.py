@@ -61,14 +61,18 @@ LEAD = re.compile(  # what may stand between a mark and its number
     re.IGNORECASE,
 )
 GOES_ON = re.compile(  # the number is part of a sum, a power or a list
-    r"(?:\s|\\[,;! ])*"
+    r"(?:[\s$)*]|\\[,;! )\]])*?"
     r"(?:[-+*/x\u00d7\u00b7\u00f7^,&\u2013]|\\times|\\cdot|\\div|%\s*of|or|and|to|times|plus|minus)"
-    r"(?:\s|\\[,;! ])*[$({\\]*[-+]?\d"
+    r"(?:\s|\\[,;! ])*[$({\\*]*[-+]?\d"
+)
+SUM = re.compile(  # the number is part of a sum with units: 6 boxes x 7 apples = 42 apples
+    r"[^=(,;.\n]*?(?:[-+*/\u00d7\u00b7\u00f7]|\b(?:x|times|plus|minus)\b|\\times|\\cdot)\s*[$({\\*]*\d[^=\n]*="
 )
 EQUALS = re.compile(r"=|\\approx|\u2248")
 AROUND = "$*`\"' \t\n"
 MAX_DIGITS = 200  # longer "numbers" are noise, and slow to convert
 MAX_MARKS = 16  # of a kind that are read, from the last
+MAX_REST = 300  # characters after a number that may make it a part of something else
 MAX_LINE = 4000  # characters of a line that are read after a mark
 VERDICT = re.compile(r"\b(?:(yes)|(no))\b|\b([AB])\b", re.IGNORECASE)
 
@@ -116,7 +120,10 @@ def answer_key(text: str) -> Fraction | str:
 
 def _leading_number(text: str) -> Fraction | None:
     match = NUMBER.match(text, LEAD.match(text).end())
-    return to_number(match.group()) if match and not GOES_ON.match(text, match.end()) else None
+    if match is None:
+        return None
+    rest = text[match.end() : match.end() + MAX_REST]
+    return None if GOES_ON.match(rest) or SUM.match(rest) else to_number(match.group())
 
 
 def _number_in(mark: str) -> Fraction | None:
