@@ -11,14 +11,18 @@ machine, is printed, and the exit code is then 1. Nothing of the examples is run
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.importer.effects import UNKNOWN_KEY
+from jaxrl_llm.importer.values import NotHereError
 from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.load import load_recipe
 from jaxrl_llm.tools.import_config import ImportArguments, import_recipe
@@ -47,7 +51,12 @@ PATHS = (
     "the rank of that adapter",
 )
 """Parts of the problems that are only of paths, and of the adapter in one, on this machine."""
-COLUMNS = ("", "commit", "files read", "keys with a counterpart", "keys without")
+COLUMNS = (
+    "", "commit", "files", "read", "refused by name", "keys carried over", "keys refused or warned of",
+    "unknown keys", "keys without effect",
+)  # fmt: skip
+TRAINER = re.compile(r"\b[A-Z]\w*Trainer\(|\bverl\.|\bopenrlhf\.|\bRL2\.|\bchatlearn")
+"""In a script that starts a trainer; other scripts are no examples of configs."""
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
@@ -56,9 +65,15 @@ class Tally(NamedTuple):
 
     files: int
     mapped: int
+    lost: int
+    """Keys that change the result, and are refused or warned of with what is here instead."""
+    unknown: int
+    """Keys that import-config does not know: they count as keys that change the result."""
     unused: int
+    named: dict[Path, str]
+    """File whose trainer or loss is not here -> message with its name."""
     refused: dict[Path, str]
-    """File -> message."""
+    """File that cannot be read -> message."""
     broken: dict[Path, str]
     """File -> what `train` would refuse of its recipe."""
 
@@ -76,13 +91,14 @@ def main() -> int:
             continue
         tally = import_examples(root, checkout.patterns)
         tallies.append(tally)
-        read = f"{tally.files - len(tally.refused)} of {tally.files}"
-        lines.append(
-            f"| {checkout.label} | {commit_of(root)} | {read} | {tally.mapped:,} | {tally.unused:,} |"
-        )
+        read = tally.files - len(tally.refused) - len(tally.named)
+        cells = [checkout.label, commit_of(root), tally.files, read, len(tally.named), tally.mapped]
+        cells += [tally.lost, tally.unknown, tally.unused]
+        lines.append(f"| {' | '.join(f'{cell:,}' if isinstance(cell, int) else cell for cell in cells)} |")
     print("\n".join([HEADER, *lines]))
     for tally in tallies:
-        reasons = [*(tally.refused.items() if args.refused else ()), *tally.broken.items()]
+        refused = {**tally.named, **tally.refused} if args.refused else {}
+        reasons = [*refused.items(), *tally.broken.items()]
         for file, reason in reasons:
             print(f"\n{file.relative_to(args.folder)}: {reason.replace(str(args.folder) + '/', '')}")
     return int(any(tally.broken for tally in tallies))
@@ -90,21 +106,25 @@ def main() -> int:
 
 def import_examples(root: Path, patterns: tuple[str, ...]) -> Tally:
     """Import every example of a checkout."""
-    refused, broken, mapped, unused = {}, {}, 0, 0
-    files = sorted({file for pattern in patterns for file in root.glob(pattern) if file.name[0] != "_"})
+    named, refused, broken, counts = {}, {}, {}, Counter()
+    found = {file for pattern in patterns for file in root.glob(pattern) if file.name[0] != "_"}
+    starts = lambda file: file.suffix == ".yaml" or TRAINER.search(file.read_text(encoding="utf-8"))
+    files = sorted(filter(starts, found))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "recipe.py"
         for file in files:
             try:
                 recipe = import_recipe(ImportArguments(file=file, out=out))
             except UserError as error:
-                refused[file] = str(error)
+                (named if isinstance(error, NotHereError) else refused)[file] = str(error)
                 continue
             out.write_text(recipe.source, encoding="utf-8")
             if problems := "\n".join(refusals(out)):
                 broken[file] = problems
-            mapped, unused = mapped + recipe.mapped, unused + len(recipe.unused)
-    return Tally(len(files), mapped, unused, refused, broken)
+            unknown = sum(reason == UNKNOWN_KEY for reason in recipe.lost.values())
+            counts.update(mapped=recipe.mapped, unknown=unknown, lost=len(recipe.lost) - unknown)
+            counts.update(unused=len(recipe.unused))
+    return Tally(len(files), *(counts[name] for name in Tally._fields[1:5]), named, refused, broken)
 
 
 def refusals(recipe: Path) -> Iterator[str]:

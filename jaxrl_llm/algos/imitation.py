@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -22,6 +24,8 @@ class SFTConfig(AlgoConfig):
 
     aggregation: Aggregation = "token"
     """Aggregation: token (every token counts the same) or sequence (every example does)."""
+    loss: Literal["nll", "dft"] = "nll"
+    """Loss of a token: -log p, or -sg[p] log p (dynamic fine-tuning)."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,23 @@ def nll_loss(inputs: LossInputs, config: SFTConfig | RAFTConfig) -> tuple[Float[
     return aggregate(-inputs.policy, inputs, config.aggregation), {}
 
 
+def sft_loss(inputs: LossInputs, config: SFTConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return the negative log-likelihood, of dft with each token weighed by its probability."""
+    if config.loss == "nll":
+        return nll_loss(inputs, config)
+    weight = jnp.exp(jax.lax.stop_gradient(inputs.policy))
+    return aggregate(-weight * inputs.policy, inputs, config.aggregation), {}
+
+
 sft = Algorithm(
     "sft",
-    "Supervised fine-tuning: the mean negative log-likelihood of the trained tokens.",
+    """Supervised fine-tuning: the mean negative log-likelihood of the trained tokens.
+
+    `loss` "dft" weighs each token by its probability, which carries no gradient: dynamic fine-tuning (arXiv
+    2508.05629).""",
     "tokens",
     SFTConfig(),
-    nll_loss,
+    sft_loss,
 )
 
 

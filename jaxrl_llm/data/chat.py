@@ -17,6 +17,7 @@ from jaxrl_llm.data.messages import message_text
 from jaxrl_llm.data.parts import Rendered, messages_of_blocks, tool_name
 from jaxrl_llm.data.preference import conversation_text
 from jaxrl_llm.data.rows import (
+    RESPONSE_KEYS,
     Example,
     Message,
     RowError,
@@ -121,7 +122,7 @@ def _with_placeholder(message: Message, thinks: bool) -> Message:
 
 
 def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> Encoded:
-    """Return (ids, mask) of an example to imitate; mask 1 = learned: assistant turns and their ends.
+    """Return (ids, mask) of an example to imitate; mask 1 = learned: `config.loss` and ends of turns.
 
     Nothing follows the last learned token. Where the example has a `response`, only that is learned.
 
@@ -130,6 +131,9 @@ def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> E
       UserError: no template.
     """
     messages = chat_messages(example, config)
+    if messages is not None and config.loss == "chat" and not _has_target(example):
+        ids = encode_conversation(tokenizer, example, config)
+        return ids, np.ones(len(ids), np.int8)
     if messages is None:
         pieces = [(_plain_ids(tokenizer, example, config), 0), (_plain_target(tokenizer, example, config), 1)]
     else:
@@ -137,6 +141,13 @@ def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> E
     ids = [token for piece, _ in pieces for token in piece]
     mask = [learned for piece, learned in pieces for _ in piece]
     return np.asarray(ids, np.int32), np.asarray(mask, np.int8)
+
+
+def _has_target(example: Example) -> bool:
+    """Return whether the row says what to learn: a target beside its chat, or messages with weight 0."""
+    columns = [example.columns.get(key) for key in RESPONSE_KEYS]
+    weighted = any(message.get("weight") == 0 for message in example.messages or ())
+    return example.response is not None or bool(example.turns) or any(columns) or weighted
 
 
 def encode_steps(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[np.ndarray, ...]:

@@ -110,8 +110,9 @@ class ChatConfig:
     """Arguments of the chat template, as a JSON object: '{"enable_thinking": false}'."""
     date: str = ""
     """Date that chat templates write, as 2026-11-27; empty: the day on which the run begins."""
-    loss: Literal["all", "last"] = "all"
-    """Supervised training learns all assistant turns, or the last, but none with weight 0."""
+    loss: Literal["all", "last", "chat"] = "all"
+    """Supervised training learns all assistant turns, the last, or the whole chat with the users' text, of
+    rows that are a chat alone (TRL's default); but no message with weight 0."""
     parse_control_tokens: bool = False
     """True: plain-text prompts are rendered already, so '<|im_start|>' in them is the control token."""
 

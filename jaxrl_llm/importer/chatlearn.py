@@ -133,6 +133,9 @@ def _rules_of_grpo(conv: Conversion) -> None:
     if conv.get(f"{ARGS}.train_backend") == "megatron" and conv.is_set(f"{POLICY}.load"):
         note = "the Hugging Face folder; models.policy_trainer.load is Megatron's"
         conv.put("model.path", conv.get(f"{POLICY}.load"), f"{POLICY}.load", note=note)
+    reference = conv.get("models.ref_policy.load")
+    if reference and reference not in (conv.value_of("model.path", ""), conv.get(f"{TRAINER}.load")):
+        conv.put("reference.path", reference, "models.ref_policy.load")
     _batches(conv)
     conv.put("steps", conv.get(f"{ARGS}.num_episode"), f"{ARGS}.num_episode", stated=True)
     conv.devices = conv.devices or conv.get(f"{TRAINER}.num_gpu")

@@ -8,17 +8,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.importer.effects import changes_result
 from jaxrl_llm.importer.values import (
+    NotHereError,
+    Setting,
     SourceSettings,
     convert_value,
     device_count,
-    name_text,
+    keeps_unknown,
     printable,
     same,
     unknown_names,
+    yaml_value,
 )
 
 DEFAULT = "default"
+UNREAD = "the other settings leave it without effect"
 RUN_NAME = "--log.name, its name in a logger, or --run_dir, the run's folder"
 """Hint of a run's name, which is both here."""
 
@@ -67,6 +72,8 @@ class Assumptions(NamedTuple):
     devices: int | None
     engine: str
     """native or sglang."""
+    define: Mapping[str, str]
+    """Values of keys, in the place of the file's; "" leaves a key out."""
 
 
 class Conversion:
@@ -75,7 +82,8 @@ class Conversion:
     Attributes:
         algo: name of the algorithm.
         results: key here -> value and origin.
-        unused: key of the system -> why it has no counterpart.
+        lost: key of the system that changes the result and is not carried over -> what is here instead.
+        unused: key of the system that changes no result -> why it has no counterpart.
         notes: sentences to read before a run.
     """
 
@@ -83,15 +91,24 @@ class Conversion:
         self.system, self.trainer, self.assumed = system, source.trainer, assumed
         self.table, self.defaults = system.tables[source.trainer], system.defaults[source.trainer]
         self.settings = {self._present_name(key): setting for key, setting in source.settings.items()}
+        self._gather_mappings()
+        self._define(assumed.define)
         self.devices = assumed.devices or source.devices
         self.algo = ""
         self.results: dict[str, Result] = {}
+        self.lost: dict[str, str] = {}
         self.unused: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
         self.notes = list(source.notes)
+        self._read: set[str] = set()
         self._leave_out_devices()
 
     def run(self) -> None:
-        """Convert everything: the fields of the table, then the system's rules."""
+        """Convert everything: the fields of the table, then the system's rules.
+
+        Raises:
+            UserError: values that cannot be read, or what the run is about is not here.
+        """
         for key, field in self.table.items():
             if field.ours and (key in self.settings or key in self.defaults):
                 value = self.get(key)
@@ -99,9 +116,25 @@ class Conversion:
                     self.put(field.ours, value, key)
         self.system.rules[self.trainer](self)
         self._share_columns()
-        for key in self.settings:
-            if key not in self.table and key not in self.unused:
-                self.unused[key] = ""
+        for key, setting in self.settings.items():
+            known = key in self._read or (key in self.table and setting.value is None)
+            if not known and key not in self.lost and key not in self.unused:
+                self._leave_out(key)
+        if self.refused:
+            raise NotHereError("\n".join(f"{self._where(key)}: {why}" for key, why in self.refused.items()))
+
+    def _leave_out(self, key: str) -> None:
+        """Sort a key without counterpart: it changes the result, or not."""
+        if key in self.table:
+            self.unused[key] = UNREAD
+            return
+        lost, reason = changes_result(self.system.name, key, self.settings[key].value)
+        (self.lost if lost else self.unused)[key] = reason
+
+    def _where(self, key: str) -> str:
+        """Return file, line, key and value, for messages."""
+        place = f"{self.settings[key].where}: " if self.is_set(key) else ""
+        return f"{place}{self.origin(key)}"
 
     def _share_columns(self) -> None:
         """Give the other sources the columns of the first, which are those of all files there."""
@@ -125,7 +158,8 @@ class Conversion:
         """
         convert = self.table[key].convert if key in self.table else same
         if self.is_set(key):
-            if convert is not name_text and unknown_names(self.settings[key].value):
+            self._read.add(key)
+            if not keeps_unknown(convert) and unknown_names(self.settings[key].value):
                 raise self._unknown_error()
             return convert_value(key, self.settings[key], convert)
         default = self.defaults.get(key)
@@ -150,10 +184,23 @@ class Conversion:
         origin = self.origin(*(key for key in keys if key in self.settings or key in self.defaults))
         self.results[ours] = Result(value, "; ".join(filter(None, (origin, note))), stated)
 
-    def drop(self, key: str, reason: str = "") -> None:
-        """State that a key that the file sets has no counterpart; "" = the reason is in the hints."""
+    def drop(self, key: str, reason: str) -> None:
+        """State that a key that the file sets changes no result here."""
         if self.is_set(key):
             self.unused[key] = reason
+
+    def lose(self, key: str, reason: str) -> None:
+        """State that a key, set or by default, changes the result there and is not carried over."""
+        self.lost[key] = reason
+
+    def refuse(self, key: str, reason: str, instead: str = "") -> None:
+        """Refuse the file: what a key says is what the run is about, and there is none here.
+
+        Args:
+            instead: a value of the key that there is.
+        """
+        fix = f"import-config --define {key}={instead} takes {instead} instead" if instead else ""
+        self.refused[key] = f"{reason}. {fix or f'import-config --define {key}= leaves it out'}."
 
     def put_steps(self, epochs_key: str, steps_key: str) -> None:
         """Set the steps, or the epochs where the file counts those."""
@@ -211,11 +258,9 @@ class Conversion:
             names: name of a schedule of the system -> (the name here, the last rate over the first).
         """
         name = str(self.get(scheduler_key))
-        if name not in names:
-            self.drop(
-                scheduler_key, f"there is no such schedule here; the nearest is used: {prefix}.schedule"
-            )
         schedule, final = names.get(name, ("cosine", 0.0))
+        if name not in names:
+            self.lose(scheduler_key, f"there is no such schedule; {prefix}.schedule is cosine")
         self.put(f"{prefix}.schedule", schedule, scheduler_key)
         if schedule != "constant":
             self.put(f"{prefix}.final_fraction", final, scheduler_key)
@@ -258,6 +303,25 @@ class Conversion:
         """Return the value of a key here that is set already."""
         return self.results[ours].value if ours in self.results else default
 
+    def _gather_mappings(self) -> None:
+        """Join the items of a mapping, a.b and a.c, which is one value of the table, a."""
+        for key, setting in list(self.settings.items()):
+            whole, _, inner = key.rpartition(".")
+            if key not in self.table and whole in self.table and self.table[whole].convert is same:
+                del self.settings[key]
+                before = self.settings.get(whole)
+                items = dict(before.value) if before and isinstance(before.value, Mapping) else {}
+                self.settings[whole] = Setting({**items, inner: setting.value}, setting.where)
+
+    def _define(self, values: Mapping[str, str]) -> None:
+        """Put values from outside in the place of the file's."""
+        for name, text in values.items():
+            key = self._present_name(name)
+            if key in self.settings or key in self.table:
+                self.settings.pop(key, None)
+                if text:
+                    self.settings[key] = Setting(yaml_value(text), f"--define {name}")
+
     def _present_name(self, key: str) -> str:
         names = self.system.aliases.get(key, key).split("|")
         return next(
@@ -276,10 +340,10 @@ class Conversion:
         lines = []
         for key, setting in self.settings.items():
             field = self.table.get(key)
-            names = unknown_names(setting.value) if field and field.convert is not name_text else []
+            names = unknown_names(setting.value) if field and not keeps_unknown(field.convert) else []
             if names:
                 words = [f"--define {name}=VALUE" for name in dict.fromkeys(names) if name.isidentifier()]
-                fix = f"give {' '.join(words)}" if words else "write its value in a copy of the file"
+                fix = f"give {' '.join(words) or f'--define {key}=VALUE'}"
                 lines.append(f"{setting.where}: {key} is {printable(setting.value)}: {fix}")
         return UserError(
             "\n".join(["values that only running the file would tell; it is never run:", *lines])

@@ -12,7 +12,6 @@ from jaxrl_llm.importer.openrlhf_fields import (
     OLD,
     PPO,
     PPO_DEFAULTS,
-    REASONS,
     RM,
     RM_DEFAULTS,
     SCHEDULES,
@@ -55,8 +54,8 @@ def _rules_of_ppo(conv: Conversion) -> None:
     if conv.get("train.async_enable") and conv.assumed.engine == "sglang":
         staleness = conv.get("train.async_queue_size")
         conv.put("rollout.max_staleness", staleness, "train.async_enable", "train.async_queue_size")
-    else:
-        conv.drop("train.async_enable", "the native engine needs devices of its own: docs/asynchronous.md")
+    elif conv.get("train.async_enable"):
+        conv.lose("train.async_enable", "responses are of the newest weights: docs/asynchronous.md")
     conv.put("rollout.dtype", conv.get("ds.param_dtype"), "ds.param_dtype")
     tensor = conv.get("vllm.tensor_parallel_size")
     conv.put_engine("vllm.num_engines", "vLLM", tensor, conv.get("vllm.gpu_memory_utilization"))
@@ -64,42 +63,78 @@ def _rules_of_ppo(conv: Conversion) -> None:
 
 def _algorithm(conv: Conversion) -> None:
     estimator, loss = f"{ADVANTAGE}.estimator", "actor.policy_loss_type"
-    conv.algo, advantage, scale = ESTIMATORS.get(str(conv.get(estimator)), ESTIMATORS["gae"])
-    note = "OpenRLHF's losses are means over tokens"
-    aggregation = "token"
+    name = str(conv.get(estimator))
+    if name not in ESTIMATORS:
+        conv.refuse(estimator, "there is no such estimator", instead="gae")
+    conv.algo, advantage, scale = ESTIMATORS.get(name, ESTIMATORS["gae"])
+    key, note = "actor.loss_agg_mode", ""
+    aggregation = "sequence" if conv.get(key) == "seq-mean-token-mean" else "token"
     if conv.get(loss) == "gspo":
         conv.algo, aggregation, note = "gspo", "sequence", "OpenRLHF's GSPO is a mean over sequences"
+    elif conv.get(loss) != "ppo":
+        conv.refuse(loss, "there is no such loss", instead="ppo")
     conv.put("algo.advantage", advantage, estimator)
-    if advantage == "grpo":
+    if advantage in ("grpo", "reinforce"):
         conv.put("algo.scale", scale, estimator)
-    conv.put("algo.aggregation", aggregation, loss, note=note)
+    conv.put("algo.aggregation", aggregation, loss, key, note=note)
     low_high = conv.get("actor.eps_clip_low_high")
     key = "actor.eps_clip_low_high" if low_high else "actor.eps_clip"
     low, high = low_high or [conv.get("actor.eps_clip")] * 2
     conv.put("algo.clip_low", low, key)
     conv.put("algo.clip_high", high, key)
-    conv.put("algo.kl_in", "loss" if conv.get(f"{KL}.use_loss") else "reward", f"{KL}.use_loss")
     conv.put("algo.reward_clip", conv.get("reward.clip_range"), "reward.clip_range")
-    if conv.get(f"{ADVANTAGE}.is_correction_enable"):
-        _correction(conv)
-    for key, reason in REASONS.items():
-        conv.drop(key, reason)
+    if conv.get(f"{ADVANTAGE}.no_std_norm") and name in ("gae", "reinforce", "reinforce_baseline"):
+        conv.lose(f"{ADVANTAGE}.no_std_norm", "advantages are whitened with their deviation, or not at all")
+    if conv.get("reward.normalize_enable"):
+        reason = "--reward.models.0.mean and .scale, of the reward model's config.json (mean and std)"
+        conv.lose("reward.normalize_enable", reason)
+    if tuple(conv.get("algo.dynamic_filtering_range")) != (0, 1):
+        reason = "groups of equal rewards are dropped; those with a mean outside a range are not"
+        conv.lose("algo.dynamic_filtering_range", reason)
+    _kl(conv)
+    _correction(conv)
+
+
+def _kl(conv: Conversion) -> None:
+    """Set where the KL is, and its estimator: with the gradient of k2 where it shall be unbiased."""
+    in_loss, unbiased = f"{KL}.use_loss", f"{KL}.unbiased_gradient"
+    conv.put("algo.kl_in", "loss" if conv.get(in_loss) else "reward", in_loss)
+    estimator = conv.get(f"{KL}.estimator")
+    if conv.get(unbiased) and conv.get(in_loss) and estimator in ("k1", "k3"):
+        conv.put("algo.kl", f"{estimator}+", f"{KL}.estimator", unbiased)
+    if conv.get(unbiased) and conv.get(in_loss):
+        conv.lose(unbiased, "from a step's second update on, its gradient is weighed by policy / old there")
 
 
 def _correction(conv: Conversion) -> None:
-    group = "algo.correction"
-    threshold, kind = f"{ADVANTAGE}.is_correction_threshold", f"{ADVANTAGE}.is_correction_type"
-    low, high = conv.get(threshold)
-    conv.put(f"{group}.weight", "token", f"{ADVANTAGE}.is_correction_enable")
-    if conv.get(kind) == "seq-mask-tis":
-        conv.put(f"{group}.cap", float("inf"), kind, note="weights are not clipped")
-        note = "there bounds of old / rollout, here of rollout / old"
-        inverse = 1 / (high or 1.0), 1 / (low or 1e-6)
-        conv.put(f"{group}.reject", (("seq_mean_k1", *inverse),), threshold, note=note)
+    """Set weights and rejection for vLLM's log-probs: levels and gates, or the kinds of version 0.11.0."""
+    names = ("level", "mode", "gating", "threshold", "type", "enable")
+    level, mode, gating, threshold, kind, old = (f"{ADVANTAGE}.is_correction_{name}" for name in names)
+    bounds = conv.get(threshold)
+    low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
+    if conv.get(old):
+        sequence, clip = conv.get(kind) == "seq-mask-tis", conv.get(kind) == "tis"
+        gate, keys = "ratio", (old, kind, threshold)
+    elif conv.get(level) != "off":
+        sequence, clip = conv.get(level) == "seq", conv.get(mode) == "clip"
+        gate, keys = conv.get(gating), (level, mode, gating, threshold)
+    else:
         return
-    conv.put(f"{group}.floor", low, threshold)
-    conv.put(f"{group}.cap", high, threshold)
-    conv.put(f"{group}.outside", "zero" if conv.get(kind) == "icepop" else "clip", kind)
+    if conv.algo == "gspo":
+        conv.put("algo.old", "rollout", *keys, note="OpenRLHF's GSPO: policy / rollout, without a weight")
+        return
+    group = "algo.correction"
+    conv.put(f"{group}.weight", "token", *keys)
+    if gate == "ratio" and not sequence:
+        conv.put(f"{group}.floor", low, threshold)
+        conv.put(f"{group}.cap", high, threshold)
+        conv.put(f"{group}.outside", "clip" if clip else "zero", *keys)
+        return
+    conv.put(f"{group}.cap", float("inf"), *keys, note="weights are not clipped")
+    rule, bounds = f"{'seq_mean' if sequence else 'token'}_{gate}", (low, high)
+    if gate == "ratio":  # there bounds of old / rollout, here of rollout / old
+        rule, bounds = "seq_mean_k1", (1 / (high or 1.0), 1 / (low or 1e-6))
+    conv.put(f"{group}.reject", ((rule, *bounds),), *keys)
 
 
 def _lengths(conv: Conversion) -> None:
@@ -119,7 +154,7 @@ def _lengths(conv: Conversion) -> None:
 def _limit_rows(conv: Conversion) -> None:
     limit = conv.get("data.max_samples")
     if limit and limit < 10**6:
-        conv.notes.append(f"data.max_samples {limit}: rows there are at most that many, here all are used")
+        conv.lose("data.max_samples", "all rows of the files are used: cut the files")
 
 
 def _critic_path(conv: Conversion) -> None:
@@ -170,11 +205,16 @@ def _optimizer(conv: Conversion, group: str, ours: str) -> None:
         conv.put(f"{ours}.name", "muon", f"{group}optim")
         note = "here AdamW's learning rates carry over to Muon"
         conv.put(f"{ours}.learning_rate", conv.get(f"{group}muon.lr") or 0.02, f"{group}muon.lr", note=note)
+    elif name != "adam":
+        conv.refuse(f"{group}optim", "there is no such optimizer", instead="adam")
     conv.put_schedule(SCHEDULES, f"{group}lr_scheduler", ours)
     if conv.get(f"{group}lr_scheduler") == "cosine_with_min_lr":
         conv.put(f"{ours}.final_fraction", conv.get(f"{group}min_lr_ratio"), f"{group}min_lr_ratio")
     for beta, value in zip(("b1", "b2"), conv.get(f"{group}adam.betas"), strict=False):
         conv.put(f"{ours}.{beta}", float(value), f"{group}adam.betas")
+    if name == "muon":
+        momentum = f"{group}muon.momentum"
+        conv.put(f"{ours}.b1", conv.get(momentum) or 0.95, momentum, note="Muon's; also of its AdamW here")
 
 
 def _common(conv: Conversion) -> None:
@@ -182,7 +222,7 @@ def _common(conv: Conversion) -> None:
     if conv.get("train.enable_ema"):
         conv.put("optim.ema", conv.get("train.ema_beta"), "train.enable_ema", "train.ema_beta")
     conv.put_mesh(conv.first("ds.tensor_parallel_size"), conv.first("ds.ring_attn_size"), ulysses=False)
-    if conv.get("train.dynamic_batch_enable"):
+    if conv.get("train.dynamic_batch_enable") and conv.get("train.max_tokens_per_gpu"):
         conv.put_tokens_per_device(conv.get("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
     else:
         size = conv.get("train.micro_batch_size") or 1
@@ -200,6 +240,9 @@ def _common(conv: Conversion) -> None:
         conv.put("data.chat.render", "chat", "data.apply_chat_template")
     if conv.is_set("eval.dataset"):
         conv.put_sources(map(source_path, conv.get("eval.dataset")), "eval.dataset", "eval")
+        conv.put("data.eval.0.split", conv.get("eval.split"), "eval.split")
+    if conv.is_set("data.tokenizer_chat_template"):
+        conv.lose("data.tokenizer_chat_template", "--data.chat.chat_template FILE: put the text into a file")
     if conv.value_of("lora.rank", 0):
         conv.put("lora.alpha", conv.get("ds.lora.alpha"), "ds.lora.alpha")
         conv.put("lora.targets", conv.get("ds.lora.target_modules"), "ds.lora.target_modules")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.importer.shell import integer_value
-from jaxrl_llm.importer.values import Setting, unknown, unknown_names
+from jaxrl_llm.importer.algorithm_names import NO_ALGORITHM
+from jaxrl_llm.importer.expressions import integer_value
+from jaxrl_llm.importer.values import NotHereError, Setting, unknown, unknown_names
 
 TRAINERS = {
     "GRPO": "grpo",
+    "AsyncGRPO": "async_grpo",
+    "GMPO": "gmpo",
     "RLOO": "rloo",
     "OnlineDPO": "online_dpo",
     "SFT": "sft",
@@ -21,8 +25,53 @@ TRAINERS = {
     "ORPO": "orpo",
     "CPO": "cpo",
     "GKD": "gkd",
+    "Distillation": "distillation",
 }
 """Beginning of the names of TRL's Config and Trainer -> trainer."""
+NO_TRAINERS = {
+    "A2PO": "TRL estimates the values of all prompts before the run; --algo a_star_po does so within a step",
+    "AsyncDistillation": "TRL's asynchronous distillation is --algo gkd with servers (docs/asynchronous.md)",
+    "BCO": "of single responses there is --algo kto; BCO of pairs is --algo dpo --algo.loss bco",
+    "GOLD": NO_ALGORITHM["gold"],
+    "IWOPD": "there is no importance-weighted on-policy distillation; --algo gkd is without the weights",
+    "NashMD": "there is no Nash-MD; TRL 1.16 has none either",
+    "PPO": "TRL 1.16 has no PPO; --algo ppo is another implementation of it",
+    "PRM": "TRL 1.16 has no process rewards; --algo prm learns them",
+    "SDFT": NO_ALGORITHM["sdft"],
+    "SDPO": NO_ALGORITHM["sdpo"],
+    "SSD": "TRL 1.16 has none; --algo sft learns samples from a file",
+    "ServerDistillation": "the teacher is in this run: --algo gkd with --algo.teachers",
+    "TPO": NO_ALGORITHM["tpo"],
+    "XPO": "there is no XPO; TRL 1.16 has none either",
+}
+"""Beginning of the names of TRL's Config and Trainer -> why there is none here."""
+PARSERS = ("TrlParser", "HfArgumentParser")
+DATASETS = ("load_dataset", "load_from_disk")
+FILE_FORMATS = ("json", "csv", "parquet", "text", "arrow")
+"""First argument of load_dataset for files."""
+ROW_CHANGES = ("map", "filter", "select", "add_column", "rename_column", "rename_columns", "train_test_split")
+"""Methods of a data set that change its rows."""
+OF_TRL = (
+    "accuracy_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+    "get_soft_overlong_punishment",
+)
+OF_MODEL = ("model_init_kwargs", "teacher_model_init_kwargs", "generation_kwargs")
+READ = {
+    "model",
+    "teacher_model",
+    "args",
+    "reward_funcs",
+    "train_dataset",
+    "eval_dataset",
+    "processing_class",
+    "tokenizer",
+}
+"""Arguments of a trainer that have a meaning of their own here, or none."""
+FROM_COMMAND = re.compile(r"(training|model|script)_args\.|get_\w+\((training|model|script)_args\)$")
+"""A value that the command line has, too."""
+ARGUMENTS = ("args", "config", "training_args", "model_args", "script_args")
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 LORA = {
     "r": "lora_r",
@@ -31,7 +80,7 @@ LORA = {
     "use_rslora": "use_rslora",
 }
 """Arguments of peft's LoraConfig -> those of TRL's command line."""
-PEFT_DEFAULTS = {"use_peft": True, "lora_r": 8, "lora_alpha": 8}
+PEFT_DEFAULTS = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 
 
 class PythonSettings(NamedTuple):
@@ -41,50 +90,80 @@ class PythonSettings(NamedTuple):
     settings: dict[str, Setting]
     others: list[str]
     """Further calls of a Config, which are not read: name and line."""
+    from_command: bool
+    """True: a parser reads the settings from the command line, and the file has some of them only."""
 
 
 def read_python(text: str, name: str, variables: Mapping[str, str]) -> PythonSettings | None:
-    """Return the arguments of the first call of a TRL Config; None = the file has none.
+    """Return the arguments of the first call of a TRL Config, else what a script sets that parses arguments.
 
     Args:
         name: of the file, for messages.
         variables: names and their values, from outside.
 
+    Returns:
+        None: the file starts no trainer.
+
     Raises:
-        UserError: the file is no Python; names the line.
+        UserError: the file is no Python, or its trainer is not here; names the line.
     """
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", 1)
         raise UserError(
-            f"{name}:{line}: not Python: {getattr(error, 'msg', error)}. Mend the line."
+            f"{name}:{line}: not Python: {getattr(error, 'msg', '') or 'nested too deeply'}. Mend the line."
         ) from None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    configs = [call for call in calls if trainer_of(call, "Config")]
-    if not configs:
+    calls = sorted((n for n in ast.walk(tree) if isinstance(n, ast.Call)), key=lambda call: call.lineno)
+    configs = [call for call in calls if trainer_of(_name(call), "Config")]
+    parsed = [
+        n.id for call in calls if _name(call) in PARSERS for n in ast.walk(call) if isinstance(n, ast.Name)
+    ]
+    names = [_name(call) for call in (configs, calls)[not configs]] + parsed
+    trainer = next((t for n in names for end in ("Config", "Trainer") if (t := trainer_of(n, end))), "")
+    if not trainer:
+        _refuse_trainers([*map(_name, calls), *parsed], calls, name)
         return None
-    first = min(configs, key=lambda call: call.lineno)
     reader = _Reader(tree, name, variables)
     settings: dict[str, Setting] = {}
     for call in calls:
-        if _name(call) == "LoraConfig":
-            where = f"{name}:{call.lineno}"
-            settings |= {key: Setting(value, where) for key, value in PEFT_DEFAULTS.items()}
-            settings |= {LORA.get(key, f"peft.{key}"): value for key, value in reader.arguments(call)}
-        elif _name(call) == "ModelConfig":
-            settings |= dict(reader.arguments(call))
-        elif trainer_of(call, "Trainer") == trainer_of(first, "Config"):
-            settings |= dict(reader.of_trainer(call))
-    settings |= dict(reader.arguments(first))
-    others = [f"{_name(call)} in line {call.lineno}" for call in configs if call is not first]
-    return PythonSettings(trainer_of(first, "Config"), settings, others)
+        settings |= _of_call(call, trainer, reader)
+    if configs:
+        settings |= dict(reader.arguments(configs[0]))
+    settings |= dict(reader.assigned())
+    others = [f"{_name(call)} in line {call.lineno}" for call in configs[1:]]
+    return PythonSettings(trainer, settings, others, not configs)
 
 
-def trainer_of(call: ast.Call, suffix: str) -> str:
-    """Return the trainer whose Config or Trainer is called; "" = none."""
-    name = _name(call)
-    return TRAINERS.get(name.removesuffix(suffix), "") if name.endswith(suffix) else ""
+def _of_call(call: ast.Call, trainer: str, reader: _Reader) -> dict[str, Setting]:
+    """Return the settings in a call of peft's LoraConfig, TRL's ModelConfig or the trainer."""
+    if _name(call) == "LoraConfig":
+        defaults = {key: Setting(value, reader.where(call)) for key, value in PEFT_DEFAULTS.items()}
+        return defaults | {LORA.get(key, f"peft.{key}"): value for key, value in reader.arguments(call)}
+    if _name(call) in ("ModelConfig", "BitsAndBytesConfig"):
+        return dict(reader.arguments(call))
+    return dict(reader.of_trainer(call)) if trainer_of(_name(call), "Trainer") == trainer else {}
+
+
+def _refuse_trainers(names: list[str], calls: list[ast.Call], name: str) -> None:
+    """Raise the reason why there is no such trainer here, if the file has one of TRL's others."""
+    for word in names:
+        stem = _stem(word, "Trainer") or _stem(word, "Config")
+        if stem in NO_TRAINERS:
+            line = next((call.lineno for call in calls if word in ast.unparse(call)), 1)
+            raise NotHereError(f"{name}:{line}: {word}: {NO_TRAINERS[stem]}.")
+
+
+def trainer_of(name: str, suffix: str) -> str:
+    """Return the trainer that a class is the Config or Trainer of, by the end of its name; "" = none."""
+    return TRAINERS.get(_stem(name, suffix), "")
+
+
+def _stem(name: str, suffix: str) -> str:
+    """Return the algorithm in the name of a class, of one derived from TRL's, too; "" = none."""
+    stem = name.removesuffix(suffix)
+    fits = [key for key in (*TRAINERS, *NO_TRAINERS) if stem != name and stem.endswith(key)]
+    return max(fits, key=len, default="")
 
 
 def _name(call: ast.Call) -> str:
@@ -96,19 +175,29 @@ class _Reader:
     """Values of expressions: literals, names assigned once, defaults of add_argument."""
 
     def __init__(self, tree: ast.Module, name: str, variables: Mapping[str, str]):
-        self._name = name
+        self._name, self._tree = name, tree
         self._nodes: dict[str, ast.expr] = {}
+        self._places: dict[str, int] = {}
+        self._imported: dict[str, str] = {}
         self._values: dict[str, Any] = dict(variables)
-        self._functions = {node.name for node in ast.walk(tree) if isinstance(node, FUNCTION)}
+        self._has_adapters = any(word in ast.unparse(tree) for word in ("LoraConfig(", "get_peft_config("))
         for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Assign)
-                and len(node.targets) == 1
-                and isinstance(node.targets[0], ast.Name)
-            ):
-                self._nodes.setdefault(node.targets[0].id, node.value)
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                self._assign(node.targets[0], node.value)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                self._imported |= {alias.asname or alias.name: node.module for alias in node.names}
             elif isinstance(node, ast.Call) and _name(node) == "add_argument" and node.args:
                 self._add_argument(node)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            self._nodes.setdefault(target.id, value)
+        elif isinstance(
+            target, ast.Tuple
+        ):  # such as train, test = load_dataset(NAME, split=["train", "test"])
+            for i, name in enumerate(target.elts):
+                if isinstance(name, ast.Name) and name.id not in self._nodes:
+                    self._nodes[name.id], self._places[name.id] = value, i
 
     def _add_argument(self, call: ast.Call) -> None:
         flag = call.args[0].value if isinstance(call.args[0], ast.Constant) else None
@@ -117,69 +206,148 @@ class _Reader:
             key = f"args.{flag.lstrip('-').replace('-', '_')}"
             self._values.setdefault(key, self.value(default))
 
+    def where(self, node: ast.expr) -> str:
+        """Return file and line."""
+        return f"{self._name}:{node.lineno}"
+
     def arguments(self, call: ast.Call) -> Iterator[tuple[str, Setting]]:
         """Yield the named arguments of a call."""
         for word in call.keywords:
             if word.arg:
-                yield word.arg, Setting(self.value(word.value), f"{self._name}:{word.value.lineno}")
-            elif isinstance(word.value, ast.Name) and isinstance(self._nodes.get(word.value.id), ast.Dict):
-                items = self._nodes[word.value.id]
-                for key, value in zip(items.keys, items.values, strict=True):
-                    if isinstance(key, ast.Constant):
-                        yield str(key.value), Setting(self.value(value), f"{self._name}:{value.lineno}")
+                yield from self._setting(word.arg, word.value)
+            elif isinstance(word.value, ast.Name):
+                yield from self._items(self._nodes.get(word.value.id))
+
+    def assigned(self) -> Iterator[tuple[str, Setting]]:
+        """Yield the arguments that the script assigns itself: training_args.KEY = VALUE."""
+        for node in ast.walk(self._tree):
+            target = node.targets[0] if isinstance(node, ast.Assign) else None
+            if (
+                isinstance(target, ast.Attribute)
+                and isinstance(target.value, ast.Name)
+                and target.value.id in ARGUMENTS
+            ):
+                yield from self._setting(target.attr, node.value)
+
+    def _setting(self, key: str, node: ast.expr) -> Iterator[tuple[str, Setting]]:
+        if key in OF_MODEL:  # each of its keys is a key by itself
+            for inner, setting in self._items(node):
+                yield f"{key}.{inner}", setting
+        elif key != "args" and not FROM_COMMAND.match(ast.unparse(node)):
+            yield key, Setting(self.value(node), self.where(node))
+
+    def _items(self, node: ast.expr | None) -> Iterator[tuple[str, Setting]]:
+        """Yield the items of {...}, of dict(...), or of a name for one of them."""
+        if isinstance(node, ast.Name):
+            node = self._nodes.get(node.id)
+        if isinstance(node, ast.Call) and _name(node) == "dict":
+            yield from (
+                (w.arg, Setting(self.value(w.value), self.where(w.value))) for w in node.keywords if w.arg
+            )
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant):
+                    yield str(key.value), Setting(self.value(value), self.where(value))
 
     def of_trainer(self, call: ast.Call) -> Iterator[tuple[str, Setting]]:
-        """Yield model, reward functions and data set of a call of a Trainer."""
-        words = {word.arg: word.value for word in call.keywords}
-        where = f"{self._name}:{call.lineno}"
+        """Yield model, reward functions, data set and the further arguments of a call of a Trainer."""
+        words = {word.arg: word.value for word in call.keywords if word.arg}
+        where = self.where(call)
         model = self.value(words["model"]) if "model" in words else None
-        if isinstance(model, str) and "\x00" not in model:
+        if isinstance(model, str) and not unknown_names(model):
             yield "model_name_or_path", Setting(model, where)
-        elif loaded := self._call_named(words.get("model"), "from_pretrained"):
-            yield "model_name_or_path", Setting(self.value(loaded.args[0]), where)
+        elif loaded := self._call_named(words.get("model"), ("from_pretrained",))[0]:
+            name = self.value(loaded.args[0])
+            if not unknown_names(name):
+                yield "model_name_or_path", Setting(name, where)
+        teacher = self.value(words["teacher_model"]) if "teacher_model" in words else None
+        if isinstance(teacher, str) and not unknown_names(teacher):
+            yield "teacher_model_name_or_path", Setting(teacher, where)
         if "reward_funcs" in words:
             functions = words["reward_funcs"]
-            names = functions.elts if isinstance(functions, ast.List) else [functions]
-            yield "reward_funcs", Setting([self._function(node) for node in names], where)
-        dataset = self._call_named(words.get("train_dataset"), "load_dataset")
-        if dataset and dataset.args:
-            yield "dataset_name", Setting(self.value(dataset.args[0]), where)
-            rest = {word.arg: word.value for word in dataset.keywords}
-            if len(dataset.args) > 1 or "name" in rest:
-                subset = dataset.args[1] if len(dataset.args) > 1 else rest["name"]
-                yield "dataset_config", Setting(self.value(subset), where)
-            if "split" in rest:
-                yield "dataset_train_split", Setting(self.value(rest["split"]), where)
+            functions = (
+                self._nodes.get(functions.id, functions) if isinstance(functions, ast.Name) else functions
+            )
+            nodes = functions.elts if isinstance(functions, ast.List) else [functions]
+            if nodes:
+                yield "reward_funcs", Setting([self._function(node) for node in nodes], where)
+        yield from self._dataset(words.get("train_dataset"))
+        for key in sorted(words.keys() - READ):
+            if key != "peft_config" or not self._has_adapters:
+                yield from self._setting(key, words[key])
 
-    def _function(self, node: ast.expr) -> str:
-        """Return the name of a reward function; one of this file as FILE:NAME."""
-        if isinstance(node, ast.Constant):
-            return str(node.value)
-        name = node.func if isinstance(node, ast.Call) else node
-        return (
-            f"{self._name}:{name.id}"
-            if isinstance(name, ast.Name) and self._is_local(name.id)
-            else ast.unparse(name)
+    def _dataset(self, node: ast.expr | None) -> Iterator[tuple[str, Setting]]:
+        """Yield where the rows come from, and what the script does to them."""
+        call, place = self._call_named(node, DATASETS)
+        if node is not None and call is None and not isinstance(node, ast.Subscript):
+            yield "dataset.made", Setting(ast.unparse(node), self.where(node))
+        for changed in ast.walk(self._tree):
+            if isinstance(changed, ast.Call) and _name(changed) in ROW_CHANGES and self._is_dataset(changed):
+                yield f"dataset.{_name(changed)}", Setting(f"in line {changed.lineno}", self.where(changed))
+        if call is None or not call.args:
+            return
+        where = self.where(call)
+        rest = {word.arg: self.value(word.value) for word in call.keywords}
+        values = [self.value(arg) for arg in call.args]
+        subset = values[1] if len(values) > 1 else rest.get("name")
+        path = values[0]
+        if path in FILE_FORMATS:
+            path, subset = rest.get("data_files") or rest.get("data_dir"), None
+        split = rest.get("split")
+        if isinstance(split, list | tuple) and place is not None and place < len(split):
+            split = split[place]
+        if isinstance(path, str | list | tuple | dict) and not unknown_names(path):
+            yield "dataset_name", Setting(path, where)
+        for key, value in (("dataset_config", subset), ("dataset_train_split", split)):
+            if isinstance(value, str) and not unknown_names(value):
+                yield key, Setting(value, where)
+
+    def _is_dataset(self, call: ast.Call) -> bool:
+        """Return whether a method is called on rows that load_dataset gave."""
+        root = call.func
+        while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        return isinstance(root, ast.Name) and (
+            "dataset" in root.id or self._call_named(root, DATASETS)[0] is not None
         )
 
-    def _is_local(self, name: str) -> bool:
-        return name not in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+    def _function(self, node: ast.expr) -> str:
+        """Return the name of a reward function: of TRL alone, with its arguments, of this file FILE:NAME."""
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        call = node if isinstance(node, ast.Call) else self._nodes.get(getattr(node, "id", ""))
+        if isinstance(call, ast.Call) and _name(call) in OF_TRL:
+            return ast.unparse(call)
+        name = node.func if isinstance(node, ast.Call) else node
+        if not isinstance(name, ast.Name) or name.id in OF_TRL:
+            return ast.unparse(name)
+        module = self._imported.get(name.id, "")
+        return f"{module}.{name.id}" if module else f"{self._name}:{name.id}"
 
-    def _call_named(self, node: ast.expr | None, name: str) -> ast.Call | None:
-        """Return the call of this name that an expression comes from, through names, indices and methods."""
+    def _call_named(
+        self, node: ast.expr | None, names: tuple[str, ...]
+    ) -> tuple[ast.Call | None, int | None]:
+        """Return the call of one of these names that an expression comes from, through names, indices and
+        methods, and its place where the name is one of several that are assigned at once."""
+        place = None
         for _ in range(10):
-            if isinstance(node, ast.Call) and _name(node) == name and node.args:
-                return node
+            if isinstance(node, ast.Call) and _name(node) in names and node.args:
+                return node, place
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 node = node.func.value
             elif isinstance(node, ast.Subscript):
                 node = node.value
             elif isinstance(node, ast.Name):
+                place = self._places.get(node.id, place)
                 node = self._nodes.get(node.id)
-        return None
+        return None, None
 
     def value(self, node: ast.expr, depth: int = 0) -> Any:
         """Return the value of an expression; what only running the file would tell is marked unknown."""
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            pass
         key = ast.unparse(node)
         if key in self._values:
             return self._values[key]
@@ -195,10 +363,11 @@ class _Reader:
                 str(part.value) if isinstance(part, ast.Constant) else str(self.value(part.value, depth + 1))
                 for part in node.values
             )
-        try:
-            return ast.literal_eval(node)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            pass
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self.value(item, depth + 1) for item in node.elts]
+        if isinstance(node, ast.Call) and _name(node) == "len" and len(node.args) == 1:
+            items = self.value(node.args[0], depth + 1)
+            return len(items) if isinstance(items, list | tuple) else unknown(key)
         try:
             return integer_value(node)
         except (ValueError, ZeroDivisionError):

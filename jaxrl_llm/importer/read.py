@@ -11,23 +11,12 @@ from typing import Any
 import yaml
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.importer.commands import SCRIPTS, flags_of, hydra_overrides, program_of
 from jaxrl_llm.importer.python_file import read_python
 from jaxrl_llm.importer.shell import Script, Word
 from jaxrl_llm.importer.systems import SYSTEMS
-from jaxrl_llm.importer.values import Setting, SourceSettings, printable, unknown
+from jaxrl_llm.importer.values import Setting, SourceSettings, printable, unknown, yaml_value
 
-PROGRAMS = {  # pattern of a word of a command -> system, trainer; the first that fits
-    r"verl\.trainer\.(fsdp_)?sft_trainer\w*|.*verl/trainer/(fsdp_)?sft_trainer\w*\.py": ("verl", "sft"),
-    r"(verl|recipe)\.[\w.]*main_\w+|.*\bmain_(ppo|dapo)\w*\.py|verl\.[\w.]*_main": ("verl", "ppo"),
-    r"openrlhf\.cli\.train_ppo\w*": ("openrlhf", "ppo"),
-    r"openrlhf\.cli\.train_(sft|dpo|rm)": ("openrlhf", r"\1"),
-    r"RL2\.trainer\.(ppo|sft|dpo|rm)": ("rl2", r"\1"),
-    r".*\bchatlearn/entrypoint\.py|chatlearn\.entrypoint": ("chatlearn", "grpo"),
-}
-SCRIPTS = {  # begin of the name of a script of TRL, or word after `trl` -> trainer
-    "reward_modeling": "reward", "online_dpo": "online_dpo", "grpo": "grpo", "gspo": "grpo", "rloo": "rloo",
-    "sft": "sft", "dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "gkd": "gkd", "reward": "reward",
-}  # fmt: skip
 MARKS = {  # beginnings of keys that one system alone has, in YAML
     "verl": ("actor_rollout_ref.", "trainer.total_epochs", "trainer.nnodes", "model.partial_pretrain"),
     "chatlearn": ("runtime_args.", "models.policy"),
@@ -70,10 +59,15 @@ def read_settings(
             f"{file}: {file.suffix or 'no suffix'}: read are shell scripts (.sh), YAML (.yaml) and "
             "Python (.py). Rename the file, or put the command into a .sh file."
         )
-    return reader[suffix](text, file, system, trainer, dict(variables or {}))
+    try:
+        return reader[suffix](text, file, system, trainer, dict(variables or {}))
+    except (RecursionError, MemoryError):
+        raise UserError(f"{file}: nested too deeply to be read. Shorten what is nested in a copy.") from None
 
 
 def _text_of(file: Path) -> str:
+    if file.exists() and not file.is_file():  # a pipe would wait for ever
+        raise UserError(f"{file}: no file with text. Give the path of a script or config.")
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_BYTES + 1)
@@ -112,8 +106,9 @@ def _read_shell(
     text: str, file: Path, system: str, trainer: str, variables: dict[str, str]
 ) -> SourceSettings:
     script = Script(text, str(file), variables)
+    own = file.name if file.suffix == ".py" else ""
     commands = [*script.commands, *_quoted_commands(script, str(file), variables)]
-    programs = [(words, *program) for words in commands if (program := _program(words))]
+    programs = [(words, *program) for words in commands if (program := program_of(words, own))]
     if not programs and system:
         programs = [(words, 0, system, trainer) for words in script.commands if len(words) > 3][-1:]
     if not programs:
@@ -139,8 +134,10 @@ def _read_shell(
         if f"${name}" in text or f"${{{name}" in text
     ]
     arguments = [word for word in words[at + 1 :] if not re.match(r"\d*[<>]", word.text)]
+    if len(arguments) > MAX_KEYS:
+        raise UserError(f"{file}: more than {MAX_KEYS} arguments, so no config. Give the command itself.")
     is_hydra = system in ("verl", "rl2", "chatlearn")
-    settings = _hydra(arguments, file) if is_hydra else _flags(arguments, file)
+    settings = hydra_overrides(arguments, str(file)) if is_hydra else flags_of(arguments, str(file))
     base, base_notes = _base_config(settings, arguments, file)
     settings = _interpolated({**base, **settings}, variables)
     devices = _devices(words[:at], file)
@@ -156,63 +153,9 @@ def _quoted_commands(script: Script, name: str, variables: dict[str, str]) -> It
             yield [inner._replace(line=word.line) for inner in words]
 
 
-def _program(words: list[Word]) -> tuple[int, str, str] | None:
-    """Return (place in the words, system, trainer) of the program that a command starts."""
-    for at, word in enumerate(words):
-        for pattern, (system, trainer) in PROGRAMS.items():
-            if match := re.fullmatch(pattern, word.text):
-                return at, system, match.expand(trainer)
-        name = word.text.rpartition("/")[2]
-        is_command = at and words[at - 1].text == "trl"
-        if is_command or name.endswith(".py"):
-            trainer = next(
-                (SCRIPTS[stem] for stem in SCRIPTS if name.removesuffix(".py").startswith(stem)), ""
-            )
-            if trainer:
-                return at, "trl", trainer
-    return None
-
-
-def _hydra(words: list[Word], file: Path) -> dict[str, Setting]:
-    """Return the overrides key=value; + and ~ before a key are Hydra's."""
-    settings = {}
-    for word in words:
-        key, equals, value = word.text.partition("=")
-        if equals and not key.startswith("-"):
-            settings[key.lstrip("+~")] = Setting(_yaml_value(value), f"{file}:{word.line}")
-    return settings
-
-
-def _yaml_value(text: str) -> Any:
-    """Return text as YAML reads it; text that is no YAML as it is."""
-    if "\x00" in text:
-        return text
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        return text
-    return text if isinstance(value, dict) and not text.startswith("{") else value
-
-
-def _flags(words: list[Word], file: Path) -> dict[str, Setting]:
-    """Return the arguments --key value ...; a key alone is True."""
-    settings: dict[str, Setting] = {}
-    key, values, line = "", [], 0
-    for word in [*words, Word("--", 0)]:
-        if word.text.startswith("--") or re.fullmatch("-[A-Za-z]", word.text):
-            if key:
-                value = True if not values else _yaml_value(values[0]) if len(values) == 1 else values
-                settings[key] = Setting(value, f"{file}:{line}")
-            name, equals, value = word.text.removeprefix("-").removeprefix("-").partition("=")
-            key, values, line = name.replace("-", "_"), [value] if equals else [], word.line
-        else:
-            values.append(word.text)
-    return settings
-
-
 def _devices(words: list[Word], file: Path) -> int | None:
     """Return the processes that a launcher starts, by its flags or its config file."""
-    flags = _flags(words, file)
+    flags = flags_of(words, str(file))
     for name in LAUNCHERS:
         value = flags.get(name.replace("-", "_"))
         if value and str(value.value).isdigit():
@@ -228,7 +171,8 @@ def _base_config(
     settings: dict[str, Setting], words: list[Word], file: Path
 ) -> tuple[dict[str, Setting], list[str]]:
     """Return the settings of the YAML file that a command names, where it is at hand."""
-    flags = _flags([word for word in words if "=" not in word.text or word.text.startswith("--")], file)
+    named = [word for word in words if "=" not in word.text or word.text.startswith("--")]
+    flags = flags_of(named, str(file))
     settings.pop("config", None)
     folder = str(flags["config_path"].value) if "config_path" in flags else "."
     names = [str(flags[key].value) for key in ("config_file", "config") if key in flags]
@@ -269,7 +213,9 @@ def _trainer_of_yaml(system: str, settings: Mapping[str, Setting], stem: str) ->
     """Return the trainer that the keys, or the file's name, tell; "" = they do not."""
     keys = set(settings)
     if system == "verl":
-        return "ppo" if any(key.startswith(("actor_rollout_ref", "algorithm")) for key in keys) else "sft"
+        if any(key.startswith(("actor_rollout_ref", "algorithm")) for key in keys):
+            return "ppo"
+        return "fsdp_sft" if "model.partial_pretrain" in keys else "sft"
     if system == "rl2":
         if any(key.startswith("rollout.") for key in keys):
             return "ppo"
@@ -304,6 +250,8 @@ def _load_yaml(text: str, file: Path) -> dict[str, Setting]:
         raise UserError(f"{file}: YAML that cannot be read ({error}). Mend the file.") from None
     if not isinstance(values, dict) or node is None:
         raise UserError(f"{file}:1: YAML, but no mapping of keys to values. Give the config itself.")
+    if _is_larger(values, MAX_KEYS * 10):
+        raise UserError(f"{file}: more than {MAX_KEYS * 10} values, so no config. Give the config itself.")
     settings: dict[str, Setting] = {}
     _flatten(node, values, "", str(file), settings)
     return {
@@ -311,6 +259,16 @@ def _load_yaml(text: str, file: Path) -> dict[str, Setting]:
         for key, setting in settings.items()
         if key.split(".")[0] not in ("defaults", "hydra", "env")
     }
+
+
+def _is_larger(value: Any, limit: int) -> bool:
+    """Return whether nested values are more than `limit`, each counted as often as aliases repeat it."""
+    waiting, count = [value], 0
+    while waiting and count <= limit:
+        item = waiting.pop()
+        count += 1
+        waiting += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return count > limit
 
 
 def _flatten(
@@ -355,7 +313,7 @@ def _referenced(inside: str, key: str, settings: Mapping[str, Setting], variable
     if name in settings:
         return settings[name].value
     if colon and default:
-        return _yaml_value(default.strip())
+        return yaml_value(default.strip())
     return None if resolver == "oc.select" or not colon else unknown(name)
 
 
@@ -365,26 +323,36 @@ def _referenced(inside: str, key: str, settings: Mapping[str, Setting], variable
 def _read_python_file(
     text: str, file: Path, system: str, trainer: str, variables: dict[str, str]
 ) -> SourceSettings:
-    try:
-        python = read_python(text, str(file), variables)
-    except RecursionError:
-        raise UserError(f"{file}: nested too deeply to be read. Put the command into a .sh file.") from None
-    if python is not None:
-        notes = [f"{file}: {other} is not read" for other in python.others]
-        system, trainer = _checked(file, system or "trl", trainer or python.trainer)
-        return SourceSettings(system, trainer, python.settings, None, notes)
     found = _documented_command(text, file, variables)
-    if found is None:
+    flags = {} if found is None else _read_shell(found, file, "trl", trainer or "sft", variables).settings
+    given = {f"args.{key}": setting.value for key, setting in flags.items()}
+    python = read_python(text, str(file), {**given, **variables})
+    if python is None and found is None:
         raise UserError(
-            f"{file}: no call of a Config of TRL, such as GRPOConfig(...), and no command in its docstring. "
+            f"{file}: no trainer of TRL, such as GRPOTrainer(...), and no command of one in its docstring. "
             "Put the command that starts it into a .sh file."
         )
-    return _read_shell(found, file, system, trainer, variables)
+    if python is None:
+        return _read_shell(found, file, system, trainer, variables)
+    system, trainer = _checked(file, system or "trl", trainer or python.trainer)
+    notes = [f"{file}: {other} is not read" for other in python.others]
+    if found is None or not python.from_command:
+        if python.from_command:
+            notes.append(
+                f"{file} takes settings from its command line, which is not here: TRL's defaults count; "
+                "--define KEY=VALUE sets one"
+            )
+        return SourceSettings(system, trainer, python.settings, None, notes)
+    command = _read_shell(found, file, system, trainer, variables)
+    return command._replace(settings={**command.settings, **python.settings}, notes=[*notes, *command.notes])
 
 
 def _documented_command(text: str, file: Path, variables: dict[str, str]) -> str | None:
     """Return the first command of a trainer in the docstring of a file, at its line; None = there is none."""
-    body = ast.parse(text).body
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
     if not body or ast.get_docstring(ast.Module(body[:1], [])) is None:
         return None
     lines = text.splitlines()
@@ -392,6 +360,6 @@ def _documented_command(text: str, file: Path, variables: dict[str, str]) -> str
     for match in COMMAND.finditer(docstring):
         command = re.sub(r'"\s*,\s*"', '" "', match[1].replace('"""', ""))
         shell = "\n" * (body[0].lineno - 1 + docstring.count("\n", 0, match.start(1))) + command
-        if any(map(_program, Script(shell, str(file), variables).commands)):
+        if any(program_of(words, file.name) for words in Script(shell, str(file), variables).commands):
             return shell
     return None

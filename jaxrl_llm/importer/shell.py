@@ -7,14 +7,13 @@ documents. What only running the script would tell (other substitutions, argumen
 from __future__ import annotations
 
 import ast
-import fnmatch
-import operator
-import posixpath
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.importer.conditions import Branching, matches, truth
+from jaxrl_llm.importer.expressions import edited_value, integer_value, path_output
 from jaxrl_llm.importer.values import unknown, unknown_names
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -22,22 +21,18 @@ NAME = re.compile(r"[A-Za-z_]\w*")
 ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 SPLIT = re.compile(r"(?:\x00[^\x00]*\x00|\S)+")
-OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")")
+OPERATOR = re.compile(r"&&|\|\||;;|[;|&()]")
+PLAIN = re.compile(r"[^\s'\"\\$`;|&()]+")
 SETTING = re.compile(r"--\w|[+~]*\w+(\.\w+)+=")
 ANSI_QUOTED = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
 ESCAPE, ESCAPES = re.compile(r"\\(.)", re.DOTALL), {"n": "\n", "t": "\t", "r": "\r"}
 MAX_CHARS = 100_000  # of a variable
-MAX_EDITED = 4096  # of a variable that ${X%pattern} cuts
 KEYWORDS = {"if", "then", "else", "elif", "while", "until", "do", "time", "exec", "!", "{", "("}
-DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
-ARITHMETIC = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+BRANCH = re.compile(r"(if|elif|else|fi|case|esac)(?=[\s;]|$)")
+THEN = re.compile(r"[;\n]\s*then(?=\s)")
+CASE = re.compile(r"case\s+(.+?)\s+in(?=\s)", re.DOTALL)
+OPENING = {"export", "declare", "local", "readonly", "typeset", *KEYWORDS}
+"""Words behind which an assignment may stand."""
 
 
 class Word(NamedTuple):
@@ -65,7 +60,8 @@ class Script:
         self._variables: dict[str, str] = {"HOME": "~", "PWD": ".", **variables}
         self._arrays: dict[str, list[str]] = {}
         self._here: list[tuple[str, bool, list[Word]]] = []
-        self._depth = 0
+        self._branchings: list[Branching] = []
+        self._is_open = True
         self.branches: dict[str, int] = {}
         """Variables that a branch of an `if` assigns once more -> the line; the first value counts."""
         self.commands: list[list[Word]] = []
@@ -81,9 +77,13 @@ class Script:
         command: list[Word] = []
         while self._at < len(self._text):
             char = self._text[self._at]
+            if not command and self._branch():
+                continue
             if char == "\n" or self._operator():
                 self._end(command)
                 command = []
+                if self._operator() == ";;" and self._branchings:
+                    self._branchings[-1].expects_pattern = self._branchings[-1].value is not None
                 self._skip(len(self._operator()) or 1)
                 if char == "\n":
                     self._read_here_documents()
@@ -101,25 +101,74 @@ class Script:
         self._end(command)
 
     def _operator(self) -> str:
-        return next((op for op in OPERATORS if self._text.startswith(op, self._at)), "")
+        match = OPERATOR.match(self._text, self._at)
+        return match[0] if match else ""
 
     def _skip(self, count: int) -> None:
         self._line += self._text.count("\n", self._at, self._at + count)
         self._at += count
 
     def _end(self, command: list[Word]) -> None:
-        words = [word.text for word in command]
-        self._depth += words[:1] == ["if"] or words[:1] == ["case"]
-        self._depth -= words[:1] == ["fi"] or words[:1] == ["esac"]
-        while words and words[0] in KEYWORDS:
-            words, command = words[1:], command[1:]
-        if words and not any(here is command for _, _, here in self._here):
+        start = next((i for i, word in enumerate(command) if word.text not in KEYWORDS), len(command))
+        command = command[start:] if start else command
+        if command and self._active() is not False and not any(here is command for _, _, here in self._here):
             self.commands.append(command)
+
+    def _active(self) -> bool | None:
+        """Return whether the branch at this place is taken; None = not known."""
+        states = [branching.active for branching in self._branchings]
+        return False if False in states else None if None in states else True
+
+    def _branch(self) -> bool:
+        """Go behind a word of `if` or `case` at the start of a command; False = there is none."""
+        top = self._branchings[-1] if self._branchings else None
+        match = BRANCH.match(self._text, self._at)
+        if match and match[1] in ("fi", "esac") and top:
+            self._branchings.pop()
+        elif top and top.expects_pattern and self._text[self._at] not in " \t\r\n#":
+            end = self._text.find(")", self._at)
+            if end < 0:
+                return False
+            top.enter(matches(top.value or "", self._text[self._at : end], self._words))
+            top.expects_pattern = False
+            self._skip(end + 1 - self._at)
+            return True
+        elif match and match[1] in ("if", "elif"):
+            return self._condition(match[1], top)
+        elif match and match[1] == "else" and top:
+            top.enter(True)
+        elif match and (case := CASE.match(self._text, self._at)):
+            self._branchings.append(Branching(" ".join(self._words(case[1]))))
+            self._skip(len(case[0]))
+            return True
+        else:
+            return False
+        self._skip(len(match[0]))
+        return True
+
+    def _condition(self, word: str, top: Branching | None) -> bool:
+        """Enter the branch of an `if` or `elif`, and go behind its `then`."""
+        then = THEN.search(self._text, self._at)
+        if then is None or (word == "elif" and top is None):
+            return False
+        text = self._text[self._at + len(word) : then.start()]
+        if word == "if":
+            top = Branching()
+            self._branchings.append(top)
+        top.enter(truth(text, self._words))
+        is_test = re.match(r"\s*(!\s+)?[\[({]|\s*test\s", text)
+        self._skip((then.end() if is_test else self._at + len(word)) - self._at)
+        return True
+
+    def _words(self, text: str) -> list[str]:
+        """Return the words that a text expands to at this place."""
+        script = Script(f": {text.strip()}", self._name, self._variables)
+        return [word.text for command in script.commands[:1] for word in command[1:]]
 
     def _word(self, command: list[Word]) -> list[Word]:
         """Return the words that one word expands to; an assignment before a command is none."""
         line = self._line
-        is_first = all(word.text in DECLARATIONS | KEYWORDS for word in command)
+        is_first = not command or (self._is_open and command[-1].text in OPENING)
         match = ASSIGNMENT.match(self._text, self._at) if is_first else None
         if match:
             self._skip(len(match[0]))
@@ -129,22 +178,23 @@ class Script:
                 self._assign(match[1], " ".join(self._expansion()[0]), bool(match[2]))
             return []
         texts, _ = self._expansion()
+        self._is_open = is_first and bool(texts) and texts[-1] in OPENING
         return [Word(text, line) for text in texts]
 
     def _assign(self, name: str, value: str, appended: bool) -> None:
         value = self._variables.get(name, "") + value if appended else value
         if len(value) > MAX_CHARS:
             raise UserError(f"{self._name}:{self._line}: {name} is longer than {MAX_CHARS:,}. Shorten it.")
-        if name in self._given:
+        if name in self._given or self._active() is False:
             return
-        if self._depth and self._variables.get(name) not in (None, value):
+        if self._active() is None and self._variables.get(name) not in (None, value):
             self.branches.setdefault(name, self._line)
             if not unknown_names(self._variables[name]):
                 return
         self._variables[name] = value
 
     def _assign_array(self, name: str, appended: bool) -> None:
-        start, values = self._line, self._arrays.get(name, []) if appended else []
+        start, values, size = self._line, [], 0
         self._skip(1)
         while not self._text.startswith(")", self._at):
             if self._at >= len(self._text):
@@ -158,11 +208,18 @@ class Script:
             elif self._operator():
                 self._skip(len(self._operator()))
             else:
-                values = [*values, *self._expansion()[0]]
-                if sum(map(len, values)) > MAX_CHARS:
+                values += self._expansion()[0]
+                size += len(values[-1]) if values else 0
+                if max(size, len(values)) > MAX_CHARS:
                     raise UserError(f"{self._name}:{start}: {name} is longer than {MAX_CHARS:,}. Shorten it.")
         self._skip(1)
-        self._arrays[name] = values
+        if self._active() is False:
+            return
+        if not appended:
+            self._arrays[name] = []
+        self._arrays.setdefault(name, []).extend(values)
+        if len(self._arrays[name]) > MAX_CHARS:
+            raise UserError(f"{self._name}:{start}: {name} is longer than {MAX_CHARS:,}. Shorten it.")
 
     def _expansion(self) -> tuple[list[str], bool]:
         """Return the words that the word at this place expands to, and whether a part is quoted."""
@@ -196,8 +253,9 @@ class Script:
                 split = SPLIT.findall(current + self._substitution()) or [""]
                 words, current = words + split[:-1], split[-1]
             else:
-                current += char
-                self._skip(1)
+                plain = PLAIN.match(self._text, self._at)
+                current += plain[0] if plain else char
+                self._skip(len(plain[0]) if plain else 1)
         return words + [current] * bool(current or (quoted and not words)), quoted
 
     def _quoted(self, quote: str) -> str:
@@ -257,21 +315,8 @@ class Script:
         """Return the output of pwd, dirname, basename, realpath or cd X && pwd, which only compute paths."""
         plain = inside.replace('\\"', "").replace('"', "")
         words = expand(plain, self._name, self._line, self._variables).split()
-        if words == ["pwd"]:
-            return "."
-        if len(words) >= 2 and not unknown_names(words[-1]):
-            if words[0] in ("dirname", "basename"):
-                return str(getattr(posixpath, words[0])(words[-1])) or "."
-            if words[0] in ("realpath", "readlink"):
-                return posixpath.normpath(words[-1])
-        if (
-            len(words) == 4
-            and words[0] == "cd"
-            and words[2:] == ["&&", "pwd"]
-            and not unknown_names(words[1])
-        ):
-            return posixpath.normpath(words[1])
-        return unknown(f"({inside})")
+        output = path_output(words) if not any(map(unknown_names, words)) else None
+        return unknown(f"({inside})") if output is None else output
 
     def _bracketed(self, opening: str, closing: str) -> str:
         """Return the text between brackets, which may have others inside, and go behind them."""
@@ -303,7 +348,7 @@ class Script:
             return unknown(name)
         if sign in (":?", "?") and value:
             return value
-        return _edited(value, f"{sign}{rest}")
+        return edited_value(value, f"{sign}{rest}")
 
     def _variable(self, name: str) -> str:
         if name in self._variables:
@@ -341,41 +386,9 @@ def _unescaped(match: re.Match[str]) -> str:
     return ESCAPES.get(match[1], match[1])
 
 
-def _edited(value: str, edit: str) -> str:
-    """Return ${X%pattern} and its like of the value of X; unknown where the edit is none of these."""
-    if (match := re.fullmatch(r"([#%])(\1?)(.*)", edit, re.DOTALL)) and len(value) < MAX_EDITED:
-        lengths = range(len(value) + 1)
-        at_end = match[1] == "%"
-        ends = [value[len(value) - n :] if at_end else value[:n] for n in lengths]
-        fits = [end for end in ends if fnmatch.fnmatchcase(end, match[3])]
-        cut = len((fits[-1] if match[2] else fits[0]) if fits else "")
-        return value[: len(value) - cut] if at_end else value[cut:]
-    if match := re.fullmatch(r"/(/?)([^/*?\[]+)(?:/(.*))?", edit, re.DOTALL):
-        return value.replace(match[2], match[3] or "", -1 if match[1] else 1)
-    if match := re.fullmatch(r":(\d+)(?::(\d+))?", edit):
-        start = int(match[1])
-        return value[start : start + int(match[2]) if match[2] else None]
-    return {",,": value.lower(), "^^": value.upper()}.get(edit, unknown(f"{{...{edit}}}"))
-
-
 def expand(text: str, name: str, line: int, variables: Mapping[str, str]) -> str:
     """Return text with the substitutions of double quotes."""
     escaped = text.replace('"', '\\"')
     script = Script("", name, variables)
     script._text, script._line = f'"{escaped}"', line
     return " ".join(script._double_quoted())
-
-
-def integer_value(node: ast.expr) -> int:
-    """Return the value of whole-number arithmetic.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        return ARITHMETIC[type(node.op)](integer_value(node.left), integer_value(node.right))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -integer_value(node.operand)
-    raise ValueError("not whole-number arithmetic")

@@ -1,4 +1,4 @@
-"""Keys and defaults of TRL 0.2x (trl/trainer and trl/experimental), by trainer."""
+"""Keys and defaults of TRL 1.16 (trl/trainer and trl/experimental), by trainer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxrl_llm.importer.values import (
     name_text,
     number,
     number_list,
+    path_text,
     remat,
     same,
-    source_path,
     switch,
     text,
     top_k,
@@ -55,10 +55,33 @@ NO_DPO_LOSSES = dict.fromkeys(("aot", "aot_unpaired", "aot_pair"), f"there is no
 DPO_LOSSES = {
     "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "bco_pair": "bco",
     "nca_pair": "nca", "sppo_hard": "sppo", "exo_pair": "exo", "apo_zero": "apo_zero", "apo_down": "apo_down",
-    "discopop": "discopop",
+    "discopop": "discopop", "sigmoid_norm": "sigmoid",
+}  # fmt: skip
+OPTIMIZERS = {  # optim of transformers -> optimizer, settings that go with it
+    **dict.fromkeys(
+        ("adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
+         "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit"), ("adamw", {}),
+    ),
+    **dict.fromkeys(
+        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
+        ("adamw", {"moments": "int8"}),
+    ),
+    **dict.fromkeys(("lion_32bit", "paged_lion", "paged_lion_32bit"), ("lion", {})),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("lion", {"moments": "int8"})),
+    "adafactor": ("adafactor_unscaled", {}),  # transformers sets scale_parameter=False
+    "sgd": ("sgd", {"b1": 0.0}),
+    "rmsprop": ("rmsprop", {"b2": 0.99, "eps": 1e-8}),  # torch's defaults: transformers passes the rate alone
+    **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_32bit"), ("rmsprop", {"b2": 0.99, "eps": 1e-8})),
+    "rmsprop_bnb_8bit": ("rmsprop", {"b2": 0.99, "eps": 1e-8, "moments": "int8"}),
+    "adagrad": ("adagrad", {"eps": 1e-10}),
 }  # fmt: skip
 LOSS_TYPE = (
     "--algo.aggregation, or another algorithm (--algo cispo, sapo, vespo, luspo); of pairs --algo.loss"
+)
+OF_MATH = (
+    "here math, by the same library: TRL counts LaTeX alone (\\boxed{{4}}, $4$), math a plain number, too; "
+    "TRL leaves out a row whose solution it cannot read. TRL's own is --reward.name FILE.py:{}, with "
+    "`from trl.rewards import {}` in that file"
 )
 REWARDS = {  # TRL's own functions -> reward here
     "accuracy_reward": "math",
@@ -66,8 +89,8 @@ REWARDS = {  # TRL's own functions -> reward here
 }
 SHAPING = {"think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}
 COMMON: dict[str, Field] = {
-    "model_name_or_path": Field("model.path", text),
-    "model": Field("model.path", text),
+    "model_name_or_path": Field("model.path", path_text),
+    "model": Field("model.path", path_text),
     "model_revision": Field("", text, "--model.path MODEL@REVISION"),
     "dtype": Field("", dtype, "--model.dtype; master weights are float32"),
     "bf16": Field("", switch, "--model.dtype bfloat16"),
@@ -82,7 +105,7 @@ COMMON: dict[str, Field] = {
     "lr_scheduler_type": Field("", text, "--optim.schedule"),
     "lr_scheduler_kwargs": Field("", same, "--optim.final_fraction"),
     "warmup_steps": Field("", number, "--optim.warmup_steps, in updates"),
-    "warmup_ratio": Field("optim.warmup_ratio", number),
+    "warmup_ratio": Field("", number, "--optim.warmup_ratio"),
     "per_device_train_batch_size": Field("", count, "--tokens_per_device: micro-batches in tokens"),
     "gradient_accumulation_steps": Field("", count, "--tokens_per_device: gradients are accumulated"),
     "per_device_eval_batch_size": Field("", whole_number, "--rollout.slots: sequences at once"),
@@ -100,7 +123,9 @@ COMMON: dict[str, Field] = {
     "save_total_limit": Field("checkpoint.keep", whole_number),
     "eval_steps": Field("", number, "--eval.every"),
     "eval_strategy": Field("", text, "--eval.every"),
-    "dataset_name": Field("", source_path, "--data.path hub:OWNER/NAME"),
+    "dataset_name": Field("", same, "--data.path hub:OWNER/NAME"),
+    "datasets": Field("", same, "--data.train: several sources with weights"),
+    "test_split_size": Field("data.holdout", number),
     "dataset_config": Field("data.train.0.subset", text),
     "dataset_train_split": Field("data.train.0.split", text),
     "dataset_test_split": Field("", text, "--data.eval_path, data.eval in the recipe, or --data.holdout 200"),
@@ -108,6 +133,7 @@ COMMON: dict[str, Field] = {
     "lora_r": Field("", whole_number, "--lora.rank"),
     "lora_alpha": Field("", number, "--lora.alpha"),
     "lora_target_modules": Field("", lora_targets, "--lora.targets"),
+    "lora_dropout": Field("", number, "adapters have no dropout"),
     "use_rslora": Field("", switch, "--lora.rank_stabilized"),
     "load_in_4bit": Field("", switch, "--lora.quantize nf4, with --lora.rank"),
     "load_in_8bit": Field("", switch, "--lora.quantize int8, with --lora.rank"),
@@ -141,6 +167,7 @@ ROLLOUTS: dict[str, Field] = {
     "vllm_tensor_parallel_size": Field("", count, "--sglang.flags, of servers"),
     "vllm_gpu_memory_utilization": Field("", number, "--sglang.flags, of servers"),
     "chat_template_kwargs": Field("", same, "--data.chat.template_options"),
+    "max_staleness": Field("", whole_number, "--rollout.max_staleness"),
 }
 GRPO = {
     **ROLLOUTS,
@@ -149,12 +176,17 @@ GRPO = {
     "importance_sampling_level": Field("", text, "--algo gspo"),
     "scale_rewards": Field("", text, "--algo.scale"),
     "entropy_coef": Field("algo.entropy_coef", number),
+    "use_adaptive_entropy": Field("", switch, "--algo.entropy_target"),
+    "entropy_target": Field("", number, "--algo.entropy_target"),
+    "entropy_coef_delta": Field("", number, "--algo.entropy_delta"),
+    "entropy_coef_max": Field("", number, "--algo.entropy_coef_max"),
+    "entropy_coef_min": Field("", number, "--algo.entropy_target: the coefficient falls to 0"),
     "multi_objective_aggregation": Field("", text, "--algo gdpo"),
     "top_entropy_quantile": Field("", number, "--algo.top_entropy"),
     "off_policy_mask_threshold": Field(
         "", number, "--algo.correction.reject seq_mean_k1, with --algo.correction.reject_only negative"
     ),
-    "use_bias_correction_kl": Field("algo.kl_importance", switch),
+    "use_bias_correction_kl": Field("", switch, "--algo.kl_importance"),
     "vllm_importance_sampling_correction": Field("", switch, "--algo.correction.weight token"),
     "vllm_importance_sampling_mode": Field("", text, "--algo.correction.weight and .outside"),
     "vllm_importance_sampling_clip_max": Field("", number, "--algo.correction.cap"),
@@ -173,16 +205,16 @@ RLOO = {
 EXAMPLES: dict[str, Field] = {
     **COMMON,
     "max_length": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
-    "max_seq_length": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
     "truncation_mode": Field("", text, "--data.overlong cut and --data.cut_side"),
-    "dataset_text_field": Field("", text, "--data.train.0.prompt_key"),
-    "chat_template_path": Field("", text, "--data.chat.chat_template FILE"),
+    "shuffle_dataset": Field("", switch, "--data.shuffle"),
+    "chat_template_path": Field("", path_text, "--data.chat.chat_template FILE"),
 }
 SFT = {
     **EXAMPLES,
+    "dataset_text_field": Field("", text, "--data.train.0.prompt_key"),
     "completion_only_loss": Field("", switch, "--data.chat.loss"),
     "assistant_only_loss": Field("", switch, "--data.chat.loss"),
-    "loss_type": Field("", text, "--algo sft"),
+    "loss_type": Field("", text, "--algo.loss dft"),
 }
 DPO = {
     **EXAMPLES,
@@ -200,6 +232,7 @@ DPO = {
 }
 KTO = {
     **EXAMPLES,
+    "train_sampling_strategy": Field("", text, "--data.shuffle False: rows in order"),
     "beta": Field("algo.beta", number),
     "loss_type": Field("", text, "--algo.baseline"),
     "desirable_weight": Field("algo.desirable_weight", number),
@@ -218,15 +251,21 @@ CPO = {
 }
 GKD = {
     **EXAMPLES,
-    "teacher_model_name_or_path": Field("", text, "--algo.teachers, of --algo gkd and --algo distill"),
+    "teacher_model_name_or_path": Field("", path_text, "--algo.teachers, of --algo gkd and --algo distill"),
     "beta": Field("algo.beta", number),
     "temperature": Field("", number, "--rollout.sampling.temperature"),
     "lmbda": Field("", number, "--algo gkd or --algo distill"),
     "max_new_tokens": Field("", count, "--max_response_tokens"),
 }
+DISTILLATION = {
+    **{key: field for key, field in ROLLOUTS.items() if key not in ("num_generations", "num_iterations")},
+    "teacher_model_name_or_path": GKD["teacher_model_name_or_path"],
+    "beta": Field("algo.beta", number),
+}
 ONLINE_DPO = {
     **ROLLOUTS,
-    "beta": Field("algo.dpo.beta", number),
+    "beta": Field("", number_list, "--algo.dpo.beta"),
+    "max_length": Field("", count, "--max_prompt_tokens"),
     "loss_type": Field("", text, "--algo.dpo.loss"),
     "reward_model_path": Field("", text, "--reward.models.0.path FOLDER"),
     "judge": Field("", text, "--reward.models.0.kind generative"),
@@ -248,6 +287,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "eval_strategy": "no",
     "lora_r": 16,
     "lora_alpha": 32,
+    "lora_dropout": 0.05,
     "report_to": "none",
 }
 ROLLOUT_DEFAULTS = {
@@ -267,7 +307,12 @@ GRPO_DEFAULTS = {
     "loss_type": "dapo",
     "importance_sampling_level": "token",
     "scale_rewards": "group",
+    "use_bias_correction_kl": True,
     "entropy_coef": 0.0,
+    "entropy_target": 0.2,
+    "entropy_coef_delta": 0.005,
+    "entropy_coef_max": 1.0,
+    "entropy_coef_min": 0.0,
     "multi_objective_aggregation": "sum_then_normalize",
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "sequence_mask",
@@ -291,13 +336,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "rloo": RLOO_DEFAULTS,
     "online_dpo": {
         **ROLLOUT_DEFAULTS, "learning_rate": 5e-7, "beta": 0.1, "max_new_tokens": 64, "temperature": 0.9,
-        "num_generations": 2, "loss_type": "sigmoid", "max_completion_length": None,
+        "num_generations": 2, "loss_type": "sigmoid", "max_completion_length": None, "max_length": 512,
     },
-    "sft": {**EXAMPLE_DEFAULTS, "learning_rate": 2e-5},
+    "async_grpo": {
+        **GRPO_DEFAULTS, "lr_scheduler_type": "constant", "max_completion_length": 2048, "max_staleness": 4,
+        "use_bias_correction_kl": False, "vllm_importance_sampling_correction": False,
+    },
+    "gmpo": {**GRPO_DEFAULTS, "epsilon": 0.4, "use_bias_correction_kl": False},
+    "distillation": {**ROLLOUT_DEFAULTS, "beta": 1.0},
+    "sft": {**EXAMPLE_DEFAULTS, "learning_rate": 2e-5, "loss_type": "nll", "assistant_only_loss": False},
     "dpo": {**EXAMPLE_DEFAULTS, "beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0},
     "kto": {
         **EXAMPLE_DEFAULTS, "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0,
-        "loss_type": "kto",
+        "loss_type": "kto", "train_sampling_strategy": "sequential",
     },
     "reward": {**EXAMPLE_DEFAULTS, "learning_rate": 1e-4},
     "orpo": {**EXAMPLE_DEFAULTS, "beta": 0.1},
@@ -309,6 +360,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TABLES = {
     "grpo": GRPO,
+    "async_grpo": GRPO,
+    "gmpo": GRPO,
+    "distillation": DISTILLATION,
     "rloo": RLOO,
     "online_dpo": ONLINE_DPO,
     "sft": SFT,

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import yaml
+
 from jaxrl_llm.errors import UserError
 
 UNKNOWN = re.compile("\x00([^\x00]*)\x00")
@@ -14,6 +16,10 @@ UNKNOWN = re.compile("\x00([^\x00]*)\x00")
 FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".gz")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 TRUE, FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
+
+
+class NotHereError(UserError):
+    """A trainer, a loss or the like that a file is about, and that there is none of here."""
 
 
 class Setting(NamedTuple):
@@ -168,11 +174,37 @@ def top_k(value: Any) -> int:
     return max(whole_number(value), 0)
 
 
+def path_text(value: Any) -> str:
+    """Return a path; a part that is not known stays in it as $NAME, since paths are set anew anyway."""
+    return UNKNOWN.sub(r"$\1", text(value))
+
+
+def paths(value: Any) -> tuple[str, ...]:
+    """Return the paths of a list, or of words divided by commas or spaces."""
+    return tuple(map(path_text, items(value)))
+
+
 def source_path(value: Any) -> str:
     """Return the path of a data set; a hub name gets its prefix hub:."""
-    path = text(value)
-    is_file = path.startswith((".", "/", "~")) or path.endswith(FILE_SUFFIXES)
+    path = path_text(value)
+    is_file = path.startswith((".", "/", "~", "$")) or path.endswith(FILE_SUFFIXES)
     return path if is_file or not HUB_NAME.fullmatch(path) else f"hub:{path}"
+
+
+def keeps_unknown(convert: Callable[[Any], Any]) -> bool:
+    """Return whether a converter reads values of which parts are not known: names and paths."""
+    return convert in (name_text, path_text, paths, source_path)
+
+
+def yaml_value(text: str) -> Any:
+    """Return text as YAML reads it; text that is no YAML as it is."""
+    if "\x00" in text:
+        return text
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+    return text if isinstance(value, dict) and not text.startswith("{") else value
 
 
 def choice(**names: Any) -> Callable[[Any], Any]:

@@ -7,50 +7,37 @@ from collections.abc import Mapping
 
 from jaxrl_llm.importer.fields import Conversion, System
 from jaxrl_llm.importer.values import source_path
+from jaxrl_llm.importer.verl_distillation import distillation
 from jaxrl_llm.importer.verl_fields import (
     ACTOR,
-    ADVANTAGES,
-    ALONE,
-    CLIPPED,
     CORRECTION,
     CRITIC_DEFAULTS,
-    LOSS_FIELDS,
-    LOSSES,
     MANAGER,
     MODEL,
+    OPTIMIZERS,
     PPO,
     PPO_DEFAULTS,
     REF,
     ROLLOUT,
     SCHEDULES,
-    SFT,
-    SFT_DEFAULTS,
 )
+from jaxrl_llm.importer.verl_losses import set_algorithm, set_correction, set_kl, set_loss, sum_note
+from jaxrl_llm.importer.verl_sft_fields import FSDP_SFT_DEFAULTS, SFT, SFT_DEFAULTS
 
 
 def _rules_of_ppo(conv: Conversion) -> None:
-    _algorithm(conv)
-    _loss(conv)
-    _kl(conv)
-    _correction(conv)
+    set_algorithm(conv)
+    set_loss(conv)
+    set_kl(conv)
+    set_correction(conv)
+    distillation(conv)
     conv.devices = conv.devices or conv.get("trainer.n_gpus_per_node") * conv.get("trainer.nnodes")
-    conv.put_mesh(
-        conv.first(f"{ACTOR}.megatron.tensor_model_parallel_size"),
-        conv.first(f"{ACTOR}.megatron.context_parallel_size", f"{ACTOR}.ulysses_sequence_parallel_size"),
-        ulysses=conv.is_set(f"{ACTOR}.ulysses_sequence_parallel_size"),
-    )
-    fsdp = conv.get(f"{ACTOR}.fsdp_config.fsdp_size")
-    if fsdp and fsdp > 0:
-        conv.put("mesh.fsdp", fsdp, f"{ACTOR}.fsdp_config.fsdp_size")
-        conv.put("mesh.data", -1, f"{ACTOR}.fsdp_config.fsdp_size", note="replicas on the other devices")
-    prompts = conv.get("data.train_batch_size")
-    if not prompts:  # of asynchronous training, whose trainer counts mini-batches
-        prompts = conv.get(f"{ACTOR}.ppo_mini_batch_size")
-        conv.put(
-            "prompts_per_step", prompts, f"{ACTOR}.ppo_mini_batch_size", note="data.train_batch_size is 0"
-        )
+    _mesh(conv, ACTOR)
+    for ours, name in (("max_prompt_tokens", "prompt_length"), ("max_response_tokens", "response_length")):
+        if conv.is_set(f"{ROLLOUT}.{name}"):
+            conv.put(ours, conv.get(f"{ROLLOUT}.{name}"), f"{ROLLOUT}.{name}")
     conv.put_steps("trainer.total_epochs", "trainer.total_training_steps")
-    updates = _minibatches(conv, prompts)
+    updates = _minibatches(conv, _prompts(conv))
     _micro_batches(conv)
     _optimizer_rules(conv, f"{ACTOR}.optim", "optim", updates)
     if conv.algo in ("ppo", "pf_ppo"):
@@ -64,9 +51,13 @@ def _rules_of_ppo(conv: Conversion) -> None:
     _lora(conv, MODEL)
     _data(conv)
     _outputs(conv)
-    if conv.get(f"{REF}.fsdp_config.param_offload") or conv.get(f"{REF}.megatron.param_offload"):
-        key = conv.first(f"{REF}.fsdp_config.param_offload", f"{REF}.megatron.param_offload")[0]
-        conv.put("reference.offload", True, key)
+    for backend in ("fsdp_config", "megatron", "veomni"):
+        if conv.get(f"{REF}.{backend}.param_offload"):
+            conv.put("reference.offload", True, f"{REF}.{backend}.param_offload")
+    if conv.get(f"{ACTOR}.fsdp_config.dtype"):
+        conv.put("model.dtype", conv.get(f"{ACTOR}.fsdp_config.dtype"), f"{ACTOR}.fsdp_config.dtype")
+    if conv.get(f"{ROLLOUT}.enable_rollout_routing_replay"):
+        conv.put("routing.replay", "rollout", f"{ROLLOUT}.enable_rollout_routing_replay")
     conv.put_engine(
         f"{ROLLOUT}.name",
         str(conv.get(f"{ROLLOUT}.name")),
@@ -75,121 +66,51 @@ def _rules_of_ppo(conv: Conversion) -> None:
     )
 
 
-def _algorithm(conv: Conversion) -> None:
-    estimator, mode = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
-    algo, advantage = ADVANTAGES.get(str(conv.get(estimator)).lower(), ("grpo", "grpo"))
-    if str(conv.get(estimator)).lower() not in ADVANTAGES:
-        conv.drop(estimator, "no such estimator here; grpo is used: set --algo or --algo.advantage")
-    loss = str(conv.get(mode)).replace("-", "_")
-    conv.algo = LOSSES.get(loss, algo)
-    if loss not in LOSSES and loss != "vanilla":
-        conv.drop(mode, f"no such loss here; that of {algo} is used")
-    if conv.get("algorithm.use_pf_ppo"):
-        conv.algo = "pf_ppo"
-        conv.put(
-            "algo.filter", conv.get("algorithm.pf_ppo.reweight_method"), "algorithm.pf_ppo.reweight_method"
-        )
-        conv.put("algo.power", conv.get("algorithm.pf_ppo.weight_pow"), "algorithm.pf_ppo.weight_pow")
-    responses = f"{ROLLOUT}.n"
-    if conv.get(responses) == 1 and advantage in ALONE:
-        note = "of one response veRL has no baseline: its advantage is the reward"
-        conv.put("algo.advantage", "reward", estimator, responses, note=note)
-        conv.notes.append(f"{conv.origin(responses)}: {note}")
-        advantage = "reward"
-    else:
-        conv.put("algo.advantage", advantage, estimator)
-    if advantage in ("grpo", "passk"):
-        scaled = conv.get("algorithm.norm_adv_by_std_in_grpo")
-        conv.put("algo.scale", "std" if scaled else "none", "algorithm.norm_adv_by_std_in_grpo")
-    else:
-        conv.drop("algorithm.norm_adv_by_std_in_grpo", f"{estimator} {advantage} does not read it")
+def _prompts(conv: Conversion) -> int:
+    """Return the prompts of a step. Of asynchronous training the trainer counts mini-batches, its rollout
+    prompts."""
+    prompts = conv.get("data.train_batch_size")
+    if prompts:
+        return prompts
+    mini, batches = f"{ACTOR}.ppo_mini_batch_size", "async_training.require_batches"
+    prompts = conv.get(mini) * (conv.get(batches) or 1)
+    conv.put("prompts_per_step", prompts, mini, batches, note="data.train_batch_size is 0")
+    total, stale = "rollout.total_rollout_steps", "async_training.staleness_threshold"
+    if conv.is_set(total):
+        conv.put("steps", -(-conv.get(total) // prompts), total, note=f"/ {prompts} prompts", stated=True)
+        conv.results.pop("epochs", None)
+    if conv.get(stale):
+        conv.lose(stale, "the rollout is at most --rollout.max_staleness steps behind: docs/asynchronous.md")
+    return prompts
 
 
-def _loss(conv: Conversion) -> None:
-    low, high = (conv.first(f"{ACTOR}.clip_ratio_{side}", f"{ACTOR}.clip_ratio") for side in ("low", "high"))
-    if conv.algo not in ("gpg", "sapo", "kl_cov"):
-        conv.put("algo.clip_low", low[1], low[0])
-        conv.put("algo.clip_high", high[1], high[0])
-    if conv.algo in CLIPPED and conv.algo != "gspo":
-        conv.put("algo.dual_clip", conv.get(f"{ACTOR}.clip_ratio_c"), f"{ACTOR}.clip_ratio_c")
-    for key, ours in LOSS_FIELDS.get(conv.algo, {}).items():
-        conv.put(ours, conv.get(key), key)
-    aggregation = f"{ACTOR}.loss_agg_mode"
-    if conv.get(aggregation) == "constant":
-        factor = conv.get(f"{ACTOR}.loss_scale_factor")
-        if factor:
-            conv.put("algo.constant", factor, f"{ACTOR}.loss_scale_factor")
-        else:
-            conv.put("algo.constant", float(conv.value_of("max_response_tokens", 512)), aggregation)
-        conv.notes.append(_sum_note(conv, aggregation, "optim"))
-    if conv.algo in ("gspo", "sapo", "gmpo"):  # veRL's code forces the mean over sequences
-        conv.put("algo.aggregation", "sequence", aggregation, note=f"{conv.algo} is a mean over sequences")
-
-
-def _sum_note(conv: Conversion, aggregation: str, optimizer: str) -> str:
-    return (
-        f"{conv.origin(aggregation)}: veRL sums over the sequences of a micro-batch, here it is their mean: "
-        f"scale {optimizer}.learning_rate if the optimizer is not Adam"
+def _mesh(conv: Conversion, group: str) -> None:
+    """Set the mesh's axes from the sizes of whichever backend the file sets."""
+    backends = (
+        "",
+        "megatron.",
+        "fsdp_config.",
+        "fsdp_config.turbo_config.distributed.",
+        "veomni.",
+        "engine.",
     )
-
-
-def _kl(conv: Conversion) -> None:
-    in_loss, in_reward = conv.get(f"{ACTOR}.use_kl_loss"), conv.get("algorithm.use_kl_in_reward")
-    if in_loss:
-        conv.put("algo.kl_coef", conv.get(f"{ACTOR}.kl_loss_coef"), f"{ACTOR}.kl_loss_coef")
-        conv.put("algo.kl", conv.get(f"{ACTOR}.kl_loss_type"), f"{ACTOR}.kl_loss_type")
-        conv.put("algo.kl_in", "loss", f"{ACTOR}.use_kl_loss")
-        if in_reward:
-            conv.drop(
-                "algorithm.use_kl_in_reward", "KL is in the loss or in the reward, not both; in the loss"
-            )
-    elif in_reward:
-        conv.put("algo.kl_coef", conv.get("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_ctrl.kl_coef")
-        conv.put("algo.kl", conv.get("algorithm.kl_penalty"), "algorithm.kl_penalty")
-        conv.put("algo.kl_in", "reward", "algorithm.use_kl_in_reward")
-        if conv.get("algorithm.kl_ctrl.type") == "adaptive":
-            conv.put("algo.kl_target", conv.get("algorithm.kl_ctrl.target_kl"), "algorithm.kl_ctrl.target_kl")
-            conv.put("algo.kl_horizon", conv.get("algorithm.kl_ctrl.horizon"), "algorithm.kl_ctrl.horizon")
-    else:
-        conv.put("algo.kl_coef", 0.0, f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
-
-
-def _correction(conv: Conversion) -> None:
-    weight, cap = f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"
-    if conv.get(f"{ACTOR}.tis_imp_ratio_cap") and conv.get(f"{ACTOR}.tis_imp_ratio_cap") > 0:
-        conv.put("algo.correction.weight", "token", f"{ACTOR}.tis_imp_ratio_cap")
-        conv.put("algo.correction.cap", conv.get(f"{ACTOR}.tis_imp_ratio_cap"), f"{ACTOR}.tis_imp_ratio_cap")
-    if conv.get(weight) in ("token", "sequence"):
-        conv.put("algo.correction.weight", conv.get(weight), weight)
-        bounds = conv.get(cap)
-        conv.put("algo.correction.cap", bounds[-1], cap)
-        if len(bounds) == 2:
-            conv.put("algo.correction.floor", bounds[0], cap)
-            conv.put("algo.correction.outside", "zero", cap, note="two bounds are IcePop")
-        if conv.get(f"{CORRECTION}.rollout_is_batch_normalize"):
-            conv.put("algo.correction.normalize", True, f"{CORRECTION}.rollout_is_batch_normalize")
-    if rules := conv.get(f"{CORRECTION}.rollout_rs"):
-        thresholds = conv.get(f"{CORRECTION}.rollout_rs_threshold") or [(2.0,)]
-        pairs = [(rule, thresholds[min(i, len(thresholds) - 1)]) for i, rule in enumerate(rules)]
-        conv.put(
-            "algo.correction.reject",
-            tuple((rule, *_bounds(rule, bound)) for rule, bound in pairs),
-            f"{CORRECTION}.rollout_rs",
-            f"{CORRECTION}.rollout_rs_threshold",
-        )
-    if conv.get(f"{CORRECTION}.bypass_mode"):
-        conv.put("algo.old", "rollout", f"{CORRECTION}.bypass_mode")
-        if "algo.correction.weight" in conv.results:
-            note = "without old log-probs the ratio is of the present policy"
-            conv.put("algo.correction.of", "policy", f"{CORRECTION}.bypass_mode", note=note)
-
-
-def _bounds(rule: str, threshold: tuple[float, ...]) -> tuple[float, float]:
-    """Return the bounds of a rule: of k1 a ratio, whose lower bound is the inverse where one is given."""
-    if len(threshold) == 2:
-        return threshold[0], threshold[1]
-    high = threshold[0]
-    return (1 / high if high else 0.0, high) if rule.endswith("k1") else (0.0, high)
+    sizes = lambda *names: [
+        (key, conv.get(key))
+        for backend in backends
+        for name in names
+        if conv.is_set(key := f"{group}.{backend}{name}" if group else name) and conv.get(key) > 1
+    ]
+    tensor = sizes("tensor_model_parallel_size", "tp_size", "tp")
+    ulysses = sizes("ulysses_sequence_parallel_size", "ulysses_parallel_size")
+    context = sizes("context_parallel_size", "cp_size", "cp")
+    nothing = [("", 1)]
+    conv.put_mesh((tensor or nothing)[0], (context or ulysses or nothing)[0], ulysses=not context)
+    names = ("expert_model_parallel_size", "expert_parallel_size", "ep_size", "ep")
+    for key, size in sizes(*names)[:1]:
+        conv.put("mesh.expert", size, key)
+    for key, size in sizes("fsdp_size")[:1]:
+        conv.put("mesh.fsdp", size, key)
+        conv.put("mesh.data", -1, key, note="replicas on the other devices")
 
 
 def _minibatches(conv: Conversion, prompts: int) -> int:
@@ -233,18 +154,53 @@ def _optimizer_rules(conv: Conversion, group: str, ours: str, updates: int) -> N
         if conv.is_set(f"{group}.min_lr"):
             key, fraction = f"{group}.min_lr", conv.fraction(f"{group}.min_lr", f"{group}.lr")
         conv.put(f"{ours}.final_fraction", fraction or 0.0, key)
-    warmup = f"{group}.lr_warmup_steps"
-    if (conv.get(warmup) or -1) > 0:
-        conv.results.pop(f"{ours}.warmup_ratio", None)  # veRL reads the ratio where there are no steps
-        conv.put_warmup(conv.get(warmup) * updates, warmup, note=f"x {updates} updates a step", prefix=ours)
+    _warmup(conv, group, ours, updates=updates)
+    _optimizer_name(conv, group, ours)
     for name, beta in zip(("b1", "b2"), conv.get(f"{group}.betas") or (), strict=False):
         conv.put(f"{ours}.{name}", float(beta), f"{group}.betas")
     if conv.get(f"{group}.clip_grad") is not None:
         conv.put(f"{ours}.max_grad_norm", conv.get(f"{group}.clip_grad"), f"{group}.clip_grad")
 
 
+def _warmup(conv: Conversion, group: str, ours: str, *, updates: int) -> None:
+    """Set the warm-up, in steps or as a ratio of them, which veRL rounds down; `updates` a step."""
+    key, ratio = f"{group}.lr_warmup_steps", f"{group}.lr_warmup_steps_ratio"
+    steps, total = conv.get(key) or -1, conv.value_of("steps", 0)
+    share, decay = conv.get(ratio), f"{group}.lr_decay_steps"
+    if conv.get(decay):
+        conv.lose(decay, "the learning rate falls over the whole run")
+    if steps <= 0 and share and not total:
+        conv.put(f"{ours}.warmup_ratio", share, ratio)
+        return
+    if steps <= 0 and share:
+        key, steps = ratio, int(total * share)
+    if steps > 0:
+        conv.put_warmup(steps * updates, key, note=f"x {updates} updates a step", prefix=ours)
+
+
+def _optimizer_name(conv: Conversion, group: str, ours: str) -> None:
+    key = f"{group}.optimizer"
+    if not conv.is_set(key):
+        return
+    name = str(conv.get(key)).lower().lstrip("_")
+    eight = name.removesuffix("8bit") != name
+    kind = OPTIMIZERS.get(name.removesuffix("8bit").removesuffix("fp8"))
+    if kind is None:
+        conv.refuse(key, "there is no such optimizer", instead="AdamW")
+        return
+    conv.put(f"{ours}.name", kind, key)
+    if eight:
+        conv.put(f"{ours}.moments", "int8", key)
+    if kind == "sgd":
+        conv.put(f"{ours}.b1", 0.0, key, note="torch's SGD without momentum")
+
+
 def _critic(conv: Conversion, updates: int) -> None:
     conv.defaults = {**conv.defaults, **CRITIC_DEFAULTS}
+    for name in ("ppo_epochs", "ppo_mini_batch_size"):
+        key = f"critic.{name}"
+        if conv.is_set(key) and int(conv.get(key)) != conv.get(f"{ACTOR}.{name}"):
+            conv.lose(key, "the critic's updates are the policy's")
     conv.put("critic.optim.learning_rate", conv.get("critic.optim.lr"), "critic.optim.lr")
     conv.put("critic.optim.weight_decay", conv.get("critic.optim.weight_decay"), "critic.optim.weight_decay")
     conv.put("critic.loss.value_clip", conv.get("critic.cliprange_value"), "critic.cliprange_value")
@@ -253,7 +209,7 @@ def _critic(conv: Conversion, updates: int) -> None:
         longest = float(conv.value_of("max_response_tokens", 512))
         conv.put("critic.loss.aggregation", "sequence_sum", aggregation)
         conv.put("critic.loss.factor", 0.5 / longest, aggregation)
-        conv.notes.append(_sum_note(conv, aggregation, "critic.optim"))
+        conv.notes.append(sum_note(conv, aggregation, "critic.optim"))
     _optimizer_rules(conv, "critic.optim", "critic.optim", updates)
     path = conv.get("critic.model.path")
     if path and path != conv.get(f"{MODEL}.path"):
@@ -261,26 +217,36 @@ def _critic(conv: Conversion, updates: int) -> None:
 
 
 def _rewards(conv: Conversion) -> None:
-    path, function = "custom_reward_function.path", "custom_reward_function.name"
-    if conv.is_set(path):
-        conv.put("reward.name", f"{conv.get(path)}:{conv.get(function)}", path, function)
-    if conv.get("reward_model.enable") and conv.is_set("reward_model.model.path"):
-        conv.put("reward.models.0.path", conv.get("reward_model.model.path"), "reward_model.model.path")
-        if not conv.is_set(path):
-            note = "the reward model alone rewards"
-            conv.put("reward.name", "none", "reward_model.enable", note=note)
-    for group in (MANAGER, "reward_model.overlong_buffer"):
-        if conv.get(f"{group}.enable") and conv.get(f"{group}.len"):
-            longest = conv.get("reward_model.reward_kwargs.max_resp_len") or conv.get(
-                "data.max_response_length"
-            )
-            conv.put(
-                "reward.shaping",
-                (("overlong", conv.get(f"{group}.penalty_factor")),),
-                f"{group}.penalty_factor",
-            )
-            conv.put("reward.overlong_to", longest, "reward_model.reward_kwargs.max_resp_len", f"{group}.len")
-            conv.put("reward.overlong_from", longest - conv.get(f"{group}.len"), f"{group}.len")
+    group, model = "reward.custom_reward_function", "reward.reward_model.model_path"
+    own = conv.is_set(f"{group}.path")
+    if own:
+        function = f"{conv.get(f'{group}.path')}:{conv.get(f'{group}.name')}"
+        conv.put("reward.name", function, f"{group}.path", f"{group}.name")
+    if conv.get("reward.reward_model.enable") and conv.is_set(model):
+        if own:
+            conv.lose(model, "the function alone rewards; there it asks the model's server itself")
+        else:
+            conv.put("reward.models.0.path", conv.get(model), model)
+            conv.put("reward.name", "none", "reward.reward_model.enable", note="the model alone rewards")
+    manager = "reward.reward_manager.name"
+    if conv.get(manager) not in ("naive", "dapo", "batch", "prime", "gdpo", "limited", "rate_limited"):
+        conv.lose(manager, "--reward.name FILE.py:FUNCTION")
+    if conv.get(f"{MANAGER}.enable") and conv.get(f"{MANAGER}.len"):
+        _overlong(conv)
+
+
+def _overlong(conv: Conversion) -> None:
+    """Set the penalty of long responses, which veRL's reward manager dapo alone reads."""
+    manager, given = "reward.reward_manager.name", "reward.reward_kwargs.max_resp_len"
+    if conv.get(manager) != "dapo":
+        conv.drop(f"{MANAGER}.enable", f"reward manager {conv.get(manager)} does not read it, dapo does")
+        return
+    longest = conv.get(given) or conv.value_of("max_response_tokens", 512)
+    conv.put(
+        "reward.shaping", (("overlong", conv.get(f"{MANAGER}.penalty_factor")),), f"{MANAGER}.penalty_factor"
+    )
+    conv.put("reward.overlong_to", longest, given, f"{MANAGER}.len")
+    conv.put("reward.overlong_from", longest - conv.get(f"{MANAGER}.len"), f"{MANAGER}.len")
 
 
 def _evaluation(conv: Conversion) -> None:
@@ -315,18 +281,16 @@ def _data(conv: Conversion) -> None:
     else:
         conv.put("data.overlong", "cut", "data.truncation")
         conv.put("data.cut_side", "right" if truncation == "right" else "left", "data.truncation")
-    options = conv.get("data.apply_chat_template_kwargs")
-    options = dict(options) if isinstance(options, Mapping) else {}
-    if conv.is_set("data.apply_chat_template_kwargs.enable_thinking"):
-        options["enable_thinking"] = conv.get("data.apply_chat_template_kwargs.enable_thinking")
-    if options:
-        key = "data.apply_chat_template_kwargs"
-        conv.put("data.chat.template_options", json.dumps(options), key, f"{key}.enable_thinking")
+        if truncation == "middle":
+            conv.lose("data.truncation", "prompts are cut on one side, here the left")
+    key = "data.apply_chat_template_kwargs"
+    if isinstance(conv.get(key), Mapping) and conv.get(key):
+        conv.put("data.chat.template_options", json.dumps(conv.get(key)), key)
     draws = "algorithm.filter_groups.max_num_gen_batches"
     if conv.is_set(draws) and conv.get(draws) > 0:
         conv.put("algo.max_draws", conv.get(draws), draws)
     elif conv.is_set(draws):
-        conv.drop(draws, "0 is no limit; here there is one: --algo.max_draws")
+        conv.put("algo.max_draws", 10_000, draws, note="no limit there")
 
 
 def _outputs(conv: Conversion) -> None:
@@ -346,14 +310,12 @@ def _outputs(conv: Conversion) -> None:
 def _rules_of_sft(conv: Conversion) -> None:
     conv.algo = "sft"
     conv.put_lengths(conv.get("data.max_length"), "data.max_length")
-    sequence = conv.first(
-        "engine.context_parallel_size",
-        "engine.ulysses_sequence_parallel_size",
-        "ulysses_sequence_parallel_size",
-    )
-    conv.put_mesh(conv.first("engine.tensor_model_parallel_size"), sequence, ulysses="ulysses" in sequence[0])
-    if conv.is_set("data.max_token_len_per_gpu"):
-        conv.put_tokens_per_device(conv.get("data.max_token_len_per_gpu"), "data.max_token_len_per_gpu")
+    _mesh(conv, "engine")
+    if not conv.value_of("mesh.sequence", 0):
+        _mesh(conv, "")
+    limit = conv.get("data.max_token_len_per_gpu")
+    if conv.get("data.use_dynamic_bsz") and limit:
+        conv.put_tokens_per_device(limit, "data.max_token_len_per_gpu")
     else:
         key, size = conv.first("data.micro_batch_size", "data.micro_batch_size_per_gpu")
         conv.put_tokens_per_device(size * conv.row_tokens(), key, note="x the tokens of a row")
@@ -365,7 +327,7 @@ def _rules_of_sft(conv: Conversion) -> None:
             column = f"{keys}.{inner[0]}"
             conv.put(f"data.train.0.{name}_key", column, f"data.{name}_key", f"data.{name}_dict_keys")
     messages = conv.first("data.multiturn.messages_key", "data.messages_key")
-    if messages[1]:
+    if messages[1] and not (conv.is_set("data.prompt_key") and not conv.is_set(messages[0])):
         conv.put("data.train.0.prompt_key", messages[1], messages[0])
     conv.put("eval.every", conv.get("trainer.test_freq"), "trainer.test_freq")
     _lora(conv, "model")
@@ -373,14 +335,25 @@ def _rules_of_sft(conv: Conversion) -> None:
     _outputs(conv)
 
 
+OVERLONG = ("enable", "len", "penalty_factor", "log")
 SYSTEM = System(
     name="verl",
     title="veRL",
-    tables={"ppo": PPO, "sft": SFT},
-    defaults={"ppo": PPO_DEFAULTS, "sft": SFT_DEFAULTS},
-    rules={"ppo": _rules_of_ppo, "sft": _rules_of_sft},
+    tables={"ppo": PPO, "sft": SFT, "fsdp_sft": SFT},
+    defaults={"ppo": PPO_DEFAULTS, "sft": SFT_DEFAULTS, "fsdp_sft": FSDP_SFT_DEFAULTS},
+    rules={"ppo": _rules_of_ppo, "sft": _rules_of_sft, "fsdp_sft": _rules_of_sft},
     aliases={
         f"{ROLLOUT}.val_kwargs.num_samples": f"{ROLLOUT}.val_kwargs.n",
+        **{
+            f"custom_reward_function.{key}": f"reward.custom_reward_function.{key}"
+            for key in ("path", "name")
+        },
+        **{f"reward_model.overlong_buffer.{key}": f"{MANAGER}.{key}" for key in OVERLONG},
+        **{f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}": f"{MANAGER}.{key}" for key in OVERLONG},
+        "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
+        "reward_model.reward_manager": "reward.reward_manager.name",
+        "reward_model.enable": "reward.reward_model.enable",
+        "reward_model.model.path": "reward.reward_model.model_path",
         "algorithm.rollout_is": f"{CORRECTION}.rollout_is",
         "algorithm.rollout_is_threshold": f"{CORRECTION}.rollout_is_threshold",
         "algorithm.rollout_rs": f"{CORRECTION}.rollout_rs",

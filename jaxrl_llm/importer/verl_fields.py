@@ -1,4 +1,4 @@
-"""Keys and defaults of veRL (verl/trainer/config of version 0.8), with their older names."""
+"""Keys and defaults of veRL (verl/trainer/config of version 0.9.1), with their older names."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from jaxrl_llm.importer.values import (
     lora_targets,
     name_text,
     number,
+    path_text,
+    paths,
     remat,
     same,
     switch,
@@ -27,13 +29,12 @@ from jaxrl_llm.importer.values import (
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL, REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 CORRECTION = "algorithm.rollout_correction"
-MANAGER = "reward_model.reward_kwargs.overlong_buffer_cfg"
+MANAGER = "reward.reward_kwargs.overlong_buffer_cfg"
+DISTILLATION = "distillation.distillation_loss"
 ULYSSES = "--mesh.sequence, with --mesh.sequence_parallel ulysses"
 SCHEDULES = {
-    "constant": ("constant", 1.0),
-    "constant_with_warmup": ("constant", 1.0),
-    "cosine": ("cosine", 0.0),
-    "linear": ("linear", 0.0),
+    **dict.fromkeys(("constant", "constant_with_warmup"), ("constant", 1.0)),
+    **{name: (name, 0.0) for name in ("cosine", "linear")},
 }
 ADVANTAGES = {  # estimator -> algorithm, advantage
     "gae": ("ppo", "gae"),
@@ -54,14 +55,9 @@ ADVANTAGES = {  # estimator -> algorithm, advantage
 ALONE = {"grpo", "rloo", "opo"}
 """Advantages that leave the only response to a prompt its reward, in veRL."""
 LOSSES = {  # policy loss -> algorithm; vanilla: that of the estimator
-    "gspo": "gspo",
-    "sapo": "sapo",
-    "gpg": "gpg",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "geo_mean": "gmpo",
-    "cispo": "cispo",
-}
+    "gspo": "gspo", "sapo": "sapo", "gpg": "gpg", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
+    "geo_mean": "gmpo", "cispo": "cispo", "dro": "dro", "dppo_tv": "dppo", "dppo_kl": "dppo",
+}  # fmt: skip
 LOSS_FIELDS = {  # algorithm -> key of veRL -> key here
     "sapo": {f"{ACTOR}.tau_pos": "algo.tau_positive", f"{ACTOR}.tau_neg": "algo.tau_negative"},
     "clip_cov": {
@@ -73,6 +69,8 @@ LOSS_FIELDS = {  # algorithm -> key of veRL -> key here
         f"{ACTOR}.policy_loss.kl_cov_ratio": "algo.fraction",
         f"{ACTOR}.policy_loss.ppo_kl_coef": "algo.penalty",
     },
+    "dro": {f"{ACTOR}.policy_loss.dro_beta": "algo.beta"},
+    "dppo": {f"{ACTOR}.clip_ratio_c": "algo.ratio_cap"},
 }
 CLIPPED = {"ppo", "grpo", "passk", "rloo", "reinforce_pp", "remax", "opo", "gdpo", "otb", "pf_ppo", "gspo"}
 KL = choice(
@@ -84,7 +82,31 @@ AGGREGATION = choice(
     seq_mean_token_sum="sequence_sum",
     seq_mean_token_mean="sequence",
     seq_mean_token_sum_norm="constant",
+    token_sum="token_sum",
 )
+
+
+def frequency(value: Any) -> int:
+    """Return a number of steps between events; none where they are at the ends of epochs."""
+    return 0 if value == "after_each_epoch" else count_or_never(value)
+
+
+def megatron_targets(value: Any) -> tuple[str, ...]:
+    """Return the layers with adapters of Megatron's names, each of which may be several here."""
+    names = {
+        "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+        "linear_proj": ("o_proj",),
+        "linear_fc1": ("gate_proj", "up_proj"),
+        "linear_fc2": ("down_proj",),
+    }
+    return tuple(name for item in lora_targets(value) for name in names.get(item, (item,)))
+
+
+ROUTING = choice(disabled="none", r2="old", r3="rollout")
+OPTIMIZERS = {
+    "adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "adafactor": "adafactor", "sgd": "sgd",
+    "lion": "lion", "muon": "muon",
+}  # fmt: skip
 
 
 def bounds(value: Any) -> tuple[float, ...]:
@@ -97,7 +119,8 @@ def bounds_list(value: Any) -> list[tuple[float, ...]]:
     return list(map(bounds, items(value)))
 
 
-def _optimizer_fields(group: str, ours: str) -> dict[str, Field]:
+def optimizer_fields(group: str, ours: str) -> dict[str, Field]:
+    """Return the fields of an optimizer of veRL: those of a group of keys there, of a group here."""
     return {
         f"{group}.lr": Field(f"{ours}.learning_rate", number),
         f"{group}.weight_decay": Field(f"{ours}.weight_decay", number),
@@ -107,20 +130,22 @@ def _optimizer_fields(group: str, ours: str) -> dict[str, Field]:
         f"{group}.lr_scheduler": Field("", text, f"--{ours}.schedule"),
         f"{group}.lr_decay_style": Field("", text, f"--{ours}.schedule"),
         f"{group}.lr_warmup_steps": Field("", whole_number, f"--{ours}.warmup_steps, in updates"),
-        f"{group}.lr_warmup_steps_ratio": Field(f"{ours}.warmup_ratio", number),
+        f"{group}.lr_warmup_steps_ratio": Field("", number, f"--{ours}.warmup_ratio"),
         f"{group}.min_lr_ratio": Field("", number, f"--{ours}.final_fraction"),
         f"{group}.min_lr": Field("", number, f"--{ours}.final_fraction"),
         f"{group}.total_training_steps": Field("", whole_number, "--steps"),
         f"{group}.lr_decay_steps": Field("", whole_number, "--steps"),
         f"{group}.clip_grad": Field("", number, f"--{ours}.max_grad_norm"),
+        f"{group}.optimizer": Field("", text, f"--{ours}.name"),
+        f"{group}.eps": Field(f"{ours}.eps", number),
     }
 
 
 TRAINER = {
     "trainer.total_epochs": Field("", number, "--epochs"),
     "trainer.total_training_steps": Field("", whole_number, "--steps"),
-    "trainer.save_freq": Field("checkpoint.every", count_or_never),
-    "trainer.test_freq": Field("", count_or_never, "--eval.every"),
+    "trainer.save_freq": Field("checkpoint.every", frequency),
+    "trainer.test_freq": Field("", frequency, "--eval.every"),
     "trainer.logger": Field("", items, "--log.wandb PROJECT, --log.mlflow EXPERIMENT and --log.tensorboard"),
     "trainer.project_name": Field("", name_text, "--log.wandb PROJECT"),
     "trainer.experiment_name": Field("", name_text, RUN_NAME),
@@ -128,11 +153,10 @@ TRAINER = {
     "trainer.n_gpus_per_node": Field("", device_count, "all devices that are visible are used"),
     "trainer.nnodes": Field("", device_count, "all devices that are visible are used"),
     "trainer.seed": Field("seed", whole_number),
-    "data.train_files": Field("", items, "--data.path"),
-    "data.val_files": Field("", items, "--data.eval_path, or --data.holdout 200"),
+    "data.train_files": Field("", paths, "--data.path"),
+    "data.val_files": Field("", paths, "--data.eval_path, or --data.holdout 200"),
     "data.truncation": Field("", text, "--data.overlong and --data.cut_side"),
     "data.apply_chat_template_kwargs": Field("", same, "--data.chat.template_options"),
-    "data.apply_chat_template_kwargs.enable_thinking": Field("", switch, "--data.chat.template_options"),
 }
 PPO: dict[str, Field] = {
     "data.train_batch_size": Field("prompts_per_step", whole_number),
@@ -144,21 +168,22 @@ PPO: dict[str, Field] = {
     "data.shuffle": Field("data.shuffle", switch),
     "data.seed": Field("seed", whole_number),
     "data.filter_overlong_prompts": Field("", switch, "--data.overlong"),
-    "data.tokenizer": Field("model.tokenizer", text),
-    f"{MODEL}.tokenizer_path": Field("model.tokenizer", text),
-    f"{MODEL}.path": Field("model.path", text),
+    "data.tokenizer": Field("model.tokenizer", path_text),
+    f"{MODEL}.tokenizer_path": Field("model.tokenizer", path_text),
+    f"{MODEL}.path": Field("model.path", path_text),
     f"{MODEL}.lora_rank": Field("lora.rank", whole_number),
     f"{MODEL}.lora_alpha": Field("", number, "--lora.alpha"),
     f"{MODEL}.target_modules": Field("", lora_targets, "--lora.targets"),
-    f"{MODEL}.lora_adapter_path": Field("model.adapter", text),
+    f"{MODEL}.lora_adapter_path": Field("model.adapter", path_text),
     f"{MODEL}.lora.rank": Field("lora.rank", whole_number),
     f"{MODEL}.lora.alpha": Field("lora.alpha", number),
-    f"{MODEL}.lora.target_modules": Field("lora.targets", lora_targets),
+    f"{MODEL}.lora.target_modules": Field("lora.targets", megatron_targets),
     f"{MODEL}.enable_gradient_checkpointing": Field("model.remat", remat),
-    **_optimizer_fields(f"{ACTOR}.optim", "optim"),
+    **optimizer_fields(f"{ACTOR}.optim", "optim"),
     f"{ACTOR}.grad_clip": Field("optim.max_grad_norm", number),
     f"{ACTOR}.fsdp_config.optimizer_offload": Field("optim.offload", switch),
     f"{ACTOR}.megatron.optimizer_offload": Field("optim.offload", switch),
+    f"{REF}.veomni.param_offload": Field("", switch, "--reference.offload"),
     f"{REF}.fsdp_config.param_offload": Field("", switch, "--reference.offload"),
     f"{REF}.megatron.param_offload": Field("", switch, "--reference.offload"),
     f"{ACTOR}.ppo_mini_batch_size": Field("", count, "--minibatches_per_step: updates a step"),
@@ -171,8 +196,32 @@ PPO: dict[str, Field] = {
     f"{ACTOR}.ppo_epochs": Field("ppo_epochs", count),
     f"{ACTOR}.fsdp_config.fsdp_size": Field("", device_count, "--mesh.fsdp and --mesh.data"),
     f"{ACTOR}.ulysses_sequence_parallel_size": Field("", whole_number, ULYSSES),
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": Field("", whole_number, ULYSSES),
+    f"{ACTOR}.fsdp_config.dtype": Field("", dtype, "--model.dtype"),
     f"{ACTOR}.megatron.tensor_model_parallel_size": Field("", whole_number, "--mesh.tensor"),
     f"{ACTOR}.megatron.context_parallel_size": Field("", whole_number, "--mesh.sequence"),
+    **{
+        f"{ACTOR}.{key}": Field("", device_count, "--mesh.expert")
+        for key in (
+            "megatron.expert_model_parallel_size",
+            "veomni.expert_parallel_size",
+            "fsdp_config.turbo_config.distributed.expert_parallel_size",
+            "engine.ep",
+        )
+    },
+    f"{ACTOR}.veomni.ulysses_parallel_size": Field("", whole_number, ULYSSES),
+    f"{ACTOR}.fsdp_config.turbo_config.distributed.ulysses_parallel_size": Field("", whole_number, ULYSSES),
+    f"{ACTOR}.engine.tp": Field("", whole_number, "--mesh.tensor"),
+    f"{ACTOR}.engine.cp": Field("", whole_number, "--mesh.sequence"),
+    f"{ACTOR}.veomni.fsdp_size": Field("", device_count, "--mesh.fsdp and --mesh.data"),
+    f"{ACTOR}.veomni.optimizer_offload": Field("optim.offload", switch),
+    f"{ACTOR}.megatron.router_replay.mode": Field("routing.replay", ROUTING),
+    f"{ACTOR}.veomni.router_replay.mode": Field("routing.replay", ROUTING),
+    f"{ACTOR}.router_replay.mode": Field("routing.replay", ROUTING),
+    f"{ROLLOUT}.enable_rollout_routing_replay": Field("", switch, "--routing.replay rollout"),
+    "rollout.total_rollout_steps": Field("", whole_number, "--steps"),
+    "async_training.staleness_threshold": Field("", number, "--rollout.max_staleness"),
+    "async_training.require_batches": Field("", count, "--prompts_per_step"),
     f"{ACTOR}.clip_ratio": Field("", number, "--algo.clip_low and --algo.clip_high"),
     f"{ACTOR}.clip_ratio_low": Field("", number, "--algo.clip_low"),
     f"{ACTOR}.clip_ratio_high": Field("", number, "--algo.clip_high"),
@@ -208,9 +257,12 @@ PPO: dict[str, Field] = {
     f"{CORRECTION}.rollout_rs": Field("", items, "--algo.correction.reject"),
     f"{CORRECTION}.rollout_rs_threshold": Field("", bounds_list, "--algo.correction.reject"),
     f"{CORRECTION}.bypass_mode": Field("", switch, "--algo.old rollout"),
+    f"{CORRECTION}.loss_type": Field("", text, "--algo reinforce, with --algo.old rollout"),
     f"{ACTOR}.tis_imp_ratio_cap": Field(
         "", number, "--algo.correction.weight token and --algo.correction.cap"
     ),
+    f"{ROLLOUT}.response_length": Field("", count, "--max_response_tokens"),
+    f"{ROLLOUT}.prompt_length": Field("", count, "--max_prompt_tokens"),
     f"{ROLLOUT}.temperature": Field("rollout.sampling.temperature", number),
     f"{ROLLOUT}.top_p": Field("rollout.sampling.top_p", number),
     f"{ROLLOUT}.top_k": Field("rollout.sampling.top_k", top_k),
@@ -226,25 +278,40 @@ PPO: dict[str, Field] = {
     f"{ROLLOUT}.val_kwargs.top_p": Field("", number, "--eval.sampling.top_p"),
     f"{ROLLOUT}.val_kwargs.top_k": Field("", top_k, "--eval.sampling.top_k"),
     f"{ROLLOUT}.multi_turn.max_assistant_turns": Field("env.max_turns", whole_number),
-    **_optimizer_fields("critic.optim", "critic.optim"),
-    "critic.model.path": Field("", text, "--critic.path"),
+    **optimizer_fields("critic.optim", "critic.optim"),
+    "critic.model.path": Field("", path_text, "--critic.path"),
     "critic.grad_clip": Field("critic.optim.max_grad_norm", number),
     "critic.cliprange_value": Field("critic.loss.value_clip", number),
     "critic.loss_agg_mode": Field("critic.loss.aggregation", AGGREGATION),
     "trainer.critic_warmup": Field("critic.warmup_steps", whole_number),
     "trainer.max_actor_ckpt_to_keep": Field("checkpoint.keep", whole_number),
-    "custom_reward_function.path": Field("", text, "--reward.name my_rewards.py:my_reward"),
-    "custom_reward_function.name": Field("", text, "--reward.name my_rewards.py:my_reward"),
-    "reward_model.enable": Field("", switch, "--reward.models.0.path FOLDER"),
-    "reward_model.model.path": Field("", text, "--reward.models.0.path FOLDER"),
-    "reward_model.reward_manager": Field("", text, "--reward.name auto, or --reward.shaping overlong 1.0"),
-    "reward_model.overlong_buffer.enable": Field("", switch, "--reward.shaping overlong 1.0"),
-    "reward_model.overlong_buffer.len": Field("", whole_number, "--reward.overlong_from"),
-    "reward_model.overlong_buffer.penalty_factor": Field("", number, "--reward.shaping overlong 1.0"),
+    "reward.custom_reward_function.path": Field("", path_text, "--reward.name my_rewards.py:my_reward"),
+    "reward.custom_reward_function.name": Field("", text, "--reward.name my_rewards.py:my_reward"),
+    "reward.reward_manager.name": Field("", text, "--reward.name auto, or --reward.shaping overlong 1.0"),
+    "reward.reward_model.enable": Field("", switch, "--reward.models.0.path FOLDER"),
+    "reward.reward_model.model_path": Field("", path_text, "--reward.models.0.path FOLDER"),
     f"{MANAGER}.enable": Field("", switch, "--reward.shaping overlong 1.0"),
     f"{MANAGER}.len": Field("", whole_number, "--reward.overlong_from"),
     f"{MANAGER}.penalty_factor": Field("", number, "--reward.shaping overlong 1.0"),
-    "reward_model.reward_kwargs.max_resp_len": Field("", whole_number, "--reward.overlong_to"),
+    "reward.reward_kwargs.max_resp_len": Field("", whole_number, "--reward.overlong_to"),
+    "distillation.enabled": Field("", switch, "--algo gkd, with --algo.teachers"),
+    "distillation.teacher_key": Field("", text, "--data.train.0.teacher: by source"),
+    **{
+        f"{DISTILLATION}.{key}": Field("", convert, hint)
+        for key, convert, hint in (
+            ("loss_mode", text, "--algo.form and --algo.beta, of --algo gkd"),
+            ("topk", whole_number, "--algo.top_k, of --algo gkd"),
+            ("use_task_rewards", switch, "--algo.reward_coef, of --algo gkd"),
+            ("distillation_loss_coef", number, "--algo.reward_coef, of --algo gkd"),
+            ("use_policy_gradient", switch, "--algo.form policy_gradient, of --algo gkd"),
+            ("policy_loss_mode", text, "--algo.form policy_gradient, of --algo gkd"),
+            ("loss_max_clamp", number, "divergences are not clamped"),
+            ("log_prob_min_clamp", number, "log-probs are not clamped"),
+            ("clip_ratio_low", number, "--algo.clip_low, of --algo gkd"),
+            ("clip_ratio_high", number, "--algo.clip_high, of --algo gkd"),
+            ("clip_ratio", number, "--algo.clip_low and --algo.clip_high, of --algo gkd"),
+        )
+    },
 }
 PPO_DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024,
@@ -266,7 +333,8 @@ PPO_DEFAULTS: dict[str, Any] = {
     f"{ACTOR}.use_dynamic_bsz": False,
     f"{ACTOR}.ppo_max_token_len_per_gpu": 16384,
     f"{ACTOR}.ppo_epochs": 1,
-    f"{ACTOR}.clip_ratio": 0.2,
+    f"{ACTOR}.clip_ratio_low": 0.2,
+    f"{ACTOR}.clip_ratio_high": 0.2,
     f"{ACTOR}.clip_ratio_c": 3.0,
     f"{ACTOR}.entropy_coeff": 0.0,
     f"{ACTOR}.use_kl_loss": False,
@@ -294,6 +362,7 @@ PPO_DEFAULTS: dict[str, Any] = {
     "algorithm.pf_ppo.reweight_method": "pow",
     "algorithm.pf_ppo.weight_pow": 2.0,
     f"{CORRECTION}.rollout_is_threshold": 2.0,
+    f"{CORRECTION}.loss_type": "ppo_clip",
     f"{ROLLOUT}.temperature": 1.0,
     f"{ROLLOUT}.dtype": "bfloat16",
     f"{ROLLOUT}.name": "vllm",
@@ -302,9 +371,16 @@ PPO_DEFAULTS: dict[str, Any] = {
     f"{ROLLOUT}.val_kwargs.n": 1,
     f"{ROLLOUT}.val_kwargs.do_sample": False,
     f"{ROLLOUT}.val_kwargs.temperature": 0,
-    "custom_reward_function.name": "compute_score",
+    "reward.custom_reward_function.name": "compute_score",
+    "reward.reward_manager.name": "naive",
     f"{MANAGER}.penalty_factor": 1.0,
-    "reward_model.overlong_buffer.penalty_factor": 1.0,
+    f"{DISTILLATION}.loss_mode": "k3",
+    f"{DISTILLATION}.topk": 32,
+    f"{DISTILLATION}.use_task_rewards": True,
+    f"{DISTILLATION}.distillation_loss_coef": 1.0,
+    f"{DISTILLATION}.policy_loss_mode": "vanilla",
+    f"{DISTILLATION}.clip_ratio_low": 0.2,
+    f"{DISTILLATION}.clip_ratio_high": 0.2,
     "trainer.total_epochs": 30,
     "trainer.save_freq": -1,
     "trainer.test_freq": -1,
@@ -320,54 +396,4 @@ CRITIC_DEFAULTS = {
     "critic.optim.weight_decay": 0.01,
     "critic.optim.lr_scheduler_type": "constant",
     "critic.cliprange_value": 0.5,
-}
-SFT = {
-    "data.train_batch_size": Field("prompts_per_step", count),
-    "data.max_length": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
-    "data.micro_batch_size_per_gpu": Field("", count, "--tokens_per_device, in tokens"),
-    "data.micro_batch_size": Field("", count, "--tokens_per_device, in tokens"),
-    "data.max_token_len_per_gpu": Field("", count, "--tokens_per_device"),
-    "data.use_dynamic_bsz": Field("", switch, "--tokens_per_device"),
-    "data.prompt_key": Field("data.train.0.prompt_key", text),
-    "data.response_key": Field("data.train.0.response_key", text),
-    "data.prompt_dict_keys": Field("", items, "--data.train.0.prompt_key"),
-    "data.response_dict_keys": Field("", items, "--data.train.0.response_key"),
-    "data.multiturn.enable": Field("", switch, "rows of messages are recognized"),
-    "data.multiturn.messages_key": Field("", text, "--data.train.0.prompt_key"),
-    "data.messages_key": Field("", text, "--data.train.0.prompt_key"),
-    **TRAINER,
-    "model.partial_pretrain": Field("model.path", text),
-    "model.path": Field("model.path", text),
-    "model.lora_rank": Field("lora.rank", whole_number),
-    "model.lora_alpha": Field("", number, "--lora.alpha"),
-    "model.target_modules": Field("", lora_targets, "--lora.targets"),
-    "model.enable_gradient_checkpointing": Field("model.remat", remat),
-    **_optimizer_fields("optim", "optim"),
-    "ulysses_sequence_parallel_size": Field("", whole_number, ULYSSES),
-    "engine.ulysses_sequence_parallel_size": Field("", whole_number, ULYSSES),
-    "engine.tensor_model_parallel_size": Field("", whole_number, "--mesh.tensor"),
-    "engine.context_parallel_size": Field("", whole_number, "--mesh.sequence"),
-    "trainer.max_ckpt_to_keep": Field("checkpoint.keep", whole_number),
-}
-SFT_DEFAULTS: dict[str, Any] = {
-    "data.train_batch_size": 256,
-    "data.max_length": 1024,
-    "data.micro_batch_size_per_gpu": 4,
-    "data.truncation": "error",
-    "model.enable_gradient_checkpointing": True,
-    "model.lora_alpha": 16,
-    "model.target_modules": "all-linear",
-    "optim.lr": 1e-5,
-    "optim.betas": [0.9, 0.95],
-    "optim.weight_decay": 0.01,
-    "optim.lr_warmup_steps_ratio": 0.1,
-    "optim.lr_scheduler_type": "cosine",
-    "optim.clip_grad": 1.0,
-    "trainer.total_epochs": 4,
-    "trainer.save_freq": -1,
-    "trainer.test_freq": -1,
-    "trainer.logger": "console,wandb",
-    "trainer.project_name": "gsm8k-sft",
-    "trainer.experiment_name": "test",
-    "trainer.seed": 1,
 }

@@ -16,9 +16,13 @@ Decay = Annotated[float, Range(0, 1, open_high=True)]
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
-    """AdamW (arXiv 1711.05101), Adafactor (1804.04235), Lion (2302.06675), SGD with momentum b1, or Muon
-    (2502.16982): orthogonalized momentum b1 for the matrices of the layers, AdamW for the other weights."""
+    name: Literal["adamw", "adafactor", "adafactor_unscaled", "lion", "sgd", "muon", "rmsprop", "adagrad"] = (
+        "adamw"
+    )
+    """AdamW (arXiv 1711.05101), Adafactor (1804.04235) with steps relative to the weights' size or, unscaled,
+    without (transformers' adafactor), Lion (2302.06675), SGD with momentum b1, Muon (2502.16982):
+    orthogonalized momentum b1 for the matrices of the layers, AdamW for the other weights; RMSProp or
+    Adagrad."""
     learning_rate: LearningRate = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -32,9 +36,9 @@ class OptimConfig:
     b1: Decay = 0.9
     """Decay of the first moment; momentum of sgd and muon, for which 0.95 is usual."""
     b2: Decay = 0.999
-    """Decay of the second moment (adamw, lion, muon's AdamW)."""
+    """Decay of the second moment (adamw, lion, muon's AdamW, rmsprop)."""
     eps: Annotated[float, Range(1e-30, 1, usual="1e-8 is usual")] = 1e-8
-    """Added to the root of the second moment (adamw, muon's AdamW)."""
+    """Added to the root of the second moment (adamw, muon's AdamW, rmsprop, adagrad)."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
     """Decoupled decay of matrices, scaled by the learning rate; norms, biases and sinks do not decay."""
     moments: Literal["float32", "int8"] = "float32"
@@ -58,8 +62,9 @@ class OptimConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it and the fix)."""
-        if self.name == "adafactor" and self.moments != "float32":
-            yield "moments", "is int8: adafactor's moments are factored and small; it must be float32."
+        if self.name in ("adafactor", "adafactor_unscaled", "adagrad") and self.moments != "float32":
+            kind = "a sum" if self.name == "adagrad" else "factored and small"
+            yield "moments", f"is int8: {self.name}'s moments are {kind}; it must be float32."
         if self.warmup_steps and self.warmup_ratio:
             steps = f"warmup_steps {self.warmup_steps}"
             yield "warmup_ratio", f"is {self.warmup_ratio}, beside {steps}: set one of them to 0."

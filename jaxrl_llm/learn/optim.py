@@ -64,12 +64,13 @@ def _direction(config: OptimConfig) -> list[optax.GradientTransformation]:
         return [optax.scale_by_adam(config.b1, config.b2, config.eps)]
     if config.name == "lion":
         return [optax.scale_by_lion(config.b1, config.b2)]
-    if config.name == "adafactor":  # relative step sizes, clipped to an RMS of 1: the paper's algorithm 4
-        return [
-            optax.scale_by_factored_rms(),
-            optax.clip_by_block_rms(1.0),
-            optax.scale_by_param_block_rms(),
-        ]
+    if config.name in ("adafactor", "adafactor_unscaled"):  # clipped to an RMS of 1: the paper's algorithm 4
+        relative = [optax.scale_by_param_block_rms()] * (config.name == "adafactor")
+        return [optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), *relative]
+    if config.name == "rmsprop":
+        return [optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False)]
+    if config.name == "adagrad":
+        return [optax.scale_by_rss(initial_accumulator_value=0.0, eps=config.eps**2)]
     if config.name == "muon":
         orthogonalized = scale_by_muon(beta=config.b1, weight_dimension_numbers=_muon_dims)
         return [

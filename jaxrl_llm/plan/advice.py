@@ -117,7 +117,7 @@ def _linear_fraction(config: TrainConfig) -> float:
 def _compressed(config: TrainConfig) -> float:
     """Return the bytes of the optimizer state with 8-bit moments, as a fraction of those it has."""
     optim = config.optim
-    if optim.name == "adafactor" or optim.moments == "int8":
+    if optim.name in ("adafactor", "adafactor_unscaled", "adagrad") or optim.moments == "int8":
         return 1.0
     trained = split_params(models.abstract(trained_config(planned_model(config.model), config)))[0]
     size = lambda optim: bytes_per_device(jax.eval_shape(make_optimizer(optim, 1).init, trained))

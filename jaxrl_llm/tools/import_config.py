@@ -17,8 +17,9 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.importer.fields import Assumptions, Conversion
 from jaxrl_llm.importer.hints import missing_reason
 from jaxrl_llm.importer.read import read_settings
+from jaxrl_llm.importer.reward_file import extract_functions
 from jaxrl_llm.importer.systems import SYSTEMS
-from jaxrl_llm.importer.values import printable
+from jaxrl_llm.importer.values import path_text, printable
 from jaxrl_llm.ranges import Count
 from jaxrl_llm.recipe.source import WIDTH, build_config, comment_lines, recipe_source
 from jaxrl_llm.tools.arguments import parse_arguments
@@ -32,7 +33,7 @@ KEYS_OF_DATA = re.compile(
 @dataclass(frozen=True)
 class ImportArguments:
     """Write a recipe from a config or script of veRL, OpenRLHF, TRL, RL2 or ChatLearn, which is read and
-    never run: shell scripts, YAML, and Python with GRPOConfig(...). Keys without counterpart are listed."""
+    never run: shell scripts, YAML, and Python with a TRL trainer. What is not carried over is listed."""
 
     file: Annotated[Path, tyro.conf.Positional]
     """Shell script, YAML file or Python file."""
@@ -47,7 +48,8 @@ class ImportArguments:
     engine: Literal["native", "sglang"] = "native"
     """Engine of the rollout in the recipe."""
     define: tuple[str, ...] = ()
-    """Values that only running the file would tell, NAME=VALUE: of shell variables, or Python expressions."""
+    """Values in the place of the file's, NAME=VALUE: of shell variables, of Python expressions, which only
+    running the file would tell, or of keys (KEY= leaves one out)."""
     overwrite: bool = False
     """Replace the recipe where it exists."""
 
@@ -64,7 +66,8 @@ def main(argv: list[str]) -> int:
     recipe = import_recipe(dataclasses.replace(args, out=out))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(recipe.source, encoding="utf-8")
+        for path, text in {out: recipe.source, **recipe.files}.items():
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror}). Set another --out.") from None
     print(recipe.report)
@@ -82,45 +85,75 @@ class ImportedRecipe:
     """Lines for the terminal."""
     mapped: int
     """Keys of the file with a counterpart."""
+    lost: dict[str, str]
+    """Key that changes the result and is not carried over -> what is here instead."""
     unused: dict[str, str]
-    """Key of the file -> why it has none; "" = not known."""
+    """Key of the file that changes no result -> why it has no counterpart; "" = not known."""
+    files: dict[Path, str]
+    """Further files that the recipe names -> text."""
 
 
 def import_recipe(args: ImportArguments) -> ImportedRecipe:
     """Return the recipe that a file makes.
 
     Raises:
-        UserError: the file, or a value in it, cannot be read.
+        UserError: the file, or a value in it, cannot be read, or what it trains with is not here.
     """
-    source = read_settings(args.file, args.system, args.trainer, _definitions(args.define))
-    conversion = Conversion(SYSTEMS[source.system], source, Assumptions(args.devices, args.engine))
+    define = _definitions(args.define)
+    source = read_settings(args.file, args.system, args.trainer, define)
+    system = SYSTEMS[source.system]
+    conversion = Conversion(system, source, Assumptions(args.devices, args.engine, define))
     conversion.run()
+    files = _reward_file(args, conversion)
     values = {key: result.value for key, result in conversion.results.items()}
     origins = {key: result.origin for key, result in conversion.results.items()}
     built = build_config(conversion.algo, values, origins)
+    for key, reason in built.refused.items():
+        conversion.lost |= dict.fromkeys(_keys_of(conversion, origins[key]), reason)
     unused = {key: reason or missing_reason(key) for key, reason in conversion.unused.items()}
-    notes = [
-        *conversion.notes,
-        *(
-            f"{reason}: {origins[key]}"
-            for key, reason in built.refused.items()
-            if _is_set(conversion, origins[key])
-        ),
-    ]
     stated = {key for key, result in conversion.results.items() if result.stated}
-    lines = [_unused_line(key, conversion.settings[key].value, reason) for key, reason in unused.items()]
-    footer = _footer(lines)
-    docstring = _docstring(args, conversion, notes)
-    text = recipe_source(built.config, docstring, origins, stated, footer)
-    problems = _problems(built.config)
-    mapped = len(conversion.settings) - len(unused)
-    report = _report(args, conversion, mapped, lines, notes, problems)
-    return ImportedRecipe(text, report, mapped, unused)
+    footer = _footer([_line(conversion, key, reason) for key, reason in unused.items()])
+    text = recipe_source(built.config, _docstring(args, conversion), origins, stated, footer)
+    mapped = len(conversion.settings) - len({*unused, *conversion.lost} & set(conversion.settings))
+    problems = [line for line in _problems(built.config) if not any(str(path) in line for path in files)]
+    report = _report(args, conversion, (mapped, len(unused)), problems)
+    return ImportedRecipe(text, report, mapped, conversion.lost, unused, files)
 
 
-def _is_set(conversion: Conversion, origin: str) -> bool:
-    """Return whether the file itself, not a default, sets what a key comes from."""
-    return any(origin.startswith(f"{key} ") or f", {key} " in origin for key in conversion.settings)
+def _keys_of(conversion: Conversion, origin: str) -> list[str]:
+    """Return the keys, set by the file itself, that a key here comes from."""
+    return [key for key in conversion.settings if origin.startswith(f"{key} ") or f", {key} " in origin]
+
+
+def _reward_file(args: ImportArguments, conversion: Conversion) -> dict[Path, str]:
+    """Return the file of the rewards that a training script defines, which the recipe names from here on.
+
+    Importing the script itself would start its training in the workers of rewards.
+    """
+    script, rewards = f"{args.file}:", {}
+    name, shaping = conversion.value_of("reward.name", ""), conversion.value_of("reward.shaping", ())
+    names = [reward for reward in (name, *(reward for reward, _ in shaping)) if reward.startswith(script)]
+    if not names:
+        return rewards
+    out = args.out or Path("recipe.py")
+    path = out.with_name(f"{out.stem}_rewards.py")
+    _check_out(path, args)
+    functions = [reward.removeprefix(script) for reward in names]
+    text = args.file.read_text(encoding="utf-8-sig")
+    rewards[path], missing = extract_functions(text, args.file.name, functions)
+    moved = {reward: f"{path}:{reward.removeprefix(script)}" for reward in names}
+    for key, value in (
+        ("reward.name", moved.get(name, name)),
+        ("reward.shaping", tuple((moved.get(n, n), weight) for n, weight in shaping)),
+    ):
+        if key in conversion.results:
+            conversion.results[key] = conversion.results[key]._replace(value=value)
+    conversion.notes.append(
+        f"{', '.join(functions)} of {args.file.name}: copied to {path}, with what they read"
+    )
+    if missing:
+        conversion.lost["reward_funcs"] = f"{path} lacks {', '.join(missing)}, which only a run would tell"
+    return rewards
 
 
 def _definitions(pairs: tuple[str, ...]) -> Mapping[str, str]:
@@ -137,41 +170,49 @@ def _check_out(out: Path, args: ImportArguments) -> None:
         raise UserError(f"--out {out}: exists. Set another --out, or --overwrite True.")
 
 
-def _unused_line(key: str, value: object, reason: str) -> str:
+def _line(conversion: Conversion, key: str, reason: str) -> str:
     """Return the line of a key without counterpart; values that look secret are left out."""
     secret = SECRET.search(key) and not KEYS_OF_DATA.search(key)
-    shown = "..." if secret else printable(value)
-    return f"{printable(key)} {shown}: {reason or 'no counterpart is known'}"
+    shown = f"{printable(key)} ..." if secret else " ".join(path_text(conversion.origin(key)).split())
+    return f"{shown}: {reason or 'no counterpart is known'}"
+
+
+def _lost_lines(conversion: Conversion) -> list[str]:
+    return [_line(conversion, key, reason) for key, reason in conversion.lost.items()]
 
 
 def _footer(lines: list[str]) -> list[str]:
     if not lines:
-        return ["# Every key of the file has its counterpart above."]
+        return []
     return [
-        "# Keys of the file without a counterpart here:",
+        "# Keys of the file that change no result:",
         *(part for line in lines for part in comment_lines(line)),
     ]
 
 
-def _docstring(args: ImportArguments, conversion: Conversion, notes: list[str]) -> str:
+def _docstring(args: ImportArguments, conversion: Conversion) -> str:
     title = f"{conversion.algo.upper()} as in {conversion.system.title}'s {args.file.name}, by import-config."
     count = conversion.devices
     devices = f"{count} device{'s' * (count > 1)} there" if count else "not stated there"
     lines = [
         title,
+        *_listed("Not the same run as there, since these change the result and are not carried over:",
+                 _lost_lines(conversion)),
         "",
         f"Command:   python -m jaxrl_llm.train --config {args.out or 'recipe.py'}",
         f"Hardware:  {devices}",
         "Time:      not measured: this recipe has not been run yet",
         "Expected:  not measured either",
-    ]
-    if notes:
-        lines += ["", "To know before a run:"]
-        wrap = textwrap.TextWrapper(
-            WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False
-        )
-        lines += [part for note in notes for part in wrap.wrap(" ".join(note.split()))]
+        *_listed("To know before a run:", conversion.notes),
+    ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _listed(heading: str, items: list[str]) -> list[str]:
+    """Return the lines of a list with its heading; none of an empty one."""
+    wrap = textwrap.TextWrapper(WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
+    lines = [part for item in items for part in wrap.wrap(" ".join(item.split()))]
+    return ["", heading, *lines] if lines else []
 
 
 def _problems(config: TrainConfig) -> list[str]:
@@ -187,19 +228,20 @@ def _problems(config: TrainConfig) -> list[str]:
 
 
 def _report(
-    args: ImportArguments,
-    conversion: Conversion,
-    mapped: int,
-    unused: list[str],
-    notes: list[str],
-    problems: list[str],
+    args: ImportArguments, conversion: Conversion, counts: tuple[int, int], problems: list[str]
 ) -> str:
-    total = mapped + len(unused)
+    """Return the lines for the terminal, what changes the result first.
+
+    Args:
+        counts: keys that are carried over, and keys that change no result.
+    """
+    lost = _lost_lines(conversion)
     lines = [
-        f"{args.file}: {conversion.system.title}, {conversion.trainer}; here {conversion.algo}. {mapped} of "
-        f"{total} keys have a counterpart."
+        f"{args.file}: {conversion.system.title}, {conversion.trainer}; here {conversion.algo}. Keys: "
+        f"{counts[0]} carried over, {len(lost)} not although they change the result, {counts[1]} without "
+        "effect on it (at the end of the recipe)."
     ]
-    lines += [f"note: {note}" for note in notes]
-    lines += [f"no counterpart: {line}" for line in unused]
+    lines += [f"NOT CARRIED OVER: {line}" for line in lost]
+    lines += [f"note: {note}" for note in conversion.notes]
     lines += [f"to set: {problem}" for problem in problems]
     return "\n".join(lines)

@@ -27,6 +27,14 @@ def test_sft_counts_tokens_or_rows(aggregation, expected, slope):
         np.testing.assert_allclose(gradient[0], slope, rtol=1e-6)
 
 
+def test_dft_weighs_a_token_by_its_probability():
+    """-p log p, mean over tokens, and the gradient of log p alone: -p / 4 (arXiv 2508.05629; TRL 1.16)."""
+    loss, _, gradient = run(sft, sft.Config(loss="dft"), POLICY, TOGETHER)
+    logps = np.asarray([-0.5, -1.0, -2.0, -1.5])
+    assert loss == pytest.approx(-(np.exp(logps) * logps).mean())
+    np.testing.assert_allclose(np.concatenate(gradient), -np.exp(logps) / 4, rtol=1e-6)
+
+
 def steps(values, labels):
     """LossInputs of one row with a step at each place, and NaN in the padding after."""
     padded = lambda x: jnp.asarray([[*x, math.nan]], jnp.float32)

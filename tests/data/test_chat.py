@@ -17,7 +17,7 @@ from jaxrl_llm.data.chat import (
 )
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.preference import read_example
-from jaxrl_llm.data.rows import Example, RowError
+from jaxrl_llm.data.rows import Example, RowError, read_prompt_row
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 
 PLAIN_CHATML = (
@@ -104,6 +104,21 @@ def test_turns(tokenizer, template, loss, wanted):
     ]:
         wanted = wanted.replace(short, long)
     assert spell(tokenizer, ids, mask) == wanted
+
+
+def test_the_whole_chat_is_learned_where_it_is_all_that_a_row_has(tokenizer):
+    """TRL's labels of `messages`; of a row with a completion it learns that alone."""
+    config = ChatConfig(loss="chat")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ids, mask = encode_supervised(tokenizer, chat(*messages), config)
+    assert mask.all() and ids.tolist() == encode_conversation(tokenizer, chat(*messages), config).tolist()
+    for target in ("b", [{"role": "assistant", "content": "b"}], [messages[1], messages[0], messages[1]]):
+        row = {"prompt": [{"role": "user", "content": "a"}], "completion": target}
+        example = read_prompt_row(row, "x", SourceConfig(path="x"))
+        ids, mask = encode_supervised(tokenizer, example, config)
+        assert 0 < mask.sum() < len(mask)
+    text = read_prompt_row({"prompt": "a", "completion": "b"}, "x", SourceConfig(path="x"))
+    assert not encode_supervised(tokenizer, text, config)[1].all()
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -20,6 +20,7 @@ class Imported(NamedTuple):
     config: TrainConfig
     text: str
     report: str
+    lost: dict[str, str]
     unused: dict[str, str]
 
     def values(self, *keys):
@@ -36,7 +37,8 @@ def imported(tmp_path, capsys):
         file, out = tmp_path / name, tmp_path / "recipe.py"
         file.write_text(text)
         recipe = import_recipe(ImportArguments(file=file, out=out, **options))
-        out.write_text(recipe.source)
+        for path, text in {out: recipe.source, **recipe.files}.items():
+            path.write_text(text)
         config = load_recipe(out)
         try:
             check_config(config, writes=False)
@@ -46,7 +48,7 @@ def imported(tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             from_command_line(["--config", str(out), "--help"])
         assert end.value.code == 0 and "usage" in capsys.readouterr().out
-        return Imported(config, recipe.source, recipe.report, recipe.unused)
+        return Imported(config, recipe.source, recipe.report, recipe.lost, recipe.unused)
 
     return run
 

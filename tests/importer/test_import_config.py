@@ -1,7 +1,8 @@
 """The command import-config: shell syntax, files that are refused, and what it writes."""
 
 import json
-from pathlib import Path
+import os
+import time
 
 import pytest
 
@@ -86,11 +87,56 @@ def test_binary_files_are_refused(tmp_path, name, data):
         read_settings(tmp_path / name)
 
 
-@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero")
 def test_no_more_is_read_than_a_config_has(tmp_path):
-    (tmp_path / "x.sh").symlink_to("/dev/zero")
+    (tmp_path / "x.sh").write_bytes(b" " * (2**22 + 1))
     with pytest.raises(UserError, match="larger than 4 MiB, so no config"):
         read_settings(tmp_path / "x.sh")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_pipes_and_devices_are_refused_before_they_are_read(tmp_path):
+    os.mkfifo(tmp_path / "x.sh")
+    (tmp_path / "y.sh").symlink_to("/dev/zero")
+    for name in ("x.sh", "y.sh"):
+        with pytest.raises(UserError, match="no file with text"):
+            read_settings(tmp_path / name)
+
+
+DEEP = {
+    "x.yaml": "actor_rollout_ref: " + "{a: " * 3000 + "1" + "}" * 3000,
+    "param.sh": "X=" + "${a:-" * 3000 + "1" + "}" * 3000 + f"\n{VERL.format(8)}",
+    "output.sh": "X=" + "$(" * 3000 + "pwd" + ")" * 3000 + f"\n{VERL.format(8)}",
+    "x.py": "GRPOConfig(beta=" + "[" * 2000 + "]" * 2000 + ")",
+    "minus.py": "GRPOConfig(beta=" + "-" * 3000 + "1)",
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_deep_nesting_is_refused_in_one_line(refusal_of, name):
+    message = refusal_of(DEEP[name], name)
+    assert "\n" not in message and message.endswith((" in a copy.", "Mend the file.", "Mend the line."))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.yaml", "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+            f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 8)), "100000 values"),
+        ("x.sh", VERL.format(8).strip() + " a.b=1" * 20_000 + "\n", "10000 arguments"),
+        ("y.sh", "A=(" + " x" * 200_000 + f")\n{VERL.format(8)}", "A is longer than 100,000"),
+    ],
+)  # fmt: skip
+def test_large_files_are_refused_at_once(refusal_of, name, text, message):
+    started = time.process_time()
+    assert message in refusal_of(text, name)
+    assert time.process_time() - started < 10
+
+
+def test_words_take_linear_time():
+    """200,000 words of one command, of which each might stand before an assignment."""
+    started = time.process_time()
+    assert len(words("export " * 200_000)[0]) == 200_000
+    assert time.process_time() - started < 20
 
 
 @pytest.mark.parametrize("cut", ["\\\n  # a note \\\n  ", "\\ \n  ", "\\\n\n  "])
@@ -168,14 +214,14 @@ def test_the_first_value_of_a_branch_counts_and_is_named(imported):
         (
             "print(1)\n",
             "x.py",
-            "/x.py: no call of a Config of TRL, such as GRPOConfig(...), and no command in its docstring. "
+            "/x.py: no trainer of TRL, such as GRPOTrainer(...), and no command of one in its docstring. "
             "Put the command that starts it into a .sh file.",
         ),
         (
             "GRPOConfig(learning_rate=rate())\n",
             "x.py",
             "values that only running the file would tell; it is never run:\n"
-            "/x.py:1: learning_rate is $rate(): write its value in a copy of the file",
+            "/x.py:1: learning_rate is $rate(): give --define learning_rate=VALUE",
         ),
         (
             "{}",
@@ -192,7 +238,7 @@ def test_refused(refusal_of, text, name, message):
 def test_refused_options(refusal_of):
     assert refusal_of("a: 1\n", "x.yaml", system="trl") == (
         "/x.yaml: the trainer is not in the file. TRL has --trainer "
-        "grpo|rloo|online_dpo|sft|dpo|kto|reward|orpo|cpo|gkd."
+        "grpo|async_grpo|gmpo|distillation|rloo|online_dpo|sft|dpo|kto|reward|orpo|cpo|gkd."
     )
     assert refusal_of("a: 1\n", "x.yaml", system="rl2", trainer="x").startswith(
         "--trainer x: unknown. RL2 has"
@@ -205,7 +251,7 @@ def test_the_command_writes_a_recipe_once(tmp_path, capsys):
     file.write_text(VERL.format(8) + "python3 -m verl.trainer.main_ppo a=b\n")
     assert main(["import-config", str(file), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert f"{file}: veRL, ppo; here ppo. 3 of 3 keys have a counterpart." in printed
+    assert f"{file}: veRL, ppo; here ppo. Keys: 3 carried over, 0 not although they" in printed
     assert "a second command in line 2 is not" in printed
     assert f"next: python -m jaxrl_llm.train --config {out} --help" in printed
     assert main(["import-config", str(file), "--out", str(out)]) == 2
@@ -223,4 +269,63 @@ def test_text_of_a_file_stays_text_in_the_recipe(imported):
         json.dumps({"model_name_or_path": text, f"key {text}": text, "num_generations": 8}), "c.yaml"
     )
     assert run.config.model.path == text and "\nimport os" not in run.text
-    assert list(run.unused) == [f"key {text}"]
+    assert run.lost == {f"key {text}": "import-config does not know this key; see what it changes there"}
+
+
+def test_what_changes_the_result_comes_first(imported):
+    """In the terminal and in the recipe: before notes, and before what is to set."""
+    run = imported(VERL.format("8 actor_rollout_ref.actor.qat.enable=True trainer.device=npu"))
+    lost = "actor_rollout_ref.actor.qat.enable True: there is no quantization-aware training"
+    assert run.report.splitlines()[1] == f"NOT CARRIED OVER: {lost}"
+    assert run.text.splitlines()[2:4] == [
+        "Not the same run as there, since these change the result and are not carried over:",
+        f"- {lost}",
+    ]
+    assert run.lost.keys() == {"actor_rollout_ref.actor.qat.enable"} and "trainer.device" in run.unused
+    assert "trainer.device" not in run.report  # which changes no result
+
+
+def test_keys_with_the_value_of_no_effect_change_nothing(imported):
+    text = "8 actor_rollout_ref.actor.qat.enable=False actor_rollout_ref.rollout.do_sample=True"
+    assert imported(VERL.format(text)).lost == {}
+
+
+def test_define_takes_the_place_of_a_key(imported, refusal_of):
+    text = VERL.format("8 actor_rollout_ref.actor.policy_loss.loss_mode=mine")
+    message = refusal_of(text)
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    assert message == (
+        f"/run.sh:1: {key} mine: there is no such loss. import-config --define {key}=vanilla takes vanilla "
+        "instead."
+    )
+    assert imported(text, define=(f"{key}=gspo",)).config.algo.algorithm == "gspo"
+    assert imported(text, define=(f"{key}=",)).config.algo.algorithm == "ppo"
+
+
+BRANCHES = [
+    ("D=${D:-gpu}\nif [ $D = gpu ]; then\n B=1\nelif [ $D = npu ]; then\n B=2\nelse\n B=3\nfi\n", "1"),
+    ('D=npu\nif [ "$D" = gpu ]; then B=1; elif [ "$D" = npu ]; then B=2; else B=3; fi\n', "2"),
+    ("D=tpu\nif [ $D = gpu ] || [ $D = npu ]; then B=1; else B=3; fi\n", "3"),
+    ('if [ "${X:-1}" != 0 ] && { [ "a" = b ] || [[ -n "c" && 2 -gt 1 ]]; }; then B=1; else B=3; fi\n', "1"),
+    ("if ! [ -z '' ]; then B=1; else B=3; fi\n", "3"),
+    ('D=trt\ncase "$D" in\n vllm|sglang) B=1 ;;\n trt*)\n  B=2\n  ;;\n *) B=3 ;;\nesac\n', "2"),
+    (
+        "D=x\ncase $D in\n a) B=1 ;;\n *) B=3 ;;\nesac\nif [ 1 = 2 ]; then\n if [ 1 = 1 ]; then B=9; fi\n"
+        "fi\n",
+        "3",
+    ),
+    ("A=(x)\nif [ 1 = 2 ]; then A+=(y); B=1; else A=(z); fi\nB=${A[@]}\n", "z"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BRANCHES)
+def test_branches_that_are_not_taken_are_not_read(text, expected):
+    script = Script(f"{text}run $B", "x.sh", {})
+    assert [word.text for word in script.commands[-1]] == ["run", expected]
+    assert script.branches == {}
+
+
+def test_commands_of_a_branch_that_is_not_taken():
+    assert words("if [ a = b ]; then\n  run no\nfi\nrun yes") == [["run", "yes"]]
+    assert words("if [ $U = b ]; then\n  run 1\nelse\n  run 2\nfi") == [["run", "1"], ["run", "2"]]
+    assert words("if grep -q x f; then run 1; fi") == [["grep", "-q", "x", "f"], ["run", "1"]]

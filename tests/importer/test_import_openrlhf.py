@@ -1,5 +1,7 @@
 """OpenRLHF: flags of version 0.11 and of older ones, numbers worked by hand."""
 
+import pytest
+
 PPO = """\
 set -x
 python3 -m openrlhf.cli.train_ppo_ray \\
@@ -84,7 +86,7 @@ def test_ppo_with_a_reward_model(imported):
     assert run.values("data.chat.render", "data.train.0.prompt_key", "seed") == ("chat", "messages", 42)
     assert run.values("tokens_per_device", "checkpoint.every", "run_dir") == (16384, 0, "./out/ppo")
     assert run.config.log.wandb == "rlhf" and "0123456789" not in run.text + run.report
-    assert run.unused["reward.normalize_enable"].startswith("mean and scale of a reward model")
+    assert run.lost["reward.normalize_enable"].startswith("--reward.models.0.mean and .scale")
 
 
 def test_dapo_of_a_job_with_a_path_beside_the_script(imported, tmp_path):
@@ -112,6 +114,64 @@ def test_a_sequence_mask_bounds_the_inverse_ratio(imported):
     run = imported(DAPO.replace("icepop", "seq-mask-tis --algo.advantage.is_correction_threshold 0.8 1.25"))
     assert run.config.algo.correction.reject == (("seq_mean_k1", 0.8, 1.25),)
     assert run.config.algo.correction.cap == float("inf")
+
+
+CORRECTIONS = {  # level, mode, gating, threshold of 0.11.2 -> weight, floor, cap, outside, reject
+    "token clip ratio 0.5 2": ("token", 0.5, 2.0, "clip", ()),
+    "token mask ratio 0.5 2": ("token", 0.5, 2.0, "zero", ()),
+    # the geometric mean of old / rollout within bounds; seq_mean_k1 bounds rollout / old
+    "seq mask ratio 0.5 2": ("token", 0.0, float("inf"), "clip", (("seq_mean_k1", 0.5, 2.0),)),
+    "seq mask binary_kl 0.02": ("token", 0.0, float("inf"), "clip", (("seq_mean_binary_kl", 0.0, 0.02),)),
+    "token mask tv 0.1": ("token", 0.0, float("inf"), "clip", (("token_tv", 0.0, 0.1),)),
+}
+
+
+@pytest.mark.parametrize("case", CORRECTIONS)
+def test_corrections_of_0_11_2(imported, case):
+    level, mode, gating, *threshold = case.split()
+    flags = f"--algo.advantage.is_correction_level {level} --algo.advantage.is_correction_mode {mode} "
+    flags += f"--algo.advantage.is_correction_gating {gating} "
+    flags += f"--algo.advantage.is_correction_threshold {' '.join(threshold)}\n"
+    run = imported(f"python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m/m {flags}")
+    got = run.config.algo.correction
+    assert (got.weight, got.floor, got.cap, got.outside, got.reject) == CORRECTIONS[case]
+
+
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        ("--actor.loss_agg_mode seq-mean-token-mean", {"algo.aggregation": "sequence"}),
+        ("--actor.policy_loss_type gspo", {"algo.aggregation": "sequence"}),
+        ("--algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.unbiased_gradient", {"algo.kl": "k3+"}),
+        ("--algo.kl.use_loss --algo.kl.estimator k2 --algo.kl.unbiased_gradient", {"algo.kl": "k2"}),
+        (
+            "--algo.advantage.estimator flash_reinforce",
+            {"algo.advantage": "reinforce", "algo.scale": "none", "algo.aggregation": "token"},
+        ),
+        ("--actor.optim muon", {"optim.name": "muon", "optim.b1": 0.95, "optim.learning_rate": 0.02}),
+    ],
+)
+def test_losses_of_0_11_2(imported, flags, values):
+    run = imported(f"python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m/m {flags}\n")
+    assert run.values(*values) == tuple(values.values())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--reward.normalize_enable",
+        "--algo.advantage.no_std_norm",
+        "--reward.stop_properly_penalty_coef 0.5",
+        "--data.max_samples 1000",
+        "--algo.dynamic_filtering_range 0.1 0.9",
+        "--ds.lora.dropout 0.1",
+        "--some.new_flag 3",
+    ],
+)
+def test_what_changes_the_result_is_said_first(imported, flags):
+    run = imported(f"python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m/m {flags}\n")
+    assert list(run.lost) == [flags.split()[0].lstrip("-")]
+    assert run.report.splitlines()[1].startswith(f"NOT CARRIED OVER: {flags.split()[0].lstrip('-')}")
 
 
 def test_flags_before_0_11(imported):

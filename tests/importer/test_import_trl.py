@@ -85,7 +85,7 @@ def test_grpo_counts_sequences_and_updates(imported):
     # a generation batch of 8 x 4 processes x 2 steps = 64 sequences / 8 generations; one update of 64
     sizes = run.values("prompts_per_step", "responses_per_prompt", "minibatches_per_step", "steps")
     assert sizes == (8, 8, 1, 120)
-    assert run.values("optim.warmup_ratio", "checkpoint.every", "tokens_per_device") == (0.1, 30, 8 * 1024)
+    assert run.values("optim.warmup_steps", "checkpoint.every", "tokens_per_device") == (12, 30, 8 * 1024)
     # TRL's defaults that are not those here
     assert run.values("algo.aggregation", "algo.kl_coef", "algo.clip_high") == ("token", 0.0, 0.2)
     assert run.values("optim.schedule", "optim.final_fraction", "seed") == ("linear", 0.0, 42)
@@ -94,7 +94,9 @@ def test_grpo_counts_sequences_and_updates(imported):
     assert run.values("reward.name", "reward.shaping") == ("math", (("format", 0.2),))
     assert run.values("data.train.0.path", "data.train.0.subset") == ("hub:org/math", "main")
     assert run.values("log.wandb", "log.name", "run_dir") == ("sums", "sums", "grpo-sums")
-    assert run.unused == {}
+    # what differs is said first: TRL's dropout of adapters (0.05 by default), and its reward
+    assert set(run.lost) == {"lora_dropout", "reward_funcs"}
+    assert run.lost["reward_funcs"].startswith("here math, by the same library: TRL counts LaTeX alone")
 
 
 def test_generation_batches_of_several_updates(imported):
@@ -126,10 +128,9 @@ def test_dpo_of_yaml(imported):
 
 def test_the_trainer_of_yaml_may_have_to_be_named(imported, refusal_of):
     message = refusal_of(YAML, "config.yaml")
-    assert message.startswith("/config.yaml: the trainer is not in the file. TRL has --trainer grpo|rloo|")
-    assert imported(
-        YAML.replace("[sigmoid, sft]", "ipo"), "c.yaml", trainer="dpo"
-    ).config.algo.length_normalized
+    assert message.startswith("/config.yaml: the trainer is not in the file. TRL has --trainer grpo|async")
+    text = YAML.replace("[sigmoid, sft]", "ipo").replace("[1.0, 0.5]", "[1.0]")
+    assert imported(text, "c.yaml", trainer="dpo").config.algo.length_normalized
 
 
 def test_python_is_read_and_never_run(imported):
@@ -137,7 +138,8 @@ def test_python_is_read_and_never_run(imported):
     assert run.values("prompts_per_step", "optim.learning_rate", "model.path") == (1, 3e-6, "Qwen/Qwen3-1.7B")
     assert run.values("lora.rank", "lora.alpha", "rollout.sampling.temperature") == (32, 8.0, 0.9)
     assert run.values("data.train.0.path", "data.train.0.subset") == ("hub:org/prompts", "main")
-    assert run.config.reward.name.endswith("train.py:count_words")
+    assert run.config.reward.name.endswith("recipe_rewards.py:count_words")
+    assert "dataset.map" in run.lost  # rows are read as they are
     assert run.config.reward.models[0].path == "org/reward-model"
     assert run.config.run_dir == "runs/Qwen/Qwen3-1.7B-grpo"
     assert run.config.data.chat.template_options == '{"enable_thinking": false}'
@@ -161,7 +163,21 @@ def test_a_command_in_a_docstring(imported):
             {"algo.aggregation": "sequence_sum", "algo.clip_low": 2e-3, "algo.clip_high": 2.5e-3},
         ),
         ("grpo --top_entropy_quantile 0.2", "grpo", {"algo.top_entropy": 0.2}),
-        ("grpo --use_bias_correction_kl True --beta 0.04", "grpo", {"algo.kl_importance": True}),
+        ("grpo --beta 0.04", "grpo", {"algo.kl_importance": True}),  # True by default
+        ("grpo --use_bias_correction_kl False --beta 0.04", "grpo", {"algo.kl_importance": False}),
+        ("grpo", "grpo", {"algo.kl_importance": False, "algo.kl_coef": 0.0}),  # no KL, no weight
+        ("grpo --delta 4.0", "grpo", {"algo.dual_clip": 4.0}),
+        (
+            "grpo --use_adaptive_entropy True --entropy_target 0.3 --entropy_coef 0.01",
+            "grpo",
+            {"algo.entropy_target": 0.3, "algo.entropy_delta": 0.005, "algo.entropy_coef_max": 1.0},
+        ),
+        ("gmpo", "gmpo", {"algo.clip_low": 0.4, "algo.clip_high": 0.4, "algo.aggregation": "sequence"}),
+        (
+            "distillation --teacher_model_name_or_path m/t --temperature 0.7",
+            "gkd",
+            {"algo.beta": 1.0, "algo.temperature": 0.7, "algo.teachers": ("m/t",), "responses_per_prompt": 1},
+        ),
         (
             "grpo --off_policy_mask_threshold 0.5",  # exp(0.5)
             "grpo",
@@ -173,10 +189,24 @@ def test_a_command_in_a_docstring(imported):
         ),
         ("dpo --use_weighting True", "dpo", {"algo.weighted": True}),
         ("rloo", "rloo", {"algo.kl_coef": 0.05, "algo.kl_in": "reward", "responses_per_prompt": 2}),
-        ("sft", "sft", {"optim.learning_rate": 2e-5, "prompts_per_step": 8}),
+        ("sft", "sft", {"optim.learning_rate": 2e-5, "prompts_per_step": 8, "data.chat.loss": "chat"}),
+        ("sft --assistant_only_loss True", "sft", {"data.chat.loss": "all"}),
+        ("sft --completion_only_loss True", "sft", {"data.chat.loss": "all"}),
+        ("sft --loss_type dft", "sft", {"algo.loss": "dft"}),
+        ("sft --chat_template_path t.jinja", "sft", {"data.chat.chat_template": "t.jinja"}),
+        (
+            "dpo --loss_type sigmoid_norm --beta 2",
+            "dpo",
+            {"algo.loss": "sigmoid", "algo.length_normalized": True, "algo.beta": 2.0},
+        ),
+        (
+            "online_dpo --loss_type ipo",
+            "online_dpo",
+            {"algo.dpo.loss": "ipo", "algo.dpo.length_normalized": False},
+        ),
         ("reward --center_rewards_coefficient 0.01", "reward_model", {"algo.center_coef": 0.01}),
         ("dpo --loss_type apo_zero --f_divergence_type reverse_kl", "dpo", {"algo.loss": "apo_zero"}),
-        ("kto --beta 0.2", "kto", {"algo.beta": 0.2}),
+        ("kto --beta 0.2", "kto", {"algo.beta": 0.2, "data.shuffle": False}),  # sequential by default
     ],
 )
 def test_trainers_and_losses(imported, flags, algo, values):
@@ -204,15 +234,172 @@ def test_luspo_of_token_ratios_is_noted(imported):
         (
             "aot",
             "there is no AOT: its loss pairs sequences by their ranks in the mini-batch, and a loss here "
-            "sees a micro-batch; sigmoid is used",
+            "sees a micro-batch. import-config --define loss_type=sigmoid takes sigmoid instead.",
         ),
-        ("hinge ipo", "there is one loss at a time; hinge is used"),
-        ("zzz hinge", "there is no zzz; hinge is used"),
+        ("hinge ipo", "there is one loss at a time. import-config --define loss_type=hinge takes hinge"),
+        ("zzz hinge", "there is no zzz. import-config --define loss_type=hinge takes hinge instead."),
     ],
 )
-def test_dpo_losses_that_are_not_here(imported, losses, reason):
-    run = imported(f"trl dpo --model org/m --loss_type {losses}\n", devices=1)
-    assert run.unused == {"loss_type": reason}
+def test_dpo_losses_that_are_not_here(refusal_of, losses, reason):
+    assert reason in refusal_of(f"trl dpo --model org/m --loss_type {losses}\n", devices=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("grpo --loss_type new", "loss_type new: there is no such loss"),
+        ("grpo --delta 1.1", "delta 1.1: below 1 + epsilon_high it bounds the ratio of good responses, too"),
+        ("sft --loss_type chunky", "loss_type chunky: there is no such loss"),
+        ("cpo --loss_type ipo", "loss_type ipo: cpo has no ipo"),
+        ("kto --loss_type apo_zero_unpaired", "of single responses there is kto alone"),
+        ("sft --optim ademamix", "optim ademamix: there is no such optimizer"),
+        ("grpo --reward_funcs a b --reward_weights 1.0", "1 weights of 2 rewards: one for each"),
+    ],
+)
+def test_what_a_run_is_about_is_refused_by_name(refusal_of, flags, message):
+    assert message in refusal_of(f"trl {flags} --model org/m\n", devices=1)
+
+
+OPTIMIZERS = {  # of transformers -> settings here
+    "adamw_torch_fused": {"name": "adamw"},
+    "adamw_8bit": {"name": "adamw", "moments": "int8"},
+    "paged_adamw_32bit": {"name": "adamw", "moments": "float32"},
+    "lion_8bit": {"name": "lion", "moments": "int8"},
+    "adafactor": {"name": "adafactor_unscaled"},
+    "rmsprop": {"name": "rmsprop", "b2": 0.99, "eps": 1e-8},
+    "adagrad": {"name": "adagrad", "eps": 1e-10},
+    "sgd": {"name": "sgd", "b1": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(imported, name):
+    run = imported(f"trl sft --model org/m --optim {name}\n", devices=1)
+    given = OPTIMIZERS[name]
+    assert run.values(*(f"optim.{key}" for key in given)) == tuple(given.values())
+
+
+def test_coupled_weight_decay_is_not_carried_over(imported):
+    run = imported("trl sft --model org/m --optim rmsprop --weight_decay 0.1\n", devices=1)
+    assert run.lost == {
+        "weight_decay": "it is decoupled from the gradient; torch's rmsprop adds it to the gradient"
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("--warmup_ratio 0.07", 8),  # transformers: ceil(100 x 0.07), which is 7.000000000000001
+        ("--warmup_steps 0.07", 8),
+        ("--warmup_ratio 0.1 --warmup_steps 5", 5),
+        ("--warmup_ratio 0.1 --lr_scheduler_type constant", 0),  # which has no warm-up there
+        ("--warmup_ratio 0.1 --lr_scheduler_type constant_with_warmup", 10),
+    ],
+)
+def test_warm_up(imported, flags, steps):
+    run = imported(f"trl sft --model org/m --max_steps 100 {flags}\n", devices=1)
+    assert run.values("optim.warmup_steps", "optim.warmup_ratio") == (steps, 0.0)
+
+
+MAPPINGS = """\
+model_name_or_path: org/m
+num_generations: 4
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.25}
+chat_template_kwargs: {enable_thinking: false}
+model_init_kwargs: {attn_implementation: sdpa, rope_theta: 5000}
+datasets:
+  - {path: org/a, name: main, split: train, fraction: 0.3}
+  - {path: json, data_files: [b.jsonl]}
+"""
+
+
+def test_mappings_of_yaml(imported):
+    run = imported(MAPPINGS, "grpo.yaml", devices=1)
+    assert run.values("optim.final_fraction", "data.chat.template_options") == (
+        0.25,
+        '{"enable_thinking": false}',
+    )
+    first, second = run.config.data.train
+    assert (first.path, first.subset, first.weight, second.path) == ("hub:org/a", "main", 0.3, "b.jsonl")
+    assert set(run.lost) == {"datasets", "model_init_kwargs.rope_theta"}
+
+
+PARSED = '''\
+"""
+accelerate launch train_mine.py --model_name_or_path org/m --max_steps 40 --num_generations 4
+"""
+import re
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl.rewards import get_soft_overlong_punishment
+
+MARK = re.compile(r"#### (.*)")
+
+
+def answer(text):
+    found = MARK.search(text)
+    return found and found[1]
+
+
+if __name__ == "__main__":
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    training_args.chat_template_kwargs = {"enable_thinking": False}
+    training_args.model_init_kwargs = dict(revision=model_args.model_revision, dtype=model_args.dtype)
+    rows = load_dataset("json", data_files={"train": "a.jsonl", "test": "b.jsonl"}, split="train[:10%]")
+
+    def matches(completions, solution, **kwargs):
+        return [float(answer(c) == s) for c, s in zip(completions, solution)]
+
+    trainer = GRPOTrainer(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        reward_funcs=[matches, get_soft_overlong_punishment(max_completion_len=512, soft_punish_cache=128)],
+        train_dataset=rows,
+        tools=[answer],
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    open("trained", "w")
+'''
+
+
+def test_a_script_with_a_parser(imported, tmp_path):
+    """Settings of the command in the docstring, then those of the script; no Config is called."""
+    run = imported(PARSED, "train_mine.py", devices=1)
+    assert run.values("model.path", "steps", "responses_per_prompt") == ("org/m", 40, 4)
+    assert run.config.data.chat.template_options == '{"enable_thinking": false}'
+    assert run.values("data.train.0.path", "data.train.0.split") == ("a.jsonl", "train")
+    assert run.values("reward.overlong_from", "reward.overlong_to") == (384, 512)
+    assert set(run.lost) == {"tools", "dataset_train_split"}
+    assert run.config.reward.name.endswith("recipe_rewards.py:matches")
+
+
+def test_a_reward_is_copied_without_the_training(imported, tmp_path):
+    """With what it reads: imports, constants and functions of the script."""
+    imported(PARSED, "train_mine.py", devices=1)
+    module: dict = {}
+    exec((tmp_path / "recipe_rewards.py").read_text(), module)
+    assert module["matches"](["so #### 4", "5"], ["4", "5"]) == [1.0, 0.0]
+    assert "GRPOTrainer" not in (tmp_path / "recipe_rewards.py").read_text()
+
+
+def test_names_of_a_reward_that_only_a_run_would_tell(imported):
+    text = PARSED.replace("float(answer(c) == s)", "scale * float(answer(c) == s)")
+    assert "recipe_rewards.py lacks scale, which" in imported(text, "t.py", devices=1).lost["reward_funcs"]
+
+
+def test_a_reward_of_another_file(imported):
+    text = PARSED.replace("import re\n", "import re\nfrom mine.rewards import score\n")
+    run = imported(text.replace("[matches,", "[score,"), "t.py", devices=1)
+    assert run.config.reward.name == "mine/rewards.py:score"
+
+
+@pytest.mark.parametrize("name", ["XPO", "SDPO", "TPO", "GOLD"])
+def test_trainers_that_are_not_here_are_refused_by_name(refusal_of, name):
+    text = f"from trl.experimental import {name}Config, {name}Trainer\n{name}Trainer(args={name}Config())\n"
+    assert refusal_of(text, "t.py").startswith(f"/t.py:2: {name}Trainer: ")
 
 
 def test_cpo_gkd_and_online_dpo(imported):

@@ -112,7 +112,8 @@ torchrun --standalone --nnodes=1 --nproc_per_node=8 -m verl.trainer.fsdp_sft_tra
     trainer.experiment_name=sft trainer.total_epochs=2 trainer.logger=console
 """
 LOSSES = {
-    "gspo": ("gspo", "sequence"),
+    "gspo": ("gspo", "token"),  # by loss_agg_mode, whose default is token-mean
+    "dro": ("dro", "token"),
     "geo_mean": ("gmpo", "sequence"),
     "cispo": ("cispo", "token"),
     "kl_cov": ("kl_cov", "token"),
@@ -136,8 +137,8 @@ def test_grpo_with_shell_variables(imported):
     assert run.values("run_dir", "log.wandb", "reference.offload") == ("runs/first", "sums", True)
     assert run.config.algo.algorithm == "grpo" and run.config.rollout.engine == "native"
     assert list(run.unused) == ["actor_rollout_ref.model.use_remove_padding"]
-    assert "# Keys of the file without a counterpart here:\n# actor_rollout_ref.model.use_remove" in run.text
-    assert "no counterpart: actor_rollout_ref.model.use_remove_padding True" in run.report
+    assert "# Keys of the file that change no result:\n# actor_rollout_ref.model.use_remove" in run.text
+    assert run.lost == {}
     assert "dual_clip=3.0,  # actor_rollout_ref.actor.clip_ratio_c 3.0 (veRL's default)" in run.text
     assert imported(GRPO, define=("MODEL_PATH=other",)).config.model.path == "other"
 
@@ -159,7 +160,8 @@ def test_ppo_with_kl_in_the_reward_a_critic_and_a_reward_model(imported):
     )
     assert run.values("algo.lam", "algo.gamma", "critic.loss.value_clip") == (0.95, 1.0, 0.5)
     assert run.values("critic.path", "critic.warmup_steps") == ("m/critic", 7)
-    assert run.values("critic.optim.learning_rate", "critic.optim.warmup_ratio") == (2e-5, 0.1)
+    # a tenth of 50 steps, x 4 mini-batches x 2 passes
+    assert run.values("critic.optim.learning_rate", "critic.optim.warmup_steps") == (2e-5, 40)
     assert run.config.reward.models[0].path == "m/reward" and run.config.reward.name == "none"
     assert run.values("data.overlong", "data.cut_side", "steps") == ("cut", "left", 50)
     # 8 GPUs, 2 a server (veRL's default)
@@ -226,6 +228,7 @@ def test_sft(imported):
 
 def test_policy_losses_and_estimators(imported):
     for loss, expected in LOSSES.items():
+        loss += " actor_rollout_ref.actor.policy_loss.dro_beta=0.3" * (loss == "dro")
         text = GRPO.replace("$@", f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}")
         run = imported(text)
         assert (run.config.algo.algorithm, run.config.algo.aggregation) == expected
@@ -256,3 +259,153 @@ def test_the_only_response_to_a_prompt_keeps_its_reward(imported, estimator):
     assert "rollout.n 1 (veRL's default): of one response veRL has no baseline" in run.report
     two = imported(f"{command} algorithm.adv_estimator={estimator} actor_rollout_ref.rollout.n=2\n")
     assert two.values("responses_per_prompt", "algo.advantage") == (2, estimator)
+
+
+NEW = "python3 -m verl.trainer.main_ppo data.train_files=x trainer.total_training_steps=100 "
+NEW += "actor_rollout_ref.model.path=org/m algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
+ACTOR = "actor_rollout_ref.actor"
+REWARDS = "reward.reward_manager.name=dapo reward.reward_kwargs.overlong_buffer_cfg.enable=True "
+REWARDS += "reward.reward_kwargs.overlong_buffer_cfg.len=100 data.max_response_length=1000 "
+REWARDS += "reward.custom_reward_function.path=mine.py reward.custom_reward_function.name=score"
+CORRECTION = "algorithm.rollout_correction"
+BYPASS = f"{CORRECTION}.bypass_mode=True"
+DISTILLED = "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=org/t "
+LOSS = "distillation.distillation_loss"
+
+
+@pytest.mark.parametrize(
+    ("words", "algo", "values"),
+    [
+        (
+            REWARDS,
+            "grpo",
+            {"reward.name": "mine.py:score", "reward.overlong_from": 900, "reward.overlong_to": 1000},
+        ),
+        (
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4",
+            "grpo",
+            {"mesh.sequence": 4, "mesh.sequence_parallel": "ulysses"},
+        ),
+        (f"{ACTOR}.megatron.expert_model_parallel_size=8", "grpo", {"mesh.expert": 8}),
+        # the low and high bounds alone are read, 0.2 by default
+        (f"{ACTOR}.clip_ratio=0.3", "grpo", {"algo.clip_low": 0.2, "algo.clip_high": 0.2}),
+        (f"{ACTOR}.loss_agg_mode=token-sum", "grpo", {"algo.aggregation": "token_sum"}),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=dro {ACTOR}.policy_loss.dro_beta=0.3",
+            "dro",
+            {"algo.beta": 0.3, "algo.aggregation": "token"},
+        ),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=dppo_kl {ACTOR}.clip_ratio_low=0.05 {ACTOR}.clip_ratio_c=20",
+            "dppo",
+            {
+                "algo.divergence_of": "kl",
+                "algo.delta_low": 0.05,
+                "algo.delta_high": 0.2,
+                "algo.ratio_cap": 20.0,
+                "algo.old": "policy",
+            },
+        ),
+        (
+            f"{BYPASS} {CORRECTION}.rollout_is=token {CORRECTION}.rollout_rs=seq_mean_k1",
+            "grpo",
+            {"algo.old": "rollout", "algo.correction.weight": "none", "algo.correction.of": "policy"},
+        ),
+        (
+            f"{BYPASS} {CORRECTION}.rollout_is=sequence {CORRECTION}.loss_type=reinforce",
+            "reinforce",
+            {
+                "algo.old": "rollout",
+                "algo.correction.weight": "sequence",
+                "algo.correction.of": "policy",
+                "algo.advantage": "grpo",
+            },
+        ),
+        (
+            f"{DISTILLED} {LOSS}.loss_mode=forward_kl_topk {LOSS}.topk=64 {LOSS}.use_task_rewards=False",
+            "gkd",
+            {
+                "algo.teachers": ("org/t",),
+                "algo.form": "divergence",
+                "algo.beta": 0.0,
+                "algo.top_k": 64,
+                "algo.reward_coef": 0.0,
+            },
+        ),
+        (
+            f"{DISTILLED} {LOSS}.loss_mode=k1 {LOSS}.use_policy_gradient=True {LOSS}.use_task_rewards=False",
+            "gkd",
+            {"algo.teachers": ("org/t",), "algo.form": "policy_gradient", "algo.clip_low": 0.2},
+        ),
+        # beside the task's reward an estimator of the KL to the teacher: a reference model
+        (
+            f"{DISTILLED} {LOSS}.loss_mode=k3 {LOSS}.distillation_loss_coef=0.5",
+            "grpo",
+            {"reference.path": "org/t", "algo.kl": "k3", "algo.kl_coef": 0.5, "algo.kl_in": "loss"},
+        ),
+        (f"{ACTOR}.optim.optimizer=SGD", "grpo", {"optim.name": "sgd", "optim.b1": 0.0}),
+        (f"{ACTOR}.optim.optimizer=AdamW8bit", "grpo", {"optim.name": "adamw", "optim.moments": "int8"}),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=0.075", "grpo", {"optim.warmup_steps": 28}),  # int(7.5) x 4
+        (f"{ACTOR}.router_replay.mode=R3", "grpo", {"routing.replay": "rollout"}),
+        (
+            "+data.apply_chat_template_kwargs.reasoning_effort=low",
+            "grpo",
+            {"data.chat.template_options": '{"reasoning_effort": "low"}'},
+        ),
+        ("~actor_rollout_ref.rollout.n", "grpo", {"responses_per_prompt": 1}),
+    ],
+)
+def test_keys_of_version_0_9_1(imported, words, algo, values):
+    run = imported(f"{NEW}{words}\n")
+    assert run.config.algo.algorithm == algo
+    assert run.values(*values) == tuple(values.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (f"{ACTOR}.megatron.pipeline_model_parallel_size=2", None),
+        ("actor_rollout_ref.model.lora.dropout=0.1", None),
+        ("data.train_max_samples=100", None),
+        (f"{LOSS}.loss_max_clamp=10 {DISTILLED}", f"{LOSS}.loss_max_clamp"),
+        ("async_training.partial_rollout=True", None),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", None),
+        ("reward.sandbox_fusion.url=http://x", None),
+        ("reward.reward_manager.name=mine", None),
+        (f"{ACTOR}.fsdp_config.model_dtype=bfloat16", None),
+        (f"{ACTOR}.brand_new=1", None),
+    ],
+)
+def test_what_changes_the_result_is_said_first(imported, words, key):
+    run = imported(f"{NEW}{words}\n")
+    assert (key or words.partition("=")[0]) in run.lost
+    assert run.report.splitlines()[1].startswith("NOT CARRIED OVER: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "trainer.device=npu", f"{ACTOR}.profiler.enable=True", "ray_kwargs.ray_init.num_cpus=8",
+        "actor_rollout_ref.rollout.enforce_eager=True", "data.train_max_samples=-1", f"{ACTOR}.shuffle=False",
+        "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.model.override_config.attention_dropout=0.0",
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.bias_dropout_fusion=True",
+    ],
+)  # fmt: skip
+def test_what_changes_no_result_is_no_warning(imported, words):
+    assert imported(f"{NEW}{words}\n").lost == {}
+
+
+def test_paths_keep_the_variables_that_are_not_known(imported):
+    run = imported(
+        f"{NEW}".replace("org/m", "$ROOT/models/m").replace("files=x", "files=$ROOT/x.parquet") + "\n"
+    )
+    assert run.values("model.path", "data.train.0.path") == ("$ROOT/models/m", "$ROOT/x.parquet")
+
+
+def test_sft_of_0_9_1_and_before(imported):
+    words = "data.train_files=x model.path=org/m trainer.total_training_steps=10\n"
+    run = imported(f"torchrun -m verl.trainer.sft_trainer {words}")
+    assert run.values("optim.learning_rate", "optim.schedule", "optim.b2") == (1e-3, "constant", 0.999)
+    run = imported(f"torchrun -m verl.trainer.fsdp_sft_trainer {words}")
+    assert run.values("optim.learning_rate", "optim.schedule", "optim.b2") == (1e-5, "cosine", 0.95)

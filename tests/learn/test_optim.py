@@ -50,6 +50,9 @@ DIRECTIONS = {
     "lion": 1.0,  # the sign
     "sgd": 0.5,  # the gradient
     "adafactor": 2.0,  # (0.5 / 0.5, RMS clipped to 1) times the weights' RMS of 2
+    "adafactor_unscaled": 1.0,
+    "rmsprop": 10.0,  # 0.5 / sqrt(0.01 x 0.25)
+    "adagrad": 1.0,  # 0.5 / sqrt(0.25)
 }
 
 
@@ -64,6 +67,37 @@ def test_one_step_by_hand(name, direction):
     matrix, norm = step(OptimConfig(name=name, **SETTINGS))
     assert matrix == pytest.approx(-0.1 * (direction + 0.02), rel=1e-5)
     assert norm == pytest.approx(-0.1 * direction, rel=1e-5)
+
+
+def test_optimizers_of_torch():
+    """Three steps with gradients of 1, 1e-3 and 1e-6, as torch and transformers make them."""
+    torch = pytest.importorskip("torch")
+    from transformers import Adafactor
+
+    of_torch = {
+        "rmsprop": (lambda w: torch.optim.RMSprop(w, lr=0.1), {"b2": 0.99, "eps": 1e-8}),
+        "adagrad": (lambda w: torch.optim.Adagrad(w, lr=0.1), {"eps": 1e-10}),
+        "adafactor_unscaled": (
+            lambda w: Adafactor(w, lr=0.1, scale_parameter=False, relative_step=False), {},
+        ),
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(128, 130)).astype(np.float32)
+    for name, (make, settings) in of_torch.items():
+        weight = torch.tensor(start, requires_grad=True)
+        theirs = make([weight])
+        params = {"matrix": jnp.asarray(start)}
+        optimizer = make_optimizer(OptimConfig(name=name, learning_rate=0.1, **settings), 10)
+        state = optimizer.init(params)
+        for size in (1.0, 1e-3, 1e-6):
+            gradient = (size * rng.normal(size=start.shape)).astype(np.float32)
+            weight.grad = torch.tensor(gradient)
+            theirs.step()
+            updates, state = optimizer.update({"matrix": jnp.asarray(gradient)}, state, params)
+            params = {"matrix": params["matrix"] + updates["matrix"]}
+        np.testing.assert_allclose(
+            params["matrix"], weight.detach().numpy(), rtol=2e-5, atol=2e-5, err_msg=name
+        )
 
 
 def test_momentum_of_sgd():

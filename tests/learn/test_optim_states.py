@@ -208,8 +208,9 @@ def test_a_regression_ends_where_adamw_ends():
     np.testing.assert_allclose(short[::50], plain[::50], rtol=0.1)
 
 
-def test_adafactor_has_no_moments_to_store():
-    assert [field for field, _ in problems(OptimConfig(name="adafactor", moments="int8"))] == ["moments"]
+@pytest.mark.parametrize("name", ["adafactor", "adafactor_unscaled", "adagrad"])
+def test_some_optimizers_have_no_moments_to_store(name):
+    assert [field for field, _ in problems(OptimConfig(name=name, moments="int8"))] == ["moments"]
 
 
 def test_remainders_are_of_the_weights_that_the_forward_pass_rounds():

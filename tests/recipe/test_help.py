@@ -46,13 +46,15 @@ def test_the_overview_has_the_groups_and_the_values_of_the_command_line(capsys):
 
 
 def test_a_group_shows_docs_types_ranges_and_values(capsys):
-    assert printed(capsys, "--help", "optim", "--optim.b1", "0.8").splitlines()[:8] == [
+    assert printed(capsys, "--help", "optim", "--optim.b1", "0.8").splitlines()[:10] == [
         "optim: Optimizer and learning-rate schedule.",
         "",
         "    --optim.name adamw",
-        "        AdamW (arXiv 1711.05101), Adafactor (1804.04235), Lion (2302.06675), SGD with momentum b1,",
-        "        or Muon (2502.16982): orthogonalized momentum b1 for the matrices of the layers, AdamW for",
-        "        the other weights. One of adamw, adafactor, lion, sgd, muon.",
+        "        AdamW (arXiv 1711.05101), Adafactor (1804.04235) with steps relative to the weights' size",
+        "        or, unscaled, without (transformers' adafactor), Lion (2302.06675), SGD with momentum b1,",
+        "        Muon (2502.16982): orthogonalized momentum b1 for the matrices of the layers, AdamW for the",
+        "        other weights; RMSProp or Adagrad. One of adamw, adafactor, adafactor_unscaled, lion, sgd,",
+        "        muon, rmsprop, adagrad.",
         "    --optim.learning_rate 1e-06",
         "        Peak learning rate. A number, above 0 and at most 10; 1e-6 is usual for RL, 1e-5 for SFT.",
     ]

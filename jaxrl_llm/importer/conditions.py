@@ -1,0 +1,124 @@
+"""Conditions of shell scripts: true, false, or None where only running the script would tell."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+
+from jaxrl_llm.importer.values import unknown_names
+
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": lambda a, b: a == b,
+    "-ne": lambda a, b: a != b,
+    "-lt": lambda a, b: a < b,
+    "-le": lambda a, b: a <= b,
+    "-gt": lambda a, b: a > b,
+    "-ge": lambda a, b: a >= b,
+}
+CLOSING = {"{": "}", "(": ")", "[": "]"}
+TERM = re.compile(r"&&|\|\||'[^']*'|\"(?:[^\"\\]|\\.)*\"|\$\{[^}]*\}|\$\([^)]*\)|\\.|.", re.DOTALL)
+WHOLE = re.compile(r"-?\d+")
+Words = Callable[[str], list[str]]
+"""Expands text as the words of a command."""
+
+
+def truth(text: str, words: Words) -> bool | None:
+    """Return whether a condition holds: tests joined by && and ||, in braces or with ! before them."""
+    terms, operators = _split(text.strip().rstrip("; \t\n"))
+    result = _term(terms[0], words)
+    for operator, term in zip(operators, terms[1:], strict=True):
+        other = _term(term, words)
+        stop = operator == "||"
+        if stop in (result, other):
+            result = stop
+        elif None in (result, other):
+            result = None
+        else:
+            result = other
+    return result
+
+
+def _split(text: str) -> tuple[list[str], list[str]]:
+    """Return the terms between && and || outside brackets and quotes, and these operators."""
+    terms, operators, depth, current = [], [], 0, ""
+    for match in TERM.finditer(text):
+        part = match[0]
+        depth += (part in CLOSING) - (part in CLOSING.values())
+        if part in ("&&", "||") and depth == 0:
+            terms.append(current)
+            operators.append(part)
+            current = ""
+        else:
+            current += part
+    return [*terms, current], operators
+
+
+def _term(text: str, words: Words) -> bool | None:
+    text = text.strip().rstrip("; \t\n")
+    if text.startswith("! "):
+        inner = _term(text[2:], words)
+        return None if inner is None else not inner
+    if text in ("true", ":", "false"):
+        return text != "false"
+    if text.startswith("[[ ") and text.endswith("]]"):
+        terms, _ = _split(text[2:-2])
+        if len(terms) == 1:
+            return _test(words(text[2:-2]))
+        wrapped = re.sub(r"\s(&&|\|\|)\s", r" ]] \1 [[ ", text)
+        return None if wrapped == text else truth(wrapped, words)
+    if text.startswith("[ ") and text.endswith("]"):
+        return _test(words(text[1:-1]))
+    if text[:1] in ("{", "(") and text.endswith(CLOSING[text[0]]) and not text.startswith("(("):
+        return truth(text[1:-1], words)
+    return _test(words(text[5:])) if text.startswith("test ") else None
+
+
+def _test(words: list[str]) -> bool | None:
+    """Return the result of `[ words ]`; of files None."""
+    if words[:1] == ["!"]:
+        inner = _test(words[1:])
+        return None if inner is None else not inner
+    if any(map(unknown_names, words)):
+        return None
+    if len(words) <= 1:
+        return bool(words and words[0])
+    if len(words) == 2 and words[0] in ("-n", "-z"):
+        return bool(words[1]) == (words[0] == "-n")
+    if len(words) != 3:
+        return None
+    left, operator, right = words
+    if operator in ("=", "==", "!="):
+        return fnmatch.fnmatchcase(left, right) == (operator != "!=")
+    if operator in COMPARISONS and WHOLE.fullmatch(left) and WHOLE.fullmatch(right):
+        return COMPARISONS[operator](int(left), int(right))
+    return None
+
+
+def matches(value: str, patterns: str, words: Words) -> bool | None:
+    """Return whether a value is one of a branch of `case`: patterns joined by |."""
+    texts = [" ".join(words(pattern)) for pattern in patterns.strip().lstrip("(").split("|")]
+    if unknown_names(value) or any(map(unknown_names, texts)):
+        return True if texts == ["*"] and not unknown_names(value) else None
+    return any(fnmatch.fnmatchcase(value, text) for text in texts)
+
+
+class Branching:
+    """An `if` or `case` that is read: which of its branches is taken.
+
+    Args:
+        value: of a case.
+    """
+
+    def __init__(self, value: str | None = None):
+        self.value = value
+        self.active: bool | None = True
+        self.expects_pattern = value is not None
+        self._taken: bool | None = False
+
+    def enter(self, holds: bool | None) -> None:
+        """Enter the next branch, whose condition holds, does not, or is not known."""
+        before = self._taken
+        self.active = False if before is True or holds is False else None if None in (before, holds) else True
+        if holds is not False and before is not True:
+            self._taken = self.active

@@ -1,0 +1,264 @@
+"""Losses of TRL's trainers, as algorithms here."""
+
+from __future__ import annotations
+
+import math
+
+from jaxrl_llm.importer.fields import Conversion
+from jaxrl_llm.importer.trl_fields import DPO_LOSSES, LOSS_FIELDS, LOSSES, NO_DPO_LOSSES
+
+LOWEST_RATIO = 1e-9  # of rollout over policy: no bound in practice
+NO_LOSS = "there is no such loss"
+CLIPPED = ("grpo", "gspo", "gdpo", "luspo", "rloo", "gmpo")
+
+
+def grpo_loss(conv: Conversion) -> None:
+    """Set algorithm, aggregation, clip, KL, entropy and advantages of GRPO's loss_type."""
+    loss, level = str(conv.get("loss_type")), conv.get("importance_sampling_level")
+    if loss not in LOSSES:
+        conv.refuse("loss_type", NO_LOSS, instead="grpo")
+    conv.algo, aggregation = LOSSES.get(loss, LOSSES["grpo"])
+    if conv.algo == "luspo" and level != "sequence":
+        conv.lose("importance_sampling_level", "luspo's ratio here is that of the sequence, as in its paper")
+    if level == "sequence" and conv.algo == "grpo":
+        conv.algo = "gspo"
+    elif conv.get("multi_objective_aggregation") == "normalize_then_sum":
+        conv.algo = "gdpo"
+    conv.put("algo.aggregation", aggregation, "loss_type")
+    if aggregation == "constant":
+        constant = float(conv.value_of("max_response_tokens", 512))
+        conv.put("algo.constant", constant, "loss_type", "max_completion_length")
+    _grpo_clip(conv)
+    for key, ours in LOSS_FIELDS.get(conv.algo, {}).items():
+        conv.put(ours, conv.get(key), key)
+    kl = conv.get("use_bias_correction_kl")
+    if kl and conv.get("beta"):
+        conv.put("algo.kl_importance", True, "use_bias_correction_kl")
+        if level == "sequence":
+            reason = "the KL is weighed by the ratio of its token; TRL's by that of the sequence"
+            conv.lose("use_bias_correction_kl", reason)
+    _entropy(conv, aggregation)
+    group_scale(conv)
+
+
+def async_grpo_loss(conv: Conversion) -> None:
+    """Set GRPO as TRL's asynchronous trainer has it: the rollout's log-probs are the old ones."""
+    grpo_loss(conv)
+    conv.put("algo.old", "rollout", note="TRL's asynchronous GRPO")
+    staleness = conv.get("max_staleness")
+    if conv.assumed.engine == "sglang":
+        conv.put("rollout.max_staleness", staleness, "max_staleness")
+    elif staleness:
+        conv.lose("max_staleness", "responses are of the newest weights: docs/asynchronous.md")
+
+
+def _grpo_clip(conv: Conversion) -> None:
+    if conv.algo == "cispo":
+        high = conv.get("epsilon_high") or conv.get("epsilon")
+        note = "TRL's bound of the ratio is 1 + this"
+        conv.put("algo.clip_high", max(high - 1, 0.0), "epsilon_high", "epsilon", note=note)
+        conv.put("algo.clip_low", 1.0, note="TRL's CISPO has no lower bound")
+        return
+    clip_range(conv)
+    if not conv.is_set("delta") or conv.algo not in CLIPPED:
+        return
+    if conv.get("delta") > 1 + conv.value_of("algo.clip_high", 0.2):
+        conv.put("algo.dual_clip", conv.get("delta"), "delta", note="above the clip the same bound")
+    else:
+        conv.refuse(
+            "delta", "below 1 + epsilon_high it bounds the ratio of good responses, too; there is none"
+        )
+
+
+def group_scale(conv: Conversion) -> None:
+    """Set what the advantages are divided by, and the tokens that keep theirs."""
+    if conv.is_set("top_entropy_quantile"):
+        note = "of the tokens of a step before its first update; TRL's are those of a micro-batch"
+        conv.put("algo.top_entropy", conv.get("top_entropy_quantile"), "top_entropy_quantile", note=note)
+    scale = str(conv.get("scale_rewards")).lower()
+    names = {"false": "none", "none": "none", "batch": "batch_std"}
+    conv.put("algo.scale", names.get(scale, "std"), "scale_rewards")
+
+
+def _entropy(conv: Conversion, aggregation: str) -> None:
+    """Set the adaptive entropy bonus. TRL's bonus is a mean over tokens whatever the loss is."""
+    adaptive = conv.get("use_adaptive_entropy")
+    if adaptive:
+        for key, ours in (
+            ("entropy_target", "algo.entropy_target"),
+            ("entropy_coef_delta", "algo.entropy_delta"),
+            ("entropy_coef_max", "algo.entropy_coef_max"),
+        ):
+            conv.put(ours, conv.get(key), key)
+        if conv.get("entropy_coef_min"):
+            conv.lose("entropy_coef_min", "the coefficient may fall to 0")
+    if (adaptive or conv.get("entropy_coef")) and aggregation != "token":
+        conv.lose("entropy_coef", f"the bonus is aggregated as the loss, by {aggregation}; TRL's by token")
+
+
+def clip_range(conv: Conversion) -> None:
+    """Set the range of the ratio."""
+    if conv.algo in CLIPPED:
+        conv.put("algo.clip_low", conv.get("epsilon"), "epsilon")
+        key = conv.first("epsilon_high", "epsilon")[0]
+        conv.put("algo.clip_high", conv.get(key), key)
+
+
+def gmpo_loss(conv: Conversion) -> None:
+    """Set what TRL's GMPO reads of GRPO's settings: its ratio is bounded in nats, its loss per response."""
+    conv.put("algo.aggregation", "sequence", note="TRL's GMPO")
+    clip_range(conv)
+    group_scale(conv)
+
+
+def rloo_loss(conv: Conversion) -> None:
+    """Set TRL's RLOO: the KL in the reward, sums over tokens."""
+    conv.put("algo.kl_in", "reward", "beta")
+    conv.put("algo.kl", "k1", note="TRL's RLOO")
+    conv.put("algo.aggregation", "sequence_sum", note="TRL's RLOO")
+    clip_range(conv)
+    if conv.get("normalize_advantages"):
+        conv.put("algo.whiten", "unbiased", "normalize_advantages")
+    if bounds := conv.get("reward_clip_range"):
+        conv.put("algo.reward_clip", tuple(map(float, bounds)), "reward_clip_range")
+
+
+def online_dpo_loss(conv: Conversion) -> None:
+    """Set the loss of a pair: log-ratios are sums over tokens, of ipo, too."""
+    betas = conv.get("beta")
+    conv.put("algo.dpo.beta", betas[0], "beta")
+    if len(betas) > 1:
+        conv.lose("beta", f"there is one for the whole run: {betas[0]:g}, that of the first epoch")
+    loss = str(conv.get("loss_type"))
+    if loss not in ("sigmoid", "ipo"):
+        conv.refuse("loss_type", NO_LOSS, instead="sigmoid")
+    conv.put("algo.dpo.loss", loss, "loss_type")
+    for key in ("judge", "missing_eos_penalty"):
+        if conv.is_set(key):
+            conv.lose(key, "--reward.models.0.kind generative judges; --algo.drop_truncated drops")
+    prompt = max(conv.get("max_length") - conv.get("max_new_tokens"), 1)
+    conv.put("max_prompt_tokens", prompt, "max_length", "max_new_tokens")
+
+
+def distillation_loss(conv: Conversion) -> None:
+    """Set the divergence of TRL's DistillationTrainer, on one response to a prompt."""
+    conv.put("algo.temperature", conv.get("temperature"), "temperature", note="divides the logits there, too")
+    conv.put("responses_per_prompt", 1, note="TRL's distillation")
+    _teacher(conv)
+
+
+def off_policy_mask(conv: Conversion) -> None:
+    """Set the off-policy sequence mask of DeepSeek-V3.2.
+
+    TRL drops a sequence of negative advantage where the mean over its tokens of rollout - policy is above the
+    threshold, in nats; seq_mean_k1 is that mean, and its bounds are ratios.
+    """
+    key = "off_policy_mask_threshold"
+    if not conv.is_set(key):
+        return
+    high = round(math.exp(conv.get(key)), 6)
+    conv.put("algo.correction.reject", (("seq_mean_k1", LOWEST_RATIO, high),), key, note="exp(threshold)")
+    conv.put("algo.correction.reject_only", "negative", key)
+    if conv.value_of("algo.correction.weight", "none") == "none":
+        conv.put("algo.correction.of", "policy", key)
+    else:
+        note = "before a step's updates, as the importance weights are; TRL masks in each update"
+        conv.notes.append(f"{conv.origin(key)}: {note}")
+
+
+def rollout_correction(conv: Conversion) -> None:
+    """Set the correction of vLLM's log-probs, which TRL applies where vLLM generates."""
+    if not conv.get("use_vllm") or not conv.get("vllm_importance_sampling_correction"):
+        return
+    mode = "vllm_importance_sampling_mode"
+    level, _, how = str(conv.get(mode)).partition("_")
+    high = conv.first("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
+    conv.put("algo.correction.weight", level, "vllm_importance_sampling_correction", mode)
+    conv.put("algo.correction.cap", high[1] if high[1] is not None else float("inf"), high[0])
+    conv.put("algo.correction.outside", "zero" if how == "mask" else "clip", mode)
+    low = "vllm_importance_sampling_clip_min"
+    if conv.is_set(low):
+        conv.put("algo.correction.floor", conv.get(low), low)
+
+
+def dpo_loss(conv: Conversion) -> None:
+    """Set the loss of DPO, with TRL's sft beside it as the NLL term."""
+    losses = list(conv.get("loss_type") or ("sigmoid",))
+    weights = [float(weight) for weight in conv.get("loss_weights") or [1.0] * len(losses)]
+    if len(weights) != len(losses):
+        conv.refuse("loss_weights", f"{len(weights)} weights of {len(losses)} losses: one for each")
+        return
+    if "sft" in losses and len(losses) > 1:
+        at = losses.index("sft")
+        conv.put("algo.nll_coef", weights.pop(at) / (sum(weights) or 1.0), "loss_type", "loss_weights")
+        losses.pop(at)
+    known = [loss for loss in losses if loss in DPO_LOSSES]
+    loss = known[0] if known else "sigmoid"
+    reasons = [NO_DPO_LOSSES.get(name, f"there is no {name}") for name in losses if name not in DPO_LOSSES]
+    reasons += ["there is one loss at a time"] * (len(known) > 1)
+    if reasons:
+        conv.refuse("loss_type", "; ".join(reasons), instead=loss)
+    conv.put("algo.loss", DPO_LOSSES[loss], "loss_type")
+    if loss in ("ipo", "sigmoid_norm"):
+        conv.put("algo.length_normalized", True, "loss_type", note=f"TRL's {loss} averages over tokens")
+    if loss == "sigmoid_norm":
+        conv.put("algo.label_smoothing", 0.0, "loss_type")
+    divergences = {"js_divergence": "js", "alpha_divergence": "alpha"}
+    if conv.is_set("f_divergence_type"):
+        name = str(conv.get("f_divergence_type"))
+        conv.put("algo.divergence", divergences.get(name, name), "f_divergence_type")
+
+
+def cpo_loss(conv: Conversion) -> None:
+    """Set the loss of CPO, or SimPO."""
+    loss = conv.get("loss_type")
+    if loss in ("simpo", "alphapo"):
+        conv.algo = "simpo"
+        conv.put("algo.gamma", conv.get("simpo_gamma"), "simpo_gamma")
+        if loss == "alphapo":
+            conv.put("algo.alpha", conv.get("alpha") or 0.0, "alpha")
+    elif loss in ("sigmoid", "hinge"):
+        conv.put("algo.loss", loss, "loss_type")
+    else:
+        conv.refuse("loss_type", f"cpo has no {loss}", instead="sigmoid")
+
+
+def gkd_loss(conv: Conversion) -> None:
+    """Set GKD on the student's own responses, or distillation on the data's where lmbda is 0."""
+    own = conv.get("lmbda")
+    if own == 0:
+        conv.algo = "distill"
+        conv.put_lengths(conv.get("max_length") or 1024, "max_length")
+    else:
+        conv.put("rollout.sampling.temperature", conv.get("temperature"), "temperature")
+        conv.put("max_response_tokens", conv.get("max_new_tokens"), "max_new_tokens")
+        rest = max((conv.get("max_length") or 1024) - conv.get("max_new_tokens"), 1)
+        conv.put("max_prompt_tokens", rest, "max_length", "max_new_tokens")
+        conv.put("responses_per_prompt", 1, note="TRL's GKD")
+        if own != 1:
+            conv.lose("lmbda", "all responses are the student's own (1), or none (0: --algo distill)")
+    _teacher(conv)
+
+
+def _teacher(conv: Conversion) -> None:
+    key = "teacher_model_name_or_path"
+    if conv.is_set(key):
+        conv.put("algo.teachers", (conv.get(key),), key)
+
+
+def sft_loss(conv: Conversion) -> None:
+    """Set the loss of a token, and which tokens are learned: TRL's default is all of a chat."""
+    loss = str(conv.get("loss_type"))
+    if loss not in ("nll", "chunked_nll", "dft"):
+        conv.refuse("loss_type", NO_LOSS, instead="nll")
+    conv.put("algo.loss", "dft" if loss == "dft" else "nll", "loss_type")
+    only = conv.get("completion_only_loss")
+    if conv.get("assistant_only_loss") or only:
+        conv.put("data.chat.loss", "all", "assistant_only_loss", "completion_only_loss")
+    else:
+        note = "TRL learns the users' text, too, of rows that are a chat alone"
+        conv.put("data.chat.loss", "chat", "assistant_only_loss", note=note)
+    if only is False:
+        conv.lose("completion_only_loss", "of a row with a completion the prompt is not learned")
+    if conv.get("dataset_text_field") not in (None, "text"):
+        conv.lose("dataset_text_field", "text that is learned whole is in a column `text`: rename it")
