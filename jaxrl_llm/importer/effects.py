@@ -31,7 +31,7 @@ class Effect(NamedTuple):
     neutral: tuple[Any, ...]
     """Values that change nothing."""
     reason: str
-    """What there is in their place."""
+    """Counterpart, or what else there is."""
 
 
 VERL = (

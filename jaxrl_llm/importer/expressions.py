@@ -1,4 +1,4 @@
-"""What shell scripts compute: whole numbers, edits of a variable (${X%.*}), and paths."""
+"""Computations of shell scripts: whole numbers, edits of a variable (${X%.*}), and paths."""
 
 from __future__ import annotations
 

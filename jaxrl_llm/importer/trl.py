@@ -10,34 +10,34 @@ from jaxrl_llm.importer.fields import Conversion, System
 from jaxrl_llm.importer.trl_data import put_data, put_rewards
 from jaxrl_llm.importer.trl_fields import DEFAULTS, OPTIMIZERS, SCHEDULES, TABLES
 from jaxrl_llm.importer.trl_losses import (
-    async_grpo_loss,
-    cpo_loss,
-    distillation_loss,
-    dpo_loss,
-    gkd_loss,
-    gmpo_loss,
-    grpo_loss,
     off_policy_mask,
-    online_dpo_loss,
-    rloo_loss,
     rollout_correction,
-    sft_loss,
+    set_async_grpo,
+    set_cpo,
+    set_distillation,
+    set_dpo,
+    set_gkd,
+    set_gmpo,
+    set_grpo,
+    set_online_dpo,
+    set_rloo,
+    set_sft,
 )
 
 ACCUMULATION, BATCH = "gradient_accumulation_steps", "per_device_train_batch_size"
 ALGORITHMS = {"reward": "reward_model"}
 OF_ROLLOUTS = {"rloo": "rloo", "online_dpo": "online_dpo", "gmpo": "gmpo", "distillation": "gkd"}
 LOSSES_OF = {
-    "grpo": grpo_loss,
-    "async_grpo": async_grpo_loss,
-    "gmpo": gmpo_loss,
-    "rloo": rloo_loss,
-    "online_dpo": online_dpo_loss,
-    "distillation": distillation_loss,
-    "dpo": dpo_loss,
-    "cpo": cpo_loss,
-    "gkd": gkd_loss,
-    "sft": sft_loss,
+    "grpo": set_grpo,
+    "async_grpo": set_async_grpo,
+    "gmpo": set_gmpo,
+    "rloo": set_rloo,
+    "online_dpo": set_online_dpo,
+    "distillation": set_distillation,
+    "dpo": set_dpo,
+    "cpo": set_cpo,
+    "gkd": set_gkd,
+    "sft": set_sft,
 }
 COUPLED = ("rmsprop", "adagrad")
 """Optimizers whose weight decay torch adds to the gradient."""

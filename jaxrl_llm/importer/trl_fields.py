@@ -124,7 +124,7 @@ COMMON: dict[str, Field] = {
     "eval_steps": Field("", number, "--eval.every"),
     "eval_strategy": Field("", text, "--eval.every"),
     "dataset_name": Field("", same, "--data.path hub:OWNER/NAME"),
-    "datasets": Field("", same, "--data.train: several sources with weights"),
+    "datasets": Field("", same, "--data.train.0.path and --data.train.0.weight"),
     "test_split_size": Field("data.holdout", number),
     "dataset_config": Field("data.train.0.subset", text),
     "dataset_train_split": Field("data.train.0.split", text),
@@ -214,7 +214,7 @@ SFT = {
     "dataset_text_field": Field("", text, "--data.train.0.prompt_key"),
     "completion_only_loss": Field("", switch, "--data.chat.loss"),
     "assistant_only_loss": Field("", switch, "--data.chat.loss"),
-    "loss_type": Field("", text, "--algo.loss dft"),
+    "loss_type": Field("", text, "--algo.loss"),
 }
 DPO = {
     **EXAMPLES,

@@ -12,7 +12,7 @@ NO_LOSS = "there is no such loss"
 CLIPPED = ("grpo", "gspo", "gdpo", "luspo", "rloo", "gmpo")
 
 
-def grpo_loss(conv: Conversion) -> None:
+def set_grpo(conv: Conversion) -> None:
     """Set algorithm, aggregation, clip, KL, entropy and advantages of GRPO's loss_type."""
     loss, level = str(conv.get("loss_type")), conv.get("importance_sampling_level")
     if loss not in LOSSES:
@@ -41,9 +41,9 @@ def grpo_loss(conv: Conversion) -> None:
     group_scale(conv)
 
 
-def async_grpo_loss(conv: Conversion) -> None:
+def set_async_grpo(conv: Conversion) -> None:
     """Set GRPO as TRL's asynchronous trainer has it: the rollout's log-probs are the old ones."""
-    grpo_loss(conv)
+    set_grpo(conv)
     conv.put("algo.old", "rollout", note="TRL's asynchronous GRPO")
     staleness = conv.get("max_staleness")
     if conv.assumed.engine == "sglang":
@@ -104,14 +104,14 @@ def clip_range(conv: Conversion) -> None:
         conv.put("algo.clip_high", conv.get(key), key)
 
 
-def gmpo_loss(conv: Conversion) -> None:
+def set_gmpo(conv: Conversion) -> None:
     """Set what TRL's GMPO reads of GRPO's settings: its ratio is bounded in nats, its loss per response."""
     conv.put("algo.aggregation", "sequence", note="TRL's GMPO")
     clip_range(conv)
     group_scale(conv)
 
 
-def rloo_loss(conv: Conversion) -> None:
+def set_rloo(conv: Conversion) -> None:
     """Set TRL's RLOO: the KL in the reward, sums over tokens."""
     conv.put("algo.kl_in", "reward", "beta")
     conv.put("algo.kl", "k1", note="TRL's RLOO")
@@ -123,7 +123,7 @@ def rloo_loss(conv: Conversion) -> None:
         conv.put("algo.reward_clip", tuple(map(float, bounds)), "reward_clip_range")
 
 
-def online_dpo_loss(conv: Conversion) -> None:
+def set_online_dpo(conv: Conversion) -> None:
     """Set the loss of a pair: log-ratios are sums over tokens, of ipo, too."""
     betas = conv.get("beta")
     conv.put("algo.dpo.beta", betas[0], "beta")
@@ -140,7 +140,7 @@ def online_dpo_loss(conv: Conversion) -> None:
     conv.put("max_prompt_tokens", prompt, "max_length", "max_new_tokens")
 
 
-def distillation_loss(conv: Conversion) -> None:
+def set_distillation(conv: Conversion) -> None:
     """Set the divergence of TRL's DistillationTrainer, on one response to a prompt."""
     conv.put("algo.temperature", conv.get("temperature"), "temperature", note="divides the logits there, too")
     conv.put("responses_per_prompt", 1, note="TRL's distillation")
@@ -181,7 +181,7 @@ def rollout_correction(conv: Conversion) -> None:
         conv.put("algo.correction.floor", conv.get(low), low)
 
 
-def dpo_loss(conv: Conversion) -> None:
+def set_dpo(conv: Conversion) -> None:
     """Set the loss of DPO, with TRL's sft beside it as the NLL term."""
     losses = list(conv.get("loss_type") or ("sigmoid",))
     weights = [float(weight) for weight in conv.get("loss_weights") or [1.0] * len(losses)]
@@ -209,7 +209,7 @@ def dpo_loss(conv: Conversion) -> None:
         conv.put("algo.divergence", divergences.get(name, name), "f_divergence_type")
 
 
-def cpo_loss(conv: Conversion) -> None:
+def set_cpo(conv: Conversion) -> None:
     """Set the loss of CPO, or SimPO."""
     loss = conv.get("loss_type")
     if loss in ("simpo", "alphapo"):
@@ -223,7 +223,7 @@ def cpo_loss(conv: Conversion) -> None:
         conv.refuse("loss_type", f"cpo has no {loss}", instead="sigmoid")
 
 
-def gkd_loss(conv: Conversion) -> None:
+def set_gkd(conv: Conversion) -> None:
     """Set GKD on the student's own responses, or distillation on the data's where lmbda is 0."""
     own = conv.get("lmbda")
     if own == 0:
@@ -246,7 +246,7 @@ def _teacher(conv: Conversion) -> None:
         conv.put("algo.teachers", (conv.get(key),), key)
 
 
-def sft_loss(conv: Conversion) -> None:
+def set_sft(conv: Conversion) -> None:
     """Set the loss of a token, and which tokens are learned: TRL's default is all of a chat."""
     loss = str(conv.get("loss_type"))
     if loss not in ("nll", "chunked_nll", "dft"):

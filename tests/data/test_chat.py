@@ -17,7 +17,8 @@ from jaxrl_llm.data.chat import (
 )
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.preference import read_example
-from jaxrl_llm.data.rows import Example, RowError, read_prompt_row
+from jaxrl_llm.data.prompt_rows import read_prompt_row
+from jaxrl_llm.data.rows import Example, RowError
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 
 PLAIN_CHATML = (

@@ -144,7 +144,7 @@ VALUES += (
 
 
 def outcome(name, settings):
-    """What a conversion makes of settings; None = they are refused."""
+    """Results, algorithm, notes and losses of a conversion, or the message that refuses it."""
     system, trainer = name.split()
     given = {key: Setting(value, "f:1") for key, value in settings.items()}
     source = SourceSettings(system, trainer, given, 8, [])
