@@ -11,6 +11,7 @@ from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards.sample import RewardLoadError
 
 TOKENIZER = make_tokenizer()
 
@@ -41,6 +42,15 @@ def test_a_file_without_answers_is_refused_with_file_line_and_keys(tmp_path, ans
     message = r"a.jsonl:1: no answer .* 8 of 8 rows; the columns .* are answer.*, level\. --data"
     with pytest.raises(UserError, match=message):
         open_exact(load(tmp_path / "a.jsonl", [answer] * 8), tmp_path)
+
+
+def test_a_run_whose_answers_are_objects_ends_at_the_start(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with pytest.raises(
+        RewardLoadError, match=r"a.jsonl:1: .* an object of style: name the part to compare with"
+    ):
+        open_exact(load(path, [{"style": "rule"}] * 8), tmp_path)
+    open_exact(load(path, [{"target": ["Paris"]}] * 8), tmp_path)  # veRL's search rows
 
 
 def test_the_keys_that_are_named_do_what_is_said(tmp_path):

@@ -88,6 +88,21 @@ def test_a_reward_that_failed_for_now_is_warned_of_before_a_model_is_loaded(writ
     assert "failed" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')",
+        "def reward_func(queries, prompts, labels):\n"
+        "    raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')",
+    ],
+)
+def test_a_reward_of_openrlhf_without_torch_says_what_to_install(write, text):
+    with pytest.raises(
+        RewardLoadError, match="pip install torch .its CPU build is enough., or return a list"
+    ):
+        check_reward(RewardConfig(name=write(text)), ROWS)
+
+
 def test_without_rows_it_is_loaded_only(write):
     path = write("def reward(s): raise NameError")
     check_reward(RewardConfig(name=path))

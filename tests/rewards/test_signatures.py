@@ -1,6 +1,7 @@
 """Reward functions of other systems, as they are; and what a raw value is worth."""
 
 import asyncio
+import dataclasses
 import inspect
 import math
 
@@ -75,6 +76,31 @@ def test_trl_conversational_gets_messages_and_only_what_it_names():
 
 def test_trl_none_abstains():
     assert run(lambda completions, **kwargs: [None, 1.0])[0] == (None, Outcome.FAILED)
+
+
+@pytest.mark.parametrize("name", ["trainer_state", "log_metric"])
+def test_trl_rewards_that_must_have_the_trainer_are_refused_by_name(name):
+    needs, may = {}, {}
+    exec(f"def f(completions, {name}, **kwargs): return [0.0]", needs)
+    exec(f"def f(completions, {name}=None): return [float({name} is None)]", may)
+    with pytest.raises(RewardLoadError, match=f"reward f: it takes {name}, an object of TRL's trainer"):
+        adapt(needs["f"], "f", CONFIG)
+    assert run(may["f"], CHAT)[0].value == 1.0
+
+
+def test_of_channels_other_systems_get_the_final_one():
+    """gpt-oss, as TRL parses its responses."""
+    text = "<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4"
+    sample = dataclasses.replace(CHAT[0], text=text)
+
+    def trl(completions):
+        return [float(completions[0] == [{"role": "assistant", "content": "4", "thinking": "2+2"}])]
+
+    assert (
+        run(trl, [sample])[0].value
+        == run(lambda solution_str, ground_truth: solution_str == "4", [sample])[0].value
+    )
+    assert run(trl, [sample])[0].value == 1.0
 
 
 def test_trl_async():

@@ -210,6 +210,20 @@ def test_only_whole_characters_are_written():
     assert pieces[-1] == "\ufffd"
 
 
+def test_channels_are_written_as_thought_and_answer():
+    """gpt-oss: control tokens are not shown, nor the names of channels."""
+    made, pieces = make_tokenizer(), []
+    made.add_special_tokens(
+        {"additional_special_tokens": ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>"]}
+    )
+    text = "<|channel|>analysis<|message|>6*7<|end|><|start|>assistant<|channel|>final<|message|>42<|im_end|>"
+    ids = made(text, add_special_tokens=False)["input_ids"]
+    stream = TextStream(made, pieces.append)
+    for end in range(len(ids) + 1):
+        stream.update(ids[:end], final=end == len(ids))
+    assert "".join(pieces) == "<think>6*7</think>\n42"
+
+
 def test_messages_of_several_lines(monkeypatch):
     text = 'one\ntwo \\\nlines\n"""\na\nb\n"""\n"""c\nd"""\nlast'
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
