@@ -98,7 +98,7 @@ def test_a_reward_that_failed_for_now_is_warned_of_before_a_model_is_loaded(writ
 )
 def test_a_reward_of_openrlhf_without_torch_says_what_to_install(write, text):
     with pytest.raises(
-        RewardLoadError, match="pip install torch .its CPU build is enough., or return a list"
+        RewardLoadError, match=r"pip install torch .its CPU build is enough., or return a list"
     ):
         check_reward(RewardConfig(name=write(text)), ROWS)
 
