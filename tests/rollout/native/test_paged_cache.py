@@ -204,6 +204,15 @@ def test_prompts_share_pages_and_the_last_one_is_copied():
     assert cache.allocate(0, b"c", 30, 3) and list(cache.prompts[0]) == [b"b", b"c"]
 
 
+@pytest.mark.parametrize(("num_context", "shared"), [(4, 0), (5, 1), (6, 1), (8, 1), (9, 2)])
+def test_only_full_pages_of_a_prompt_are_shared(num_context, shared):
+    """The last token of the context is written by decoding: its page must belong to one slot."""
+    programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[])
+    cache = PagedCacheManager(programs, num_slots=2, num_pages=12, lengths=(32,))
+    assert cache.allocate(0, b"a", num_context, 6) and cache.allocate(1, b"a", num_context, 6)
+    assert len({*cache.slots[0].pages} & {*cache.slots[1].pages}) == shared == (num_context - 1) // 4
+
+
 def test_copies_of_two_shards_in_calls_of_two_each(monkeypatch):
     """Three slots of the first shard and one of the second continue a prompt whose last page is not full."""
     monkeypatch.setattr(shapes, "MAX_COPIES", 2)
