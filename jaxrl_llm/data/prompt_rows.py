@@ -36,6 +36,7 @@ from jaxrl_llm.data.rows import (
     first_column,
     is_null,
     lookup,
+    no_column,
     template_columns,
 )
 
@@ -115,9 +116,9 @@ def _prompt(row: dict, where: str, config: SourceConfig) -> tuple[str, Any]:
         value = lookup(row, key)
         if value is not None:
             return key, value
-    expected = f"one of {', '.join(PROMPT_KEYS)}; --data.train.0.prompt_key names another in training"
     if config.prompt_key:
-        expected = f"prompt_key {config.prompt_key!r}"
+        raise no_column(where, "prompt_key", config.prompt_key, row)
+    expected = f"one of {', '.join(PROMPT_KEYS)}; --data.train.0.prompt_key names another in training"
     raise RowError(f"{where}: no prompt: the columns are {column_names(row)}, expected {expected}")
 
 
@@ -213,7 +214,7 @@ def _answer(row: dict, where: str, config: SourceConfig) -> tuple[Any, str | Non
     """Return (ground truth, worked solution where the same column holds one)."""
     answer = first_column(row, (config.answer_key,) if config.answer_key else ANSWER_KEYS)
     if answer is None and config.answer_key:
-        raise RowError(f"{where}: no answer_key {config.answer_key!r}: the columns are {column_names(row)}")
+        raise no_column(where, "answer_key", config.answer_key, row)
     if isinstance(answer, bytes):  # a binary column
         answer = answer.decode(errors="surrogateescape")
     worked = row.get("solution") if isinstance(row.get("solution"), str) else None
@@ -240,9 +241,7 @@ def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, 
             check_text(value, f"{where}: {key}")
             return value, ()
     if config.response_key:
-        raise RowError(
-            f"{where}: no response_key {config.response_key!r}: the columns are {column_names(row)}"
-        )
+        raise no_column(where, "response_key", config.response_key, row)
     return None, ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import math
 import re
@@ -191,6 +192,16 @@ def without_reference(messages: Sequence[Message]) -> list[Message]:
 def column_names(row: dict) -> str:
     """Return the names of a row's columns, for messages; null ones are marked."""
     return ", ".join(sorted(f"{name} (null)" if is_null(value) else str(name) for name, value in row.items()))
+
+
+def no_column(where: str, field: str, key: str, row: dict) -> RowError:
+    """Return the error of a row without the column that a key of its source names: the flag, the nearest."""
+    present = [name for name, value in row.items() if not is_null(value)]
+    near = difflib.get_close_matches(key, present, n=1, cutoff=0.5)
+    advice = f" Did you mean {near[0]}?" if near else ""
+    return RowError(
+        f"{where}: no {field} {key!r} (--data.train.0.{field}).{advice} The columns are {column_names(row)}"
+    )
 
 
 def type_name(value: Any) -> str:

@@ -147,7 +147,16 @@ BAD = {
         {},
         "are gold, prompt (null), text (null), exp",
     ),
-    "missing key": ({"prompt": "x"}, {"prompt_key": "q"}, "columns are prompt, expected prompt_key 'q'"),
+    "missing key": (
+        {"prompt": "x"},
+        {"prompt_key": "q"},
+        "no prompt_key 'q' (--data.train.0.prompt_key). The columns are prompt",
+    ),
+    "misspelt key": (
+        {"prompt": "x", "solution": "y"},
+        {"prompt_key": "promt"},
+        "no prompt_key 'promt' (--data.train.0.prompt_key). Did you mean prompt? The columns are prompt, ",
+    ),
     "missing answer": ({"prompt": "x"}, {"answer_key": "gold"}, "no answer_key 'gold'"),
     "missing response": ({"prompt": "x"}, {"response_key": "out"}, "no response_key 'out'"),
     "number": ({"prompt": 7}, {}, "prompt must be text, got int"),
