@@ -8,6 +8,7 @@ from typing import Literal
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.hub import PushError, check_repository, push_folder
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.ranges import CountOrZero
 from jaxrl_llm.tools.arguments import parse_arguments
 
@@ -64,7 +65,8 @@ def main(argv: list[str]) -> int:
     params = with_heads(with_base(args.checkpoint, saved), exported_config(args.checkpoint, saved))
     config = base_config(params.config)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
-    folder = save_model(params, config, args.out, tokenizer, args.dtype)
+    with working(f"writing {args.out}"):
+        folder = save_model(params, config, args.out, tokenizer, args.dtype)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"step {saved.step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
     if args.push:

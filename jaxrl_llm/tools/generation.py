@@ -16,6 +16,7 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.processes import show_warnings
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rollout.config import RolloutConfig
@@ -112,7 +113,8 @@ class Generator:
         window = max(1, 8 * config.slots // config.n)  # prompts between two results
         for first in range(start, len(self.requests), window):
             part = self.requests[first : first + window]
-            trajectories = engine.generate(part, config, jax.random.key(config.seed))
+            with working(f"generating responses to {len(part)} prompts"):
+                trajectories = engine.generate(part, config, jax.random.key(config.seed))
             responses = [trajectories[i * config.n : (i + 1) * config.n] for i in range(len(part))]
             yield (
                 self.examples[first : first + window],

@@ -19,6 +19,7 @@ from jaxrl_llm.data.rows import RESPONSE_KEYS, Example, RowError, check_row, che
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.host.processes import show_warnings
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.rewards.config import RewardConfig
@@ -117,7 +118,8 @@ def logprob_scores(args: ScoreArguments, model: StoredModel, rows: RawRows) -> S
 
     def score(numbers: range) -> tuple[list[str], str]:
         window = [encode_row(tokenizer, config, *rows[number], args.chat) for number in numbers]
-        results = scorer.logprobs(params, [one_prompt(group) for _, group in window])
+        with working(f"scoring {len(window)} rows"):
+            results = scorer.logprobs(params, [one_prompt(group) for _, group in window])
         lines = []
         for (kind, group), found in zip(window, results, strict=True):
             scored = [s | {"logprobs": x.tolist()} for s, x in zip(group, found, strict=True)]
