@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from jaxrl_llm.hf.gguf_tokenizer import Read, end_ids, make_gguf_tokenizer
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.hf.tokenizer import special_ids
 from jaxrl_llm.host.files import cache_folder, write_json
+from jaxrl_llm.host.lock import cache_lock
 from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.models import TransformerConfig
 
@@ -34,6 +36,7 @@ _FORMAT = 4
 """Version of conversions; those of 1, without a number, lack tokens that begin a text, 2 settings of RoPE, 3
 cut text into other tokens than llama.cpp."""
 _SHARD_BYTES = 4 * 2**30
+_PARTIAL = ".partial"  # ends the names of folders that are being written
 _SIZES = {
     # config.json             GGUF, after "<architecture>."
     "hidden_size": "embedding_length",
@@ -45,6 +48,7 @@ _SIZES = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+_FRACTIONS = ("rms_norm_eps", "rope_theta")
 _NEUTRAL = {
     **{"expert_count": 0, "attention.sliding_window": 0, "attention.layer_norm_epsilon": 0, "logit_scale": 0},
     **{"attention.causal": True, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_attn_factor": 1},
@@ -54,6 +58,8 @@ _NEUTRAL = {
 value of each that changes nothing."""
 _YARN = {ORIGINAL: "original_context_length", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 _ROPE_FACTORS = "rope_freqs.weight"
+_KINDS = {int: "a whole number", float: "a number", str: "text"}
+"""Types of metadata, in words."""
 
 
 def convert_gguf(file: Path) -> Path:
@@ -70,16 +76,32 @@ def convert_gguf(file: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     model = _GgufModel(file, _open(file))
+    try:
+        with cache_lock(folder.parent) as alone:
+            for left in folder.parent.glob(f".*{_PARTIAL}") if alone else ():  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            if not (folder / "config.json").is_file():  # another process may have been faster
+                _convert(model, folder)
+    except OSError as error:
+        raise UserError(
+            f"{file}: its conversion cannot be written to {folder.parent} ({error.strerror}). Set "
+            "XDG_CACHE_HOME to a folder that you may write to, on a disk with room for it."
+        ) from error
+    return folder
+
+
+def _convert(model: _GgufModel, folder: Path) -> None:
+    """Write the folder of a GGUF file: complete or absent."""
     tensors = model.check_tensors()
     shards = plan_files(tensors, itemsize=4, limit=_SHARD_BYTES)
     needed = sum(size for _, _, size in shards)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    partial = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}{_PARTIAL}")
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir()
         if (free := shutil.disk_usage(partial).free) < needed + 2**26:
             raise UserError(
-                f"{file}: converting it needs {needed:,} bytes in {folder.parent}, but {free:,} are free. "
-                "Free some space, or set XDG_CACHE_HOME to a larger disk."
+                f"{model.file}: converting it needs {needed:,} bytes in {folder.parent}, but {free:,} are "
+                "free. Free some space, or set XDG_CACHE_HOME to a larger disk."
             )
         for name, members, _ in shards:
             write_safetensors(partial / name, members, map(model.tensor, members), "float32")
@@ -87,11 +109,10 @@ def convert_gguf(file: Path) -> Path:
         raw = to_hf_config(model.config, "float32") | special_ids(tokenizer)
         write_description(partial, raw, shards, tokenizer)
         write_json(partial / "generation_config.json", model.generation_config())
-        if not folder.exists():  # another process may have been faster
+        if not folder.exists():  # where there are no locks
             partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return folder
 
 
 def converted_folder(file: Path) -> Path:
@@ -123,7 +144,7 @@ class _GgufModel:
     def __init__(self, file: Path, reader: Any):
         self.file, self.fields = file, reader.fields
         self.stored = {tensor.name: tensor for tensor in reader.tensors}
-        self.family = self.value("general.architecture")
+        self.family = self.value("general.architecture", kind=str)
         if self.family not in FAMILIES:
             raise self.wrong(
                 f"general.architecture={self.family!r} is not supported; supported: {', '.join(FAMILIES)}"
@@ -134,20 +155,29 @@ class _GgufModel:
         except UserError as error:
             raise self.wrong(f"its metadata, as {error}") from error
 
-    def value(self, key: str, default: Any = None) -> Any:
+    def value(self, key: str, default: Any = None, *, kind: type | None = None) -> Any:
         """Return a metadata value.
 
+        Args:
+            kind: int, float (any number) or str; None = values of all types.
+
         Raises:
-            UserError: text that is not UTF-8.
+            UserError: a value of another type, or text that is not UTF-8.
         """
+        if key not in self.fields:
+            return default
         try:
-            return self.fields[key].contents() if key in self.fields else default
+            value = self.fields[key].contents()
         except UnicodeDecodeError as error:
             raise self.wrong(f"damaged: {key} is no text ({error.reason})") from error
+        allowed = (int, float) if kind is float else kind
+        if kind and (isinstance(value, bool) or not isinstance(value, allowed)):
+            raise self.wrong(f"{key}={value!r:.80} is not supported; supported: {_KINDS[kind]}")
+        return value
 
-    def own(self, key: str, default: Any = None) -> Any:
-        """Return a metadata value of the architecture."""
-        return self.value(f"{self.family}.{key}", default)
+    def own(self, key: str, default: Any = None, *, kind: type | None = None) -> Any:
+        """Return a metadata value of the architecture; see `value`."""
+        return self.value(f"{self.family}.{key}", default, kind=kind)
 
     def wrong(self, problem: str) -> UserError:
         return UserError(f"{self.file}: {problem}")
@@ -162,14 +192,11 @@ class _GgufModel:
             if self.own(key, neutral) != neutral:
                 stored = f"{self.family}.{key}={self.own(key)}"
                 raise self.wrong(f"{stored} is not supported; supported: {neutral}")
-        if self.value("split.count", 1) > 1:
-            count = self.value("split.count")
+        if (count := self.value("split.count", 1, kind=int)) > 1:
             raise self.wrong(f"one of {count} parts; join them with llama-gguf-split --merge")
-        raw = {name: self.own(key) for name, key in _SIZES.items()}
+        raw = {name: self.own(key, kind=float if name in _FRACTIONS else int) for name, key in _SIZES.items()}
         raw["num_key_value_heads"] = raw["num_key_value_heads"] or raw["num_attention_heads"]
         raw["rope_theta"] = raw["rope_theta"] or 10_000.0
-        if isinstance(raw["num_key_value_heads"], list):
-            raise self.wrong("attention.head_count_kv differs from layer to layer, which is not supported")
         missing = [f"{self.family}.{_SIZES[name]}" for name, value in raw.items() if value is None]
         missing += [name for name in ("token_embd.weight",) if name not in self.stored]
         if missing:
@@ -188,9 +215,9 @@ class _GgufModel:
 
     def _head_dim(self, raw: dict[str, Any]) -> int:
         """Return the size of a head, of which keys, values and RoPE have one."""
-        rotary = self.own("rope.dimension_count")
+        rotary = self.own("rope.dimension_count", kind=int)
         split = raw["hidden_size"] // max(1, raw["num_attention_heads"])
-        size = self.own("attention.key_length") or rotary or split
+        size = self.own("attention.key_length", kind=int) or rotary or split
         for key in ("attention.value_length", "rope.dimension_count"):
             if self.own(key, size) != size:
                 raise self.wrong(f"{self.family}.{key}={self.own(key)} must be the head size {size}")
@@ -202,8 +229,9 @@ class _GgufModel:
         A factor without a type is linear, as llama.cpp reads it. Llama 3 has a table of frequency factors in
         place of settings; they are found by comparison.
         """
-        kind = self.own("rope.scaling.type", "linear")
-        factor = self.own("rope.scaling.factor") or self.own("rope.scale_linear") or 1.0
+        kind = self.own("rope.scaling.type", "linear", kind=str)
+        factors = (self.own(f"rope.{key}", kind=float) for key in ("scaling.factor", "scale_linear"))
+        factor = next(filter(None, factors), 1.0)
         if kind == "linear" and factor == 1.0:
             kind = "none"
         has_table = _ROPE_FACTORS in self.stored
@@ -214,7 +242,7 @@ class _GgufModel:
             return self._llama3_scaling(np.asarray(self.stored[_ROPE_FACTORS].data, np.float64))
         scaling = {"rope_type": kind, "factor": factor} if kind != "none" else {}
         if kind == "yarn":
-            scaling |= {name: self.own(f"rope.scaling.{key}") for name, key in _YARN.items()}
+            scaling |= {name: self.own(f"rope.scaling.{key}", kind=float) for name, key in _YARN.items()}
         return {name: _shortest(value) for name, value in scaling.items()} or None
 
     def _llama3_scaling(self, factors: np.ndarray) -> dict[str, Any]:
@@ -223,7 +251,7 @@ class _GgufModel:
         The original length follows from any factor between 1 and the largest one, at waves for which the two
         scalings are mixed. Without one, every length that gives the factors is the same: 8192, if it does.
         """
-        theta, low, high = self.own("rope.freq_base", 10_000.0), 1.0, 4.0
+        theta, low, high = self.own("rope.freq_base", 10_000.0, kind=float), 1.0, 4.0
         waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
         factor = float(factors.max())
         is_mixed = (factors > 1.001) & (factors < factor * 0.999)

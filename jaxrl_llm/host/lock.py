@@ -1,4 +1,4 @@
-"""Lock of a run directory: one run at a time."""
+"""Locks of folders: one run at a time in a run directory, one conversion in a cache."""
 
 from __future__ import annotations
 
@@ -31,6 +31,30 @@ def run_dir_lock(run_dir: Path) -> Iterator[None]:
     with contextlib.ExitStack() as closing:
         on_first(lambda: _lock(run_dir, closing))
         yield
+
+
+@contextlib.contextmanager
+def cache_lock(folder: Path) -> Iterator[bool]:
+    """Make the folder and hold its lock inside the context, which waits for the process that holds it.
+
+    Yields: whether there is a lock; False = a file system without locks.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print_on_first(f"{folder} is in use by another process; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED_ERRORS:
+                raise
+            yield False
+            return
+        yield True
 
 
 def _lock(run_dir: Path, closing: contextlib.ExitStack) -> None:

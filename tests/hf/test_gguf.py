@@ -2,6 +2,9 @@
 
 import functools
 import json
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -116,6 +119,8 @@ def write_gguf(path, family="llama", tensors=None, quantize=None, keys=None, tok
             writer.add_string(name, value)
         elif isinstance(value, float):
             writer.add_float32(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
         elif value is not None:
             writer.add_uint32(name, value)
     tokenizer(writer)
@@ -219,9 +224,55 @@ def test_a_file_is_converted_once_and_a_changed_one_again(tmp_path, monkeypatch)
     changed_at = weights.stat().st_mtime_ns
     assert resolve_model(str(file)) == folder and weights.stat().st_mtime_ns == changed_at
     assert folder.parent == tmp_path / "cache/jaxrl_llm/gguf" and folder.name.startswith("m-")
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # no temporary folder is left
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".lock", folder.name]  # nothing else
     write_gguf(file, tensors={name: 2 * tensor for name, tensor in tensors_of("llama").items()})
     assert resolve_model(file) != folder
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from jaxrl_llm.hf import gguf
+gguf.write_description = lambda *_: os.kill(os.getpid(), 9)
+gguf.convert_gguf(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_conversion_that_was_killed_leaves_nothing_once_another_is_made(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf")
+    assert subprocess.run([sys.executable, "-c", KILLED, file]).returncode == -9
+    cache = tmp_path / "cache/jaxrl_llm/gguf"
+    (left,) = cache.glob(".*.partial")
+    assert (left / "model.safetensors").is_file()
+    folder = convert_gguf(file)
+    assert sorted(path.name for path in cache.iterdir()) == [".lock", folder.name]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"m\.gguf: its conversion cannot be written to .*Not a dir.*XDG"):
+        convert_gguf(write_gguf(tmp_path / "m.gguf"))
+
+
+COUNTS = [key for key, value in BASE.items() if isinstance(value, int)]
+COUNTS += ["rope.dimension_count", "attention.key_length", "split.count"]
+FRACTIONS = ["rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.factor", "rope.scale_linear"]
+
+
+@pytest.mark.parametrize("wrong", ["8", True, 2.5, [8, 8]], ids=str)
+def test_metadata_of_other_types_are_refused_by_name(tmp_path, wrong):
+    """Every number and text that the architecture is read from."""
+    for name in [*COUNTS, *(() if wrong == 2.5 else FRACTIONS)]:
+        key = name if name == "split.count" else f"llama.{name}"
+        file = write_gguf(tmp_path / "m.gguf", keys={key: wrong})
+        with pytest.raises(UserError, match=rf"m\.gguf: {re.escape(key)}=.* is not supported; supported: a "):
+            convert_gguf(file)
+    if wrong != "8":
+        file = write_gguf(tmp_path / "m.gguf", keys={"llama.rope.scaling.type": wrong})
+        with pytest.raises(UserError, match=r"rope\.scaling\.type=.* is not supported; supported: text"):
+            convert_gguf(file)
 
 
 def test_chat_template_and_all_end_tokens(tmp_path):

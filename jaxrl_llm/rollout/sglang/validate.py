@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import UInt
 
 from jaxrl_llm.bridge.servers import Json
+from jaxrl_llm.errors import RefusedError
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.moe import route_spec
 
@@ -53,6 +54,7 @@ def read_generated(
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError: it is not valid; the server is left out.
+        RefusedError: the server ended the response before the length that was asked for.
     """
     if base:
         label, versions = base, {base: versions[body["lora_path"]]}
@@ -65,6 +67,12 @@ def read_generated(
         raise ValueError(f"it ended by {short(finish)}")
     if len(ids) > max_tokens or (not ids and finish != "abort"):
         raise ValueError(f"{len(ids)} tokens where 1 to {max_tokens} were asked for")
+    if finish == "length" and len(ids) < max_tokens:  # a healthy server that holds less than was asked for
+        raise RefusedError(
+            f"it ended a response for length after {len(ids)} of {max_tokens} tokens, with "
+            f"{len(body['input_ids'])} before them: they do not fit its --context-length or "
+            "--max-total-tokens. Start it with more, or shorten --max_response_tokens by 2 or more"
+        )
     counts = {len(ids), len(reply.get("output_ids", ids)), meta.get("completion_tokens", len(ids))}
     if len(counts) > 1 or list(reply.get("output_ids", ids)) != ids:
         raise ValueError(f"log-probs of {len(ids)} tokens, and other tokens or another number of them")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.bridge.servers import parsing_reply
-from jaxrl_llm.errors import InvalidReplyError
+from jaxrl_llm.errors import InvalidReplyError, RefusedError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.rollout.sglang import validate
@@ -95,6 +95,16 @@ def test_a_response_that_was_broken_off_may_come_without_experts():
     assert len(read({"meta_info": meta | routed([[[0, 0], [1, 2], [3, 4]]])}, body).routes) == 1
     with pytest.raises(ValueError, match="no experts"):
         read({"meta_info": meta | {"finish_reason": {"type": "stop"}}}, body)
+
+
+def test_a_response_that_ends_for_length_before_the_length_is_refused():
+    """SGLang cuts what was asked for to what fits its context; the server is healthy, so another may do."""
+    meta = {"finish_reason": {"type": "length"}, "weight_version": "1-1"}
+    read = functools.partial(validate.read_generated, label="", versions={"1-1": 1}, model=ROUTED)
+    tokens = lambda count: meta | {"output_token_logprobs": [[-0.5, 5, None]] * count}
+    assert read({"meta_info": tokens(4)}, BODY).finish == "length"
+    with pytest.raises(RefusedError, match=r"after 3 of 4 tokens, with 3 before them: .* --context-length"):
+        read({"meta_info": tokens(3)}, BODY)
 
 
 JUNK = (None, True, -1, 0, 3, 7, 0.5, -0.5, 1e308, math.nan, 10**400, "", "a", [], [[]], {}, {"type": "stop"})
