@@ -95,7 +95,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
     if jax.process_index() == 0:
         processes = None
         if rollout.launch:
-            shell = save_description(base, folder / "shell", tokenizer, rollout.dtype)
+            shell = save_description(_with_room(base), folder / "shell", tokenizer, rollout.dtype)
             processes = ServerProcesses(rollout, sglang, shell, run_dir, flags)
             closing.callback(processes.close)
             wait_until_ready = processes.wait
@@ -117,6 +117,17 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
     if model.lora:
         publisher = adapters.AdapterPublisher(publisher, rollout.dtype)
     return SGLangEngine(rollout, sglang, model, pool, publisher, on_first, tokenizer, eos_ids, routes)
+
+
+def _with_room(model: TransformerConfig) -> TransformerConfig:
+    """Return the architecture that servers are told, with two more positions.
+
+    SGLang ends a response two tokens before its context does, though it takes requests for all of it.
+    """
+    rope = dataclasses.replace(
+        model.rope, original_max_position=model.rope.original_max_position or model.max_position
+    )
+    return dataclasses.replace(model, rope=rope, max_position=model.max_position + 2)
 
 
 def _requirements(

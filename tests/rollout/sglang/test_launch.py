@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from sglang_shared import STUB, launch, until
 
+from jaxrl_llm.build.engines import _with_room
 from jaxrl_llm.errors import ServerError
+from jaxrl_llm.hf.config import to_hf_config
+from jaxrl_llm.models import RopeConfig, TransformerConfig
 from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.rollout.sglang import launch as launching
 from jaxrl_llm.rollout.sglang.launch import free_ports
@@ -187,3 +190,11 @@ def test_a_server_that_cannot_be_started_again_is_said_and_tried_again(tmp_path,
     monkeypatch.setattr(launched, "_start", start)
     assert launched.restart(url).endswith("and was started again")
     launched.close()
+
+
+def test_servers_are_told_of_two_more_positions():
+    """SGLang ends a response two tokens before its context does."""
+    rope = RopeConfig(scaling="yarn", factor=4.0)
+    raw = to_hf_config(_with_room(TransformerConfig(max_position=64, rope=rope)))
+    assert raw["max_position_embeddings"] == 66
+    assert raw["rope_scaling"]["original_max_position_embeddings"] == 64
