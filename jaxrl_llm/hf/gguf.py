@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
