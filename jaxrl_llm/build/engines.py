@@ -120,7 +120,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
 
 
 def _with_room(model: TransformerConfig) -> TransformerConfig:
-    """Return the architecture that servers are told, with two more positions.
+    """Return the architecture that servers read, with two more positions.
 
     SGLang ends a response two tokens before its context does, though it takes requests for all of it.
     """
