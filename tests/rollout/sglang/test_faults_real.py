@@ -47,8 +47,8 @@ def test_a_response_up_to_the_last_position_is_whole_or_refused(launched, tmp_pa
 
 
 class Meddler(Proxy):
-    """Stands before a server to which somebody else gives other weights, under the same label, after each
-    push and probe: its replies agree with themselves."""
+    """Gives the server behind it other weights, under the same label, after each push and probe: its replies
+    agree with themselves."""
 
     def __init__(self, target, folder):
         self.folder, self.label, self.lock, self.times = str(folder), "", None, 0
