@@ -338,6 +338,9 @@ SUITES = {
 Small Qwen3 models on generated tasks, on a CPU, with three seeds each. `make learn` runs all of it and
 writes this page. Every run starts from the SFT warm-up of its seed, so that the runs of a study differ only
 in the algorithm.
+All of it is computed in float32. Where products are in bfloat16, as in the H200 runs of
+benchmarks/README.md, the gradient of the embedding was a bfloat16 sum until 2026-11: no run of this page was
+touched by it.
 The tasks:
 """,
         TINY,

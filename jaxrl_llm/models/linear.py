@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight
+from jaxrl_llm.sharding.expert_weights import add_bias
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain, scatter_gradient
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B 
         x = scatter_gradient(x)
     y = multiply(w, name, x)
     if hasattr(w, f"{name}_bias"):
-        y = y + getattr(w, f"{name}_bias")[...]
+        y = add_bias(y, getattr(w, f"{name}_bias")[...])
     if adapter := adapter_of(w, name):
         a, b = adapter
         y = y + c.lora.scale * project(project(x, a), b)

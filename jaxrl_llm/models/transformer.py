@@ -38,7 +38,7 @@ from jaxrl_llm.sharding.rules import (
     constrain_residual,
     fetch,
     gather_tokens,
-    whole_rows,
+    look_up,
 )
 
 ACTIVATIONS = {
@@ -220,8 +220,7 @@ class Transformer(nnx.Module):
         readers = jnp.where(segments > 0, 1 if last is None else last - segments + 1, 0)
         per_token = per_token_call(strict)
         rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
-        table = rounded(fetch(self.embed[...]), dtype)
-        x = constrain_residual(whole_rows(table)[tokens])
+        x = constrain_residual(look_up(fetch(self.embed[...]), tokens, dtype))
 
         if routes is not None:
             routes = jnp.moveaxis(reorder_tokens(routes, method), 2, 0)

@@ -107,4 +107,9 @@ def product_with(
     """Return the product with a dense matrix of one expert and its adapter of type `dtype`, plus the bias."""
     multiply = lambda x, matrix, dtype: jnp.dot(x, matrix, preferred_element_type=dtype)
     y = adapted_product(multiply, x, matrix, dtype)
-    return y if bias is None else y + bias
+    return y if bias is None else add_bias(y, bias)
+
+
+def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return y + bias, of the type of y. The gradient of a bias of a narrower type is summed in float32."""
+    return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)

@@ -32,6 +32,7 @@ from jaxrl_llm.sharding.expert_weights import (
     Gate,
     QuantizedMatrices,
     adapted_product,
+    add_bias,
     dense_matrices,
     merge_codes,
     without_codes,
@@ -240,7 +241,13 @@ def _outputs(
     inside = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     expert_of_row = jnp.minimum(numbers, experts.count - 1)
     product = functools.partial(_product, sizes=sizes)
-    biased = lambda y, bias: y if bias is None else jnp.where(inside, y + bias[expert_of_row], 0)
+
+    def biased(y, bias):
+        if bias is None:
+            return y
+        bias = bias.astype(jnp.float32)  # before the lookup, so that its gradient is summed in float32
+        return jnp.where(inside, add_bias(y, bias[expert_of_row]), 0)
+
     gate = biased(product(rows, experts.gate), experts.gate_bias)
     hidden = gated(gate, biased(product(rows, experts.up), experts.up_bias))
     return biased(product(hidden, experts.down, dtype=jnp.float32), experts.down_bias)

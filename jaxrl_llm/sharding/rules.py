@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
@@ -10,6 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxrl_kernels.batch_invariant import rounded
 
 HOST = "pinned_host"
 Rules = Mapping[str, str | tuple[str, ...] | None]
@@ -20,6 +25,7 @@ TRAIN: Rules = {
     "sequence": "sequence",
     "residual": ("sequence", "tensor"),  # tokens between the blocks of a layer
     "hidden": None,
+    "copies": "data",  # rows, where devices have all that read their copy of a weight
     # weights
     "layers": None,
     "embed": ("fsdp", "sequence", "expert"),
@@ -161,26 +167,31 @@ gather_tokens.defvjp(lambda x: (gather_tokens(x), None), _scatter_backward)
 scatter_gradient.defvjp(lambda x: (x, None), _scatter_backward)
 
 
-@jax.custom_vjp
-def whole_rows(table: jax.Array) -> jax.Array:
-    """Gather the embedding [V, D] for a lookup, which reads whole rows.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
+    """Return the rows of the embedding that the tokens name, rounded to `dtype`.
 
-    Its gradient has the sharding of the weight: devices then exchange the gradients of tokens. That of a
-    gathered table would be an all-reduce of tables. Without the first constraint a cast to `table` may be
-    made after the gather, whose bytes are then those of the wider type.
+    The gradients of equal tokens are added in float32: in bfloat16 the sum of a frequent token stops growing
+    at some 256 times one of them. The sum has the sharding of the weight: devices then exchange the gradients
+    of tokens, in `dtype`. That of a gathered table would be an all-reduce of tables. Without the first
+    constraint the cast to `dtype` may be made after the gather, whose bytes are then those of the wider type.
     """
-    return constrain(constrain(table, "vocab", "embed"), "vocab", "hidden")
+    table = constrain(rounded(table, dtype), "vocab", "embed")
+    return constrain(table, "vocab", "hidden")[tokens]
 
 
-def _whole_rows_forward(table: jax.Array) -> tuple[jax.Array, None]:
-    return whole_rows(table), None
+def _look_up_forward(table, tokens, dtype):
+    return look_up(table, tokens, dtype), (table, tokens)
 
 
-def _whole_rows_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (constrain(gradient, "vocab", "embed"),)
+def _look_up_backward(dtype, residuals, gradient):
+    table, tokens = residuals
+    gradient = constrain(gradient, "copies", None, "embed")  # sent before it becomes float32
+    total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(gradient.astype(jnp.float32))
+    return constrain(total, "vocab", "embed").astype(table.dtype), None
 
 
-whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
+look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 def logprob_specs(hidden: jax.Array, head: jax.Array) -> tuple[PartitionSpec, PartitionSpec] | None:

@@ -61,11 +61,13 @@ def linear_divergence(
             x.reshape(1, -1, x.shape[-1]) for x in (student_hidden, teacher_hidden)
         ]
         chunk *= shape[0]
+    wide = student_head.astype(jnp.float32)  # the gradients of chunks are added in the type that is read here
 
     @jax.checkpoint
     def one(student, teacher):
         product = functools.partial(jnp.einsum, "btd,vd->btv", preferred_element_type=jnp.float32)
-        of_student, of_teacher = product(student, student_head), product(teacher, teacher_head)
+        of_student = product(student, wide.astype(student_head.dtype))
+        of_teacher = product(teacher, teacher_head)
         log_q = log_probs(of_student, temperature, student_softcap)
         log_p = log_probs(of_teacher, temperature, teacher_softcap)
         return divergence(log_p, log_q, beta, top_tokens(of_teacher, top_k))
