@@ -96,17 +96,20 @@ def apply_filters(weights: Float[Array, "S V"], params: SamplingParams) -> Float
 def inverse_cdf(weights: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
     """Return the first index whose cumulative weight exceeds uniform * total; never one of weight 0.
 
+    Rounded sums cannot say whether a weight is 0: cumulative ones may decrease, and a program may compute
+    uniform * total - start with or without a rounding between. So only nonzero blocks and weights are chosen.
     The uniform has 23 bits: a token rarer than 1e-7 is sampled with about, not exactly, its probability.
     """
     rows, size = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
-    ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+    sums = jnp.sum(blocks, axis=-1)
+    ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
-    block = _first_above(ends, target)
+    block = _first_above(sums, ends, target)
     starts = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
     target = target - jnp.take_along_axis(starts, block[:, None], axis=1)[:, 0]
-    inside = jnp.cumsum(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=-1)
-    return block * BLOCK + _first_above(inside, target)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * BLOCK + _first_above(inside, jnp.cumsum(inside, axis=-1), target)
 
 
 def uniforms(keys: Key[Array, "S"], index: Int[Array, "S"]) -> Float[Array, "S"]:
@@ -114,10 +117,13 @@ def uniforms(keys: Key[Array, "S"], index: Int[Array, "S"]) -> Float[Array, "S"]
     return jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i)))(keys, index)
 
 
-def _first_above(ends: Float[Array, "S N"], target: Float[Array, "S"]) -> Int[Array, "S"]:
-    """Return the first index with end > target; rounding cannot push it past the last nonzero weight."""
-    first = jnp.sum(ends <= target[:, None], axis=-1)
-    return jnp.minimum(first, jnp.sum(ends < ends[:, -1:], axis=-1))
+def _first_above(
+    weights: Float[Array, "S N"], ends: Float[Array, "S N"], target: Float[Array, "S"]
+) -> Int[Array, "S"]:
+    """Return the first index of nonzero weight with end > target, else the last one of nonzero weight."""
+    index, nonzero = jnp.arange(weights.shape[-1]), weights > 0
+    first = jnp.min(jnp.where(nonzero & (ends > target[:, None]), index, len(index)), axis=-1)
+    return jnp.minimum(first, jnp.max(jnp.where(nonzero, index, 0), axis=-1))
 
 
 def _first_equal(values: Float[Array, "S V"], top: Float[Array, "S 1"]) -> Int[Array, "S"]:

@@ -53,15 +53,38 @@ def test_inverse_cdf_by_hand():
     assert inverse_cdf(weights, uniform).tolist() == [0, 0, 2, 2, 3, 3]
 
 
-def test_inverse_cdf_never_returns_weight_zero():
-    """Also where the vocabulary spans blocks, some of them empty, and the sums round."""
-    weights = np.zeros((64, 1000), np.float32)
-    rng = np.random.default_rng(0)
-    for row in weights:
-        row[rng.choice(1000, 7)] = rng.random(7) * 10.0 ** rng.integers(-6, 1, 7)
-    for u in (0.0, 0.3, 0.999, 1 - 2**-24):
-        drawn = np.asarray(inverse_cdf(weights, np.full(64, u, np.float32)))
-        assert (weights[np.arange(64), drawn] > 0).all()
+def beside_ends(weights):
+    """Uniforms at the end of every block and token, as sums in float32 and in float64 have them, and their
+    neighbours."""
+    blocks = np.pad(weights, (0, -len(weights) % sampling.BLOCK)).reshape(-1, sampling.BLOCK)
+    ends = []
+    for dtype in (np.float32, np.float64):
+        sums = np.cumsum(weights, dtype=dtype), np.cumsum(blocks.sum(axis=1), dtype=dtype)
+        ends += [np.unique(x) / x[-1] for x in sums]
+    ends = np.unique(np.float32(np.concatenate(ends)))
+    near = [np.zeros(1, np.float32), ends]
+    for towards in (0, 1):
+        step = ends
+        for _ in range(3):
+            near.append(step := np.nextafter(step, np.float32(towards)))
+    return np.minimum(np.unique(np.concatenate(near)), np.float32(1 - 2**-24))
+
+
+@pytest.mark.parametrize("draw", [inverse_cdf, sampling.inverse_cdf], ids=["jitted", "not jitted"])
+@pytest.mark.parametrize("kept", [7, 50, 2000])
+def test_inverse_cdf_never_returns_weight_zero(draw, kept):
+    """With uniforms beside every end, where rounded sums decrease and exceed their total."""
+    rng = np.random.default_rng(kept)
+    for size in (1000, 30_000):
+        weights = np.zeros(size, np.float32)
+        largest = rng.choice(size, min(kept, size // 2), replace=False)
+        weights[largest] = rng.random(len(largest)) * 10.0 ** rng.integers(-6, 1, len(largest))
+        uniform = rng.permutation(beside_ends(weights))[: 6_000_000 // size]
+        drawn = np.asarray(draw(np.broadcast_to(weights, (len(uniform), size)), uniform))
+        assert (weights[drawn] > 0).all()
+        p = np.float64(weights) / weights.sum(dtype=np.float64)
+        ends = np.cumsum(p)[drawn]
+        assert (ends > uniform - 1e-5).all() and (ends - p[drawn] < uniform + 1e-5).all()
 
 
 def test_frequencies_are_the_probabilities():
