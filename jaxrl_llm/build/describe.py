@@ -48,6 +48,8 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     yield ", ".join(f"{k} {v:,}" for k, v in derived(config, run.mesh.size).items())
     if line := staleness_line(config):
         yield line
+    if line := filter_line(config):
+        yield line
     yield from lora_lines(run)
     if config.epochs:
         yield epochs_line(config, run.loaders["train"])
@@ -131,6 +133,21 @@ def staleness_line(config: TrainConfig) -> str:
         "--algo.correction weighs their tokens"
         if requires.corrected
         else "old log-probs are those of the rollout (--algo.old)"
+    )
+
+
+def filter_line(config: TrainConfig) -> str:
+    """Return what filters of sampling do to importance weights; "" where none acts."""
+    sampling = config.rollout.sampling
+    filters = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
+    acting = [
+        f"--rollout.sampling.{name} {getattr(sampling, name):g}" for name, acts in filters.items() if acts
+    ]
+    if not acting or not algos.of(config.algo).on_rollouts or not algos.requirements(config.algo).policy:
+        return ""
+    return (
+        f"warning: {', '.join(acting)}: tokens are drawn from what the filters keep, and log-probs are of "
+        "the full softmax: importance weights are biased, and the metrics mismatch/ do not show it"
     )
 
 
