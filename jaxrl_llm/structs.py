@@ -91,6 +91,9 @@ class Trajectory:
     greedy_reward: float = float("nan")  # of the greedy response to the same prompt (ReMax)
     greedy_process: float = 0.0  # `process_reward` of that response
     routes: np.ndarray | None = None  # uint8 or uint16 [tokens, L, K], `models.moe.route_spec`, of all tokens
+    kept: np.ndarray | None = (
+        None  # int32 [R', K], tokens that the filters kept at each of the policy's, -1 = none
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -178,6 +181,7 @@ class Batch:
     returns: Float[Array, "B T"] | None = None  # targets of the critic
     labels: Float[Array, "B T"] | None = None  # label of the token, or of its sequence
     routes: UInt[Array, "B T L K"] | None = None  # replayed routes of tokens (`models.moe.route_spec`)
+    kept: Int[Array, "B T K"] | None = None  # ids of the target's kept set, -1 = none
 
 
 @pytree

@@ -143,11 +143,17 @@ def filter_line(config: TrainConfig) -> str:
     acting = [
         f"--rollout.sampling.{name} {getattr(sampling, name):g}" for name, acts in filters.items() if acts
     ]
-    if not acting or not algos.of(config.algo).on_rollouts or not algos.requirements(config.algo).policy:
+    if (
+        not acting
+        or sampling.kept_sets
+        or not algos.of(config.algo).on_rollouts
+        or not algos.requirements(config.algo).policy
+    ):
         return ""
     return (
         f"warning: {', '.join(acting)}: tokens are drawn from what the filters keep, and log-probs are of "
-        "the full softmax: importance weights are biased, and the metrics mismatch/ do not show it"
+        "the full softmax: importance weights are biased, and the metrics mismatch/ do not show it; "
+        "--rollout.sampling.kept_sets True, with a top_k, takes log-probs over what is kept"
     )
 
 

@@ -339,6 +339,7 @@ def make_learner(
         else config.share_prefixes and algorithm.input in ("pairs", "labels"),
         temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
+        num_kept=config.rollout.sampling.num_kept if on_rollouts and requires.policy else 0,
         max_grad_norm=optim.max_grad_norm,
         grad_dtype=optim.grad_dtype,
         offload=optim.offload,

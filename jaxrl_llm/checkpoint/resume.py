@@ -31,6 +31,7 @@ FIXED = (
     "optim.ema",
     "data",
     "max_prompt_tokens",  # decides which prompts are filtered, and so all that follow
+    "rollout.sampling.kept_sets",  # unfinished responses of a checkpoint have sets or none
     "prompts_per_step",  # step s reads prompts from s * prompts_per_step on
 )
 """Keys, with all below them, that a run keeps for life: a checkpoint means nothing under others."""

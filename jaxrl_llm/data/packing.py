@@ -26,6 +26,7 @@ class PackItem:
         default_factory=dict
     )  # by the name in structs.SIGNALS, float32 [t]
     routes: np.ndarray | None = None  # as those of a Trajectory, [t, L, K]
+    kept: np.ndarray | None = None  # kept sets of a Trajectory, [t, K], -1 on its prompt
     prompt: int | None = None  # `prompt_index` of its Trajectory; None = a document
 
 
@@ -33,11 +34,15 @@ def from_trajectory(trajectory: Trajectory) -> PackItem:
     """Return prompt and response end to end as one item; the prompt is context (mask 0)."""
     prompt = np.zeros(len(trajectory.prompt_ids), np.float32)
     on_response = lambda x: np.concatenate([prompt, np.asarray(x, np.float32)])
+    kept = trajectory.kept
+    if kept is not None:
+        kept = np.pad(kept, ((len(prompt), 0), (0, 0)), constant_values=-1)
     return PackItem(
         tokens=np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int32),
         mask=on_response(trajectory.mask),
         signals={"rollout": on_response(trajectory.logprobs)},
         routes=trajectory.routes,
+        kept=kept,
         prompt=trajectory.prompt_index,
     )
 
@@ -61,6 +66,7 @@ def pack(
     group_size: int = 1,
     replay: bool = False,
     share: bool = False,
+    num_kept: int = 0,
 ) -> list[Batch]:
     """Pack by first-fit decreasing into rows of `row_length`, `rows` rows a micro-batch, the last one padded.
 
@@ -71,6 +77,7 @@ def pack(
         group_size: consecutive sequences that stay side by side in one row (2 = a pair).
         replay: include the routes that the sequences have.
         share: a row holds a prefix that several of its sequences have in common once.
+        num_kept: ids of a kept set; 0 = leave out those that the sequences have.
 
     Raises:
         UserError: a group longer than a row.
@@ -80,7 +87,7 @@ def pack(
     batches = []
     for start in range(0, len(packed), rows):
         members = packed[start : start + rows]
-        batches.append(_fill_rows(sequences, members, row_length, rows, route, share))
+        batches.append(_fill_rows(sequences, members, row_length, rows, route, share, num_kept))
     return batches
 
 
@@ -148,10 +155,12 @@ def empty_batch(
     signals: Sequence[str] = (),
     route: np.ndarray | jax.ShapeDtypeStruct | None = None,
     share: bool = False,
+    num_kept: int = 0,
 ) -> Batch:
     """Return a micro-batch of padding alone.
 
     Args:
+        num_kept: ids of a kept set; 0 = there are none.
         share: its sequences may share prefixes.
         route: of a token, for its shape and type; None = the batch has no routes.
     """
@@ -169,6 +178,7 @@ def empty_batch(
         lengths=np.ones((rows, row_length), np.float32),
         **{name: zeros(np.float32) for name in signals},
         routes=route,
+        kept=np.full((rows, row_length, num_kept), -1, np.int32) if num_kept else None,
     )
 
 
@@ -179,9 +189,12 @@ def _fill_rows(
     rows: int,
     route: np.ndarray | None,
     share: bool,
+    num_kept: int,
 ) -> Batch:
+    if num_kept:
+        num_kept = max(num_kept, *(s.kept.shape[1] for s in sequences))
     names = tuple(name for name in IN_LOSS if name in sequences[0].signals)
-    batch = empty_batch(rows, row_length, names, route, share)
+    batch = empty_batch(rows, row_length, names, route, share, num_kept)
     for row, places in enumerate(packed):
         for segment, (index, shared, columns) in enumerate(places, 1):
             s = sequences[index]
@@ -196,6 +209,8 @@ def _fill_rows(
                 getattr(batch, name)[row, shifted] = s.signals[name][shared + 1 :]
             if route is not None and s.routes is not None:
                 batch.routes[row, here] = s.routes[shared:]
+            if num_kept:
+                batch.kept[row, shifted, : s.kept.shape[1]] = s.kept[shared + 1 :]
             if share:
                 batch.last[row, columns] = segment  # the next one overwrites what it continues
     return batch

@@ -155,7 +155,7 @@ class RolloutSource:
             prompts, key = self.loader.batch(number, self.prompts), jax.random.fold_in(self.key, number)
             samplings = [(self.responses, self.sampling)]
             if self._requires.greedy:
-                samplings.append((1, replace(self.sampling, temperature=0.0)))
+                samplings.append((1, replace(self.sampling, temperature=0.0, kept_sets=False)))
             pending = [
                 start_responses(self.engine, prompts, n, self.max_tokens, sampling, key, self.env, before)
                 for (n, sampling), before in zip(samplings, partial, strict=False)

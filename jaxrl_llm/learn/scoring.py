@@ -37,7 +37,8 @@ class ScoringModel:
     def abstract_batch(self, signals: Sequence[str], rows: int, replay: bool = True) -> Batch:
         """Return shapes, types and shardings of a micro-batch with these signals."""
         route = self.config.replay.route if replay and self.config.replay else None
-        empty = empty_batch(rows, self.config.row_tokens, signals, route, self.config.share_prefixes)
+        c = self.config
+        empty = empty_batch(rows, c.row_tokens, signals, route, c.share_prefixes, c.num_kept)
         return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
 
     def score_program(self, params: Params, names: tuple[str, ...], replay: bool = False) -> Program:
@@ -63,7 +64,7 @@ class ScoringModel:
         Args:
             replay: these are weights of the model whose routes the items have (`StepConfig.replay`).
         """
-        bare = [PackItem(item.tokens, item.mask, routes=item.routes) for item in items]
+        bare = [PackItem(item.tokens, item.mask, routes=item.routes, kept=item.kept) for item in items]
         with jax.set_mesh(self.mesh):
             batches = self._batches(bare, self.config.rows_scored, replay)
             results = [self._score(params, batch, names=names) for batch in batches]
@@ -118,4 +119,6 @@ class ScoringModel:
     def _batches(self, items: Sequence[PackItem], rows: int, replay: bool = True) -> list[Batch]:
         c, size = self.config, self.group_size
         replay = replay and c.replay is not None
-        return [self.put(b) for b in pack(items, c.row_tokens, rows, size, replay, c.share_prefixes)]
+        return [
+            self.put(b) for b in pack(items, c.row_tokens, rows, size, replay, c.share_prefixes, c.num_kept)
+        ]

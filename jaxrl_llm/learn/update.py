@@ -27,6 +27,7 @@ from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite
 from jaxrl_llm.learn.gradients import add_gradients, new_gradients
+from jaxrl_llm.learn.kept_sets import kept_logprobs
 from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.learn.routing import ROUTES, ROUTING, Replay, routing_metrics, with_bias_gradient
@@ -56,6 +57,7 @@ class StepConfig:
     grad_dtype: str = "float32"  # of gradients in memory
     update_by_leaf: bool = True  # for optimizers that treat every weight by itself, see `finite_update`
     offload: bool = False  # optimizer moments in host memory between updates
+    num_kept: int = 0  # ids of a kept set, over which log-probs are (`SamplingConfig.kept_sets`); 0 = none
     balance_coef: float = 0.0  # of the balance loss of experts
     replay: Replay | None = None  # of routes
     old: Literal["policy", "recompute", "rollout"] = "policy"  # source of old log-probs, see `old_logprobs`
@@ -96,6 +98,8 @@ def model_outputs(
         outputs["policy"], outputs["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
             hidden, head, batch.targets, batch.mask, with_entropy="entropy" in names, **layout, **softmax
         )
+        if batch.kept is not None:
+            outputs["policy"] = kept_logprobs(params, hidden, batch, config)
     if "sum_pi_squared" in names:
         outputs["sum_pi_squared"] = linear_square(hidden, head, **softmax)
     if "values" in names:

@@ -44,6 +44,12 @@ def _dpo(config: TrainConfig, is_idle: Callable[[Any], bool]) -> bool:
 
 IDLE = (
     Idle(
+        "rollout.sampling.kept_sets",
+        "--algo learns from no rollouts",
+        lambda c: not algos.of(c.algo).on_rollouts,
+    ),
+    Idle("eval.sampling.kept_sets", "nothing is learned from evaluated responses", lambda c: True),
+    Idle(
         "reference.path reference.offload",
         "no reference model is used with these settings",
         lambda c: not algos.requirements(c.algo).reference,

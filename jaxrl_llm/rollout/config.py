@@ -18,11 +18,12 @@ EIGHT_BITS = ("int8", "float8_e4m3fn")
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflow
 MAX_STOP_LENGTH = 1000  # characters; the text after each chunk is searched for all stop strings
 MAX_STOPS = 256
+MAX_KEPT = 128  # ids of a kept set: the trainer reads as many rows of the head for each token
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling of tokens. Reported log-probs are of the full softmax at `temperature`."""
+    """Sampling of tokens. Log-probs are of the full softmax at `temperature`, but for `kept_sets`."""
 
     temperature: Annotated[float, Range(0.0, 100.0, usual="1.0 is usual for training, 0 is greedy")] = 1.0
     """0 = greedy."""
@@ -32,6 +33,10 @@ class SamplingConfig:
     """Keep the smallest set of tokens with at least this probability (nucleus)."""
     min_p: Fraction = 0.0
     """Drop tokens less likely than this times the likeliest."""
+    kept_sets: bool = False
+    """Log-probs of rollout, policy and reference are over the tokens that the filters keep of each token's
+    prediction, as it was drawn; these sets are kept with the trajectories. Without, importance weights under
+    filters are biased. Needs top_k."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; kept in it."""
     stop_tokens: tuple[Annotated[int, Range(0, LARGEST)], ...] = ()
@@ -52,8 +57,20 @@ class SamplingConfig:
         """
         return () if self.ignore_eos else tuple(dict.fromkeys((*eos_ids, *self.stop_tokens)))
 
+    @property
+    def num_kept(self) -> int:
+        """Return the most tokens of a kept set; 0 = there are none."""
+        return self.top_k if self.kept_sets else 0
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it)."""
+        if self.kept_sets and not 1 <= self.top_k <= MAX_KEPT:
+            yield (
+                "kept_sets",
+                f"is True with top_k {self.top_k}: it must have a top_k of 1 to {MAX_KEPT}.",
+            )
+        if self.kept_sets and not self.temperature:
+            yield "kept_sets", "is True: it must have a temperature above 0, greedy tokens have no choice."
         if 0 < self.temperature < MIN_TEMPERATURE:
             yield (
                 "temperature",
@@ -132,6 +149,11 @@ class RolloutConfig(PlacementConfig):
                 "mesh" if self.mesh else "devices",
                 "is for the native engine: SGLang servers have devices of their own (--sglang.devices, "
                 "--sglang.flags). Leave it out, or set --rollout.engine native.",
+            )
+        if self.engine == "sglang" and self.sampling.kept_sets:
+            yield (
+                "sampling.kept_sets",
+                "is for the native engine: SGLang does not report what its filters keep. Set it to False.",
             )
         if self.cache == "ring" and self.cache_dtype in EIGHT_BITS:
             yield "cache_dtype", f"is {self.cache_dtype}: it needs --rollout.cache paged."

@@ -58,6 +58,7 @@ def trajectory_of(response: PartialResponse, tokenizer: Any, end_ids: Sequence[i
         episode=response.episode,
         server=" ".join(response.servers),
         routes=routes_of(response),
+        kept=kept_of(response),
     )
 
 
@@ -69,6 +70,16 @@ def routes_of(response: PartialResponse) -> np.ndarray | None:
     missing = len(response.request.prompt_ids) + len(response.ids) - len(known)
     unknown = np.full((missing, *known.shape[1:]), unknown_route(known.dtype), known.dtype)
     return np.concatenate([known, unknown])
+
+
+def kept_of(response: PartialResponse) -> np.ndarray | None:
+    """Return the kept sets of all tokens of a response, -1 on observations; None = there are none."""
+    if not response.kept:
+        return None
+    kept = np.full((len(response.ids), max(map(len, response.kept))), -1, np.int32)
+    for row, ids in zip(np.flatnonzero(response.mask), response.kept, strict=True):
+        kept[row, : len(ids)] = ids
+    return kept
 
 
 def is_complete(response: PartialResponse, turns: bool) -> bool:
@@ -101,6 +112,9 @@ def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -
     routes = [route for _, _, one in rows for route in one.routes]
     arrays["num_routes"] = np.array([len(one.routes) for _, _, one in rows], np.int32)
     arrays["routes"] = np.stack(routes) if routes else np.zeros(0, np.uint8)
+    kept = [ids for _, _, one in rows for ids in one.kept]
+    arrays["num_kept"] = np.array([len(one.kept) for _, _, one in rows], np.int32)
+    arrays["kept"] = np.stack(kept) if kept else np.zeros(0, np.int32)
     for name, dtype in PER_TOKEN.items():
         arrays[name] = np.array([x for _, _, one in rows for x in getattr(one, name)], dtype)
     out = io.BytesIO()
@@ -116,9 +130,10 @@ def unpack_responses(data: bytes) -> dict[int, list[list[PartialResponse]]]:
     observed: list[list[tuple[int, int]]] = [[] for _ in arrays["length"]]
     for row, start, end in arrays["observed"].tolist():
         observed[row].append((start, end))
-    routes: Sequence = [()] * len(arrays["length"])
-    if "routes" in arrays:
-        routes = np.split(arrays["routes"], np.cumsum(arrays["num_routes"])[:-1])
+    lists_of = {name: [()] * len(arrays["length"]) for name in ("routes", "kept")}
+    for name in lists_of:
+        if name in arrays:
+            lists_of[name] = np.split(arrays[name], np.cumsum(arrays[f"num_{name}"])[:-1])
     episodes = json.loads(arrays["episodes"].tobytes()) if "episodes" in arrays else {}
     batches: dict[int, list[list[PartialResponse]]] = {}
     for i, (n, k) in enumerate(zip(arrays["batch"].tolist(), arrays["list"].tolist(), strict=True)):
@@ -126,7 +141,8 @@ def unpack_responses(data: bytes) -> dict[int, list[list[PartialResponse]]]:
         lists += [[] for _ in range(k + 1 - len(lists))]
         per_token = {name: column[i].tolist() for name, column in columns.items()}
         finish = str(arrays["finish"][i])
-        one = PartialResponse(**per_token, finish=finish, observed=observed[i], routes=list(routes[i]))
+        per_token |= {name: list(values[i]) for name, values in lists_of.items()}
+        one = PartialResponse(**per_token, finish=finish, observed=observed[i])
         lists[k].append(one)
         if saved := episodes.get(str(i)):
             lists[k][-1].episode = Episode(**{**saved, "messages": tuple(saved["messages"])})

@@ -196,6 +196,35 @@ def logprob(
     return logprobs, jnp.log(total) - jnp.sum(weights * below, axis=-1) / total
 
 
+def kept_logprob(
+    temperature: Float[Array, ""],
+    logits: Float[Array, "B T V"],
+    targets: Int[Array, "B T"],
+    kept: Int[Array, "B T K"],
+) -> Float[Array, "B T"]:
+    """Compute log softmax(logits / temperature) at the targets over their kept sets, nats; for `map_tokens`.
+
+    Args:
+        kept: ids, -1 = none.
+    """
+    return set_logprob(jnp.take_along_axis(logits, jnp.maximum(kept, 0), axis=-1), targets, kept, temperature)
+
+
+def set_logprob(
+    logits: Float[Array, "B T K"],
+    targets: Int[Array, "B T"],
+    kept: Int[Array, "B T K"],
+    temperature: float | Float[Array, ""],
+) -> Float[Array, "B T"]:
+    """Compute `kept_logprob` from the logits of the kept sets alone. 0 for a set that lacks its target."""
+    has_target = jnp.any(kept == targets[..., None], axis=-1, keepdims=True)
+    member = (kept >= 0) | ~has_target  # a finite number, also where there is no set
+    logits = jnp.where(member, logits * (1 / temperature), -jnp.inf)
+    below = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    at_target = jnp.sum(jnp.where(kept == targets[..., None], below, 0), axis=-1)
+    return jnp.where(has_target[..., 0], at_target - jnp.log(jnp.sum(jnp.exp(below), axis=-1)), 0)
+
+
 def linear_logprob(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "V D"],

@@ -28,5 +28,6 @@ def test_filters_that_act_are_named(sampling, named):
     assert line(ppo.Config(), **sampling) and not line(sft.Config(), **sampling)
 
 
-def test_without_filters_there_is_no_line():
+def test_without_filters_or_with_kept_sets_there_is_no_line():
+    assert line(top_k=50, top_p=0.9, kept_sets=True) == ""
     assert line() == line(temperature=0.7, stop=("\n",)) == ""

@@ -245,8 +245,21 @@ def test_gradients_are_those_of_the_plain_model():
         np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max() + 1e-9)
 
 
+FILTERS = (
+    "--rollout.sampling.top_k",
+    "20",
+    "--rollout.sampling.top_p",
+    "0.9",
+    "--rollout.sampling.min_p",
+    "0.02",
+)
+
+
 @pytest.mark.slow
-def test_a_whole_run_has_no_mismatch(tmp_path):
+@pytest.mark.parametrize(
+    "sampling", [(), (*FILTERS, "--rollout.sampling.kept_sets", "true")], ids=["", "kept sets"]
+)
+def test_a_whole_run_has_no_mismatch(sampling, tmp_path):
     """Two updates a step on rows of several trajectories; the old log-probs are scored, not the update's.
 
     The rollout has another device than the policy.
@@ -256,7 +269,7 @@ def test_a_whole_run_has_no_mismatch(tmp_path):
         *("--prompts_per_step", "4", "--responses_per_prompt", "4", "--minibatches_per_step", "2"),
         *("--warm_start.steps", "1", "--eval.every", "0", "--log.progress", "none", "--reward.workers", "1"),
         *("--rollout.slots", "8", "--tokens_per_device", "144", "--log.tensorboard", "false"),
-        *("--devices", "0:1", "--rollout.devices", "1:2"),
+        *("--devices", "0:1", "--rollout.devices", "1:2", *sampling),
     ])  # fmt: skip
     assert code == 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-2:]

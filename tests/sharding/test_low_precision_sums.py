@@ -14,7 +14,7 @@ from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, look_up, put_rows, sharding_for
 
 COUNTS = {1: 1, 2: 64, 3: 512, 4: 4096}
-"""How often each token occurs among 8 x 640."""
+"""Occurrences of each token among 8 x 640."""
 MESHES = {
     "one": None,
     "fsdp=8": MeshConfig(fsdp=8),

@@ -14,7 +14,7 @@ from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native.kept import max_copies
 from jaxrl_llm.rollout.native.programs import Programs, empty_slots, make_stop_conditions
-from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
+from jaxrl_llm.rollout.native.sampling import filters_of, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, num_copies, pages_for, round_up
 from jaxrl_llm.sharding.compile import ParallelCompiler
 from jaxrl_llm.sharding.rules import with_shardings
@@ -51,14 +51,14 @@ def call_all(
         key: any key data, for its shape.
     """
     max_slots = shapes.slot_counts[-1]
-    variants = {is_filtered(sampling): sampling for sampling in samplings}
+    variants = {filters_of(sampling): sampling for sampling in samplings}
 
     def decode(cache, num_slots, *table):
         state = empty_slots(num_slots, key)
         uniform = programs.uniforms(state)
-        for filtered, sampling in variants.items():
+        for filters, sampling in variants.items():
             params, stop = make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
-            inputs, static = (state, uniform, params, stop, *table), {"filtered": filtered}
+            inputs, static = (state, uniform, params, stop, *table), {"filters": filters}
             cache, _ = programs.decode(weights, cache, *inputs, **static)
             if shapes.has_drafts(num_slots):
                 inputs += (_no_texts(programs, shapes, *table),)
@@ -151,7 +151,7 @@ def largest_calls(
         calls_of = _paged_calls if programs.page_size else _ring_calls
         cache, calls = calls_of(programs, shapes, prompts, lengths)
     settings = make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
-    inputs, static = (state, uniform, *settings), {"filtered": is_filtered(sampling)}
+    inputs, static = (state, uniform, *settings), {"filters": filters_of(sampling)}
     if programs.page_size:
         inputs += (_zeros(max_slots, _columns(programs, shapes)),)
         calls |= _largest_extend(programs, shapes, weights, cache)

@@ -16,7 +16,7 @@ from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.native.drafts import accept_drafts, propose_drafts
-from jaxrl_llm.rollout.native.sampling import SamplingParams, sample_tokens, sample_tokens_strict, uniforms
+from jaxrl_llm.rollout.native.sampling import Filters, SamplingParams, sample_tokens, uniforms
 from jaxrl_llm.sharding.compile import compiler_options
 from jaxrl_llm.sharding.rules import ROLLOUT, sharding_for, with_shardings
 from jaxrl_llm.structs import Params
@@ -41,10 +41,11 @@ class ChunkOutput(NamedTuple):
 
     tokens: jax.Array  # int32 [chunk, S]
     logprobs: jax.Array  # float32 [chunk, S], nats
+    kept: jax.Array | None  # int32 [chunk, S, K], see `sampling.Sampled`
+    routes: jax.Array | None  # [chunk, S, L, K], of the token that was read before each
     produced: jax.Array  # int32 [S]
     active: jax.Array  # bool [S]
     steps: jax.Array  # int32
-    routes: jax.Array | None = None  # [chunk, S, L, K], of the token that was read before each
     drafts: jax.Array | None = None  # int32 [2], draft tokens that were read, and those that were accepted
 
 
@@ -128,8 +129,8 @@ class Programs:
         self.gather = jax.jit(self._gather, static_argnames="length", out_shardings=cache[:2])
         self.insert = jax.jit(self._insert, donate_argnums=0, out_shardings=cache)
         self.resize = jax.jit(self._resize, static_argnames="length", out_shardings=cache)
-        self.decode = jax.jit(self._decode, static_argnames=("filtered",), **forward)
-        static = ("num_drafts", "filtered")
+        self.decode = jax.jit(self._decode, static_argnames=("filters",), **forward)
+        static = ("num_drafts", "filters")
         self.decode_drafts = jax.jit(self._decode_drafts, static_argnames=static, **forward)
         self.uniforms = jax.jit(self._uniforms, out_shardings=replicated)
 
@@ -273,7 +274,7 @@ class Programs:
         stop: StopConditions,
         table=None,
         *,
-        filtered,
+        filters: Filters,
     ) -> tuple[RingCache | PagedCache, ChunkOutput]:
         """Generate tokens until stop.max_steps, or until no shard has more than stop.min_active active slots.
 
@@ -282,7 +283,6 @@ class Programs:
         """
         self.compile_count += 1
         num_slots = slots.tokens.shape[0]
-        sample = sample_tokens_strict if self.strict else sample_tokens
 
         def unfinished(carry):
             step, _, state, _ = carry
@@ -293,7 +293,7 @@ class Programs:
             positions = state.positions if table is None else jnp.where(state.active, state.positions, -1)
             inputs = state.tokens[:, None], positions[:, None]
             logits, cache, routes = self._logits(weights, cache, table, *inputs)
-            token, logprob = sample(logits, uniform[step], params, filtered)
+            token, *rest = sample_tokens(logits, uniform[step], params, filters, self.strict)
             one = state.active.astype(jnp.int32)
             counts = state.counts + one
             ended = jnp.any(token[:, None] == stop.token_ids, axis=1) | (counts >= state.limits)
@@ -304,15 +304,15 @@ class Programs:
                 active=state.active & ~ended,
             )
             put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, step, 0)
-            new = (token, logprob) if self.route is None else (token, logprob, routes[:, 0])
-            return step + 1, cache, state, tuple(map(put, out, new))
+            new = token, *rest, None if routes is None else routes[:, 0]
+            return step + 1, cache, state, jax.tree.map(put, out, new)
 
-        state, out = slots._replace(keys=jnp.zeros(())), self._empty_output(num_slots)
+        state, out = slots._replace(keys=jnp.zeros(())), self._empty_output(num_slots, filters)
         step, cache, state, out = jax.lax.while_loop(unfinished, body, (jnp.int32(0), cache, state, out))
-        return cache, ChunkOutput(*out[:2], state.counts - slots.counts, state.active, step, *out[2:])
+        return cache, ChunkOutput(*out, state.counts - slots.counts, state.active, step)
 
     def _decode_drafts(
-        self, weights, cache, slots: SlotState, uniform, params, stop, table, texts, *, num_drafts, filtered
+        self, weights, cache, slots: SlotState, uniform, params, stop, table, texts, *, num_drafts, filters
     ) -> tuple[PagedCache, ChunkOutput]:
         """Generate what `_decode` would, in fewer steps: a step may keep several tokens of a draft.
 
@@ -323,7 +323,6 @@ class Programs:
             texts: int32 [S, C], see `propose_drafts`; own_start = C - N page.
         """
         self.compile_count += 1
-        sample = sample_tokens_strict if self.strict else sample_tokens
         own_start = texts.shape[1] - table.shape[1] * self.page_size
         rows, places = jnp.arange(len(slots.tokens))[:, None], jnp.arange(num_drafts + 1)
 
@@ -343,20 +342,20 @@ class Programs:
             inputs = jnp.maximum(tokens, 0), jnp.where(read, positions, -1)
             logits, cache, routes = self._logits(weights, cache, table, *inputs)
             numbers = uniform[jnp.minimum(at, self.chunk - 1), rows].ravel()
-            drawn, *new = (x.reshape(at.shape) for x in sample(logits, numbers, params, filtered))
+            sampled = sample_tokens(logits, numbers, params, filters, self.strict)
+            drawn, *rest = jax.tree.map(lambda x: x.reshape(*at.shape, *x.shape[1:]), sampled)
             state, kept = accept_drafts(state, drafts, drawn, read, stop.token_ids)
             to_keep = lambda column: jnp.where(places < kept[:, None], column, FAR)
             texts = texts.at[rows, to_keep(own_start + positions + 1)].set(drawn, mode="drop")
-            new = (drawn, *new) if self.route is None else (drawn, *new, routes)
-            out = tuple(x.at[to_keep(at), rows].set(y, mode="drop") for x, y in zip(out, new, strict=True))
+            put = lambda x, y: x.at[to_keep(at), rows].set(y, mode="drop")
+            out = jax.tree.map(put, out, (drawn, *rest, routes))
             counted += jnp.stack([jnp.sum(read[:, 1:]), jnp.sum(jnp.maximum(kept - 1, 0))])
             return step + 1, cache, state, texts, counted, out
 
-        state, out = slots._replace(keys=jnp.zeros(())), self._empty_output(len(slots.tokens))
+        state, out = slots._replace(keys=jnp.zeros(())), self._empty_output(len(slots.tokens), filters)
         carry = jnp.int32(0), cache, state, texts, jnp.zeros(2, jnp.int32), out
         step, cache, state, _, counted, out = jax.lax.while_loop(unfinished, body, carry)
-        chunk = ChunkOutput(*out[:2], state.counts - slots.counts, state.active, step, *out[2:])
-        return cache, chunk._replace(drafts=counted)
+        return cache, ChunkOutput(*out, state.counts - slots.counts, state.active, step, counted)
 
     def _logits(self, weights: DecodeWeights, cache, table, tokens, positions):
         """Read tokens [S, T]; return (logits [S T, V] of the tokens that follow, cache, routes [S, T, ...]).
@@ -371,17 +370,19 @@ class Programs:
             step = paged.decode_paged(*model, cache, table, tokens, positions, self.strict)
         hidden, cache, routes = step
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        return decode.next_token_logits(*model, hidden, self.strict), cache, routes
+        logits = decode.next_token_logits(*model, hidden, self.strict)
+        return logits, cache, None if self.route is None else routes
 
     def _busiest(self, state: SlotState) -> jax.Array:
         """Return the largest number of active slots in a shard."""
         return jnp.max(jnp.sum(state.active.reshape(self.num_shards, -1), axis=1))
 
-    def _empty_output(self, num_slots: int) -> tuple[jax.Array, ...]:
-        """Return zeros for tokens, log-probs and, if there are any, routes of a chunk."""
+    def _empty_output(self, num_slots: int, filters: Filters) -> tuple[jax.Array | None, ...]:
+        """Return zeros for the first fields of a `ChunkOutput`."""
         zeros = lambda dtype, *dims: jnp.zeros((self.chunk, num_slots, *dims), dtype)
-        out = zeros(jnp.int32), zeros(jnp.float32)
-        return out if self.route is None else (*out, zeros(self.route.dtype, *self.route.shape))
+        kept = zeros(jnp.int32, filters.num_kept) if filters.num_kept else None
+        routes = None if self.route is None else zeros(self.route.dtype, *self.route.shape)
+        return zeros(jnp.int32), zeros(jnp.float32), kept, routes
 
 
 def roll(x: jax.Array, shift: jax.Array, axis: int) -> jax.Array:

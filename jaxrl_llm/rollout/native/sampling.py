@@ -40,43 +40,93 @@ def make_params(sampling: SamplingConfig) -> SamplingParams:
     )
 
 
-def is_filtered(sampling: SamplingConfig) -> bool:
-    """Return whether top-k, top-p or min-p may drop a token."""
-    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+class Filters(NamedTuple):
+    """Filters as far as they are part of a program."""
+
+    acts: bool
+    """Top-k, top-p or min-p may drop a token (False saves the passes)."""
+    num_kept: int
+    """Most tokens of a kept set; 0 = they are not returned, and log-probs are of the full softmax."""
+
+
+def filters_of(sampling: SamplingConfig) -> Filters:
+    """Return the filters of a SamplingConfig."""
+    acts = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return Filters(acts, sampling.num_kept)
+
+
+class Sampled(NamedTuple):
+    """A token of each row."""
+
+    token: Int[Array, "S"]
+    logprob: Float[Array, "S"]  # nats
+    kept: Int[Array, "S K"] | None = None  # tokens that the filters keep, then -1; None = not asked for
 
 
 def sample_tokens(
-    logits: Float[Array, "S V"], uniform: Float[Array, "S"], params: SamplingParams, filtered: bool
-) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+    logits: Float[Array, "S V"],
+    uniform: Float[Array, "S"],
+    params: SamplingParams,
+    filters: Filters,
+    strict: bool = False,
+) -> Sampled:
     """Sample one token per row.
 
     Args:
         logits: float32.
         uniform: in [0, 1), one per row.
-        filtered: whether top-k, top-p or min-p may drop a token (False saves the passes).
+        strict: log-probs are bit-equal to training (`batch_invariant`).
 
-    Returns: (token, its log-prob in nats under the full softmax at `temperature`, before any filter). At
-    temperature 0 the token is the argmax and the log-prob that of temperature 1.
+    Returns: tokens with their log-probs in nats under the softmax at `temperature`, before any filter; with
+    kept sets, over the kept set alone. At temperature 0 the token is the argmax and the log-prob that of
+    temperature 1.
     """
+    if strict:
+        return _sample_strict(logits, uniform, params, filters)
     greedy = params.temperature == 0
     logits = logits / jnp.where(greedy, 1.0, params.temperature)
+    if filters.num_kept:
+        return _sample_from_sets(logits, uniform, params, filters.num_kept)
     top = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - top)
-    sampled = inverse_cdf(apply_filters(weights, params) if filtered else weights, uniform)
+    sampled = inverse_cdf(apply_filters(weights, params) if filters.acts else weights, uniform)
     token = jnp.where(greedy, _first_equal(logits, top), sampled).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    return token, chosen - top[:, 0] - jnp.log(jnp.sum(weights, axis=-1))
+    return Sampled(token, chosen - top[:, 0] - jnp.log(jnp.sum(weights, axis=-1)))
 
 
-def sample_tokens_strict(
-    logits: Float[Array, "S V"], uniform: Float[Array, "S"], params: SamplingParams, filtered: bool
-) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """Sample as `sample_tokens`, with log-probs bit-equal to training (`batch_invariant.linear_logprob`)."""
-    token_of = lambda params, logits, uniform: sample_tokens(logits[0], uniform[0], params, filtered)[0][None]
-    token = batch_invariant.map_tokens(token_of, params, logits[:, None], uniform[:, None])
+def _sample_from_sets(
+    logits: Float[Array, "S V"], uniform: Float[Array, "S"], params: SamplingParams, num_kept: int
+) -> Sampled:
+    """Sample from the tokens that the filters keep. Of tokens as likely as the last one kept, which would be
+    more than `num_kept`, the first are kept."""
+    logits, ids = jax.lax.top_k(logits, min(num_kept, logits.shape[-1]))
+    ids = ids.astype(jnp.int32)
+    weights = apply_filters(jnp.exp(logits - logits[:, :1]), params)
+    index = inverse_cdf(weights, uniform)[:, None]
+    pick = lambda x: jnp.take_along_axis(x, index, axis=1)[:, 0]
+    logprob = pick(logits) - logits[:, 0] - jnp.log(jnp.sum(weights, axis=-1))
+    kept = jnp.where(weights > 0, ids, -1)
+    return Sampled(
+        pick(ids), logprob, jnp.pad(kept, ((0, 0), (0, num_kept - ids.shape[1])), constant_values=-1)
+    )
+
+
+def _sample_strict(
+    logits: Float[Array, "S V"], uniform: Float[Array, "S"], params: SamplingParams, filters: Filters
+) -> Sampled:
+    def draw(params, logits, uniform):
+        drawn = sample_tokens(logits[0], uniform[0], params, filters)
+        return drawn.token[None], None if drawn.kept is None else drawn.kept[None]
+
+    rows = logits[:, None]
+    token, kept = batch_invariant.map_tokens(draw, params, rows, uniform[:, None])
     temperature = jnp.where(params.temperature == 0, 1.0, params.temperature)
-    logprob, _ = batch_invariant.map_tokens(batch_invariant.logprob, temperature, logits[:, None], token)
-    return token[:, 0], logprob[:, 0]
+    if kept is None:
+        logprob, _ = batch_invariant.map_tokens(batch_invariant.logprob, temperature, rows, token)
+        return Sampled(token[:, 0], logprob[:, 0])
+    logprob = batch_invariant.map_tokens(batch_invariant.kept_logprob, temperature, rows, token, kept)
+    return Sampled(token[:, 0], logprob[:, 0], kept[:, 0])
 
 
 def apply_filters(weights: Float[Array, "S V"], params: SamplingParams) -> Float[Array, "S V"]:

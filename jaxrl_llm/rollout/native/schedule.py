@@ -42,7 +42,7 @@ from jaxrl_llm.rollout.native.programs import (
     make_stop_conditions,
 )
 from jaxrl_llm.rollout.native.ring_cache import RingCacheManager
-from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
+from jaxrl_llm.rollout.native.sampling import filters_of, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
 from jaxrl_llm.rollout.turns import Detokenize, stop_end
 from jaxrl_llm.structs import Metrics
@@ -280,7 +280,7 @@ class Scheduler:
             min_active = max(smaller, default=0) // self.programs.num_shards
         uniform = self.programs.uniforms(self.slots)
         params, stop = make_params(sampling), make_stop_conditions(self.stop_ids, steps, min_active)
-        options = {"filtered": is_filtered(sampling)}
+        options = {"filters": filters_of(sampling)}
         if self.shapes.has_drafts(num_slots) and self.drafts.use():
             texts = self.drafts.texts(self.running, self.cache.table_width * self.programs.page_size)
             options |= {"texts": texts, "num_drafts": self.shapes.draft_tokens}
@@ -303,6 +303,7 @@ class Scheduler:
             checked = len(response.ids)
             response.append(tokens[s][:produced], logprobs[s][:produced])
             response.routes.extend(() if chunk.routes is None else chunk.routes[:produced, s])
+            response.kept.extend(() if chunk.kept is None else chunk.kept[:produced, s])
             slots.tokens[s] = response.ids[-1]
             end = stop_end(response.ids, checked, stops, detokenize, response.turn_start) if stops else None
             if end is not None:

@@ -123,7 +123,7 @@ def test_the_planned_program_reads_a_draft_in_each_slot():
     program = engine(**DRAFTS).largest_calls(*arguments, turns=False)["decode_drafts"]
     _, _, state, *_, table, texts = program.args
     assert len(state.tokens) == 2 and table.shape == (2, 10) and texts.shape == (2, 8 * 80 + 80)
-    assert program.static == {"num_drafts": 4, "filtered": False}
+    assert program.static == {"num_drafts": 4, "filters": (False, 0)}
     plain = engine(cache="paged", page=8).largest_calls(*arguments, turns=False)
     assert "decode_drafts" not in plain
 

@@ -9,6 +9,7 @@ from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native import sampling
 from jaxrl_llm.rollout.native.sampling import make_params
 
+FILTERED = sampling.Filters(True, 0)
 PROBS = np.array([0.1, 0.4, 0.2, 0.05, 0.25], np.float32)  # order of likelihood: 1, 4, 2, 0, 3
 apply_filters = jax.jit(sampling.apply_filters)
 inverse_cdf = jax.jit(sampling.inverse_cdf)
@@ -114,20 +115,39 @@ def test_a_uniform_depends_on_key_and_index_alone():
 def test_logprob_is_of_the_full_softmax_at_temperature():
     params = make_params(SamplingConfig(temperature=0.5, top_k=2))
     for uniform in (0.1, 0.9):
-        token, logprob = sample_tokens(np.log(PROBS)[None], np.float32([uniform]), params, True)
+        token, logprob = sample_tokens(np.log(PROBS)[None], np.float32([uniform]), params, FILTERED)[:2]
         squares = PROBS**2 / (PROBS**2).sum()  # temperature 0.5
         assert int(token[0]) in (1, 4)
         np.testing.assert_allclose(logprob[0], np.log(squares[int(token[0])]), rtol=1e-6)
 
 
+def test_kept_sets_and_log_probs_over_them_by_hand():
+    """Of 0.4, 0.25 and 0.2 min-p 0.55 drops the last, of two as likely as the second the first is kept."""
+    filters = sampling.filters_of(SamplingConfig(top_k=3, kept_sets=True))
+    for settings, ids in (({}, [1, 4, 2]), ({"min_p": 0.55}, [1, 4, -1])):
+        params = make_params(SamplingConfig(top_k=3, **settings))
+        total = PROBS[[i for i in ids if i >= 0]].sum()
+        for uniform in (0.0, 0.5, 0.99):
+            token, logprob, kept = sample_tokens(np.log(PROBS)[None], np.float32([uniform]), params, filters)
+            assert kept[0].tolist() == ids and int(token[0]) in ids
+            np.testing.assert_allclose(logprob[0], np.log(PROBS[int(token[0])] / total), rtol=1e-6)
+    tied = np.log(np.float32([[0.2, 0.4, 0.2, 0.2]]))
+    params, filters = make_params(SamplingConfig(top_k=2)), sampling.Filters(True, 2)
+    token, logprob, kept = sample_tokens(tied, np.float32([0.9]), params, filters)
+    assert (kept[0].tolist(), int(token[0])) == ([1, 0], 0)
+    np.testing.assert_allclose(logprob[0], np.log(1 / 3), rtol=1e-6)
+
+
 def test_temperature_zero_is_greedy_with_logprobs_of_temperature_one():
     params = make_params(SamplingConfig(temperature=0.0))
-    token, logprob = sample_tokens(np.log(PROBS)[None], np.float32([0.99]), params, True)
+    token, logprob = sample_tokens(np.log(PROBS)[None], np.float32([0.99]), params, FILTERED)[:2]
     assert int(token[0]) == 1
     np.testing.assert_allclose(logprob[0], np.log(0.4), rtol=1e-6)
 
 
 def test_the_lowest_temperature_allowed_stays_finite():
     params = make_params(SamplingConfig(temperature=0.01))
-    token, logprob = sample_tokens(np.float32([[80, -1e3, 70, 79.9, 1e3]]), np.float32([0.5]), params, True)
+    token, logprob = sample_tokens(
+        np.float32([[80, -1e3, 70, 79.9, 1e3]]), np.float32([0.5]), params, FILTERED
+    )[:2]
     assert int(token[0]) == 4 and jnp.isfinite(logprob[0])

@@ -109,8 +109,8 @@ class FakePrograms:
         self.count("uniforms", slots)
         return zeros(self.chunk, len(slots.tokens))
 
-    def decode(self, weights, cache, slots, uniform, params, stop, *table, filtered):
-        self.count("decode", cache, slots, uniform, params, stop, *table, filtered=filtered)
+    def decode(self, weights, cache, slots, uniform, params, stop, *table, filters):
+        self.count("decode", cache, slots, uniform, params, stop, *table, filters=filters)
         active, counts, step = slots.active.copy(), slots.counts.copy(), 0
         tokens = self.rng.integers(1, VOCAB, (self.chunk, len(active)))
         busiest = lambda: active.reshape(self.num_shards, -1).sum(axis=1).max()
@@ -120,12 +120,12 @@ class FakePrograms:
             step += 1
         logprobs = np.zeros(tokens.shape, np.float32)
         read = np.concatenate([slots.tokens[None], tokens[:-1]])[..., None, None].astype(np.uint8)
-        return cache, ChunkOutput(tokens, logprobs, counts - slots.counts, active, np.int32(step), read)
+        return cache, ChunkOutput(tokens, logprobs, None, read, counts - slots.counts, active, np.int32(step))
 
     def decode_drafts(self, weights, cache, slots, uniform, params, stop, table, texts, **static):
         """All drafts are wrong."""
         self.count("decode_drafts", cache, slots, uniform, params, stop, table, texts, **static)
-        cache, chunk = self.decode(weights, cache, slots, uniform, params, stop, table, filtered=False)
+        cache, chunk = self.decode(weights, cache, slots, uniform, params, stop, table, filters=None)
         return cache, chunk._replace(drafts=np.array([5, 0], np.int32))
 
 
