@@ -108,7 +108,10 @@ def plain_json(value: Any) -> Any:
 
 def _pair(chosen: RewardedResponse, rejected: RewardedResponse, base: Mapping[str, Any]) -> dict[str, Any]:
     rewards = {"chosen_reward": chosen.reward, "rejected_reward": rejected.reward}
-    return {"chosen": _completion(chosen, base), "rejected": _completion(rejected, base), **rewards}
+    sides = {"chosen": _completion(chosen, base), "rejected": _completion(rejected, base)}
+    if any(isinstance(side, list) for side in sides.values()):  # both as messages
+        sides = {"chosen": [as_message(chosen.text)], "rejected": [as_message(rejected.text)]}
+    return {**sides, **rewards}
 
 
 def _completion(response: RewardedResponse, base: Mapping[str, Any]) -> str | list[dict[str, Any]]:

@@ -114,6 +114,15 @@ def test_pairs_are_the_best_against_the_worst_with_a_margin():
     assert rows_of(select="pairs", threshold=3.0) and not rows_of(select="pairs", threshold=3.1)
 
 
+def test_both_responses_of_a_pair_in_channels_are_messages():
+    example = Example((QUESTION,), None, where="x:1")
+    responses = [RewardedResponse(CHANNELS, 1.0), RewardedResponse("3", 0.0)]
+    (row,) = selected_rows(example, responses, SelectConfig(select="pairs"), ChatConfig())
+    assert row["chosen"] == [{"role": "assistant", "content": "2", "thinking": "1+1"}]
+    assert row["rejected"] == [{"role": "assistant", "content": "3"}]
+    assert read_example(row, "x:1", NO_SOURCE).rejected is not None
+
+
 def test_empty_responses_are_never_selected_for_training_refuses_them():
     """The worst one, of a policy that stops at once, and the best one, where a reward likes brevity."""
     example = read_example({"prompt": "Q:"}, "f:1", NO_SOURCE)
