@@ -15,6 +15,7 @@ LONG = "0123456789abcdef0123"
         ("https://user:p@ss@host/m@main", "https://***@host/m@main"),
         ("--tp 2 --api-key s3cret --admin-api-key=x", "--tp 2 --api-key *** --admin-api-key=***"),
         ("Start it with --api-key and set", "Start it with --api-key and set"),
+        ("Write --key value, or --prompt_key question", "Write --key value, or --prompt_key question"),
         ("--max-total-tokens 9", "--max-total-tokens 9"),
         ("a@b.c //x:y", "a@b.c //x:y"),
         ("https://h/p?api_key=abc&n=5#x", "https://h/p?api_key=***&n=5#x"),
