@@ -25,7 +25,8 @@ _PARAMETER = re.compile(
 )
 """?api_key=VALUE, and whatever has a value of 20 characters."""
 _FLAG = re.compile(
-    r"(--[\w-]*(?:(?:api|admin|auth|access|secret|private)[_-]?key|token|password|secret)[ =]+)(?!and\b|or\b)\S+"
+    r"(--[\w-]*(?:(?:api|admin|auth|access|secret|private)[_-]?key|token|password|secret)[ =]+)"
+    r"(?!and\b|or\b)\S+"
 )  # of servers: --api-key KEY; --prompt_key COLUMN holds no secret
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +153,9 @@ def test_no_bit_of_a_run_depends_on_earlier_calls(tmp_path):
 
 def test_publish_copies_so_that_the_trainer_may_donate():
     own = jax.tree.map(jnp.copy, params())
+    began = time.perf_counter()
     metrics = engine().publish(own, 9)
+    assert 0 <= metrics["rollout/publish_seconds"] <= time.perf_counter() - began
     assert metrics["rollout/publish_bytes"] == sum(w.nbytes for w in jax.tree.leaves(own))
     jax.tree.map(lambda w: w.delete(), own)
     out = engine().generate(requests(), SamplingConfig(), KEY)
