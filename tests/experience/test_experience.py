@@ -17,6 +17,7 @@ from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, ve
 from jaxrl_llm.learn.credit import assign_credit
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.ranges import problems
 from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardResult
@@ -70,6 +71,7 @@ class FakeEngine:
         return [[] for _ in pending]
 
     def generate(self, requests, sampling, key):
+        assert not list(problems(sampling))  # as `rollout.checks` refuses them
         made = []
         for request in requests:
             number = int(request.prompt_ids[0]) - 1
@@ -219,8 +221,11 @@ def test_responses_with_false_log_probs_are_masked():
     assert [t.outcome.name for t in found.trajectories[:2]] == ["FAILED", "WRONG"]
 
 
-def test_a_greedy_response_is_a_baseline_and_is_not_learned_from():
-    found = step(source(remax.Config()))
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=5, kept_sets=True)])
+def test_a_greedy_response_is_a_baseline_and_is_not_learned_from(sampling):
+    built = source(remax.Config())
+    built.sampling = sampling
+    found = step(built)
     assert len(found.items) == 6
     assert all(t.greedy_reward == 1.0 for t in found.trajectories)
 
