@@ -16,14 +16,7 @@ from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.messages import message_text
 from jaxrl_llm.data.parts import Rendered, messages_of_blocks, tool_name
 from jaxrl_llm.data.preference import conversation_text
-from jaxrl_llm.data.rows import (
-    RESPONSE_KEYS,
-    Example,
-    Message,
-    RowError,
-    template_columns,
-    without_reference,
-)
+from jaxrl_llm.data.rows import RESPONSE_KEYS, Example, Message, RowError, template_columns, without_reference
 from jaxrl_llm.data.template import ChatRenderer, end_tokens, read_options, token_ids
 from jaxrl_llm.errors import UserError
 
@@ -363,7 +356,10 @@ def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int
     text = _plain_text(example, config)
     tools = None if example.tools_of_run else template_columns(example.columns, example.where)[0]
     if unread := [name for name in map(tool_name, tools or ()) if name not in text]:
-        raise RowError(f"{example.where}: no template shows the tools {', '.join(unread)}: give messages")
+        raise RowError(
+            f"{example.where}: no template shows the tools {', '.join(unread)}: give messages, or "
+            "--data.chat.render chat"
+        )
     first = text if config.parse_control_tokens else "" if text else example.response or ""
     start = not first.startswith(tokenizer.bos_token or "\0")
     ids = token_ids(tokenizer, text, example.where, not config.parse_control_tokens, start)

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl_llm.data.rows import (
     CALL_KEYS,
+    MEDIA_KEYS,
     THOUGHT_KEYS,
     Message,
     RowError,
@@ -20,7 +21,8 @@ from jaxrl_llm.data.rows import (
 
 LOSS_KEYS = ("weight", "train", "trainable", "loss", "loss_mask")
 """Keys of a message by which OpenAI, axolotl, LLaMA-Factory, slime and veRL leave it out of the loss."""
-LOSS_LIKE = re.compile(r"loss|train|mask|weight|learn|supervis", re.IGNORECASE)
+LOSS_LIKE = re.compile(r"loss(?:es)?|(?:un)?(?:train|mask|learn)\w*|weights?|supervis\w*")
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")  # of a key such as loss_mask or lossMask
 
 
 def read_turns(value: list, where: str) -> tuple[Message, ...]:
@@ -44,12 +46,17 @@ def _message(item: Any, where: str) -> Message:
         given = {key: item[key] for key in ("role", "from") if key in item}
         raise RowError(f"{where} has no known role: its keys are {column_names(item)}, {given!r:.100}")
     check_text(role, f"{where}.role")
+    if item.get("from") == "function_call":
+        item["tool_calls"] = _spoken_calls(item.pop("value", None), f"{where}.value")
     if calls := _tool_calls(item.pop("tool_calls", None), f"{where}.tool_calls"):
         item["tool_calls"] = calls
-    content = item.get("content", item.get("value", "" if item.get("tool_calls") else None))
+    silent = any(item.get(key) for key in (*CALL_KEYS, "refusal"))
+    content = item.get("content", item.get("value", "" if silent else None))
     if isinstance(content, list):
         content = _join_parts(content, where)
     check_text(content, f"{where}.content")
+    if media := [key for key in MEDIA_KEYS if item.get(key)]:
+        raise RowError(f"{where}.{media[0]} would be left out, as the model reads text alone")
     others = {key: value for key, value in item.items() if key not in ("role", "from", "content", "value")}
     check_json(others, where)
     learned = _is_learned(others, role, where)
@@ -66,9 +73,23 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]] | None:
     return calls
 
 
+def _spoken_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return the tool calls that LLaMA-Factory's speaker function_call writes as JSON text."""
+    calls = read_json_text(value, where)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise RowError(f"{where} must be JSON text of a call with name and arguments, got {value!r:.100}")
+    return [{"type": "function", "function": call} for call in calls]
+
+
 def _is_learned(keys: dict[str, Any], role: str, where: str) -> bool:
     """Return whether an assistant's message is learned by its keys, without its author's word it is."""
-    given = {key: value for key, value in keys.items() if LOSS_LIKE.search(key)}
+    about = lambda key: any(LOSS_LIKE.fullmatch(word.lower()) for word in WORD.findall(key))
+    given = {
+        key: value
+        for key, value in keys.items()
+        if key in LOSS_KEYS or (about(key) and type(value) is not str)
+    }
     for key, value in given.items():
         if key not in LOSS_KEYS:
             raise RowError(
@@ -96,6 +117,7 @@ def message_text(message: Message, where: str) -> str:
 def _join_parts(parts: list, where: str) -> str:
     """Return the text of a message whose content is a list of parts."""
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
+    kinds = {part["type"] for part in parts if isinstance(part, dict) and isinstance(part.get("type"), str)}
+    if not all(isinstance(text, str) for text in texts) or any(not kind.endswith("text") for kind in kinds):
         raise RowError(f"{where}.content has parts that are not text")
     return "".join(texts)

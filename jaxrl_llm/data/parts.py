@@ -64,10 +64,8 @@ def mark_parts(
         return parts[-1]
 
     def said(i: int, text: str) -> str:
-        """Return the text of message i with marks: one in the thought that it begins with, one after it."""
-        end = _thought_end(text) if messages[i]["role"] == "assistant" else 0
-        rest = "thought" if THOUGHT_START.match(text[end:]) else "text"  # a thought that never ends
-        pieces = (("thought", text[:end]), (rest, text[end:]))
+        """Return the text of message i with a mark in each of its thoughts, and in each text around them."""
+        pieces = thoughts_and_texts(text) if messages[i]["role"] == "assistant" else [("text", text)]
         return "".join(
             _marked(piece, part(i, kind, _plain(piece)).mark) if _plain(piece) else piece
             for kind, piece in pieces
@@ -77,7 +75,7 @@ def mark_parts(
     for i, message in enumerate(messages):
         message = dict(message)
         for key, value in message.items():
-            if key in THOUGHT_KEYS and isinstance(value, str) and _plain(value):
+            if key in THOUGHT_KEYS and isinstance(value, str) and not _is_in(_plain(value), message):
                 message[key] = _marked(value, part(i, "thought", _plain(value)).mark)
             elif key in CALL_KEYS and value:
                 message[key] = _marked_calls(value, lambda *call, i=i: part(i, "tool call", *call).mark)
@@ -196,9 +194,24 @@ def _marked(text: str, mark: str) -> str:
     return text[:place] + mark + text[place:]
 
 
-def _thought_end(text: str) -> int:
-    """Return where the thought that a text begins with ends, 0 = it has none."""
-    return max((match.end() for match in THOUGHT_END.finditer(text)), default=0)
+def thoughts_and_texts(text: str) -> list[tuple[str, str]]:
+    """Return the pieces of what an assistant says: ("thought", with its tags) or ("text", between them).
+
+    The first thought may have started in the prompt, and the last one never end.
+    """
+    pieces, position = [], 0
+    for end in [*(match.end() for match in THOUGHT_END.finditer(text)), len(text)]:
+        start = THOUGHT_START.search(text, position, end)
+        begin = start.start() if start else position if not position and end < len(text) else end
+        pieces += [("text", text[position:begin]), ("thought", text[begin:end])]
+        position = end
+    return [(kind, piece) for kind, piece in pieces if piece]
+
+
+def _is_in(thought: str, message: Message) -> bool:
+    """Return whether the text of a message has its thought already, as in the trajectories of SWE-agent."""
+    words = rf"(?<!\w){re.escape(thought)}(?!\w)"
+    return not thought or any(re.search(words, text) for text in strings_of(message["content"]))
 
 
 def _plain(text: str) -> str:

@@ -24,6 +24,7 @@ from jaxrl_llm.data.messages import message_text
 from jaxrl_llm.data.prompt_rows import read_prompt_row
 from jaxrl_llm.data.rows import (
     PROMPT_KEYS,
+    RESPONSE_KEYS,
     Example,
     Message,
     RowError,
@@ -32,6 +33,7 @@ from jaxrl_llm.data.rows import (
     column_names,
     first_column,
     lookup,
+    read_chat_text,
     role_of,
     type_name,
 )
@@ -55,6 +57,8 @@ def read_example(row: Any, where: str, config: SourceConfig) -> Example:
       RowError: the row is none of the known shapes, lacks a column, or a column has the wrong type.
     """
     check_row(row, where)
+    row = _with_chats(row, config)
+    check_row(row, where)
     if has_pair(row, config):
         example = read_pair(row, where, config)
     elif has_steps(row, config):
@@ -64,6 +68,15 @@ def read_example(row: Any, where: str, config: SourceConfig) -> Example:
     if config.judge:
         example = judgement(example)
     return _with_score(example, row, config) if config.score_key else example
+
+
+def _with_chats(row: dict, config: SourceConfig) -> dict:
+    """Return the row with its chats in place of JSON text; a response may be such text itself."""
+    chats = lambda keys: {
+        key: chat for key in keys if (chat := read_chat_text(row.get(key))) is not row.get(key)
+    }
+    asked = chats((*PROMPT_KEYS[:-1], config.prompt_key))
+    return row | asked | chats(_pair_keys(config)) | (chats(RESPONSE_KEYS) if asked else {})
 
 
 def has_pair(row: dict, config: SourceConfig) -> bool:

@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl_llm.data.config import GENERATED, SourceConfig
-from jaxrl_llm.data.messages import read_messages, read_turns
+from jaxrl_llm.data.messages import LOSS_KEYS, read_messages, read_turns
 from jaxrl_llm.data.rows import (
+    MEDIA_KEYS,
     PROMPT_KEYS,
     RESPONSE_KEYS,
     Example,
@@ -53,8 +54,8 @@ ANSWER_KEYS = (
 SYSTEM_KEYS = ("system", "system_prompt")
 BESIDE_KEYS = ("choices", "options", "context", "contexts", "passage", "documents", "history")
 """Columns that belong to the question of well-known datasets."""
-MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 MEDIA = re.compile(r"<(?:image|video|audio)>")
+CHOICE = re.compile(r"[A-Z]")  # the name of a choice, no text of its own
 SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # of thousands
 
 
@@ -70,6 +71,8 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
     messages, text = _chat_or_text(key, prompt, present, where, config)
     answer, worked = _answer(present, where, config)
     response, turns = _response(present, where, config)
+    if messages and messages[-1]["role"] == "assistant" and not config.response_key:
+        response, worked = _beside_answer(response, messages[-1]["content"], where), None
     if turns and messages is None:
         raise RowError(f"{where}: the target is a list of messages but the prompt is plain text")
     if messages is not None:
@@ -83,11 +86,13 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         messages = (*(m | {"weight": 0} if m["role"] == "assistant" else m for m in messages), *turns)
     if messages is not None:
         template_columns(row, where)
-    said = text or "".join(message["content"] for message in messages or ())
+        if masks := [key for key in (*LOSS_KEYS, "weights") if isinstance(present.get(key), list)]:
+            raise RowError(f"{where}: the column {masks[0]} would be left out: give each message its weight")
+    said = text or "\n".join(message["content"] for message in messages or ())
     _check_beside(present, said, bool(config.prompt_key), where)
     if text is not None and key == "text" and not config.prompt_key:
         text, response = "", text
-        if system and system not in response:
+        if system.strip() not in response:
             raise RowError(f"{where}: the column system is not in text, of which all is learned")
     source = first_column(present, ("data_source",))
     source = "" if source is None else source
@@ -154,13 +159,14 @@ def _system(row: dict, where: str) -> str:
 
 
 def _with_system(messages: tuple[Message, ...], system: str, where: str) -> tuple[Message, ...]:
-    if not system or messages[0] == {"role": "system", "content": system}:
+    given = messages[0]["content"].strip() if messages[0]["role"] == "system" else ""
+    if not system or given == system.strip():
         return messages
-    if messages[0]["role"] == "system":
+    if given:
         raise RowError(
             f"{where}: the column of the system prompt and the first message are two system prompts: keep one"
         )
-    return ({"role": "system", "content": system}, *messages)
+    return ({"role": "system", "content": system}, *messages[messages[0]["role"] == "system" :])
 
 
 def _history(row: dict, where: str) -> list[Message]:
@@ -190,6 +196,7 @@ def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
     words = " ".join(prompt.split())
     for name in () if named else BESIDE_KEYS:
         texts = [" ".join(str(leaf).split()) for leaf in _leaves(row.get(name))]
+        texts = [text for text in texts if not CHOICE.fullmatch(text)]
         least = 2 if name in ("choices", "options") else 1
         if len(texts) >= least and not all(
             re.search(rf"(?<!\w){re.escape(text)}(?!\w)", words) for text in texts
@@ -202,9 +209,11 @@ def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what lists and objects hold at any depth, without nulls."""
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
+    """Yield what lists and objects hold at any depth, without nulls and the labels of choices (ARC)."""
+    if isinstance(value, dict):
+        value = [inner for key, inner in value.items() if key != "label"]
+    if isinstance(value, list):
+        for inner in value:
             yield from _leaves(inner)
     elif value is not None and value != "":
         yield value
@@ -243,6 +252,15 @@ def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, 
     if config.response_key:
         raise no_column(where, "response_key", config.response_key, row)
     return None, ()
+
+
+def _beside_answer(response: str | None, last: str, where: str) -> None:
+    """Leave out a response that repeats the last turn of a whole chat. Raises RowError for another one."""
+    if response and response.strip() != last.strip():
+        raise RowError(
+            f"{where}: the chat ends with an answer, and a column of {', '.join(RESPONSE_KEYS)} has another: "
+            "remove one of them, or name the one that follows the chat (--data.train.0.response_key COLUMN)"
+        )
 
 
 def _source_name(path: str) -> str:

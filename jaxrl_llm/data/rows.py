@@ -17,8 +17,9 @@ from jaxrl_llm.errors import UserError
 
 PROMPT_KEYS = ("conversations", "messages", "prompt", "question", "problem", "instruction", "input", "text")
 RESPONSE_KEYS = ("completion", "response", "output")
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
 CALL_KEYS = ("tool_calls", "function_call")
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -28,6 +29,7 @@ SHAREGPT_ROLES = {
     "system": "system",
     "tool": "tool",
     "function": "tool",
+    "function_call": "assistant",  # LLaMA-Factory: its value is the call as JSON text
     "observation": "tool",
 }
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -145,6 +147,7 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
     """
     tools, options = columns.get("tools"), columns.get("chat_template_kwargs")
     tools, options = (None if is_null(value) else read_json_text(value, where) for value in (tools, options))
+    tools = [read_json_text(tool, where) for tool in tools] if isinstance(tools, list) else tools
     options = {} if options is None else options
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools)):
         raise RowError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.100}")
@@ -167,6 +170,18 @@ def read_json_text(value: Any, where: str) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(value.strip() or "null")
     check_row({"text": value}, where)
+    return value
+
+
+def read_chat_text(value: Any) -> Any:
+    """Return the messages that JSON text holds, as which tables keep chats; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    with contextlib.suppress(ValueError, RecursionError):
+        chat = json.loads(value)
+        said = lambda m: isinstance(m, dict) and ("content" in m or "value" in m)
+        if chat and all(said(m) and role_of(m) in {*SHAREGPT_ROLES.values(), "developer"} for m in chat):
+            return chat
     return value
 
 

@@ -110,7 +110,7 @@ class ChatRenderer:
                 continue
             lost = [part for part in chat.lost if part.message >= first and self._is_missed(part, learned)]
             if lost:
-                problems.append((len(lost), len(problems), self._error(lost[0])))
+                problems.append((len({part.message for part in lost}), len(problems), self._error(lost[0])))
             elif not problems or not WRITES_PARTS.search(chat.text):
                 return chat
         raise min(problems)[2]
