@@ -61,7 +61,7 @@ def encode_observation(
     messages: list[Message],
     turn: int,
     config: ChatConfig,
-    ended: bool,
+    end: str,
     strict: bool = True,
 ) -> list[int]:
     """Return the ids that follow a turn of the policy: the replies to it and the start of its next turn.
@@ -70,7 +70,8 @@ def encode_observation(
 
     Args:
       messages: the conversation; messages[turn] is the policy's turn, those after it the observation.
-      ended: the policy's turn has its end token, which then does not come again.
+      end: the control token that ended the policy's turn; "" = none did. The token that closes a turn does
+        not come again; the token of the next role does, unless the policy wrote that very token.
       strict: refuse a template that changes earlier turns. Otherwise the observation follows the turn as
         the policy wrote it.
 
@@ -98,8 +99,10 @@ def encode_observation(
             "tokens. Give one that leaves them as they are (--data.chat.chat_template FILE), or keep their "
             "tokens (--env.history keep)"
         )
-    end = next((token for token in chat.controls if rest.startswith(token)), "") if ended else ""
-    rest = rest[len(end) :]
+    first = next((token for token in chat.controls if rest.startswith(token)), "") if end else ""
+    if first != end and not chat.render(turn + 1)[len(before) :].startswith(first):
+        first = ""  # of the next role, as GLM-4.5's <|observation|>
+    rest = rest[len(first) :]
     return chat.tokenize(rest, text.removesuffix(rest))
 
 

@@ -71,8 +71,8 @@ class EnvDialogue:
         self, p: int, g: int, conversation: Conversation | None, ids: list[int], start: int
     ) -> Reply:
         prompt = self.prompts[p]
-        ended = ids[-1] in self._controls
-        text = self._decode(ids[start : len(ids) - ended])
+        end = self._decode(ids[-1:]) if ids[-1] in self._controls else ""
+        text = self._decode(ids[start : len(ids) - bool(end)])
         try:
             async with asyncio.timeout(self.limit):
                 if conversation is None:
@@ -95,10 +95,10 @@ class EnvDialogue:
         if step.done or turn.last:
             episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1]))
             return Reply([], True, episode)
-        return self._observe(prompt, messages, conversation.state, step, episode, ended)
+        return self._observe(prompt, messages, conversation.state, step, episode, end)
 
     def _observe(
-        self, prompt: Prompt, messages: list[Message], state: Any, step: Step, episode: Episode, ended: bool
+        self, prompt: Prompt, messages: list[Message], state: Any, step: Step, episode: Episode, end: str
     ) -> Reply:
         """Return the step's observation and the start of the next turn as token ids.
 
@@ -117,7 +117,7 @@ class EnvDialogue:
         strict, known = self.config.history == "strict", len(messages) - 1
         try:
             ids = encode_observation(
-                self.tokenizer, prompt.example, conversation.messages, known, self.chat, ended, strict
+                self.tokenizer, prompt.example, conversation.messages, known, self.chat, end, strict
             )
         except ValueError as error:
             raise DialogueError(str(error)) from error
@@ -163,7 +163,7 @@ def check_template(
             turn = [{"role": "assistant", "content": content}, {"role": role, "content": "answer"}]
             messages = [*messages, *turn]
             known = len(messages) - 2
-            encode_observation(tokenizer, example, messages, known, chat, ended=True, strict=strict)
+            encode_observation(tokenizer, example, messages, known, chat, tokenizer.eos_token, strict)
 
 
 def check_step(step: Any) -> Step:

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl_llm.data.chat import encode_prompt, encode_supervised
+from jaxrl_llm.data.chat import encode_observation, encode_prompt, encode_supervised
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import RowError
@@ -320,6 +320,31 @@ def test_the_role_that_ends_a_turn_is_learned_where_it_ends_a_response(tmp_path)
     assert learned(
         {"messages": [user("q"), assistant("A"), user("q"), assistant("<|user|>")]}, tokenizer
     ) == ("A<|user|>|<|user|>")
+
+
+@pytest.mark.parametrize(
+    ("end", "observed"),
+    [
+        ("<|observation|>", "\nx<|assistant|>\n"),  # the token that the reply begins with
+        ("<|user|>", "<|observation|>\nx<|assistant|>\n"),
+        ("", "<|observation|>\nx<|assistant|>\n"),
+    ],
+)
+def test_the_role_of_a_reply_is_read_unless_the_policy_wrote_it(end, observed):
+    tokenizer = make(GLM, ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"])
+    messages = [user("q"), assistant("A"), tool("x")]
+    example = read({"messages": messages[:1]})
+    ids = encode_observation(tokenizer, example, messages, 1, ChatConfig(), end)
+    assert "".join(tokenizer.convert_ids_to_tokens(ids)) == observed
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", ""])
+def test_the_token_that_closes_a_turn_is_read_unless_the_turn_has_ended(end):
+    tokenizer = make(CHATML, ["<|endoftext|>"])
+    messages = [user("q"), assistant("A"), user("x")]
+    ids = encode_observation(tokenizer, read({"messages": messages[:1]}), messages, 1, ChatConfig(), end)
+    reply = "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert "".join(tokenizer.convert_ids_to_tokens(ids)) == ("" if end else "<|im_end|>") + reply
 
 
 def test_a_control_token_that_a_turn_says_last_is_not_its_end():

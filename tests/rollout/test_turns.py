@@ -123,8 +123,8 @@ def test_turns_are_answered_and_the_trainer_agrees_with_every_logprob(engine, ta
         np.testing.assert_allclose(t.logprobs, np.where(t.mask, expected, 0.0), atol=3e-5)
         assert t.versions.tolist() == [VERSION] * len(t.response_ids)
         last = t.response_ids[np.flatnonzero(t.mask == 0)[-1] + 1 :]
-        assert t.answer == text_of(TOKENIZER, last)
-        assert t.text == text_of(TOKENIZER, t.response_ids)
+        assert t.answer == text_of(TOKENIZER, last, ENDS)
+        assert t.text == text_of(TOKENIZER, t.response_ids, ENDS)
 
 
 def test_both_engines_write_the_same_conversation(sglang, talk):
