@@ -7,7 +7,7 @@ assistant says has the ids of transformers, control tokens and all; in what othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -164,18 +164,6 @@ def encode_steps(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[
     mask, labels = np.zeros(len(ids) + 1, np.int8), np.zeros(len(ids) + 1, np.float32)
     mask[ends], labels[ends] = 1, [label for _, label in example.steps]
     return np.asarray([*ids, _end_id(tokenizer)], np.int32), mask, labels
-
-
-def mismatched(samples: Sequence[Encoded], other: Sequence[int], max_tokens: int | None) -> list[Encoded]:
-    """Return the prompt of each sample with the response of sample number `other`, cut at `max_tokens`."""
-    results = []
-    for (ids, mask), index in zip(samples, other, strict=True):
-        start, (other_ids, other_mask) = int(mask.argmax()), samples[index]
-        begin = int(other_mask.argmax())
-        joined = np.concatenate([ids[:start], other_ids[begin:]])[:max_tokens]
-        learned = np.concatenate([mask[:start], other_mask[begin:]])[:max_tokens]
-        results.append((joined, learned))
-    return results
 
 
 def prompt_messages(example: Example, config: ChatConfig) -> list[Message] | None:

@@ -25,11 +25,10 @@ from jaxrl_llm.data.chat import (
     encode_prompt,
     encode_steps,
     encode_supervised,
-    mismatched,
     plain_text_warning,
 )
 from jaxrl_llm.data.config import DataConfig, SourceConfig
-from jaxrl_llm.data.preference import label_of
+from jaxrl_llm.data.preference import label_of, mismatched
 from jaxrl_llm.data.rows import Example, RowError, template_columns
 from jaxrl_llm.data.sources import ExampleSource, open_sources
 from jaxrl_llm.data.stream import RowIndex, endless_rows, even_shares

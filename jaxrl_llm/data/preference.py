@@ -318,3 +318,17 @@ def _signs(texts: Sequence[str], labelled: str, where: str) -> list[str]:
         signs.append(labelled[len(text)])
         labelled = labelled[len(text) + 1 :]
     return signs
+
+
+def mismatched(
+    samples: Sequence[tuple[np.ndarray, np.ndarray]], other: Sequence[int], max_tokens: int | None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the prompt of each sample (ids, mask) with the response of sample number `other`, cut."""
+    results = []
+    for (ids, mask), index in zip(samples, other, strict=True):
+        start, (other_ids, other_mask) = int(mask.argmax()), samples[index]
+        begin = int(other_mask.argmax())
+        joined = np.concatenate([ids[:start], other_ids[begin:]])[:max_tokens]
+        learned = np.concatenate([mask[:start], other_mask[begin:]])[:max_tokens]
+        results.append((joined, learned))
+    return results
