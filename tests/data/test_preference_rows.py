@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl_llm.data.chat import mismatched
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
-from jaxrl_llm.data.preference import pairwise_prompt, read_example
+from jaxrl_llm.data.preference import mismatched, pairwise_prompt, read_example
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.rewards.load import resolve_reward
