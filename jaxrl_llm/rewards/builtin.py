@@ -32,6 +32,8 @@ from jaxrl_llm.rewards.extract import (
     stated_number,
     tagged_answers,
     to_number,
+    unwrapped,
+    without_denials,
 )
 from jaxrl_llm.rewards.gold import accepted_answers, gold_number, gold_text, is_worked
 from jaxrl_llm.rewards.sample import RewardSample
@@ -43,9 +45,10 @@ FORMAT = re.compile(r"\s*(<think>)?.*?</think>\s*<answer>.*?</answer>\s*", re.DO
 PLACES = 6  # decimals to which math-verify compares numbers
 MAX_PLACES = 20_000
 DIGITS = 4  # significant ones after the first, to which smaller numbers are compared
-IN_WORDS = re.compile(  # after a number: words, and nothing of a formula
-    r"(?![^\n]*[\\^_={}])[\s.,;:!?)*\"'$]*"
-    r"(?:$|\(|(?!(?:pi|sqrt|sin|cos|tan|log|exp)\b)[A-Za-z]{3,}|(?:[ckm]m|kg|ml|ft|hr)\b)"
+IN_WORDS = re.compile(  # after a number: words, and nothing of a formula or of a larger unit
+    r"(?![^\n]*[\\^_={}])[\s.,;:?)*\"'$]*"
+    r"(?:$|\((?=[^()]*[A-Za-z]{3})|(?!(?:pi|sqrt|(?:arc)?(?:sin|cos|tan)h?|log|exp|alpha|beta|theta|times|over|out|to|"
+    r"and|or|hundred|thousand|million|billion)\b)[A-Za-z]{3,}|(?:[ckm]m|kg|ml|ft|hr)\b)"
 )
 
 
@@ -55,14 +58,15 @@ def exact_reward(sample: RewardSample) -> tuple[float, Outcome]:
     Without a mark, the last number counts where the answer is a number, else the whole response must be the
     answer.
     """
-    accepted, response = accepted_answers(sample.answer), sample.final
+    accepted, response = [gold_text(text) for text in accepted_answers(sample.answer)], sample.final
     numbers = {to_number(answer) for answer in accepted} - {None}
     marked = find_answer(response)
     if marked is not None:
         stated = map(stated_number, marked_answers(response) if numbers else ())
         given = next((number for number in stated if number is not None), None)
         return binary(given in numbers or any(is_answer(marked, answer) for answer in accepted))
-    if response.strip() and any(same_answer(response, answer) for answer in accepted):
+    texts = [*itertools.islice(marked_answers(response), 1), response.strip()]  # "the answer is not guilty"
+    if any(text and same_answer(text, answer) for text in texts for answer in accepted):
         return binary(True)
     number = last_number(response)
     return binary(to_number(number) in numbers) if number and numbers else (0.0, Outcome.UNPARSED)
@@ -95,15 +99,22 @@ def math_reward(sample: RewardSample, config: RewardConfig) -> tuple[float, Outc
             f"math-verify cannot read the row's answer {str(sample.answer)[:80]!r}: it must be a bare answer "
             'or a solution that marks it (\\boxed{..} or "#### ..")'
         )
+    marked, golds = find_answer(sample.final), map(gold_text, accepted_answers(sample.answer))
+    if marked and any(_plain_text(marked) == _plain_text(gold) for gold in golds):
+        return 1.0, Outcome.CORRECT  # 3 hours 20 minutes
     most, end = config.timeout / (len(accepted) + 2), time.monotonic() + config.timeout
     seconds = lambda: max(int(min(most, end - time.monotonic() - 1)), 1)  # of one step
     parsed = False
-    for text in _math_readings(sample.final):
+    for text in _math_readings(without_denials(sample.final)):
         given = parse(text, parsing_timeout=seconds())
         parsed |= bool(given)
         if given and any(_same_math(gold, given, seconds) for gold in accepted):
             return 1.0, Outcome.CORRECT
     return 0.0, Outcome.WRONG if parsed else Outcome.UNPARSED
+
+
+def _plain_text(text: str) -> str:
+    return unwrapped(" ".join(text.split()))
 
 
 def _math_readings(response: str) -> Iterator[str]:
@@ -116,11 +127,12 @@ def _math_readings(response: str) -> Iterator[str]:
     if tagged:
         yield _bare_number(tagged[0]) or _latex(tagged[0])
         return
-    if boxes and response.count("boxed{") > 1:
-        yield f"\\boxed{{{boxes[0]}}}"
+    bare = _bare_number(boxes[0]) if boxes else ""
+    if boxes and (bare or response.count("boxed{") != 1):
+        yield bare or f"\\boxed{{{boxes[0]}}}"
     line = "" if boxes else next(filter(None, hash_answers(response)), "")
     marked = "" if boxes else find_answer(response) or ""
-    yield _bare_number(marked) or (_latex(line) if line else response)
+    yield _bare_number(marked.rstrip("!")) or (_latex(line) if line else response)
 
 
 def _last_boxes(response: str) -> Iterator[str]:
@@ -134,6 +146,7 @@ def _bare_number(text: str) -> str:
     if number is None or first is None or not IN_WORDS.match(plain, first.end()):
         return ""
     digits, _, power = first.group().replace(",", "").lower().partition("e")
+    digits = f"-{digits}" if number < 0 and digits[0] != "-" else digits  # minus 3
     return f"${digits}\\times 10^{{{power}}}$" if power else f"${digits}$"
 
 
@@ -285,7 +298,8 @@ def _gold(text: str) -> tuple[Any, ...]:
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     bare = gold_text(text)
-    return () if is_worked(bare) else tuple(parse(_bare_number(bare) or _latex(bare)))
+    number = _bare_number(bare) if len(NUMBER.findall(plain_numbers(bare))) == 1 else ""
+    return () if is_worked(bare) else tuple(parse(number or _latex(bare)))
 
 
 def _latex(text: str) -> str:

@@ -21,6 +21,7 @@ MAX_LENGTH = 200  # characters of an expression
 MAX_DIGITS = 12  # of a number in it
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\u00d7": "*", "\u00f7": "/", "\u2212": "-"}
+SIGNS |= {"x": "*", "\\left": "", "\\right": "", "\\(": "", "\\)": "", "\\[": "", "\\]": ""}
 SIGN = re.compile("|".join(map(re.escape, SIGNS)))
 EXPRESSION = re.compile(r"[\d\s()+*/.-]*\d[\d\s()+*/.-]*", re.ASCII)
 
@@ -49,9 +50,13 @@ def countdown_task(sample: RewardSample) -> tuple[list[int], Fraction]:
 
 
 def find_expression(response: str) -> str | None:
-    """Return the marked answer, or the last line that holds an expression, up to its "="; else None."""
+    """Return the marked answer, or the last line that holds an expression, up to its "="; else None.
+
+    Of "29 = 3*8+5" it is what follows.
+    """
     for line in list(marked_answers(response)) or response.splitlines()[::-1]:
-        left = SIGN.sub(lambda match: SIGNS[match.group()], line).partition("=")[0].strip(" $.`*")
+        left, _, right = SIGN.sub(lambda match: SIGNS[match.group()], line).partition("=")
+        left = (right if left.strip(" $`*").isdigit() and right else left).strip(" $.`*")
         if len(left) <= MAX_LENGTH and EXPRESSION.fullmatch(left):
             return left.strip()
     return None

@@ -18,7 +18,9 @@ INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 EXPONENT = r"(?:[eE][-+]?\d{1,3}(?!\w))?"
 NUMBER = re.compile(rf"(?<!\w)[-+]?(?:{INTEGER}(?:\.\d+)?|(?<!\.)\.\d+)(?:/\d+|{EXPONENT})", re.ASCII)
 JUST_NUMBER = re.compile(rf"([-+]?(?:{INTEGER}(?:\.\d*)?|\.\d+){EXPONENT})(?:/(\d+))?", re.ASCII)
-SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3}(?!\d))", re.ASCII)  # 1{,}234 and 1,\!234
+SEPARATOR = re.compile(  # 1{,}234, 1,\!234, and the narrow spaces of gpt-oss
+    r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", re.ASCII
+)
 POWER = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\^(?:\{(-?\d{1,3})\}|(\d)(?!\d))", re.ASCII)
 FRACTION = re.compile(
     r"(?:(?<!\w)(\d{1,18})\s*)?\\[dt]?frac(?:\{(-?\d{1,18})\}|(\d))(?:\{(\d{1,18})\}|(\d))", re.ASCII
@@ -30,12 +32,16 @@ WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit)\{\s*")
 CHOICE = re.compile(
     r"\W*(?:(?i:option|choice|answer)\b)?\W*"
-    r"(?:\(([A-Za-z])\)|([A-Z])(?=[).:}\]]|\s\(|\s-|\s(?:because|since)\b|\W*$)|([a-z])\W*$)"
+    r"(?:\(([A-Za-z])\)|([A-Z])(?=[).:}\]]|\s[(\u2013\u2014-]|\s(?:because|since)\b|,\s+(?!and|or|but)\w\w|\W*$)|"
+    r"([a-z])\W*$)"
 )
 ONE_LETTER = re.compile(r"\(?([A-Za-z])\)?\.?")
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 HASHES = re.compile(r"#{4,}")
-ANNOUNCED = re.compile(r"\banswer[*_`]*(?: is|:| =)", re.IGNORECASE)
+ANNOUNCED = re.compile(
+    r"\b(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is\b|:| =)", re.IGNORECASE
+)
+DENIED = re.compile(r"(?<=\banswer is )not\b[^\n]{1,200}?\bbut (?:rather )?", re.IGNORECASE)
 LABEL = re.compile(r"\W*(?:the )?(?:final )?answer\W*$", re.IGNORECASE)
 NAMED = re.compile(
     r"\W*(?:the )?(?:final )?(?:answer|solution|conclusion|result)\W*:(.*)", re.IGNORECASE | re.DOTALL
@@ -52,7 +58,8 @@ REMARK = re.compile(
     r"not|as follows|below|above|in)\b",
     re.IGNORECASE,
 )
-CLAUSE = re.compile(r"(?<=[^\s.]{2})\.\s|\s\(|\s(?:because|since)\b|\n")
+CLAUSE = re.compile(r"(?<=[^\s.]{2})\.\s|\s\(|,?\s(?:because|since)\b|,\snot\b|\s[\u2013\u2014]\s|\n")
+SAID = re.compile(r"(yes|no|true|false)[,;:!]\s", re.IGNORECASE)  # "Yes, it is": a verdict and its reason
 LEAD = re.compile(  # what may stand between a mark and its number
     r"(?:[\s$*_`\"'(\[{:=~\u2248\u20ac\u00a3]|\\[(\[$,;! ]|"
     r"\\(?:boxed|text|textbf|mathrm|mathbf|approx|quad)\b|"
@@ -60,10 +67,11 @@ LEAD = re.compile(  # what may stand between a mark and its number
     r"so|still|indeed|clearly|simply|a total of|usd|rs\.)\b)*",
     re.IGNORECASE,
 )
+MINUS = re.compile(r"(?:minus|negative)\s+\$?(?=\d)", re.IGNORECASE)
 GOES_ON = re.compile(  # the number is part of a sum, a power or a list
     r"(?:[\s$)*]|\\[,;! )\]])*?"
     r"(?:[-+*/x\u00d7\u00b7\u00f7^,&\u2013]|\\times|\\cdot|\\div|%\s*of|or|and|to|times|plus|minus)"
-    r"(?:\s|\\[,;! ])*[$({\\*]*[-+]?\d"
+    r"(?:\s|\\[,;! ])*[$({\\*]*[-+]?\d|:\d|\s*\\(?:sqrt|pi)\b|[ixyz\u221a\u03c0](?!\w)"
 )
 SUM = re.compile(  # the number is part of a sum with units: 6 boxes x 7 apples = 42 apples
     r"[^=(,;.\n]*?(?:[-+*/\u00d7\u00b7\u00f7]|\b(?:x|times|plus|minus)\b|\\times|\\cdot)\s*[$({\\*]*\d[^=\n]*="
@@ -78,8 +86,12 @@ VERDICT = re.compile(r"\b(?:(yes)|(no))\b|\b([AB])\b", re.IGNORECASE)
 
 
 def find_answer(text: str) -> str | None:
-    r"""Return the marked answer of a response, or None: the first of `marked_answers` that is no remark."""
-    return next((mark for mark in marked_answers(text) if not REMARK.match(mark)), None)
+    r"""Return the marked answer of a response, or None: the first of `marked_answers` that is no remark.
+
+    Only what is announced can be a remark: <answer>not guilty</answer> is an answer.
+    """
+    announced = (mark for mark in _announced(text) if mark and not REMARK.match(mark))
+    return next(itertools.chain(_enclosed(text), announced), None)
 
 
 def marked_answers(text: str) -> Iterator[str]:
@@ -88,7 +100,12 @@ def marked_answers(text: str) -> Iterator[str]:
     In this order: <answer>..</answer>, \boxed{..}, "#### ..", "the answer is .." / "Answer: .."; of each kind
     from the last to the first. Empty ones and headings such as "#### Step 2" are none.
     """
-    for find in (tagged_answers, boxed_answers, hash_answers, _announced):
+    yield from _enclosed(text)
+    yield from filter(None, _announced(text))
+
+
+def _enclosed(text: str) -> Iterator[str]:
+    for find in (tagged_answers, boxed_answers, hash_answers):
         yield from itertools.islice(filter(None, find(text)), MAX_MARKS)
 
 
@@ -119,11 +136,15 @@ def answer_key(text: str) -> Fraction | str:
 
 
 def _leading_number(text: str) -> Fraction | None:
-    match = NUMBER.match(text, LEAD.match(text).end())
+    start = LEAD.match(text).end()
+    minus = MINUS.match(text, start)
+    match = NUMBER.match(text, minus.end() if minus else start)
     if match is None:
         return None
     rest = text[match.end() : match.end() + MAX_REST]
-    return None if GOES_ON.match(rest) or SUM.match(rest) else to_number(match.group())
+    if GOES_ON.match(rest) or SUM.match(rest):
+        return None
+    return to_number(f"-{match.group()}" if minus else match.group())
 
 
 def _number_in(mark: str) -> Fraction | None:
@@ -154,8 +175,8 @@ def to_number(text: str) -> Fraction | None:
 
 def plain_numbers(text: str) -> str:
     """Return text with its numbers in plain characters: LaTeX's fractions, powers of ten and separators, and
-    the minus sign of Unicode."""
-    text = SEPARATOR.sub(",", text.replace("\u2212", "-"))
+    the minus sign and hyphen of Unicode."""
+    text = SEPARATOR.sub(",", text.replace("\u2212", "-").replace("\u2011", "-"))
     text = SLASH.sub("/", VULGAR.sub(_plain_vulgar, text))
     text = POWER.sub(lambda match: f"e{match[1] or match[2]}", text)
     return MIXED.sub(_plain_mixed, FRACTION.sub(_plain_fraction, text))
@@ -187,7 +208,7 @@ def unwrapped(text: str) -> str:
 
 def normalize_words(text: str) -> str:
     r"""Return text without case, extra white space, \text{..}, and what `unwrapped` takes off."""
-    plain = unwrapped(" ".join(unicodedata.normalize("NFC", text).split()))
+    plain = unwrapped(" ".join(unicodedata.normalize("NFC", text).replace(",", ", ").split()))
     words = WORDS.fullmatch(plain)
     return unwrapped(words[1] if words else plain).casefold()
 
@@ -201,7 +222,9 @@ def choice_of(text: str) -> str:
 def is_answer(given: str, answer: str) -> bool:
     """Return whether a marked answer is the accepted one, by its words or first clause, or by its letter."""
     wanted = normalize_words(answer)
-    if wanted in (normalize_words(given), normalize_words(CLAUSE.split(given, maxsplit=1)[0])):
+    said = SAID.match(unwrapped(given))
+    first = said[1] if said else CLAUSE.split(given, maxsplit=1)[0]
+    if wanted in (normalize_words(given), normalize_words(first)):
         return True
     letter = ONE_LETTER.fullmatch(unwrapped(answer))
     return letter is not None and choice_of(given) == letter[1].upper()
@@ -272,7 +295,13 @@ def hash_answers(text: str) -> Iterator[str]:
             yield line
 
 
+def without_denials(text: str) -> str:
+    """Return text with "the answer is 43" in place of "the answer is not 42 but 43"."""
+    return DENIED.sub("", text)
+
+
 def _announced(text: str) -> Iterator[str]:
+    text = without_denials(text)
     for start in _last_ends(ANNOUNCED, text):
         yield _line(text, start).lstrip(": ")
 

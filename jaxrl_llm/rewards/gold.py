@@ -100,7 +100,7 @@ def answered_by_row(sample: RewardSample, reward: str) -> RewardSample:
         texts = [] if reward in ("gym", "countdown") else answer_texts(sample.answer)
         text = texts[0] if texts and reward in COMPARING else str(sample.answer)
         text = str(gold_number(text)) if reward in NUMERIC else text
-        text = gold_text(text) if reward == "math" else text
+        text = gold_text(text) if reward in ("exact", "math") else text
     except UserError:  # which scoring the row raises, too
         return sample
     if reward in COMPARING or reward == "gym":

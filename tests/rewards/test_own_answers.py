@@ -22,6 +22,7 @@ def test_usual_answers_are_accepted():
         "exact",
         ["Paris", 3, 0.1, ["a", "b"], '["a", "b"]', {"target": ["a"]}, b"bytes", "(B)", "the answer is"],
     )
+    check("exact", ["not guilty", "in the morning", "Not enough information", "6 x 7\n#### 42", "found"])
     check("gsm8k", ["42", 42, 0.5, "1,234", "3 1/2", "6 x 7\n#### 42", r"so \boxed{42}", "42 apples", "$5"])
     check("verdict", ["Yes", "A"])
 
@@ -40,6 +41,10 @@ def test_usual_answers_are_accepted_as_mathematics():
             "1e-9",
             "50%",
             0.1,
+            "12(x+1)",
+            "3!",
+            "3 hours 20 minutes",
+            "12 April 2003",
         ],
     )
 
