@@ -24,6 +24,7 @@ LOOKUPS = [  # other texts, own text, draft
     ([9, 8, -1, 2, 9], [2, 9], [8, -1, -1, -1]),  # but after a shorter match
     ([8], [8], [-1, -1, -1, -1]),
     ([7] * 20, [7] * 20, [7, 7, 7, 7]),
+    ([], [5, 0, 6, 5], [0, 6, 5, 0]),  # token 0 is a token
 ]
 
 
