@@ -26,7 +26,7 @@ from jaxrl_llm.errors import UserError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WRITES_PARTS = re.compile(r"""['"]type['"]: ['"]text['"]""")  # a list of parts as it is in Python or JSON
-SPACE = "\u2581"  # of SentencePiece's tokens
+SPACES = ("\u2581", "\u0120")  # of tokens of SentencePiece and of byte-level BPE
 MAX_TEMPLATE = 1 << 20  # characters; those of large models have ten thousand
 log = logging.getLogger(__name__)
 PROCESS = TemplateProcess()
@@ -246,20 +246,25 @@ def token_ids(
 def _within(tokenizer: Any, text: str, ids: list[int], literal: bool, after: str) -> list[int]:
     """Return the ids of a text within another.
 
-    SentencePiece puts no space in front of it there, and a control token before it may take the white space
-    with which it begins (`rstrip`).
+    A tokenizer that puts a space in front of a text puts none there, but for one after a control token; and a
+    control token before it may take the white space with which it begins (`rstrip`).
 
     Args:
         ids: of the text by itself.
     """
-    spaced = bool(ids) and tokenizer.convert_ids_to_tokens(ids[0]).startswith(SPACE)
-    if not spaced and not text[0].isspace():
+    first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else ""
+    if not first.startswith(SPACES) and not text[0].isspace():
         return ids
+    said = after.rstrip()
     controls = () if literal else control_tokens(tokenizer)
-    lead = next((token for token in controls if after.endswith(token)), "\n" if spaced else "")
+    token = next((token for token in controls if said.endswith(token)), "")
+    leads = [after[len(said) - len(token) :]] if token else []
     options = {"add_special_tokens": False, "split_special_tokens": literal, "verbose": False}
-    before, both = (list(tokenizer(part, **options)["input_ids"]) for part in (lead, lead + text))
-    return both[len(before) :] if both[: len(before)] == before else ids
+    for lead in leads + ["\n", "a"] * first.startswith(SPACES):  # the first that does not merge with the text
+        before, both = (list(tokenizer(part, **options)["input_ids"]) for part in (lead, lead + text))
+        if both[: len(before)] == before:
+            return both[len(before) :]
+    return ids
 
 
 def control_tokens(tokenizer: Any) -> tuple[str, ...]:

@@ -404,3 +404,35 @@ def test_a_control_token_takes_the_white_space_after_it_between_turns_too():
     chat = [user("q"), assistant("A"), user("q"), assistant("B")]
     ids, _ = encode_supervised(tokenizer, read({"messages": chat}), ChatConfig())
     assert ids.tolist() == tokenizer.apply_chat_template(chat)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "sentencepiece as normalizer"])
+@pytest.mark.parametrize("rstrip", [False, True])
+def test_a_space_in_front_of_every_text_is_where_transformers_has_it(kind, rstrip):
+    """Phi-3's has it after each control token, which takes the line end; add_prefix_space of others, too."""
+    from tokenizers import AddedToken, normalizers
+
+    made = Tokenizer(models.BPE())
+    if kind == "byte-level":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "sentencepiece":
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    else:
+        space = normalizers.Replace(" ", "\u2581")
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), space])
+    texts = ["user assistant Hello there. And so on.", "Yes no"]
+    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "\u2581", "\n"]
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    special = [AddedToken(f"<|{name}|>", rstrip=rstrip) for name in ("user", "assistant", "end")]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|end|>", additional_special_tokens=special
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    chat = [user("Hello there."), assistant("Yes"), user("no"), assistant("And so\n on"), user("Yes")]
+    for messages in (chat[:2], chat[:4]):
+        ids, mask = encode_supervised(tokenizer, read({"messages": messages}), ChatConfig())
+        assert ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"][: len(ids)]
+        assert mask.sum() < len(ids)
