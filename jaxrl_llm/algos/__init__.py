@@ -93,7 +93,16 @@ _LOADED: dict[str, Algorithm] = {}  # path of a user's file -> its algorithm
 _CRITIC = Algorithms({"critic": ("value",)})
 _KNOWN = ChainMap(_LOADED, ALGOS, _CRITIC)
 
-__all__ = ["ALGOS", "AlgoConfig", "load_algorithm", "of", "requirements", "value", *ALGOS]
+__all__ = [
+    "ALGOS",
+    "AlgoConfig",
+    "learns_from_rewards",
+    "load_algorithm",
+    "of",
+    "requirements",
+    "value",
+    *ALGOS,
+]
 
 
 def __getattr__(name: str) -> Algorithm:
@@ -124,6 +133,11 @@ def first_line(config: AlgoConfig) -> str:
 def requirements(config: AlgoConfig) -> Requirements:
     """Return the arrays and models that the algorithm reads under these settings."""
     return of(config).requires(config)
+
+
+def learns_from_rewards(config: AlgoConfig) -> bool:
+    """Return whether rewards of the model's own responses reach the loss."""
+    return of(config).on_rollouts and requirements(config).rewards
 
 
 def load_algorithm(name: str) -> Algorithm:
@@ -185,6 +199,7 @@ _PROPERTIES = {
     "needs_critic": "critic",
     "needs_square": "sum_pi_squared",
     "needs_greedy": "greedy",
+    "needs_rewards": "rewards",
     "draws": "draws",
     "teachers": "teachers",
 }
@@ -198,6 +213,8 @@ def _properties(config: AlgoConfig) -> Requirements:
 
         base = requires(config)
     stated = {field: getattr(config, name) for name, field in _PROPERTIES.items() if hasattr(config, name)}
+    if stated.get("teachers"):
+        stated.setdefault("rewards", False)
     if getattr(config, "bypass_old", False):
         stated["old_source"] = "rollout"
     if divergence := getattr(config, "divergence", None):

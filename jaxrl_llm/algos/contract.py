@@ -69,6 +69,8 @@ class Requirements:
     """Sum over the vocabulary of the present policy's p^2: the loss reads it, without gradient."""
     old_entropy: bool = False
     """Entropy of the policy before the first update: `advantages` reads it."""
+    rewards: bool = True
+    """Rewards of the responses, where it learns from responses."""
     greedy: bool = False
     """A greedy response to every prompt, and its reward."""
     components: bool = False

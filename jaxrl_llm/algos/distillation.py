@@ -101,10 +101,11 @@ class GKDConfig(TeacherConfig):
 
 def gkd_requires(config: GKDConfig) -> Requirements:
     """Return the teachers' log-probs as the reference, or the divergence from their distributions."""
+    rewards = config.reward_coef > 0
     if config.form == "policy_gradient":
-        return Requirements(old=True, reference=True, teachers=config.teachers)
+        return Requirements(old=True, reference=True, teachers=config.teachers, rewards=rewards)
     divergence = Divergence(config.beta, config.temperature, config.top_k)
-    return Requirements(teachers=config.teachers, divergence=divergence)
+    return Requirements(teachers=config.teachers, divergence=divergence, rewards=rewards)
 
 
 def gkd_advantages(rollouts: Rollouts, config: GKDConfig) -> Float[Array, "N R"]:

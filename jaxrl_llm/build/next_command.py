@@ -41,7 +41,7 @@ def _against_reward_model(run_dir: Path, config: TrainConfig) -> Iterator[str]:
     """Yield the flags of RL on the prompts of a reward model's pairs, with the sizes of its own run."""
     own_data = not config.data.sources("train")[0].is_generated
     if not config.model.path:
-        yield "--config ppo_reward_tiny.py" + " --reward.name none" * own_data
+        yield "--config ppo_reward_tiny.py"
     else:
         yield f"--config grpo_qwen.py --reward.name none --run_dir {_quoted(f'{run_dir}_rl')}"
         for key in ("path", "tokenizer", "dtype"):

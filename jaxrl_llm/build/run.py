@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.data import ANSWER_FIX, check_answers, open_loaders, try_first_rows, with_steps
+from jaxrl_llm.build.data import open_loaders, try_first_rows, with_steps
 from jaxrl_llm.build.engines import make_engine
 from jaxrl_llm.build.evaluation import Evaluator, make_evaluators, open_judge
 from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step
@@ -32,6 +32,7 @@ from jaxrl_llm.build.pin import pin_date
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.build.push import push_run
 from jaxrl_llm.build.reference import abstract_reference, own_reference
+from jaxrl_llm.build.rewards import open_rewards
 from jaxrl_llm.build.sizes import with_prefixes
 from jaxrl_llm.build.warm_up import compile_stages
 from jaxrl_llm.build.weights import (
@@ -45,11 +46,10 @@ from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.template import set_template
 from jaxrl_llm.envs.load import Conversations, make_conversations
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.dataset import DatasetSource
 from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
-from jaxrl_llm.experience.score import Scorer, reward_sample
+from jaxrl_llm.experience.score import Scorer
 from jaxrl_llm.hf.hub import check_repository
 from jaxrl_llm.hf.peft import load_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
@@ -62,16 +62,12 @@ from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.recipe.dump import dump
-from jaxrl_llm.rewards.load import choose_reward
-from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import POLICY, REFERENCE, ROLLOUT_ENGINE, reward_role
 from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.user_file import expand_home
-
-TRIED_ROWS = 16  # of each data source, whose own answers the verifier must accept
 
 
 @dataclass
@@ -210,7 +206,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
     engine = scorer = judge = None
     if generates:
-        rewards = open_rewards(config, loaders["train"], reward, closing)
+        rewards = open_rewards(config, loaders, reward, closing)
         judge = open_judge(config, rows, closing)
     config = with_prefixes(config, model, meshes[POLICY])
     stages = make_stages(config, model, meshes)
@@ -267,34 +263,6 @@ def check_offload(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh])
         smaller = "" if config.optim.moments == "int8" else smaller
         fix = f"Set {smaller}a larger --mesh.fsdp over more hosts, or {' or '.join(settings)} False."
         check_host_memory(sum(needed.values()) * jax.local_device_count(), " and ".join(settings), fix)
-
-
-def open_rewards(
-    config: TrainConfig, loader: Loader, function: Callable | None, closing: contextlib.ExitStack
-) -> RewardPool:
-    """Return the pool of reward workers, after it has scored some rows with their own answers.
-
-    Raises:
-        RewardLoadError: the reward cannot be found, imported, or called on any of the rows; or is built in
-            and does not accept the answer of one.
-        UserError: nothing rewards the responses that the run learns from, or no row has an answer.
-    """
-    samples = [reward_sample(row) for row in loader.spread_rows(TRIED_ROWS)]
-    others = config.env.name or any(model.weight for model in config.reward.models)
-    needed = algos.of(config.algo).on_rollouts and not others
-    settings = config.reward if function else choose_reward(config.reward, samples, required=needed)
-    if needed and not function and settings.name == "none" and not algos.requirements(config.algo).teachers:
-        raise UserError(
-            "--reward.name is none and nothing else rewards, so no response would have a reward. Set a "
-            "verifier (--reward.name auto), a reward model (--reward.models.0.path FOLDER) or an environment "
-            "(--env.name)."
-        )
-    log = Path(config.run_dir) / "rewards.log"
-    pool = closing.enter_context(RewardPool(settings, log, function))
-    if settings.name != "none" and not config.env.name:
-        check_answers(loader.unanswered(), loader.stats()["rows"], pool.can_score, ANSWER_FIX)
-    on_first(lambda: pool.check(samples, skips=config.data.bad_rows == "skip"))
-    return pool
 
 
 def dataset_source(stage: Stage, loader: Loader, examples: int) -> DatasetSource:

@@ -117,10 +117,10 @@ def _step(config: TrainConfig) -> Iterator[str]:
 
 def _rewards(config: TrainConfig) -> Iterator[str]:
     """Yield why all rewards of a run that learns from them would be 0, and judges that cannot judge."""
-    reward, learns = config.reward, algos.of(config.algo).on_rollouts
+    reward, learns = config.reward, algos.learns_from_rewards(config.algo)
     models = any(model.weight for model in reward.models)
     used = reward.weight or models or config.env.name or any(weight for _, weight in reward.shaping)
-    if learns and not used and not algos.requirements(config.algo).teachers:
+    if learns and not used:
         yield (
             "--reward.weight is 0 and nothing else rewards, so every reward would be 0. Set a reward model "
             "(--reward.models.0.path FOLDER), an environment (--env.name) or --reward.weight 1."

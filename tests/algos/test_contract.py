@@ -20,6 +20,7 @@ from jaxrl_llm.algos import (
     grpo,
     gspo,
     kto,
+    learns_from_rewards,
     load_algorithm,
     of,
     ppo,
@@ -149,6 +150,14 @@ def test_a_file_of_functions_is_an_algorithm(tmp_path):
     assert requirements(mine.Config(beta=0.0)) == Requirements(**needs)
     assert float(mine.loss(loss_inputs(), mine.config)[0]) == 3.5
     assert float(mine.advantages(rollouts(), mine.Config(beta=2.0)).sum()) == 28.0
+
+
+@pytest.mark.parametrize(("more", "learns"), [("", False), ("\n    needs_rewards = True", True)])
+def test_a_file_of_functions_with_teachers_needs_no_rewards(more, learns, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MODULE.replace("    beta:", '    teachers = ("teacher",)' + more + "\n    beta:"))
+    mine = load_algorithm(str(file))
+    assert requirements(mine.config).teachers and learns_from_rewards(mine.config) == learns
 
 
 def test_a_file_of_functions_may_take_over_policy_gradients(tmp_path):

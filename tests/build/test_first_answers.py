@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxrl_llm.build.run import open_rewards
+from jaxrl_llm.build.rewards import open_rewards
 from jaxrl_llm.config import RewardConfig, TrainConfig
 from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
@@ -26,7 +26,7 @@ def load(path, answers, bad_rows="fail", **source):
 def open_exact(loader, run_dir):
     config = TrainConfig(run_dir=str(run_dir), reward=RewardConfig(name="exact", workers=1))
     with contextlib.ExitStack() as closing:
-        open_rewards(config, loader, None, closing)
+        open_rewards(config, {"train": loader}, None, closing)
 
 
 def test_the_first_row_alone_does_not_decide(tmp_path, caplog):

@@ -113,7 +113,7 @@ CHAT = "--data.chat.render=auto --data.chat.system_prompt='' --data.chat.templat
 @pytest.mark.parametrize("path", ["", "my/model"])
 def test_a_reward_model_leads_to_reinforcement_learning(tmp_path, algo, kind, path):
     config = TrainConfig(algo=algo, model=ModelConfig(path=path), data=DataConfig(path="my.jsonl"))
-    base = "--config ppo_reward_tiny.py --reward.name none"
+    base = "--config ppo_reward_tiny.py"
     if path:
         base = f"--config grpo_qwen.py --reward.name none --run_dir {tmp_path}_rl --model.path my/model"
         base += f" --model.dtype bfloat16 {SIZES} {CHAT}"
@@ -121,7 +121,8 @@ def test_a_reward_model_leads_to_reinforcement_learning(tmp_path, algo, kind, pa
     data = "--data.path my.jsonl --eval.every 0"
     assert command == f"python -m jaxrl_llm.train {base} {data} --reward.models.0.path {tmp_path}/hf{kind}"
     resolved = from_command_line(shlex.split(command)[3:]).config
-    assert resolved.reward.models[0].path == f"{tmp_path}/hf" and resolved.reward.name == "none"
+    assert resolved.reward.models[0].path == f"{tmp_path}/hf"
+    assert resolved.reward.name == ("none" if path else "auto")
     assert [source.path for source in resolved.data.sources("train")] == ["my.jsonl"]
     assert resolved.data.chat.system_prompt == ""
 
