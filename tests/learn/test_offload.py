@@ -130,9 +130,12 @@ def test_a_reference_in_host_memory_is_that_of_the_devices_also_after_a_restart(
     reference = lambda offload: Reference(tmp_path, "bfloat16", lambda: current, abstract, offload=offload)
     plain = reference(False).params(0, 0, current)
     assert_equal(reference(True).params(0, 0, current), plain)
+    assert not (tmp_path / "reference").exists()  # initial weights can be had again
     after_warm_up = reference(True).params(3, 3, current)  # saves it
     assert_equal(after_warm_up, plain)
-    restored = reference(True).params(3, 5, jax.tree.map(jax.numpy.zeros_like, current))
+    kept, other = reference(True), jax.tree.map(jax.numpy.zeros_like, current)
+    restored = kept.params(3, 5, other)
+    assert kept.params(3, 6, other) is restored  # read once
     assert restored.layers.q[...].sharding.memory_kind == HOST
     assert_equal(restored, plain)
 

@@ -247,6 +247,13 @@ def test_nothing_compiles_after_the_first_step():
     assert [f._cache_size() for f in (built._score, built._accumulate, built._apply, built._zeros)] == sizes
 
 
+def test_one_microbatch_needs_no_buffer_of_zeros(monkeypatch):
+    built = learner(rows=8)
+    monkeypatch.setattr(built, "_zeros", None)
+    _, metrics = built.update(built.init_state(models.init(MODEL, jax.random.key(0))), [trajectories()])
+    assert metrics["grad_norm"] > 0.1
+
+
 def test_state_is_donated():
     built = learner()
     with jax.set_mesh(built.mesh):
