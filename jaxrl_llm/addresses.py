@@ -18,26 +18,42 @@ SECRET_NAME = re.compile(
 MIN_SECRET = 8  # characters; what is shorter may be an ordinary word
 _LOGIN = re.compile(r"(?<=://)[^/?#\s]+(?=@)")  # user:password, or a token alone
 _VALUE = r"""(?!\$\{)[^\s&#;"'<>]"""  # a character of a parameter; ${NAME} is a variable
-_PARAMETER = re.compile(
-    rf"([?&#;](?:[\w.%-]*(?:key|token|secret|passw|pwd|auth|cred|sig|sas|code)[\w.%-]*=|[\w.%-]+=(?={_VALUE}{{20}})))"
-    rf"{_VALUE}+",
+_SECRETS = (  # names of parameters; not tokenizer, author, encode
+    r"(?:[\w.%-]*(?:key|token|secret|passw\w*|pwd|credential\w*|signature)|"
+    r"(?:[\w.%-]*[_.%-])?(?:auth|authorization|sig|sas|code|pass|pw|jwt|cred))(?:[_.-]?(?:v?\d+|id))?"
+)
+_PARAMETER = re.compile(rf"([?&#;](?:{_SECRETS}=|[\w.%-]+=(?={_VALUE}{{20}}))){_VALUE}+", re.I)
+"""?api_key=VALUE, and whatever has a value of 20 characters."""
+_NAMED = (
+    r"[\w-]*(?:(?:api|admin|auth|access|secret|private)[_-]?key|password|secret|"
+    r"(?:auth|api|access|hf|hub|bearer|reward|github)[_-]?token)"
+)  # --prompt_key COLUMN and eos_token='</s>' hold no secret
+_QUOTED = r"""(?:"[^"\n]+"|'[^'\n]+')"""
+_FLAG = re.compile(rf"((?<![\w-])--(?:{_NAMED}|token)[ =]+)(?!(?:and|or|is)\b)(?:{_QUOTED}|\S+)", re.I)
+"""Of servers: --api-key KEY."""
+_ASSIGNED = re.compile(
+    rf"""((?<![\w.-])(?:{_NAMED}=|["']{_NAMED}["']\s*:\s*(?=["'])|\bBearer\s+(?=\S{{8}})))"""
+    rf"""(?!\$|["']\$)(?:{_QUOTED}|[^\s"',;&)\]}}]+)""",
     re.I,
 )
-"""?api_key=VALUE, and whatever has a value of 20 characters."""
-_FLAG = re.compile(
-    r"(--[\w-]*(?:(?:api|admin|auth|access|secret|private)[_-]?key|token|password|secret)[ =]+)"
-    r"(?!and\b|or\b)\S+"
-)  # of servers: --api-key KEY; --prompt_key COLUMN holds no secret
+"""Of shells, Python and JSON: WANDB_API_KEY=KEY, api_key='KEY', "api_key": "KEY", Bearer KEY."""
+_KEY = re.compile(
+    r"(?<![A-Za-z0-9])(?:sk-[\w-]{20,}|(?:hf|gsk|gh[opsu])_[A-Za-z0-9]{30,}|(?:xai|nvapi|glpat)-[\w-]{20,}|"
+    r"github_pat_\w{30,}|AKIA[A-Z0-9]{16}|AIza[\w-]{35}|xox[abp]-[\w-]{20,}|(?<=hooks\.slack\.com/services/)\S+)"
+)
+"""Keys that well-known services hand out, anywhere."""
 
 
 def mask_text(text: str, secrets: Collection[str] = ()) -> str:
     """Return the text with what is secret in it masked.
 
-    Masked are logins in `scheme://user:password@host`, values of parameters such as `?api_key=KEY`, values of
-    flags such as `--api-key KEY`, and `secrets`: of 16 characters everywhere, of 8 where no letter or digit
-    stands beside them.
+    Masked are logins in `scheme://user:password@host`, values of parameters such as `?api_key=KEY`, of flags
+    such as `--api-key KEY`, of assignments such as `WANDB_API_KEY=KEY`, keys that show by their form (sk-..,
+    hf_..), and `secrets`: of 16 characters everywhere, of 8 where no letter or digit stands beside them.
     """
-    text = _FLAG.sub(rf"\1{MASKED}", _PARAMETER.sub(rf"\1{MASKED}", _LOGIN.sub(MASKED, text)))
+    text = _KEY.sub(MASKED, _LOGIN.sub(MASKED, text))
+    for pattern in (_PARAMETER, _FLAG, _ASSIGNED):
+        text = pattern.sub(rf"\1{MASKED}", text)
     for word in sorted((word for word in secrets if len(word) >= MIN_SECRET), key=len, reverse=True):
         alone = "" if len(word) >= 2 * MIN_SECRET else "[A-Za-z0-9]"
         text = re.sub(

@@ -77,10 +77,10 @@ def explain_end(error: BaseException, path: Path) -> str:
 
 def missing_file(path: Path) -> str:
     """Return "there is no file ..." with the nearest name in its folder; "" where there is one."""
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, also of a name that is too long
         return ""
     path = path.resolve()
-    beside = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    beside = [other.name for other in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
     return f"there is no file {path}.{did_you_mean(path.name, beside)}"
 
 

@@ -1,5 +1,7 @@
 """Texts without the secrets in them, and addresses of services."""
 
+import time
+
 import pytest
 
 from jaxrl_llm.addresses import host_of, mask_text, secrets_of
@@ -24,6 +26,18 @@ LONG = "0123456789abcdef0123"
         (f"https://h/p?user={LONG}", "https://h/p?user=***"),
         ("https://h/p?key=${JUDGE_KEY}", "https://h/p?key=${JUDGE_KEY}"),
         ("a ? b : key=5; x == y", "a ? b : key=5; x == y"),
+        ("?pass=x&accessToken=y&key_id=z", "?pass=***&accessToken=***&key_id=***"),
+        ("?keyword=a&author=b&tokenizer=c&design=d", "?keyword=a&author=b&tokenizer=c&design=d"),
+        ("--eos_token </s> --pad-token=<pad>", "--eos_token </s> --pad-token=<pad>"),
+        ("--API-KEY 'a b' --hf_token c", "--API-KEY *** --hf_token ***"),
+        ("export WANDB_API_KEY=ab-c; HF_TOKEN='d' x", "export WANDB_API_KEY=***; HF_TOKEN=*** x"),
+        ("""OpenAI(api_key="a") {'api_key': 'b'}""", "OpenAI(api_key=***) {'api_key': ***}"),
+        ("{'Authorization': 'Bearer abcdefgh'}", "{'Authorization': 'Bearer ***'}"),
+        ("A_API_KEY=$KEY, a bearer of news", "A_API_KEY=$KEY, a bearer of news"),
+        ("""eos_token='</s>' {"answer_key": "a"}""", """eos_token='</s>' {"answer_key": "a"}"""),
+        (f"http://h/sk-proj-{LONG}/score hf_{2 * LONG}", "http://h/***/score ***"),
+        (f"sk-learn, desk-{LONG}", f"sk-learn, desk-{LONG}"),
+        (f"https://hooks.slack.com/services/{LONG}", "https://hooks.slack.com/services/***"),
     ],
 )
 def test_logins_and_keys_are_masked_in_any_text(text, masked):
@@ -43,6 +57,13 @@ def test_secrets_of_the_environment_are_masked_whole_unless_they_are_long():
     assert [mask_text(text, secrets) for text in texts] == [
         *("short", "plain12345", "=***;", "x12345678", "***", "x***y")
     ]
+
+
+@pytest.mark.parametrize("part", ["-", "--a", "?a", "a_", "'a", "://", "sk-", "Bearer ", "--_token", "&key_"])
+def test_long_texts_are_masked_in_linear_time(part):
+    start = time.perf_counter()
+    mask_text(part * 20_000)
+    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize(

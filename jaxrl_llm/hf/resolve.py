@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def pin_revision(name: str) -> str:
     A run keeps the pinned name, so that it continues with the same weights when the hub has new ones.
     """
     hub = parse_hub_name(name)
-    if hub is None or expand_home(name).exists():
+    if hub is None or os.path.exists(expand_home(name)):  # unlike Path.exists, also of too long a name
         return name
     if _COMMIT.fullmatch(hub.revision or ""):
         return str(hub)

@@ -16,6 +16,7 @@ from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import URL, RewardConfig
 from jaxrl_llm.rewards.gold import accepts_own_answer
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardResult, RewardSample
+from jaxrl_llm.rewards.signatures import OF_TRAINER
 from jaxrl_llm.user_file import split_name
 
 SECRET_NAME = re.compile(
@@ -64,6 +65,12 @@ def torch_hint(reason: str) -> str:
     )
 
 
+def trainer_hint(text: str) -> str:
+    """Return the fix of a failure for lack of a keyword argument that TRL's trainer passes; "" = none."""
+    name = next((name for name in OF_TRAINER if f"KeyError: '{name}'" in text), "")
+    return name and f"{name} is an object of TRL's trainer, which a reward worker lacks: do without it"
+
+
 def mask_kept(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> str:
     """Return text of a worker without keys, also those in variables that were passed on to it."""
     secret = {name for name in keep if name in environment} & withheld_names(environment, ())
@@ -87,6 +94,7 @@ def explain_failure(reason: str, keep: Sequence[str]) -> str:
     fields of a sample where it has none of that name."""
     reason = mask_kept(reason, os.environ, keep)
     hint = key_hint(reason, os.environ, keep) or torch_hint(reason).removeprefix(". ")
+    hint = hint or trainer_hint(reason)
     if OF_SAMPLE in reason:
         names = [*(field.name for field in fields(RewardSample)), "thought", "final"]
         hint = f"Fields of a sample: {', '.join(f'sample.{name}' for name in names)}"
@@ -98,7 +106,8 @@ def is_certain_failure(result: RewardResult, keep_env: Sequence[str]) -> bool:
     if result.outcome is not Outcome.FAILED or result.abstained:
         return False
     unavoidable = result.error in CERTAIN or not result.error  # no exception: it crashed or took too long
-    return unavoidable or OF_SAMPLE in result.reason or bool(key_hint(result.reason, os.environ, keep_env))
+    hint = key_hint(result.reason, os.environ, keep_env) or trainer_hint(result.reason)
+    return unavoidable or OF_SAMPLE in result.reason or bool(hint)
 
 
 def check_own_answers(

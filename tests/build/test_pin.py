@@ -21,8 +21,9 @@ from jaxrl_llm.config import (
     TrainConfig,
 )
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.hub_name import HubName, parse_hub_name
-from jaxrl_llm.hf.resolve import resolve_model
+from jaxrl_llm.hf.resolve import pin_revision, resolve_model
 from jaxrl_llm.recipe.dump import describe_run
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -50,6 +51,11 @@ def test_parts_of_hub_names(name, parts):
     assert hub == (parts and HubName(*parts))
     if hub:
         assert str(hub) == name.removeprefix("hf://")
+
+
+def test_a_name_that_is_too_long_is_no_folder():
+    with pytest.raises(UserError, match=r"a: no folder .* and the hub has not delivered it"):
+        pin_revision("a" * 300)
 
 
 @pytest.fixture

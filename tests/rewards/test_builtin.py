@@ -426,6 +426,7 @@ def test_overlong_is_dapos_line(length, score):
         ("overlong_from", {"shaping": (("overlong", 1.0),)}, "needs 0 < overlong_from < overlong_to"),
         ("name", {"name": "gsm8"}, "Did you mean gsm8k?"),
         ("name", {"name": "nowhere/rewards.py:f"}, "there is no file"),
+        ("name", {"name": "a" * 300 + ".py"}, "there is no file"),
         ("name", {"name": "rewards.txt:f"}, "unknown"),
         ("shaping", {"shaping": (("formats", 1.0),)}, "Did you mean format?"),
         ("shaping", {"name": "none", "shaping": (("format", 1.0),)}, "reward.name is none; set it to format"),

@@ -103,6 +103,13 @@ def test_a_reward_of_openrlhf_without_torch_says_what_to_install(write, text):
         check_reward(RewardConfig(name=write(text)), ROWS)
 
 
+@pytest.mark.parametrize("begin", ["", "async "])
+def test_a_reward_of_trl_that_reads_its_trainer_is_told_so(write, begin):
+    text = "def f(completions, **kwargs):\n    step = kwargs['trainer_state'].global_step"
+    with pytest.raises(RewardLoadError, match=r"KeyError: 'trainer_state' .*py:2.*of TRL's trainer"):
+        check_reward(RewardConfig(name=write(begin + text) + ":f"), ROWS)
+
+
 def test_without_rows_it_is_loaded_only(write):
     path = write("def reward(s): raise NameError")
     check_reward(RewardConfig(name=path))
