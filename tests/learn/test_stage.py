@@ -9,12 +9,12 @@ import optax
 import pytest
 
 from jaxrl_llm import models
-from jaxrl_llm.algos import distill, dpo, grpo, ppo, value
+from jaxrl_llm.algos import distill, dpo, grpo, ppo, sft, value
 from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.reference import freeze
-from jaxrl_llm.learn.stage import Stage, policy_scores
+from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -179,3 +179,14 @@ def test_a_frozen_reference_computes_what_the_policy_computes_in_bfloat16():
     tokens, positions = jnp.arange(1, 9)[None], jnp.arange(8)[None]
     run = jax.jit(lambda weights: weights(tokens, positions, jnp.ones_like(tokens), dtype=jnp.bfloat16))
     np.testing.assert_array_equal(run(freeze(params, "bfloat16")), run(params))
+
+
+def test_a_critic_that_is_not_updated_adds_no_signals_and_no_kl_needs_no_reference():
+    """The warm-up is supervised, with the critic only in its state; teachers stand in for the reference."""
+    supervised, critic = learner(sft.Config()), learner(value.Config(), VALUED)
+    assert loss_signals(Stage(supervised, critic=critic, updates_critic=False)) == ()
+    assert set(loss_signals(Stage(supervised, critic=critic))) == {"values", "returns"}
+    assert set(loss_signals(Stage(supervised))) == set()
+    wanted = {0.0: False, 0.1: True}
+    assert {coef: Stage(learner(grpo.Config(kl_coef=coef))).needs_reference for coef in wanted} == wanted
+    assert not Stage(learner(grpo.Config(kl_coef=0.1)), teachers=(None,)).needs_reference
