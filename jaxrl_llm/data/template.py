@@ -21,7 +21,7 @@ from jaxrl_llm.data.rows import (
     RowError,
     template_columns,
 )
-from jaxrl_llm.data.tool_messages import accepted_forms, argument_forms
+from jaxrl_llm.data.tool_messages import accepted_forms, argument_forms, in_parts, with_null
 from jaxrl_llm.errors import UserError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -81,7 +81,31 @@ class ChatRenderer:
 
     def render_cuts(self, cuts: list[tuple[int | None, bool]]) -> list[str]:
         """Return the text of each (count, generation_prompt) as `render` does."""
-        return [text for text, _ in self._render([(n, {"add_generation_prompt": g}) for n, g in cuts])]
+        text_of = lambda cuts: [
+            t for t, _ in self._render([(n, {"add_generation_prompt": g}) for n, g in cuts])
+        ]
+        try:
+            return text_of(cuts)
+        except RowError as refusal:
+            if (0, True) not in cuts:
+                raise
+            header = self._first_header(refusal)
+        shown = iter(text_of([cut for cut in cuts if cut != (0, True)]))
+        return [header if cut == (0, True) else next(shown) for cut in cuts]
+
+    def _first_header(self, refusal: RowError) -> str:
+        """Return the text before the policy's turn that begins a chat, of a template that needs a message.
+
+        Args:
+            refusal: of no messages; raised where the header is not in the text of the first.
+        """
+        said = {"role": "user", "content": "Hi"}
+        form = in_parts([said]) if isinstance(self._forms[0][0]["content"], list) else [said]
+        (before, _), (after, _) = self._ask(form, [(1, {"add_generation_prompt": g}) for g in (False, True)])
+        header, (first,) = after.removeprefix(before), self.render_cuts([(1, False)])
+        if not header or header not in first:
+            raise refusal
+        return first[: first.index(header)] + header
 
     def render_whole(
         self, generation_prompt: bool = False, learned: Sequence[int] = (), first: int = 0
@@ -99,7 +123,7 @@ class ChatRenderer:
             RowError: the template leaves out a text, a thought or a tool call.
         """
         problems, given = [], self._forms
-        for form in (list, _with_null, _in_parts):
+        for form in (list, with_null, in_parts):
             self._forms = [form(messages) for messages in given]
             if form is not list and self._forms == given:
                 continue
@@ -197,18 +221,6 @@ class ChatRenderer:
     ) -> list[tuple[str, list]]:
         calls = [{"conversations": [messages[:n]], **self._options, **cut} for n, cut in cuts]
         return PROCESS.render(self.template, calls, self._name, self._where, self._date)
-
-
-def _with_null(messages: list[Message]) -> list[Message]:
-    """Return a chat with null for empty text beside tool calls: some templates show calls only then."""
-    silent = lambda message: bool(message.get("tool_calls")) and message["content"] == ""
-    return [message | {"content": None} if silent(message) else message for message in messages]
-
-
-def _in_parts(messages: list[Message]) -> list[Message]:
-    """Return a chat with its texts as lists of parts, which templates of vision models need."""
-    parts = lambda text: [{"type": "text", "text": text}] if text else []
-    return [{**message, "content": parts(message["content"])} for message in messages]
 
 
 @functools.lru_cache(maxsize=64)

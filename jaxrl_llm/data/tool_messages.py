@@ -1,4 +1,4 @@
-"""Tool calls and their answers in the forms that chat templates accept: arguments, ids."""
+"""Messages in the forms that chat templates accept: arguments and ids of tool calls, null, lists of parts."""
 
 from __future__ import annotations
 
@@ -48,6 +48,18 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
             message = {**message, "tool_call_id": _short_id(message.get("tool_call_id") or first)}
         new.append(message)
     return new
+
+
+def with_null(messages: list[Message]) -> list[Message]:
+    """Return a chat with null for empty text beside tool calls: some templates show calls only then."""
+    silent = lambda message: bool(message.get("tool_calls")) and message["content"] == ""
+    return [message | {"content": None} if silent(message) else message for message in messages]
+
+
+def in_parts(messages: list[Message]) -> list[Message]:
+    """Return a chat with its texts as lists of parts, which templates of vision models need."""
+    parts = lambda text: [{"type": "text", "text": text}] if text else []
+    return [{**message, "content": parts(message["content"])} for message in messages]
 
 
 def _short_id(id: Any) -> str:

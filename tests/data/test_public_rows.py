@@ -191,3 +191,19 @@ def test_a_thought_under_another_name_is_lost_only_where_the_text_lacks_it():
     assert text({"messages": [U, A | {"thought": "a"}]}) == CHAT
     with pytest.raises(RowError, match="leaves out what the assistant thinks"):
         text({"messages": [U, A | {"thought": "why"}]})
+
+
+def test_a_chat_may_begin_with_the_assistant():
+    """As chats of ShareGPT do; Qwen2.5's template reads the first message, and so needs one."""
+    first = "{% if messages[0].role != 'system' %}<|im_start|>system\nS<|im_end|>\n{% endif %}"
+    tokenizer = make_tokenizer()
+    chat = {"conversations": [GPT, HUMAN, GPT | {"value": "b"}]}
+    for template, begin in ((first + SHOWS, "<system\nS>\n"), (SHOWS, "")):
+        tokenizer.chat_template = template
+        ids, mask = encode_supervised(tokenizer, read(chat), ChatConfig())
+        shown = tokenizer.decode(ids).replace("<|im_start|>", "<").replace("<|im_end|>", ">")
+        assert shown == begin + "<assistant\na>\n<user\nq>\n<assistant\nb>"
+        assert tokenizer.decode(ids[mask == 1]) == "a<|im_end|>b<|im_end|>"
+    tokenizer.chat_template = first + SHOWS.replace("<|im_start|>assistant", "<|im_start|>model")
+    with pytest.raises(RowError, match="has no element 0"):  # it writes another header than it asks for
+        encode_supervised(tokenizer, read(chat), ChatConfig())
