@@ -26,6 +26,7 @@ from jaxrl_llm.hf.tokenizer import special_ids
 from jaxrl_llm.host.files import cache_folder, write_json
 from jaxrl_llm.host.lock import cache_lock
 from jaxrl_llm.host.processes import print_on_first
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models import TransformerConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -354,7 +355,8 @@ def _open(file: Path) -> Any:
             f"{file}: reading GGUF files needs the extra `gguf`: pip install 'jaxrl-llm[gguf]'"
         ) from error
     try:
-        return GGUFReader(file)
+        with working(f"reading {file.name}"):  # seconds for each 100,000 tokens of its tokenizer
+            return GGUFReader(file)
     except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
         raise UserError(f"{file}: truncated, damaged, or no GGUF file ({error})") from error
 

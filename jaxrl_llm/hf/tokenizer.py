@@ -11,6 +11,7 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.host.processes import print_on_first
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models import TransformerConfig
 
 GENERATION = "generation_config.json"
@@ -66,12 +67,13 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
     is_complete = any((folder / name).is_file() for name in _COMPLETE)
     tokenizer_class = PreTrainedTokenizerFast if is_complete else AutoTokenizer
     try:
-        tokenizer = tokenizer_class.from_pretrained(str(folder), trust_remote_code=False)
-        _check_template(tokenizer.chat_template)
-        if is_complete and not own_code:
-            _compare_with_class(folder, tokenizer)
-        eos, vocabulary = tokenizer.eos_token_id, vocabulary_of(tokenizer)
-        tokenizer.encode("a")
+        with working(f"reading the tokenizer of {folder}"):
+            tokenizer = tokenizer_class.from_pretrained(str(folder), trust_remote_code=False)
+            _check_template(tokenizer.chat_template)
+            if is_complete and not own_code:
+                _compare_with_class(folder, tokenizer)
+            eos, vocabulary = tokenizer.eos_token_id, vocabulary_of(tokenizer)
+            tokenizer.encode("a")
     except BaseException as error:  # all kinds, for damaged files; of Rust, what is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

@@ -15,11 +15,12 @@ _under_way: list[str] = []  # the innermost last
 
 
 @contextlib.contextmanager
-def working(what: str, quiet: bool = False) -> Iterator[None]:
-    """Say on stderr what a piece of work is and how long it takes, if that is more than FIRST seconds.
+def working(what: str, quiet: bool = False, first: float | None = None) -> Iterator[None]:
+    """Say on stderr what a piece of work is and how long it takes, if that is more than `first` seconds.
 
     Args:
         quiet: say nothing, as in processes other than the first.
+        first: seconds of work before the first line; None = FIRST.
     """
     began, said = time.perf_counter(), []
 
@@ -30,7 +31,7 @@ def working(what: str, quiet: bool = False) -> Iterator[None]:
 
     _under_way.append(what)
     try:
-        with contextlib.nullcontext() if quiet else repeated(say, FIRST, AGAIN):
+        with contextlib.nullcontext() if quiet else repeated(say, FIRST if first is None else first, AGAIN):
             yield
     finally:
         _under_way.pop()

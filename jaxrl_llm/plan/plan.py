@@ -13,6 +13,7 @@ from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.build.sizes import derived, with_prefixes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels, turing_warning
 from jaxrl_llm.plan.compiled import CompiledStats, compile_program
 from jaxrl_llm.plan.experts import ExpertGather, expert_gather
@@ -140,7 +141,8 @@ def make_plan(
     costs = []
     for phase in selected:
         log(f"compiling {phase.name}")
-        stats = compile_program(phase.program, phase.mesh, target.topology.platform, phase.hints)
+        with working(f"compiling {phase.name}"):
+            stats = compile_program(phase.program, phase.mesh, target.topology.platform, phase.hints)
         costs.append(phase_cost(phase, stats, target, device_groups(meshes)))
     return Plan(
         config.model.path or "architecture of the recipe",

@@ -18,6 +18,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.host.signals import interrupts_call
 from jaxrl_llm.host.start import open_compilation_cache
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.keys import parse_value, type_hints, type_words
@@ -42,6 +43,7 @@ HELP = """/reset            begin a new conversation; the system prompt stays
 /exit, Ctrl-D     end
 Ctrl-C stops an answer. A line that ends with \\ goes on in the next; \"\"\" begins and ends a message of
 several lines; // begins a message with a slash."""
+PATIENCE = 8.0  # seconds within an answer before a line says that the next tokens are computed
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 
 
@@ -58,12 +60,13 @@ def open_session(args: ChatArguments) -> Session:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     mesh, dtype = chat_mesh(args.mesh), pick_dtype(args.dtype)
-    model = open_model(args.model, args)
-    tokenizer = model.read_tokenizer()
-    set_template(tokenizer, args.chat)
-    longest = min(args.context, model.config.max_position)
-    args = dataclasses.replace(args, context=longest, max_tokens=min(args.max_tokens, longest - 1))
-    engine = ConversationEngine(model, tokenizer, mesh, dtype, args.context, args.max_tokens)
+    with working(f"loading {args.model}"):
+        model = open_model(args.model, args)
+        tokenizer = model.read_tokenizer()
+        set_template(tokenizer, args.chat)
+        longest = min(args.context, model.config.max_position)
+        args = dataclasses.replace(args, context=longest, max_tokens=min(args.max_tokens, longest - 1))
+        engine = ConversationEngine(model, tokenizer, mesh, dtype, args.context, args.max_tokens)
     return Session(args, tokenizer, engine, terminal_lines())
 
 
@@ -254,16 +257,17 @@ class Session:
         (response,) = new_responses([request], jax.random.key(self.args.seed))
         self.answers += 1
         stream = TextStream(self.tokenizer, self.write, self.engine.eos_ids)
-        try:
-            self.engine.finish(
-                [response],
-                *self.engine.published,
-                self.args,
-                None,
-                lambda: self.before_chunk(stream, response),
-            )
-        except AnswerStoppedError:
-            response.finish = "stopped"
+        with contextlib.ExitStack() as waiting:
+            try:
+                self.engine.finish(
+                    [response],
+                    *self.engine.published,
+                    self.args,
+                    None,
+                    lambda: self.before_chunk(stream, response, waiting),
+                )
+            except AnswerStoppedError:
+                response.finish = "stopped"
         stream.update(response.ids, final=True)
         self.write("\n")
         self.messages.append(as_message(text_of(self.tokenizer, response.ids, self.engine.eos_ids)))
@@ -271,13 +275,18 @@ class Session:
         if note := notes.get(response.finish):
             print_progress(note)
 
-    def before_chunk(self, stream: TextStream, response: PartialResponse) -> None:
-        """Write the tokens of the last chunk.
+    def before_chunk(
+        self, stream: TextStream, response: PartialResponse, waiting: contextlib.ExitStack
+    ) -> None:
+        """Write the tokens of the last chunk, and begin to wait for the next.
 
         Raises:
             AnswerStoppedError: Ctrl-C.
         """
+        waiting.close()
         stream.update(response.ids)
+        first = PATIENCE if len(response.ids) > 1 else None  # a slow model is no reason for lines in its text
+        waiting.enter_context(working("waiting for tokens; new programs are compiled once", first=first))
         if self.stopped:
             raise AnswerStoppedError
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.tools.arguments import parse_known_arguments
 from jaxrl_llm.tools.devices import Finding
@@ -41,7 +42,8 @@ def main(argv: list[str]) -> int:
     config = from_command_line(rest, "python -m jaxrl_llm doctor", writes=False).config if rest else None
     from jaxrl_llm.tools.checks import examine  # imports jax: --help and bad flags end before
 
-    findings = list(examine(config))
+    with working("examining this machine"):
+        findings = list(examine(config))
     if args.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=1))
     else:

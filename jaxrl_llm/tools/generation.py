@@ -109,7 +109,8 @@ class Generator:
         if start >= len(self.requests):
             return
         engine = NativeEngine(rollout, self.model.config, self.mesh, self.tokenizer, self.model.end_ids)
-        engine.publish(self.model.load(self.mesh, ROLLOUT, self.dtype), version=0)
+        with working("loading the model"):
+            engine.publish(self.model.load(self.mesh, ROLLOUT, self.dtype), version=0)
         window = max(1, 8 * config.slots // config.n)  # prompts between two results
         for first in range(start, len(self.requests), window):
             part = self.requests[first : first + window]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jaxrl_llm.host.waiting import working
 from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.tools.arguments import check_output_path, parse_known_arguments
@@ -52,10 +53,9 @@ def main(argv: list[str]) -> int:
     from jaxrl_llm.plan.report import print_plan
     from jaxrl_llm.plan.target import open_target
 
-    target = open_target(topology)
     log = lambda line: print(line, file=sys.stderr, flush=True)
-    plan = make_plan(config, target, args.only, log)
-    plan = advise(plan, config)
+    with working("planning"):
+        plan = advise(make_plan(config, open_target(topology), args.only, log), config)
     print_plan(plan, Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))))
     if args.json:
         args.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n")

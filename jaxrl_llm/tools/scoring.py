@@ -113,7 +113,8 @@ def logprob_scores(args: ScoreArguments, model: StoredModel, rows: RawRows) -> S
             read_sequences(row, where)
             tokenizer = tokenizer or model.read_tokenizer()
     dtype = pick_dtype(args.dtype)
-    params = model.load(mesh, TRAIN, dtype)
+    with working("loading the model"):
+        params = model.load(mesh, TRAIN, dtype)
     scorer = LogprobModel(config, args.temperature, dtype, args.batch_tokens, mesh)
 
     def score(numbers: range) -> tuple[list[str], str]:

@@ -1,0 +1,90 @@
+"""Commands say what they do while they print nothing else."""
+
+import contextlib
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from random_weights import random_params
+
+from jaxrl_llm import models
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.hf import gguf
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.host import waiting
+from jaxrl_llm.tools import chat_session, checks, doctor, plan
+from jaxrl_llm.tools.chat import ChatArguments
+from jaxrl_llm.tools.devices import Finding
+
+CONFIG = models.TransformerConfig(
+    vocab_size=128, hidden_size=8, mlp_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4,
+    max_position=64,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(waiting, "FIRST", 0.005)
+
+
+def said(capsys):
+    """Return the pieces of work that stderr names while they last, and with the time they took."""
+    lines = capsys.readouterr().err.splitlines()
+    under_way, ended = (
+        [match[1] for line in lines if (match := re.fullmatch(pattern, line))]
+        for pattern in (r"(.*): \d+ s so far", r"(.*): took [\d.]+ s")
+    )
+    assert set(ended) <= set(under_way)
+    return set(ended)
+
+
+def test_the_doctor(monkeypatch, capsys):
+    def examine(config):
+        time.sleep(0.1)
+        return [Finding("disk", "ok", "")]
+
+    monkeypatch.setattr(checks, "examine", examine)
+    assert doctor.main([]) == 0
+    assert said(capsys) == {"examining this machine"}
+
+
+def test_a_plan(capsys):
+    sizes = {"hidden_size": 8, "mlp_size": 8, "num_layers": 1}
+    words = [word for name, size in sizes.items() for word in (f"--model.architecture.{name}", str(size))]
+    short = ["--only", "accumulate", "--devices", "0:1"]
+    assert plan.main(["--config", "grpo_tiny.py", "--topology", "cpu", *words, *short]) == 0
+    assert said(capsys) == {"planning", "compiling update: accumulate"}
+
+
+def test_a_chat_that_loads_its_model(tmp_path, capsys):
+    save_model(random_params(CONFIG), CONFIG, tmp_path / "m", make_tokenizer(), "float32")
+    args = ChatArguments(model=str(tmp_path / "m"), max_tokens=4, context=32)
+    session = chat_session.open_session(args)
+    assert said(capsys) == {f"loading {tmp_path}/m", f"reading the tokenizer of {tmp_path}/m"}
+    assert session.engine.published
+
+
+def test_an_answer_of_a_chat(monkeypatch, capsys):
+    engine = SimpleNamespace(tokenizer=make_tokenizer(), eos_ids=())
+    session = chat_session.Session(ChatArguments(model="m"), engine.tokenizer, engine, iter(()))
+    stream = SimpleNamespace(update=lambda ids: None)
+    with contextlib.ExitStack() as stack:
+        session.before_chunk(stream, SimpleNamespace(ids=[]), stack)  # the first chunk compiles
+        time.sleep(0.1)
+        session.before_chunk(stream, SimpleNamespace(ids=[1, 2]), stack)
+        assert said(capsys) == {"waiting for tokens; new programs are compiled once"}
+        time.sleep(0.1)  # no line within an answer of a slow model
+    assert said(capsys) == set()
+    monkeypatch.setattr(chat_session, "PATIENCE", 0.005)
+    with contextlib.ExitStack() as stack:
+        session.before_chunk(stream, SimpleNamespace(ids=[1, 2]), stack)
+        time.sleep(0.1)
+    assert said(capsys) == {"waiting for tokens; new programs are compiled once"}
+
+
+def test_a_large_tokenizer_of_a_gguf_file(monkeypatch, tmp_path, capsys):
+    library = pytest.importorskip("gguf")
+    monkeypatch.setattr(library, "GGUFReader", lambda file: time.sleep(0.1))
+    gguf._open(tmp_path / "large.gguf")
+    assert said(capsys) == {"reading large.gguf"}
