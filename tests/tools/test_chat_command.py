@@ -146,10 +146,10 @@ def test_without_a_template_the_text_is_continued(talk, capsys):
 def test_ctrl_c_stops_the_answer_and_not_the_program(talk, monkeypatch, capsys):
     before = chat_session.Session.before_chunk
 
-    def interrupted(self, stream, response):
+    def interrupted(self, stream, response, waiting):
         if self.answers == 1 and len(response.ids) >= 4:
             os.kill(os.getpid(), signal.SIGINT)
-        before(self, stream, response)
+        before(self, stream, response, waiting)
 
     monkeypatch.setattr(chat_session.Session, "before_chunk", interrupted)
     session = talk("a", "b", args=dataclasses.replace(ARGS, ignore_eos=True))
