@@ -19,7 +19,7 @@ from jaxrl_llm.data.rows import (
     type_name,
 )
 
-LOSS_KEYS = ("weight", "train", "trainable", "loss", "loss_mask")
+LOSS_KEYS = ("weight", "train", "trainable", "loss", "loss_mask", "step_loss_mask")
 """Keys of a message by which OpenAI, axolotl, LLaMA-Factory, slime and veRL leave it out of the loss."""
 LOSS_LIKE = re.compile(r"loss(?:es)?|(?:un)?(?:train|mask|learn)\w*|weights?|supervis\w*")
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")  # of a key such as loss_mask or lossMask

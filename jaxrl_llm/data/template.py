@@ -81,31 +81,27 @@ class ChatRenderer:
 
     def render_cuts(self, cuts: list[tuple[int | None, bool]]) -> list[str]:
         """Return the text of each (count, generation_prompt) as `render` does."""
-        text_of = lambda cuts: [
-            t for t, _ in self._render([(n, {"add_generation_prompt": g}) for n, g in cuts])
-        ]
-        try:
-            return text_of(cuts)
-        except RowError as refusal:
-            if (0, True) not in cuts:
-                raise
-            header = self._first_header(refusal)
-        shown = iter(text_of([cut for cut in cuts if cut != (0, True)]))
-        return [header if cut == (0, True) else next(shown) for cut in cuts]
+        header = self._first_header() if (0, True) in cuts else ""
+        asked = [cut for cut in cuts if not header or cut != (0, True)]
+        shown = iter(self._render([(n, {"add_generation_prompt": g}) for n, g in asked]))
+        return [header if header and cut == (0, True) else next(shown)[0] for cut in cuts]
 
-    def _first_header(self, refusal: RowError) -> str:
-        """Return the text before the policy's turn that begins a chat, of a template that needs a message.
+    def _first_header(self) -> str:
+        """Return the text before the policy's turn that begins a chat; "" = not found.
 
-        Args:
-            refusal: of no messages; raised where the header is not in the text of the first.
+        Many templates need a message, or write the start of a text with the first one.
         """
         said = {"role": "user", "content": "Hi"}
         form = in_parts([said]) if isinstance(self._forms[0][0]["content"], list) else [said]
-        (before, _), (after, _) = self._ask(form, [(1, {"add_generation_prompt": g}) for g in (False, True)])
-        header, (first,) = after.removeprefix(before), self.render_cuts([(1, False)])
-        if not header or header not in first:
-            raise refusal
-        return first[: first.index(header)] + header
+        first = self.render(1)
+        try:
+            (before, _), (after, _) = self._ask(
+                form, [(1, {"add_generation_prompt": g}) for g in (False, True)]
+            )
+        except RowError:
+            return ""
+        header = after.removeprefix(before)
+        return first[: first.index(header)] + header if header and header in first else ""
 
     def render_whole(
         self, generation_prompt: bool = False, learned: Sequence[int] = (), first: int = 0

@@ -219,7 +219,7 @@ def test_texts_are_those_of_transformers_for_every_template_of_trl():
 
 @pytest.mark.parametrize(
     ("no", "yes"),
-    [({key: 0}, {key: 1}) for key in ("weight", "train", "trainable", "loss", "loss_mask")]
+    [({key: 0}, {key: 1}) for key in ("weight", "train", "trainable", "loss", "loss_mask", "step_loss_mask")]
     + [({"train": False}, {"train": True}), ({"weight": 0.0}, {"weight": 1.0}), ({"train": False}, {})],
 )
 def test_messages_that_their_author_leaves_out_are_not_learned(no, yes):

@@ -194,11 +194,12 @@ def test_a_thought_under_another_name_is_lost_only_where_the_text_lacks_it():
 
 
 def test_a_chat_may_begin_with_the_assistant():
-    """As chats of ShareGPT do; Qwen2.5's template reads the first message, and so needs one."""
+    """As in ShareGPT; Qwen2.5's template needs a first message, Llama 3's begins the text with it."""
     first = "{% if messages[0].role != 'system' %}<|im_start|>system\nS<|im_end|>\n{% endif %}"
     tokenizer = make_tokenizer()
     chat = {"conversations": [GPT, HUMAN, GPT | {"value": "b"}]}
-    for template, begin in ((first + SHOWS, "<system\nS>\n"), (SHOWS, "")):
+    starts = SHOWS.replace("<|im_start|>{{ m.role", "{{ '</s>' if loop.first }}<|im_start|>{{ m.role")
+    for template, begin in ((first + SHOWS, "<system\nS>\n"), (SHOWS, ""), (starts, "</s>")):
         tokenizer.chat_template = template
         ids, mask = encode_supervised(tokenizer, read(chat), ChatConfig())
         shown = tokenizer.decode(ids).replace("<|im_start|>", "<").replace("<|im_end|>", ">")
