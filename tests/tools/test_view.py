@@ -8,14 +8,20 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from random_weights import random_params
 from view_runs import HOSTILE, conversation, large_run, write_run
 
+from jaxrl_llm import models, train
 from jaxrl_llm.__main__ import main
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.tools import view
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +82,48 @@ def test_metrics_are_columns_and_configs_are_flat(tmp_path):
         "command": "--steps 2", "recipe": "grpo_tiny.py", "versions.jax": "0.10.2", "steps": "2",
         "algo.name": "grpo", "algo.cap": "null", "data.train.0.path": "a", "data.n": "[1]",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_architecture_is_that_of_the_model_that_was_trained(tmp_path):
+    small = models.TransformerConfig(
+        vocab_size=128, hidden_size=8, mlp_size=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4,
+        max_position=128,
+    )  # fmt: skip
+    save_model(random_params(small), small, tmp_path / "model", make_tokenizer(), "float32")
+    words = [
+        "--config",
+        "sft_tiny.py",
+        "--model.path",
+        str(tmp_path / "model"),
+        "--run_dir",
+    ]  # 2 layers of 128
+    short = ["--steps", "1", "--prompts_per_step", "2", "--eval.every", "0", "--devices", "0:1"]
+    quiet = ["--checkpoint.every", "0", "--log.tensorboard", "false", "--log.progress", "none"]
+    assert train.main([*words, str(tmp_path / "run"), *short, *quiet]) == 0
+    sizes = {"hidden_size": 8, "mlp_size": 12, "num_layers": 1, "num_heads": 2, "head_dim": 4}
+    written = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["model"]["architecture"]
+    assert {name: written[name] for name in sizes} == sizes
+    (run,) = view_page(tmp_path / "run").data("runs")
+    assert {name: run["config"][f"model.architecture.{name}"] for name in sizes} == {
+        name: str(size) for name, size in sizes.items()
+    }
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_ticks_of_curves_are_whole_steps_and_differ_from_each_other():
+    spans = [(0, 1), (1, 2), (1, 6), (11, 16), (3, 3), (1, 1000), (0, 123456)]
+    axes = [[low, high, count, True] for low, high in spans for count in (2, 5, 9)]
+    axes += [[0.5, 0.50002, 4, False], [1e-7, 3e-7, 5, False], [1000, 1000.3, 4, False]]
+    page, script = Path(view.__file__).with_name("view_page"), Path(__file__).with_name("ticks.js")
+    words = ["node", str(script), str(page), json.dumps(axes)]
+    found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    for (low, high, count, whole), (values, texts) in zip(axes, found, strict=True):
+        assert all(low - 1e-9 <= x <= high + 1e-9 for x in values) and 1 <= len(values) <= count + 1
+        assert len(set(texts)) == len(texts)
+        if whole:
+            assert all(re.fullmatch(r"\d+", text) for text in texts), texts
+            assert low == high or len(values) >= 2 or count == 2, (low, high, count, values)
 
 
 def test_samples_have_roles_and_the_values_of_their_tokens(tmp_path):

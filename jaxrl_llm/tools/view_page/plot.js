@@ -2,11 +2,12 @@
 
 const MARGIN = { left: 52, right: 12, top: 8, bottom: 24 };
 
-/** Return about `count` round numbers, at least `least` apart, from `low` to `high`. */
-function ticks(low, high, count, least = 0) {
+/** Return about `count` round numbers, or only `whole` ones, from `low` to `high`. */
+function ticks(low, high, count, whole = false) {
   const raw = (high - low) / Math.max(count, 1) || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = Math.max([1, 2, 2.5, 5, 10].map((k) => k * power).find((s) => s >= raw), least);
+  const steps = [1, 2, 2.5, 5, 10].map((k) => (whole ? Math.max(k * power, 1) : k * power));
+  const step = steps.find((s) => s >= raw && (!whole || Number.isInteger(s))) ?? 1;
   const values = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++)
     values.push(+(i * step).toPrecision(12));
@@ -205,7 +206,7 @@ class Plot {
     }
     const unit = time && x1 - x0 > 7200 ? 3600 : time && x1 - x0 > 120 ? 60 : 1;
     const wide = Math.max(2, Math.floor(width / 90));
-    const xs = ticks(x0 / unit, x1 / unit, wide, time ? 0 : 1).filter((x) => time || Number.isInteger(x));
+    const xs = ticks(x0 / unit, x1 / unit, wide, !time);
     const names = tickTexts(xs, !time);
     for (const [i, x] of xs.entries()) {
       const suffix = time ? { 1: " s", 60: " min", 3600: " h" }[unit] : "";
