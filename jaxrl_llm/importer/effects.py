@@ -165,6 +165,11 @@ TRL = (
         "rows are drawn at random; --data.shuffle False in order",
     ),
     Effect(r"load_best_model_at_end|metric_for_best_model", OFF, "--checkpoint.best_metric keeps the best"),
+    Effect(
+        r"packing",
+        OFF,
+        "there an update has that many packed rows of max_length tokens, here --prompts_per_step rows",
+    ),
     Effect(r"eos_token|pad_token", OFF, "the tokenizer's own; set it in its files"),
     Effect(r"dataset_kwargs(\..*)?|formatting_func|data_collator|columns", OFF, ROWS),
     Effect(r"rollout_func|environment_factory|tools|environments?", OFF, AGENTS),

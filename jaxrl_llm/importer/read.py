@@ -133,7 +133,7 @@ def _read_shell(
         for name, line in script.branches.items()
         if f"${name}" in text or f"${{{name}" in text
     ]
-    arguments = [word for word in words[at + 1 :] if not re.match(r"\d*[<>]", word.text)]
+    arguments = words[at + 1 :]
     if len(arguments) > MAX_KEYS:
         raise UserError(f"{file}: more than {MAX_KEYS} arguments, so no config. Give the command itself.")
     is_hydra = system in ("verl", "rl2", "chatlearn")

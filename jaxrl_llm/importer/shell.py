@@ -20,6 +20,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 NAME = re.compile(r"[A-Za-z_]\w*")
 ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+REDIRECTION = re.compile(r"(?:&>>?|\d*(?:>[>&|]?|<<<|<[&>]?(?!<)))(?!\()[ \t]*")
 SPLIT = re.compile(r"(?:\x00[^\x00]*\x00|\S)+")
 OPERATOR = re.compile(r"&&|\|\||;;|[;|&()]")
 PLAIN = re.compile(r"[^\s'\"\\$`;|&()]+")
@@ -79,7 +80,10 @@ class Script:
             char = self._text[self._at]
             if not command and self._branch():
                 continue
-            if char == "\n" or self._operator():
+            if match := REDIRECTION.match(self._text, self._at):
+                self._skip(len(match[0]))
+                self._expansion()
+            elif char == "\n" or self._operator():
                 self._end(command)
                 command = []
                 if self._operator() == ";;" and self._branchings:

@@ -35,6 +35,11 @@ def words(text, **variables):
         ("L='a b'\nrun $L \"$L\"", [["run", "a", "b", "a b"]]),
         ("read -r -d '' T <<EOF\nx \\\n y\nEOF\nrun $T", [["run", "x", "y"]]),
         ("cat > f <<'EOF'\nrun no\nEOF\nrun yes", [["run", "yes"]]),
+        (
+            "run '<|end|>' \"</s>\" '>' 2 > \"a log\" 2>&1\nnext",
+            [["run", "<|end|>", "</s>", ">", "2"], ["next"]],
+        ),
+        ("run a &>> l < /dev/null && x <<< y >&2 z", [["run", "a"], ["x", "z"]]),
         ('D=$(cd "$(dirname "$0")/.." && pwd)\nrun $D/x', [["run", "../x"]]),
         ("run $HOME/x {a,b} $@", [["run", "~/x", "{a,b}"]]),
         (

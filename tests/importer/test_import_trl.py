@@ -421,3 +421,9 @@ def test_a_default_in_place_of_a_flag(imported):
         imported(text, "train.py")
     values = imported(text.replace(", beta=args.other or 1", ""), "train.py")
     assert values.values("optim.learning_rate", "responses_per_prompt") == (0.5, 4)
+
+
+def test_packing_changes_what_an_update_has(imported):
+    """TRL's batch counts packed rows."""
+    assert "--prompts_per_step rows" in imported("trl sft --model org/m --packing True\n").lost["packing"]
+    assert imported("trl sft --model org/m --packing False\n").lost == {}
