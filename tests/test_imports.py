@@ -29,7 +29,7 @@ ALLOWED: dict[str, str | None] = {
     "models": "ranges errors jaxrl_kernels structs sharding",
     "algos": "ranges errors structs user_file",
     "rewards": "ranges addresses errors outcome thoughts user_file sharding",
-    "data": "ranges errors structs user_file",
+    "data": "ranges errors structs thoughts user_file",
     "hf": "errors structs user_file host sharding models",
     "checkpoint": "ranges addresses errors structs user_file host models",
     "bridge": "ranges errors structs models hf",

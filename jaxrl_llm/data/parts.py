@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data.rows import CALL_KEYS, THOUGHT_KEYS, Message
+from jaxrl_llm.thoughts import MARKS as THOUGHT_MARKS
 
-THOUGHT_END = re.compile(r"</think(?:ing)?>|</reasoning>|\[/THINK\]|<channel\|>")
-THOUGHT_START = re.compile(r"\s*(?:<think(?:ing)?>|<reasoning>|\[THINK\]|<\|channel>)")
+THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHT_MARKS.values())))
+THOUGHT_START = re.compile(rf"\s*(?:{'|'.join(map(re.escape, THOUGHT_MARKS))})")
 TAG = re.compile(r"</?[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]|/\w+")  # what templates look for in a text
 LETTER = re.compile(rf"(?:{TAG.pattern}|\W)*+\w")  # up to the first letter that is in no tag
 MARKS = range(0xF0000, 0x10FFFE)  # private-use characters beyond those that hide control tokens
