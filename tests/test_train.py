@@ -11,10 +11,11 @@ from jaxrl_llm.algos import prm, reward_model
 from jaxrl_llm.build.next_command import next_command
 from jaxrl_llm.build.run import Run
 from jaxrl_llm.checkpoint.state import Checkpointer
-from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.config import DataConfig, TrainConfig
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.experience.evaluate import HeldOutResponses
 from jaxrl_llm.report.log import RunLog
+from jaxrl_llm.report.progress import Progress
 from jaxrl_llm.structs import TrainState
 from jaxrl_llm.train import Ended, UnsavedError, finish, main
 
@@ -72,7 +73,8 @@ def test_a_run_leaves_what_it_promises(finished):
 
 
 def test_what_to_try_next_fits_what_was_trained(tmp_path):
-    says = lambda algo: next_command(tmp_path, replace(TrainConfig(), algo=algo))
+    config = TrainConfig(data=DataConfig(path="task:preference"))
+    says = lambda algo: next_command(tmp_path, replace(config, algo=algo))
     assert says(TrainConfig().algo).startswith(f"python -m jaxrl_llm generate --model {tmp_path}/hf ")
     against = f"--config ppo_reward_tiny.py --reward.models.0.path {tmp_path}/hf"
     assert says(reward_model.Config()).endswith(against)
@@ -241,4 +243,5 @@ def test_a_run_whose_saves_all_failed_is_told_to_begin_anew(tmp_path):
     nothing.has.return_value, nothing.latest.return_value = False, None
     run = mock.Mock(spec=Run, config=TrainConfig(run_dir=str(tmp_path)))
     with pytest.raises(UnsavedError, match=r"there is no checkpoint\. .* run the same .*: it begins anew\.$"):
-        finish(run, nothing, mock.Mock(spec=RunLog), Ended(mock.Mock(spec=TrainState), 6, ""))
+        log = mock.Mock(spec=RunLog, progress=mock.Mock(spec=Progress))
+        finish(run, nothing, log, Ended(mock.Mock(spec=TrainState), 6, ""))
