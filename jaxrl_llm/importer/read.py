@@ -141,6 +141,9 @@ def _read_shell(
     base, base_notes = _base_config(settings, arguments, file)
     settings = _interpolated({**base, **settings}, variables)
     devices = _devices(words[:at], file)
+    if system == "trl" and "num_processes" in settings:  # `trl grpo --num_processes 4` hands it to accelerate
+        devices = _devices(arguments, file)
+        del settings["num_processes"]
     return SourceSettings(system, trainer, settings, devices, notes + base_notes)
 
 

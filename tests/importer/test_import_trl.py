@@ -427,3 +427,9 @@ def test_packing_changes_what_an_update_has(imported):
     """TRL's batch counts packed rows."""
     assert "--prompts_per_step rows" in imported("trl sft --model org/m --packing True\n").lost["packing"]
     assert imported("trl sft --model org/m --packing False\n").lost == {}
+
+
+def test_processes_behind_the_command_of_trl_count(imported):
+    """`trl sft --num_processes 4` starts them by accelerate."""
+    run = imported("trl sft --model_name_or_path org/m --num_processes 4 --per_device_train_batch_size 2\n")
+    assert (run.config.prompts_per_step, run.lost) == (8, {})
