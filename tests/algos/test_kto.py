@@ -29,7 +29,7 @@ def test_kto():
     assert metrics == {
         "reward_mean": pytest.approx(0.1 * 0.5 / 3),
         "margin": pytest.approx(2 * 0.1 * (0.5 + 1 + 1) / 3),
-        "accuracy": pytest.approx(2 / 3),  # the first is exactly at z
+        "accuracy": pytest.approx(2.5 / 3),  # the first is exactly at z: half
         "desirable_fraction": pytest.approx(2 / 3),
         "mismatched_kl": pytest.approx(0.5),
     }

@@ -43,7 +43,9 @@ def test_a_signal_while_a_module_is_imported_ends_the_command(tmp_path, number, 
     running = Running(["-m", *command], {**os.environ, "PYTHONPATH": str(tmp_path)})
     running.wait_for("importing\n")
     running.process.send_signal(number)
-    assert running.end(20) == (128 + number, "importing\n", f"{number.name}: {message}\n")
+    name = next(word for word in ("train", "generate") if word in f"{command}")
+    first = f"jaxrl_llm {name}: starting\n"
+    assert running.end(20) == (128 + number, "importing\n", f"{first}{number.name}: {message}\n")
 
 
 COMMAND = """
