@@ -57,7 +57,8 @@ def split_thought(text: str, opened: bool | None = None) -> Parts:
         if is_opening:
             shown.append(part)
         elif closing is None:  # the thought began in the prompt
-            thoughts, shown = [*thoughts, *shown, part], []
+            thoughts += [*shown, part]
+            shown = []
         else:
             thoughts.append(part)
         closing = MARKS[mark] if is_opening else None

@@ -61,7 +61,9 @@ def test_a_chat_that_loads_its_model(tmp_path, capsys):
     save_model(random_params(CONFIG), CONFIG, tmp_path / "m", make_tokenizer(), "float32")
     args = ChatArguments(model=str(tmp_path / "m"), max_tokens=4, context=32)
     session = chat_session.open_session(args)
-    assert said(capsys) == {f"loading {tmp_path}/m", f"reading the tokenizer of {tmp_path}/m"}
+    found = said(capsys)
+    assert f"loading {tmp_path}/m" in found
+    assert found <= {f"loading {tmp_path}/m", f"reading the tokenizer of {tmp_path}/m"}  # a small one is quick
     assert session.engine.published
 
 
