@@ -63,7 +63,10 @@ def test_a_chat_that_loads_its_model(tmp_path, capsys):
     session = chat_session.open_session(args)
     found = said(capsys)
     assert f"loading {tmp_path}/m" in found
-    assert found <= {f"loading {tmp_path}/m", f"reading the tokenizer of {tmp_path}/m"}  # a small one is quick
+    assert found <= {
+        f"loading {tmp_path}/m",
+        f"reading the tokenizer of {tmp_path}/m",
+    }  # a small one is quick
     assert session.engine.published
 
 
