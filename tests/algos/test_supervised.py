@@ -105,7 +105,7 @@ def test_gkd_as_policy_gradient():
     assert loss == pytest.approx(-0.1 / 4)
     assert metrics["reverse_kl"] == pytest.approx(-0.1 / 4)
     np.testing.assert_allclose(gradient[0], [-0.1 / 4, 1 / 4, 0], atol=1e-6)
-    assert requirements(config) == Requirements(old=True, reference=True)
+    assert requirements(config) == Requirements(old=True, reference=True, rewards=False)
 
 
 def test_gkd_adds_the_reward_of_the_task():

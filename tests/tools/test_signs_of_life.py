@@ -57,7 +57,13 @@ def test_a_plan(capsys):
     assert said(capsys) == {"planning", "compiling update: accumulate"}
 
 
-def test_a_chat_that_loads_its_model(tmp_path, capsys):
+def test_a_chat_that_loads_its_model(tmp_path, capsys, monkeypatch):
+    def open_slowly(*args):
+        time.sleep(0.1)
+        return open_model(*args)
+
+    open_model = chat_session.open_model
+    monkeypatch.setattr(chat_session, "open_model", open_slowly)
     save_model(random_params(CONFIG), CONFIG, tmp_path / "m", make_tokenizer(), "float32")
     args = ChatArguments(model=str(tmp_path / "m"), max_tokens=4, context=32)
     session = chat_session.open_session(args)
