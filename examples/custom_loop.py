@@ -10,7 +10,7 @@ import dataclasses
 import jax
 
 from jaxrl_llm.algos import sft
-from jaxrl_llm.build.models import load_model_config, make_learner
+from jaxrl_llm.builders.models import load_model_config, make_learner
 from jaxrl_llm.config import RewardConfig, SamplingConfig, SourceConfig
 from jaxrl_llm.configs import grpo_tiny
 from jaxrl_llm.data.config import DataConfig

@@ -44,7 +44,7 @@ ALLOWED: dict[str, str | None] = {
     "importer": "errors",  # files of other systems: no other part is needed to read them
     "recipe": "ranges addresses errors importer user_file algos sharding hf rollout checkpoint config",
     # the top
-    "build": ANY,
+    "builders": ANY,
     "train": ANY,
     "plan": ANY,
     "tools": ANY,

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.models import trained_config
-from jaxrl_llm.build.sizes import derived
+from jaxrl_llm.builders.models import trained_config
+from jaxrl_llm.builders.sizes import derived
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.models.lora import frozen_config, split_params

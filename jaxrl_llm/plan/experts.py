@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxrl_kernels.chips import GPUS_PER_HOST, HOST_LINKS, Chip
 from jaxrl_kernels.dispatch import choose
 from jaxrl_kernels.grouped_matmul.tiled import rows_of_tile
-from jaxrl_llm.build.sizes import derived
+from jaxrl_llm.builders.sizes import derived
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.models.flops import layer_weights

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_llm import models
-from jaxrl_llm.build.models import make_stages, trained_config
+from jaxrl_llm.builders.models import make_stages, trained_config
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.config import read_config

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jaxrl_kernels.dispatch import choose
 from jaxrl_kernels.linear_logprob.api import tokens_at_once
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.models import has_own_reference
-from jaxrl_llm.build.reference import abstract_reference, reference_model
-from jaxrl_llm.build.sizes import derived, mean_context, rows_needed
+from jaxrl_llm.builders.models import has_own_reference
+from jaxrl_llm.builders.reference import abstract_reference, reference_model
+from jaxrl_llm.builders.sizes import derived, mean_context, rows_needed
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.programs import score_programs, update_programs

@@ -23,8 +23,8 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from jaxrl_llm import models
-from jaxrl_llm.build.exports import kept_exports
-from jaxrl_llm.build.pin import map_models
+from jaxrl_llm.builders.exports import kept_exports
+from jaxrl_llm.builders.pin import map_models
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox

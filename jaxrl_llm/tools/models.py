@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jaxrl_kernels.chips import lacks_bfloat16
 from jaxrl_kernels.dispatch import device
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.models import load_model_config
-from jaxrl_llm.build.weights import check_frozen, with_new_adapters
+from jaxrl_llm.builders.models import load_model_config
+from jaxrl_llm.builders.weights import check_frozen, with_new_adapters
 from jaxrl_llm.checkpoint.params import SavedParams, restore_params
 from jaxrl_llm.config import ChatConfig, ModelConfig
 from jaxrl_llm.data.template import set_template

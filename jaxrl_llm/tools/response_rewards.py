@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.addresses import mask_text
-from jaxrl_llm.build.data import check_answers
+from jaxrl_llm.builders.data import check_answers
 from jaxrl_llm.data.chat import encode_supervised
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example

@@ -22,7 +22,7 @@ from jaxrl_llm.bridge.probe import make_score
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
-from jaxrl_llm.build import engines
+from jaxrl_llm.builders import engines
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.hf import export

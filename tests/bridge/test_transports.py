@@ -14,7 +14,7 @@ from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport, shared_gpus
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport, Relay, address_towards
-from jaxrl_llm.build import engines
+from jaxrl_llm.builders import engines
 from jaxrl_llm.errors import RunError, ServerError
 from jaxrl_llm.hf import export
 from jaxrl_llm.rollout.config import SGLangConfig

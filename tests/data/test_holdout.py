@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl_llm.build.data import open_loaders, steps_of_epochs, with_steps
+from jaxrl_llm.builders.data import open_loaders, steps_of_epochs, with_steps
 from jaxrl_llm.config import EvalConfig, ModelConfig, TrainConfig, TransformerConfig, WarmStartConfig
 from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.holdout import choose_prompts, prompt_hash, split_sources

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tyro
 
-from jaxrl_llm.build.data import try_first_rows
+from jaxrl_llm.builders.data import try_first_rows
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data import template
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig

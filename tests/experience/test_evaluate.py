@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algos import dpo, sft
-from jaxrl_llm.build.evaluation import evaluation_line, make_win_rate, open_judge
-from jaxrl_llm.build.run import load_reward_models
+from jaxrl_llm.builders.evaluation import evaluation_line, make_win_rate, open_judge
+from jaxrl_llm.builders.run import load_reward_models
 from jaxrl_llm.config import EvalConfig, RewardConfig, RewardModelConfig, TrainConfig
 from jaxrl_llm.data.config import ChatConfig, DataConfig
 from jaxrl_llm.data.loader import Prompt

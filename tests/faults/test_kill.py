@@ -218,7 +218,7 @@ def test_killed_at_many_moments(tmp_path, whole):
 
 SAVING = "saving after this step, then stopping"
 SIGNALS = [  # place, call, signal, exit code, announcement
-    ("jaxrl_llm.build.run:load_model_config", 1, signal.SIGINT, 130, "stopping"),
+    ("jaxrl_llm.builders.run:load_model_config", 1, signal.SIGINT, 130, "stopping"),
     ("jaxrl_llm.experience.evaluate:HeldOutResponses.__call__", 1, signal.SIGINT, 75, SAVING),
     ("jaxrl_llm.checkpoint.state:Checkpointer.save", 2, signal.SIGTERM, 75, SAVING),
     ("jaxrl_llm.checkpoint.state:Checkpointer.restore", 1, signal.SIGTERM, 143, "stopping"),

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
-from jaxrl_llm.build.describe import turing_warning
+from jaxrl_llm.builders.describe import turing_warning
 from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem, pack
 from jaxrl_llm.learn.learner import Learner

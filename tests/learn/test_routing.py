@@ -12,7 +12,7 @@ from gradients import SUM, assert_same_gradients, gradients_of
 from tiny_models import random_params
 
 from jaxrl_llm.algos import sft
-from jaxrl_llm.build.models import trained_config
+from jaxrl_llm.builders.models import trained_config
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError

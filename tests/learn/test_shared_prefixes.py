@@ -12,7 +12,7 @@ from random_weights import weights_for
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import old_logprobs
-from jaxrl_llm.build.models import config_with_heads
+from jaxrl_llm.builders.models import config_with_heads
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.routing import Replay

@@ -28,7 +28,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from jaxrl_llm.build.models import trained_config
+from jaxrl_llm.builders.models import trained_config
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config, to_hf_config

@@ -13,8 +13,8 @@ from refusals import refusal
 
 from jaxrl_llm.algos import a_star_po, dpo, gkd, grpo, ppo, reward_model, sft
 from jaxrl_llm.algos.config import ClippedConfig
-from jaxrl_llm.build.data import open_loaders
-from jaxrl_llm.build.sizes import derived, mean_context
+from jaxrl_llm.builders.data import open_loaders
+from jaxrl_llm.builders.sizes import derived, mean_context
 from jaxrl_llm.config import (
     CheckpointConfig,
     CriticConfig,
@@ -502,7 +502,7 @@ def test_a_run_dir_that_is_a_file_is_refused(config, tmp_path):
 def test_nothing_of_this_starts_a_jax_backend(tmp_path):
     code = (
         "import sys\nfrom jax._src import xla_bridge\nfrom jaxrl_llm.recipe.load import from_command_line\n"
-        "from jaxrl_llm.build.sizes import derived\nfrom jaxrl_llm.recipe.dump import dump\n"
+        "from jaxrl_llm.builders.sizes import derived\nfrom jaxrl_llm.recipe.dump import dump\n"
         "c = from_command_line(sys.argv[1:]).config\n"
         "dump(c), derived(c, 8)\nprint(xla_bridge.backends_are_initialized(), 'matplotlib' in sys.modules)"
     )

@@ -13,7 +13,7 @@ import jaxtyping
 import pytest
 
 from jaxrl_llm import algos
-from jaxrl_llm.build.sizes import derived
+from jaxrl_llm.builders.sizes import derived
 from jaxrl_llm.config import (
     CriticConfig,
     DataConfig,

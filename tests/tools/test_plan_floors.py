@@ -11,7 +11,7 @@ import pytest
 from plan_recipe import CONFIG, SMALL
 from rich.console import Console
 
-from jaxrl_llm.build.placement import make_meshes
+from jaxrl_llm.builders.placement import make_meshes
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.plan.collectives import count_collectives, synchronous_collectives
 from jaxrl_llm.plan.experts import TILES, tile_trips

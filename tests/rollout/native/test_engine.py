@@ -24,7 +24,7 @@ from small_engine import (
     requests,
 )
 
-from jaxrl_llm.build.engines import make_engine
+from jaxrl_llm.builders.engines import make_engine
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError

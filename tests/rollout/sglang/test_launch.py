@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sglang_shared import STUB, launch, until
 
-from jaxrl_llm.build.engines import _with_room
+from jaxrl_llm.builders.engines import _with_room
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf.config import to_hf_config
 from jaxrl_llm.models import RopeConfig, TransformerConfig

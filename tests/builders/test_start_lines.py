@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl_llm.algos import grpo, ppo, sft
-from jaxrl_llm.build.describe import filter_line
+from jaxrl_llm.builders.describe import filter_line
 from jaxrl_llm.config import RolloutConfig, SamplingConfig, TrainConfig
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jaxrl_llm.algos import dpo, kto, sft
-from jaxrl_llm.build.data import check_held_out_rows
-from jaxrl_llm.build.evaluation import make_held_out_loss, sources_with_targets
+from jaxrl_llm.builders.data import check_held_out_rows
+from jaxrl_llm.builders.evaluation import make_held_out_loss, sources_with_targets
 from jaxrl_llm.config import EvalConfig, TrainConfig
 from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxrl_llm import algos
-from jaxrl_llm.build.data import ANSWER_FIX, check_answers
+from jaxrl_llm.builders.data import ANSWER_FIX, check_answers
 from jaxrl_llm.config import RewardConfig, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.errors import UserError

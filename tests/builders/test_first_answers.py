@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxrl_llm.build.rewards import open_rewards
+from jaxrl_llm.builders.rewards import open_rewards
 from jaxrl_llm.config import RewardConfig, TrainConfig
 from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader

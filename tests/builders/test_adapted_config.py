@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxrl_llm.build.models import adapted_config, trained_config
+from jaxrl_llm.builders.models import adapted_config, trained_config
 from jaxrl_llm.config import RolloutConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import LoraConfig, TransformerConfig

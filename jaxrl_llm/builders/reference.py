@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import models
-from jaxrl_llm.build.models import has_own_reference
+from jaxrl_llm.builders.models import has_own_reference
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.learn.stage import Stage

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jaxrl_llm import algos
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.algos.contract import old_logprobs
-from jaxrl_llm.build.sizes import derived
-from jaxrl_llm.build.weights import load_frozen, load_with_heads, with_new_adapters
+from jaxrl_llm.builders.sizes import derived
+from jaxrl_llm.builders.weights import load_frozen, load_with_heads, with_new_adapters
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError

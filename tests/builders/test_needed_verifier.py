@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxrl_llm.algos import dpo, gkd, grpo, online_dpo, ppo, sft
-from jaxrl_llm.build.rewards import open_rewards
+from jaxrl_llm.builders.rewards import open_rewards
 from jaxrl_llm.config import RewardConfig, RewardModelConfig, TrainConfig
 from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader

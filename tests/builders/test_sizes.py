@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from jaxrl_llm.build.sizes import with_prefixes
+from jaxrl_llm.builders.sizes import with_prefixes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models import RopeConfig, TransformerConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh

@@ -8,8 +8,8 @@ import pytest
 from tiny_models import random_params
 
 from jaxrl_llm.algos import grpo, ppo
-from jaxrl_llm.build.models import config_with_heads
-from jaxrl_llm.build.weights import check_critic_files, load_with_heads
+from jaxrl_llm.builders.models import config_with_heads
+from jaxrl_llm.builders.weights import check_critic_files, load_with_heads
 from jaxrl_llm.config import CriticConfig, TrainConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import UserError

@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.data import open_loaders, try_first_rows, with_steps
-from jaxrl_llm.build.engines import make_engine
-from jaxrl_llm.build.evaluation import Evaluator, make_evaluators, open_judge
-from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step
-from jaxrl_llm.build.models import (
+from jaxrl_llm.builders.data import open_loaders, try_first_rows, with_steps
+from jaxrl_llm.builders.engines import make_engine
+from jaxrl_llm.builders.evaluation import Evaluator, make_evaluators, open_judge
+from jaxrl_llm.builders.exports import check_export_folders, export_due, export_models, export_step
+from jaxrl_llm.builders.models import (
     check_own_algorithm,
     check_vocabularies,
     has_own_reference,
@@ -27,15 +27,15 @@ from jaxrl_llm.build.models import (
     step_of,
     trained_config,
 )
-from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
-from jaxrl_llm.build.pin import pin_date
-from jaxrl_llm.build.placement import make_meshes
-from jaxrl_llm.build.push import push_run
-from jaxrl_llm.build.reference import abstract_reference, own_reference
-from jaxrl_llm.build.rewards import open_rewards
-from jaxrl_llm.build.sizes import with_prefixes
-from jaxrl_llm.build.warm_up import compile_stages
-from jaxrl_llm.build.weights import (
+from jaxrl_llm.builders.moments import adopt_moments, check_initial_moments, restart_moments
+from jaxrl_llm.builders.pin import pin_date
+from jaxrl_llm.builders.placement import make_meshes
+from jaxrl_llm.builders.push import push_run
+from jaxrl_llm.builders.reference import abstract_reference, own_reference
+from jaxrl_llm.builders.rewards import open_rewards
+from jaxrl_llm.builders.sizes import with_prefixes
+from jaxrl_llm.builders.warm_up import compile_stages
+from jaxrl_llm.builders.weights import (
     check_critic_files,
     check_frozen,
     load_frozen,

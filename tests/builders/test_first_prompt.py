@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl_llm.build.describe import first_prompt_line
+from jaxrl_llm.builders.describe import first_prompt_line
 from jaxrl_llm.config import ChatConfig, DataConfig, SourceConfig, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer

@@ -11,9 +11,9 @@ from tiny_models import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
-from jaxrl_llm.build import exports
-from jaxrl_llm.build.exports import export_due, export_step
-from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
+from jaxrl_llm.builders import exports
+from jaxrl_llm.builders.exports import export_due, export_step
+from jaxrl_llm.builders.moments import adopt_moments, check_initial_moments, restart_moments
 from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.checkpoint.state import Checkpointer

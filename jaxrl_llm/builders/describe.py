@@ -10,9 +10,9 @@ import jax
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import ignores_staleness
-from jaxrl_llm.build.evaluation import evaluation_line
-from jaxrl_llm.build.run import Run
-from jaxrl_llm.build.sizes import derived
+from jaxrl_llm.builders.evaluation import evaluation_line
+from jaxrl_llm.builders.run import Run
+from jaxrl_llm.builders.sizes import derived
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.chat import prompt_messages, prompt_row
 from jaxrl_llm.data.loader import Loader

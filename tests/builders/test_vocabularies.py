@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxrl_llm import algos
-from jaxrl_llm.build.models import check_vocabularies, load_model_config
+from jaxrl_llm.builders.models import check_vocabularies, load_model_config
 from jaxrl_llm.config import CriticConfig, ModelConfig, ReferenceConfig, TrainConfig, TransformerConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError

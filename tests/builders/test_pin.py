@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 
 from jaxrl_llm import algos
-from jaxrl_llm.build.pin import pin_date, pin_models, read_pins
+from jaxrl_llm.builders.pin import pin_date, pin_models, read_pins
 from jaxrl_llm.config import (
     ChatConfig,
     CriticConfig,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.build.run import Run
+from jaxrl_llm.builders.run import Run
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.learn.stage import Experience
