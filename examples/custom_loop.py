@@ -16,8 +16,8 @@ from jaxrl_llm.configs import grpo_tiny
 from jaxrl_llm.data.config import DataConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem, from_trajectory
+from jaxrl_llm.experience.rewards import verify
 from jaxrl_llm.experience.rollouts import generate_responses
-from jaxrl_llm.experience.score import verify
 from jaxrl_llm.models import init
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.native.engine import NativeEngine

@@ -20,7 +20,7 @@ from jaxrl_llm.data.rows import Example, column_names
 from jaxrl_llm.data.sources import open_sources
 from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.experience.score import reward_sample
+from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.files import load_json, replace_json
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.checks import check_held_out

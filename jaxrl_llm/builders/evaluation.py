@@ -20,7 +20,7 @@ from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.dataset import dataset_items
 from jaxrl_llm.experience.evaluate import HeldOutLoss, HeldOutResponses
-from jaxrl_llm.experience.score import Scorer, reward_sample
+from jaxrl_llm.experience.rewards import Rewarder, reward_sample
 from jaxrl_llm.experience.win_rate import PairwiseJudge, WinRate, judge_sample, model_judge, pool_judge
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.stage import Stage
@@ -78,7 +78,7 @@ def make_evaluators(
     held_out: Loader | None,
     stage: Stage,
     engine: Engine | None,
-    scorer: Scorer | None,
+    rewarder: Rewarder | None,
     env: Conversations | None,
     judge: RewardPool | None,
 ) -> list[Evaluator]:
@@ -90,13 +90,13 @@ def make_evaluators(
     evaluators: list[Evaluator] = []
     if held_out is None or not config.eval.every:
         return evaluators
-    if scorer is not None:
+    if rewarder is not None:
         prompts = held_out.eval_set(config.eval.prompts)
-        known = [bool(config.env.name) or scorer.pool.can_score(reward_sample(p.example)) for p in prompts]
+        known = [bool(config.env.name) or rewarder.pool.can_score(reward_sample(p.example)) for p in prompts]
         if lacking := len(known) - sum(known):
             problem = "%d of %d held-out prompts have no answer that the reward can compare with"
             log.warning(problem, lacking, len(known))
-        if not (scorer.reward_models or config.eval.judge):  # nothing reads responses without an answer
+        if not (rewarder.reward_models or config.eval.judge):  # nothing reads responses without an answer
             prompts, known = [p for p, k in zip(prompts, known, strict=True) if k], [True] * sum(known)
         if prompts:
             evaluators.append(
@@ -104,14 +104,14 @@ def make_evaluators(
                     prompts=prompts,
                     is_verifiable=known,
                     engine=engine,
-                    scorer=scorer,
+                    rewarder=rewarder,
                     sampling=config.eval.sampling,
                     samples=config.eval.samples,
                     max_tokens=config.max_response_tokens,
                     key=run_key(config.seed, Purpose.EVALUATION),
                     chat=config.data.chat,
                     env=env,
-                    win_rate=make_win_rate(config, stage.start, scorer, judge),
+                    win_rate=make_win_rate(config, stage.start, rewarder, judge),
                     num_logged=config.eval.log_samples,
                 )
             )
@@ -134,15 +134,15 @@ def sources_with_targets(held_out: Loader, algo: AlgoConfig) -> list[int]:
 
 
 def make_win_rate(
-    config: TrainConfig, start: int, scorer: Scorer, judge: RewardPool | None
+    config: TrainConfig, start: int, rewarder: Rewarder, judge: RewardPool | None
 ) -> WinRate | None:
     """Return the comparison with the start; None where nothing grades responses but a right answer."""
     compare: PairwiseJudge | None = None
     if judge is not None:
         compare = pool_judge(judge)
     elif config.eval.judge == GENERATIVE:
-        compare = model_judge(next(m for m in scorer.reward_models if m.config.kind == GENERATIVE))
-    elif not scorer.reward_models and scorer.pool.is_builtin:
+        compare = model_judge(next(m for m in rewarder.reward_models if m.config.kind == GENERATIVE))
+    elif not rewarder.reward_models and rewarder.pool.is_builtin:
         return None
     settings: dict[str, Any] = {
         "seed": config.seed,
@@ -199,7 +199,7 @@ def describe_evaluator(evaluator: Evaluator, config: TrainConfig) -> list[str]:
     if verifiable := sum(evaluator.is_verifiable):
         some = f" of {verifiable:,}" * (verifiable < len(evaluator.prompts))
         parts.append(f"pass@1{some}")
-    if evaluator.scorer.reward_models:
+    if evaluator.rewarder.reward_models:
         parts.append("score of the reward models")
     if evaluator.win_rate is not None:
         judge = mask_text(config.eval.judge) or "the higher score"

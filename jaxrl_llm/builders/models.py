@@ -27,7 +27,7 @@ from jaxrl_llm.learn.config import OptimConfig, RoutingConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.routing import Replay
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig
@@ -105,11 +105,11 @@ def make_stages(
 
 def scoring_model(
     config: TrainConfig, policy: Learner, role: str, meshes: Mapping[str, Mesh]
-) -> ScoringModel | None:
+) -> Scorer | None:
     """Return the forward pass of a role on its own mesh; None where that is the policy's."""
     if meshes[role] == meshes[POLICY]:
         return None
-    return ScoringModel(step_of(config, policy.config, role, meshes[role]), meshes[role], policy.group_size)
+    return Scorer(step_of(config, policy.config, role, meshes[role]), meshes[role], policy.group_size)
 
 
 def step_of(config: TrainConfig, step: StepConfig, role: str, mesh: Mesh) -> StepConfig:

@@ -13,7 +13,7 @@ from jaxrl_llm.builders.data import ANSWER_FIX, check_answers
 from jaxrl_llm.config import RewardConfig, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.experience.score import reward_sample
+from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool

@@ -48,8 +48,8 @@ from jaxrl_llm.data.template import set_template
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.experience.dataset import DatasetSource
 from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
+from jaxrl_llm.experience.rewards import Rewarder
 from jaxrl_llm.experience.rollouts import RolloutSource
-from jaxrl_llm.experience.score import Scorer
 from jaxrl_llm.hf.hub import check_repository
 from jaxrl_llm.hf.peft import load_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
@@ -204,7 +204,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     rows = try_first_rows(config, loaders)
     rolls_out = algos.of(config.algo).on_rollouts
     generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
-    engine = scorer = judge = None
+    engine = rewarder = judge = None
     if generates:
         rewards = open_rewards(config, loaders, reward, closing)
         judge = open_judge(config, rows, closing)
@@ -216,19 +216,19 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     if generates:
         resident = resident_bytes(config, stages[-1], meshes)
         engine = make_engine(config, model, meshes, tokenizer, ends, closing, folder, resident)
-        scorer = Scorer(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))
+        rewarder = Rewarder(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))
     if config.rollout.warm_up:
         compile_stages(stages, abstract_reference(config, stages[-1], meshes))
     if stages[0] is not stages[-1]:
         examples = config.warm_start.examples_per_step
         stages[0].source = dataset_source(stages[0], loaders["warm_start"], examples)
     if rolls_out:
-        rewarding = [model for model in scorer.reward_models if model.config.weight]
-        training = Scorer(rewards, rewarding)
+        rewarding = [model for model in rewarder.reward_models if model.config.weight]
+        training = Rewarder(rewards, rewarding)
         stages[-1].source = make_rollout_source(config, loaders["train"], engine, training, env)
     else:
         stages[-1].source = dataset_source(stages[-1], loaders["train"], config.prompts_per_step)
-    evaluators = make_evaluators(config, loaders.get("eval"), stages[-1], engine, scorer, env, judge)
+    evaluators = make_evaluators(config, loaders.get("eval"), stages[-1], engine, rewarder, env, judge)
     return Run(config, meshes, model, tokenizer, folder, stages, evaluators, loaders, adapter, env)
 
 
@@ -271,13 +271,13 @@ def dataset_source(stage: Stage, loader: Loader, examples: int) -> DatasetSource
 
 
 def make_rollout_source(
-    config: TrainConfig, loader: Loader, engine: Engine, scorer: Scorer, env: Conversations | None
+    config: TrainConfig, loader: Loader, engine: Engine, rewarder: Rewarder, env: Conversations | None
 ) -> RolloutSource:
     """Return the source of experience of a run that learns from its own responses."""
     return RolloutSource(
         loader=loader,
         engine=engine,
-        scorer=scorer,
+        rewarder=rewarder,
         algo=config.algo,
         sampling=config.rollout.sampling,
         key=run_key(config.seed, Purpose.ROLLOUT),

@@ -17,8 +17,8 @@ from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.experience.reward_models import add_scores
+from jaxrl_llm.experience.rewards import Rewarder, verify
 from jaxrl_llm.experience.rollouts import generate_responses
-from jaxrl_llm.experience.score import Scorer, verify
 from jaxrl_llm.experience.win_rate import WinRate, eval_rows, source_name, win_rate_metrics
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.rewards.extract import answer_key
@@ -47,7 +47,7 @@ class HeldOutResponses:
     prompts: list[Prompt]
     is_verifiable: list[bool]  # of each prompt: the verifier can tell right from wrong
     engine: Engine
-    scorer: Scorer  # verifier and reward models
+    rewarder: Rewarder  # verifier and reward models
     sampling: SamplingConfig
     samples: int  # responses per prompt
     max_tokens: int
@@ -67,7 +67,7 @@ class HeldOutResponses:
         scores = self._score(trajectories)
         wins = np.full(len(trajectories), np.nan)
         if self.win_rate is not None:
-            compared = scores if self.scorer.reward_models else [t.reward for t in trajectories]
+            compared = scores if self.rewarder.reward_models else [t.reward for t in trajectories]
             wins = self.win_rate(step, self.prompts, trajectories, compared)
         metrics = self._metrics(trajectories, scores, wins)
         return Evaluation(metrics, self._samples(trajectories, scores, wins))
@@ -77,13 +77,13 @@ class HeldOutResponses:
 
         The models' scores are averaged by their weights, so that one model's is its own.
         """
-        reward_models = self.scorer.reward_models
+        reward_models = self.rewarder.reward_models
         examples = [self.prompts[t.prompt_index].example for t in trajectories]
         pending = [model.start(trajectories, examples) for model in reward_models]
         for trajectory in trajectories:  # those without an answer
             trajectory.reward = 0.0
         verifiable = [t for t in trajectories if self.is_verifiable[t.prompt_index]]
-        verify(self.scorer.pool, self.prompts, verifiable)
+        verify(self.rewarder.pool, self.prompts, verifiable)
         results = [finish() for finish in pending]
         add_scores(reward_models, trajectories, [lambda rows=rows: rows for rows in results])
         if not reward_models:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.experience.rewards import group_by_prompt
 from jaxrl_llm.experience.rollouts import RolloutSource
-from jaxrl_llm.experience.score import group_by_prompt
 from jaxrl_llm.learn.routing import reads_logits
 from jaxrl_llm.learn.stage import Experience, Stage, policy_scores
 from jaxrl_llm.models.flops import sequence_flops, training_flops
@@ -53,7 +53,7 @@ def generation_flops(stage: Stage, experience: Experience) -> float:
         prompts = sequence_flops(model, (len(t.prompt_ids) for t in trajectories))
         total += sequence_flops(model, lengths) - prompts
     again = [len(t.prompt_ids) for group in group_by_prompt(trajectories) for t in group[1:]]
-    for reward in source.scorer.reward_models:
+    for reward in source.rewarder.reward_models:
         shared = again if reward.model.config.share_prefixes else ()
         total += sequence_flops(reward.params.config, lengths, logits=False)
         total -= sequence_flops(reward.params.config, shared, logits=False)

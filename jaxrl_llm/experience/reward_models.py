@@ -25,7 +25,7 @@ from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary, text_ends
 from jaxrl_llm.host.processes import print_on_first
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models.kernels import can_share_prefixes
 from jaxrl_llm.rewards.config import RewardModelConfig
@@ -45,7 +45,7 @@ class RewardModel:
 
     config: RewardModelConfig
     params: Params
-    model: ScoringModel
+    model: Scorer
     tokenizer: Any
     chat: ChatConfig  # of the policy: system prompt, and whether prompts are chats
     rerenders: bool  # renders the conversation with its own template and tokenizer
@@ -224,7 +224,7 @@ def load_reward_model(
             "scored, as in transformers"
         )
     pad_id = -1 if pad_id is None else pad_id
-    return RewardModel(config, params, ScoringModel(step, mesh), tokenizer, chat, rerenders, pad_id)
+    return RewardModel(config, params, Scorer(step, mesh), tokenizer, chat, rerenders, pad_id)
 
 
 def _same_template(tokenizer: Any, policy_tokenizer: Any, chat: ChatConfig) -> bool:

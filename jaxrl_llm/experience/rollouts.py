@@ -17,7 +17,7 @@ from jaxrl_llm.algos.contract import Requirements
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, statistics
+from jaxrl_llm.experience.rewards import Rewarder, group_by_prompt, has_variance, statistics
 from jaxrl_llm.learn.stage import Experience, Timer
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, Request
@@ -49,7 +49,7 @@ class RolloutSource:
 
     loader: Loader
     engine: Engine
-    scorer: Scorer
+    rewarder: Rewarder
     algo: AlgoConfig
     sampling: SamplingConfig
     key: jax.Array
@@ -174,7 +174,7 @@ class RolloutSource:
         waited = time.perf_counter() - begin
         metrics["rollout/wait_seconds"] = metrics.get("rollout/wait_seconds", 0.0) + waited
         with timer("reward"):
-            metrics |= self.scorer(draw.prompts, [*sampled, *itertools.chain(*greedy)])
+            metrics |= self.rewarder(draw.prompts, [*sampled, *itertools.chain(*greedy)])
         for i in untrusted:  # masked, as a failed reward is
             sampled[i].reward, sampled[i].outcome = float("nan"), Outcome.FAILED
         for trajectory in sampled:

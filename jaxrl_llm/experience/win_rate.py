@@ -26,7 +26,7 @@ from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.preference import conversation_text, pairwise_prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.experience.reward_models import RewardModel
-from jaxrl_llm.experience.score import reward_sample
+from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.files import replace_lines
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.report.log import sample_rows

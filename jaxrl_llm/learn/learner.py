@@ -19,7 +19,7 @@ from jaxrl_llm.data.packing import PackItem, counts
 from jaxrl_llm.learn.loss_scale import initial_loss_scale
 from jaxrl_llm.learn.optim_states import is_moment, moment_shardings, stored_weights
 from jaxrl_llm.learn.routing import balance_weights, routing_metrics
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.teachers import PlacedTeachers, Teachers, teachers_of
 from jaxrl_llm.learn.update import (
     StepConfig,
@@ -37,7 +37,7 @@ from jaxrl_llm.sharding.rules import TRAIN, on_device, on_host, with_shardings
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, TrainState
 
 
-class Learner(ScoringModel):
+class Learner(Scorer):
     """Score and update one model. Stateless: weights and optimizer state are arguments and results."""
 
     def __init__(

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.routing import ROUTES
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
 from jaxrl_llm.structs import Params, Program
 
 
-def score_programs(
-    stage: Stage, reference: Params | None = None
-) -> Iterator[tuple[str, ScoringModel, Program]]:
+def score_programs(stage: Stage, reference: Params | None = None) -> Iterator[tuple[str, Scorer, Program]]:
     """Yield (name, model, program) of each forward pass before the first update; teachers not among them.
 
     Args:

@@ -21,7 +21,7 @@ from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learn.scoring import PendingScores, ScoringModel
+from jaxrl_llm.learn.scoring import PendingScores, Scorer
 from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.placement import reshard
 from jaxrl_llm.sharding.rules import TRAIN
@@ -176,7 +176,7 @@ class LogprobCache:
 
 
 def start_reference(
-    model: ScoringModel, reference: Params, items: Sequence[PackItem], cache: LogprobCache | None
+    model: Scorer, reference: Params, items: Sequence[PackItem], cache: LogprobCache | None
 ) -> Callable[[], None]:
     """Start the log-probs under the frozen reference; return the function that waits and writes them.
 
@@ -202,7 +202,7 @@ def start_reference(
 
 
 def start_teachers(
-    model: ScoringModel, teachers: Sequence[Params], items: Sequence[PackItem]
+    model: Scorer, teachers: Sequence[Params], items: Sequence[PackItem]
 ) -> Iterator[Callable[[], None]]:
     """Start the log-probs of each item under its own teacher, which is its reference."""
     for index, teacher in enumerate(teachers):

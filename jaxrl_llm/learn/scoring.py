@@ -21,7 +21,7 @@ PendingScores = Callable[[], Scores]
 """Waits for the scores of a model that has been started, and returns them."""
 
 
-class ScoringModel:
+class Scorer:
     """Forward pass of one model on one mesh. Stateless: weights are arguments."""
 
     def __init__(self, config: StepConfig, mesh: Mesh, group_size: int = 1):

@@ -23,7 +23,7 @@ from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.reference import LogprobCache, start_reference, start_teachers
 from jaxrl_llm.learn.routing import ROUTES
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.teachers import PlacedTeachers, Teachers
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import lora
@@ -78,8 +78,8 @@ class Stage:
     critic_params: Callable[[], Params] | None = None  # loads its own weights; None = the policy's
     critic_warmup: int = 0  # first steps in which the critic alone is updated
     teachers: tuple[Params, ...] = ()  # an item's label is the index of its teacher
-    reference_model: ScoringModel | None = None  # on a mesh of its own; None = the policy's
-    teacher_model: ScoringModel | None = None  # likewise, of all teachers
+    reference_model: Scorer | None = None  # on a mesh of its own; None = the policy's
+    teacher_model: Scorer | None = None  # likewise, of all teachers
     updates_critic: bool = True
     reference_cache: LogprobCache = field(default_factory=LogprobCache)
 
@@ -182,7 +182,7 @@ class Stage:
             write()
 
     def _start(
-        self, model: ScoringModel, params: Params, items: Sequence[PackItem], names: tuple[str, ...]
+        self, model: Scorer, params: Params, items: Sequence[PackItem], names: tuple[str, ...]
     ) -> Callable[[], None]:
         """Start a model, and return the function that waits for its outputs and writes them."""
         pending = model.start(params, items, names, replay=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.compile import compiler_options
 from jaxrl_llm.sharding.placement import reshard
@@ -41,7 +41,7 @@ class PlacedTeachers:
         mesh: of the policy, which gets the LM heads once and hidden states for each micro-batch.
     """
 
-    def __init__(self, model: ScoringModel, teachers: Sequence[Params], mesh: Mesh):
+    def __init__(self, model: Scorer, teachers: Sequence[Params], mesh: Mesh):
         self.model, self.teachers, self.mesh = model, teachers, mesh
         self._heads: list[jax.Array] = []
         self._forward = jax.jit(

@@ -20,7 +20,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.programs import score_programs, update_programs
 from jaxrl_llm.learn.routing import reads_logits
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig, flops
 from jaxrl_llm.models.lora import split_params
@@ -210,7 +210,7 @@ def _update(
 
 
 def _hints(
-    config: TrainConfig, scored: ScoringModel, model: TransformerConfig, rows: int, kernels: dict[str, float]
+    config: TrainConfig, scored: Scorer, model: TransformerConfig, rows: int, kernels: dict[str, float]
 ) -> Hints:
     """Return the hints of a program that computes log-probs, in a loop over the tokens of the mask: all."""
     with jax.set_mesh(scored.mesh):
@@ -222,7 +222,7 @@ def _hints(
     return Hints({"linear_logprob": math.ceil(math.prod(shape) / chunk), **tiles}, kernels=kernels)
 
 
-def _microbatches(config: TrainConfig, model: ScoringModel, role: str) -> tuple[int, int]:
+def _microbatches(config: TrainConfig, model: Scorer, role: str) -> tuple[int, int]:
     """Return (rows of a micro-batch, maximum micro-batches of a pass over a step)."""
     sizes = derived(replace(config, mesh=config.mesh_of(role)), model.mesh.size)
     return model.config.rows, sizes["microbatches_per_update_at_most"] * config.minibatches_per_step

@@ -36,7 +36,7 @@ from jaxrl_llm.tools.output import (
     settings_of,
     with_date,
 )
-from jaxrl_llm.tools.response_rewards import ResponseScorer
+from jaxrl_llm.tools.response_rewards import ResponseRewarder
 from jaxrl_llm.tools.reward_flags import gives_rewards
 from jaxrl_llm.tools.selection import (
     RewardedResponse,
@@ -59,16 +59,16 @@ def write_responses(args: GenerateArguments, reward: RewardConfig) -> None:
     args = with_date(args)
     with contextlib.ExitStack() as closing:
         generator = Generator(args.model, examples, args, args)
-        scorer = open_scorer(args, reward, generator, examples, closing)
+        rewarder = open_rewarder(args, reward, generator, examples, closing)
         settings = settings_of(replace(asked, step=generator.model.step), reward, args.prompts)
         output = ResumableOutput(args.out, settings, args.resume, args.chat.date)
         closing.enter_context(output)
         bar, summary = ProgressBar(len(examples), "prompts", output.rows_done), RewardSummary()
         for part, groups, speed in generator.windows(output.rows_done):
-            rewarded = reward_groups(scorer, part, groups)
+            rewarded = reward_groups(rewarder, part, groups)
             rows = (row for x in zip(part, groups, rewarded, strict=True) for row in output_rows(*x, args))
             output.append([json_line(row, args.model) for row in rows], output.rows_done + len(part))
-            note = summary.add(rewarded) if scorer else ""
+            note = summary.add(rewarded) if rewarder else ""
             bar.update(output.rows_done, f"{speed:,.0f} tokens/s{note}")
         output.finish()
 
@@ -124,31 +124,31 @@ class Generator:
             )
 
 
-def open_scorer(
+def open_rewarder(
     args: GenerateArguments,
     reward: RewardConfig,
     generator: Generator,
     examples: Sequence[Example],
     closing: contextlib.ExitStack,
-) -> ResponseScorer | None:
+) -> ResponseRewarder | None:
     """Return the rewards of a command, tried on the first rows; None = there are none."""
     if not gives_rewards(reward):
         return None
-    scorer = ResponseScorer(
+    rewarder = ResponseRewarder(
         reward, args.mesh, generator.dtype, args.batch_tokens, args.chat, closing, generator.tokenizer
     )
-    scorer.open(examples)
-    return scorer
+    rewarder.open(examples)
+    return rewarder
 
 
 def reward_groups(
-    scorer: ResponseScorer | None, examples: Sequence[Example], groups: Sequence[Sequence[Trajectory]]
+    rewarder: ResponseRewarder | None, examples: Sequence[Example], groups: Sequence[Sequence[Trajectory]]
 ) -> list[list[RewardedResponse]]:
-    """Return the responses of each prompt with their rewards; without a scorer they have none."""
-    if scorer is None:
+    """Return the responses of each prompt with their rewards; without a rewarder they have none."""
+    if rewarder is None:
         return [[RewardedResponse(t.text, opens_thought=t.opens_thought) for t in group] for group in groups]
     each = [example for example, group in zip(examples, groups, strict=True) for _ in group]
-    rewarded = iter(scorer.score(each, [t for group in groups for t in group]))
+    rewarded = iter(rewarder.score(each, [t for group in groups for t in group]))
     return [[next(rewarded) for _ in group] for group in groups]
 
 

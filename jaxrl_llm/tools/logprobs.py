@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.data.packing import PackItem, arrange
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import can_share_prefixes
@@ -39,7 +39,7 @@ class LogprobModel:
         self.shares = can_share_prefixes(config, dtype, mesh)
         self.settings = {"dtype": dtype, "temperature": temperature, "share_prefixes": self.shares}
         self.batch_tokens, self.mesh = batch_tokens, mesh
-        self._by_shape: dict[tuple[int, int], ScoringModel] = {}
+        self._by_shape: dict[tuple[int, int], Scorer] = {}
 
     def logprobs(self, params: Params, groups: Sequence[Sequences]) -> list[list[np.ndarray]]:
         """Return the log-prob of each token after the first, nats, of each sequence of each group."""
@@ -68,7 +68,7 @@ class LogprobModel:
         whole = bucket(group.shared + responses, SHORTEST_ROW)
         return whole if whole <= self.batch_tokens else longest
 
-    def _of_width(self, width: int, items: Sequence[PackItem]) -> ScoringModel:
+    def _of_width(self, width: int, items: Sequence[PackItem]) -> Scorer:
         """Return the model whose micro-batches have as many rows as these items need, a power of two."""
         needed = len(arrange(items, width, share=self.shares))
         shards = num_shards("batch", self.mesh.shape)
@@ -76,7 +76,7 @@ class LogprobModel:
         rows = -(-rows // shards) * shards
         if (width, rows) not in self._by_shape:
             step = StepConfig(width, rows, **self.settings)
-            self._by_shape[width, rows] = ScoringModel(step, self.mesh)
+            self._by_shape[width, rows] = Scorer(step, self.mesh)
         return self._by_shape[width, rows]
 
 

@@ -17,9 +17,9 @@ from jaxrl_llm.data.chat import encode_supervised
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.experience.reward_models import EXTRA_TOKENS, RewardModel, load_reward_model
-from jaxrl_llm.experience.score import reward_sample
+from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.processes import on_first
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
@@ -37,7 +37,7 @@ from jaxrl_llm.tools.selection import RewardedResponse, plain_json
 SHORTEST_ROW = 64  # tokens
 
 
-class ResponseScorer:
+class ResponseRewarder:
     """A verifier and reward models, which `open` starts and loads.
 
     Args:
@@ -134,7 +134,7 @@ class ResponseScorer:
         if (i, width) not in self._by_width:
             rows = -(-max(self.batch_tokens // width, 1) // shards) * shards
             step = replace(model.model.config, row_tokens=width, rows=rows)
-            self._by_width[i, width] = replace(model, model=ScoringModel(step, mesh))
+            self._by_width[i, width] = replace(model, model=Scorer(step, mesh))
         return self._by_width[i, width]
 
     def _combine(

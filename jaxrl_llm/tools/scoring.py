@@ -28,7 +28,7 @@ from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools.logprobs import LogprobModel, Sequences
 from jaxrl_llm.tools.models import StoredModel, open_model, pick_dtype
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of, with_date
-from jaxrl_llm.tools.response_rewards import ResponseScorer, encode_response
+from jaxrl_llm.tools.response_rewards import ResponseRewarder, encode_response
 from jaxrl_llm.tools.score import ScoreArguments
 from jaxrl_llm.tools.selection import (
     RewardedResponse,
@@ -198,14 +198,16 @@ def reward_scores(
     args: ScoreArguments, reward: RewardConfig, rows: RawRows, closing: contextlib.ExitStack
 ) -> Scores:
     """Return the function that rewards responses; all rows are checked before models are loaded."""
-    scorer = ResponseScorer(reward, args.mesh, pick_dtype(args.dtype), args.batch_tokens, args.chat, closing)
-    scorer.open(read_responses(*rows[i]).example for i in range(len(rows)))
+    rewarder = ResponseRewarder(
+        reward, args.mesh, pick_dtype(args.dtype), args.batch_tokens, args.chat, closing
+    )
+    rewarder.open(read_responses(*rows[i]).example for i in range(len(rows)))
     summary = RewardSummary()
 
     def score(numbers: range) -> tuple[list[str], str]:
         window = [read_responses(*rows[number]) for number in numbers]
         each = [given.example for given in window for _ in given.texts]
-        rewarded = iter(scorer.score_texts(each, [text for given in window for text in given.texts]))
+        rewarded = iter(rewarder.score_texts(each, [text for given in window for text in given.texts]))
         groups = [[next(rewarded) for _ in given.texts] for given in window]
         lines = []
         for number, given, group in zip(numbers, window, groups, strict=True):

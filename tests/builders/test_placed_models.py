@@ -28,7 +28,7 @@ from jaxrl_llm.config import (
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learn.reference import Reference
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.sharding.config import POLICY, REFERENCE, PlacementConfig
@@ -244,9 +244,9 @@ def test_models_are_all_started_before_the_first_is_waited_for(monkeypatch):
     """No host sync separates them, so that those on disjoint devices run at the same time."""
     stage, state, _ = built("ppo", "critic", OTHER_DEVICES)
     stage.policy.config = replace(stage.policy.config, old="recompute")
-    events, start, value = [], ScoringModel.start, ArrayImpl._value.fget
+    events, start, value = [], Scorer.start, ArrayImpl._value.fget
     started = lambda *args, **settings: events.append("start") or start(*args, **settings)
-    monkeypatch.setattr(ScoringModel, "start", started)
+    monkeypatch.setattr(Scorer, "start", started)
     monkeypatch.setattr(ArrayImpl, "_value", property(lambda x: events.append("read") or value(x)))
     with jax.set_mesh(stage.policy.mesh):
         stage.score(state, [from_trajectory(t) for t in trajectories(0)], None)

@@ -20,7 +20,7 @@ from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.evaluate import HeldOutLoss, HeldOutResponses, evaluate_all, majority
-from jaxrl_llm.experience.score import Scorer
+from jaxrl_llm.experience.rewards import Rewarder
 from jaxrl_llm.experience.win_rate import Comparison, WinRate, pool_judge, verdicts, wilson_interval
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.pool import RewardPool
@@ -102,9 +102,9 @@ PROMPTS = [prompt("a", "one", "x"), prompt("b", "one", "y"), prompt("c", "two/2"
 
 
 def evaluator(texts, weights=(), pool=AnswerPool, **fields):
-    scorer = Scorer(pool(), [*map(LengthModel, weights)])
+    rewarder = Rewarder(pool(), [*map(LengthModel, weights)])
     return HeldOutResponses(
-        PROMPTS, [True, True, False, False], ScriptedEngine(texts), scorer,
+        PROMPTS, [True, True, False, False], ScriptedEngine(texts), rewarder,
         SamplingConfig(), len(texts[0]), 8, jax.random.key(0), CHAT, **fields,
     )  # fmt: skip
 
@@ -375,11 +375,11 @@ def test_what_is_evaluated_is_one_line(tmp_path):
 
 
 def test_the_win_rate_needs_more_than_right_answers(tmp_path):
-    made = lambda scorer: make_win_rate(config_of(tmp_path), 0, scorer, None)
+    made = lambda rewarder: make_win_rate(config_of(tmp_path), 0, rewarder, None)
     verifier, function = RewardPool(RewardConfig(name="exact")), RewardPool(RewardConfig(name="http://host"))
-    assert made(Scorer(verifier)) is None
-    assert made(Scorer(function)).judge is None
-    assert made(Scorer(verifier, [LengthModel(0.0)])).path == tmp_path / "run/eval/start.jsonl"
+    assert made(Rewarder(verifier)) is None
+    assert made(Rewarder(function)).judge is None
+    assert made(Rewarder(verifier, [LengthModel(0.0)])).path == tmp_path / "run/eval/start.jsonl"
 
 
 def test_reward_models_without_weight_are_not_loaded_where_nothing_is_evaluated(tmp_path):

@@ -12,8 +12,8 @@ from jaxrl_llm.algos import dapo, gdpo, gkd, grpo, remax
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.errors import ServerError
+from jaxrl_llm.experience.rewards import Rewarder, group_by_prompt, has_variance, verify
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE, RolloutSource, perturbed
-from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, verify
 from jaxrl_llm.learn.credit import assign_credit
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.outcome import Outcome
@@ -99,10 +99,10 @@ class FakePool:
         ]
 
 
-def source(algo, scorer=None, **fields):
+def source(algo, rewarder=None, **fields):
     return RolloutSource(
-        FakeLoader(), FakeEngine(), scorer or Scorer(FakePool()), algo, SamplingConfig(), jax.random.key(0),
-        prompts=3, responses=2, max_tokens=4, **fields,
+        FakeLoader(), FakeEngine(), rewarder or Rewarder(FakePool()), algo, SamplingConfig(),
+        jax.random.key(0), prompts=3, responses=2, max_tokens=4, **fields,
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def test_responses_of_a_checkpoint_that_are_too_long_for_the_run_begin_anew():
 
 
 def test_dynamic_sampling_without_a_group_that_differs_learns_nothing():
-    built = source(dapo.Config(max_draws=2), scorer=lambda prompts, trajectories: constant(trajectories))
+    built = source(dapo.Config(max_draws=2), rewarder=lambda prompts, trajectories: constant(trajectories))
     found = step(built)
     assert found.items == [] and len(found.trajectories) == 6
     assert found.metrics["dynamic/kept_fraction"] == 0
@@ -239,14 +239,14 @@ def opposite(prompts, trajectories):
 
 def test_dynamic_sampling_compares_the_rewards_that_gdpo_normalises_apart():
     settings = dict(dynamic_sampling=True, max_draws=2)
-    found = step(source(gdpo.Config(**settings), scorer=opposite))
+    found = step(source(gdpo.Config(**settings), rewarder=opposite))
     assert [int(t.prompt_ids[0]) - 1 for t in found.trajectories] == [1, 1, 2, 2, 4, 4]
     assert found.metrics["zero_variance_fraction"] == 0
-    assert step(source(grpo.Config(**settings), scorer=opposite)).items == []
+    assert step(source(grpo.Config(**settings), rewarder=opposite)).items == []
 
 
 def test_a_component_that_failed_is_left_out():
-    group = step(source(gdpo.Config(), scorer=opposite)).trajectories[2:4]
+    group = step(source(gdpo.Config(), rewarder=opposite)).trajectories[2:4]
     assert has_variance(group, components=True) and not has_variance(group)
     group[0].components = (float("nan"), 1.0)
     assert not has_variance(group, components=True)
@@ -261,13 +261,13 @@ def by_steps(prompts, trajectories):
 
 
 def test_process_rewards_count_for_dynamic_sampling():
-    found = step(source(dapo.Config(max_draws=4), scorer=by_steps))
+    found = step(source(dapo.Config(max_draws=4), rewarder=by_steps))
     assert len(found.items) == 6 and found.metrics["dynamic/draws"] == 1
     assert [t.total_reward for t in found.trajectories] == [0, 1] * 3
 
 
 def test_process_rewards_count_for_the_greedy_baseline():
-    found = step(source(remax.Config(), scorer=by_steps))
+    found = step(source(remax.Config(), rewarder=by_steps))
     items = assign_credit(remax.Config(), found.items, found.trajectories, 0.0, 0)
     own = [item.signals["advantages"][-2:].tolist() for item in items]
     assert own == [[-1, -1], [0, 0]] * 3

@@ -226,7 +226,7 @@ class Recorder:
                 {name: np.zeros(len(item.tokens), np.float32) for name in names} for item in items
             ]
 
-        monkeypatch.setattr("jaxrl_llm.learn.scoring.ScoringModel.start", start)
+        monkeypatch.setattr("jaxrl_llm.learn.scoring.Scorer.start", start)
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +300,7 @@ def test_a_generative_model_compares_two_responses(weights, tmp_path, monkeypatc
         seen.extend(TOKENIZER.decode(item.tokens) for item in items)
         return lambda: [{"policy": -np.log([1, 3])[[int(item.tokens[-1] == b)]]} for item in items]
 
-    monkeypatch.setattr("jaxrl_llm.learn.scoring.ScoringModel.start", start)
+    monkeypatch.setattr("jaxrl_llm.learn.scoring.Scorer.start", start)
     assert model_judge(model)([Comparison(SUM, "1+2=", "3", "4")]) == [pytest.approx(0.75)]
     assert [text[-1] for text in seen] == ["A", "B"] and pairwise_prompt("1+2=", "3", "4") in seen[0]
     assert model.model.config.row_tokens == 2 * 32 + 128

@@ -66,7 +66,7 @@ def stage(algo, old="policy", model=MODEL, **fields):
 def rollout_source(responses=2, engine=NativeEngine, reward_models=()):
     source = object.__new__(RolloutSource)
     source.responses, source.engine = responses, object.__new__(engine)
-    source.scorer = SimpleNamespace(reward_models=reward_models)
+    source.rewarder = SimpleNamespace(reward_models=reward_models)
     return source
 
 

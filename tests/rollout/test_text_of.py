@@ -5,7 +5,7 @@ import pytest
 
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
-from jaxrl_llm.experience.score import reward_sample
+from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
 from jaxrl_llm.rollout.partial import trajectory_of
 

@@ -23,14 +23,14 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools import generate, score
 from jaxrl_llm.tools import output as output_files
 from jaxrl_llm.tools.config import SelectConfig
 from jaxrl_llm.tools.output import ResumableOutput, with_date
-from jaxrl_llm.tools.response_rewards import ResponseScorer
+from jaxrl_llm.tools.response_rewards import ResponseRewarder
 from jaxrl_llm.tools.reward_flags import split_reward_flags
 from jaxrl_llm.tools.scoring import NO_SOURCE
 from jaxrl_llm.tools.selection import RewardedResponse, base_row, selected_rows
@@ -198,16 +198,16 @@ def test_a_reward_model_reads_a_prompt_once_for_its_responses(judges, monkeypatc
     reward = RewardConfig(name="none", models=(RewardModelConfig(path=folder),))
     examples = [Example(None, question) for question in ("1+2=" * 10, "a prompt" * 4) for _ in range(16)]
     texts = [chr(97 + i % 16) * 10 for i in range(32)]
-    put, computed, closing = ScoringModel.put, [], contextlib.ExitStack()
+    put, computed, closing = Scorer.put, [], contextlib.ExitStack()
 
     def counted(self, batch):
         computed.append((batch.segments > 0).sum())
         return put(self, batch)
 
-    monkeypatch.setattr(ScoringModel, "put", counted)
-    scorer = ResponseScorer(reward, MeshConfig(data=1, fsdp=8), "float32", 3072, ChatConfig(), closing)
-    scorer.open(examples)
-    rewarded = scorer.score_texts(examples, texts)
+    monkeypatch.setattr(Scorer, "put", counted)
+    rewarder = ResponseRewarder(reward, MeshConfig(data=1, fsdp=8), "float32", 3072, ChatConfig(), closing)
+    rewarder.open(examples)
+    rewarded = rewarder.score_texts(examples, texts)
     expected = [value(weights, e, t) for e, t in zip(examples, texts, strict=True)]
     np.testing.assert_allclose([r.reward for r in rewarded], expected, rtol=1e-5, atol=1e-5)
     assert sum(computed) == 40 + 32 + 32 * 12 + 2 * 15  # each other one copies the last token of the prompt

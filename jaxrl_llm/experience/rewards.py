@@ -20,7 +20,7 @@ from jaxrl_llm.thoughts import visible_response
 
 
 @dataclass
-class Scorer:
+class Rewarder:
     """The verifier of a run and its reward models."""
 
     pool: RewardPool
