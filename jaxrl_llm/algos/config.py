@@ -6,7 +6,7 @@ They are data: `--help` reads them without jax, which arithmetic needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -51,18 +51,10 @@ class AlgoConfig:
         """Coefficient that the KL controller starts with."""
         return 0.0
 
-    def next_kl_coef(self, kl_coef: Any, metrics: Mapping[str, Any], num_sequences: Any) -> Any:
-        """Return the KL controller's coefficient after an update with these metrics; arrays of shape []."""
-        return kl_coef
-
     @property
     def initial_entropy_coef(self) -> tuple[float, float] | None:
         """State that the entropy controller starts with: (coefficient, applied); None = there is none."""
         return None
-
-    def next_entropy_coef(self, coef: Any, metrics: Mapping[str, Any]) -> Any:
-        """Return the entropy controller's state after an update with these metrics; arrays of shape [2]."""
-        return coef
 
 
 @dataclass(frozen=True)
@@ -210,22 +202,9 @@ class PolicyConfig(AlgoConfig):
     def initial_kl_coef(self) -> float:
         return self.kl_coef
 
-    def next_kl_coef(self, kl_coef: Any, metrics: Mapping[str, Any], num_sequences: Any) -> Any:
-        if self.kl_target is None or "kl" not in metrics:
-            return kl_coef
-        from jaxrl_llm.algos.kl import next_kl_coef  # imports jax
-
-        return next_kl_coef(kl_coef, metrics["kl"], num_sequences, self.kl_target, self.kl_horizon)
-
     @property
     def initial_entropy_coef(self) -> tuple[float, float] | None:
         return None if self.entropy_target is None else (self.entropy_coef, 0.0)
-
-    def next_entropy_coef(self, coef: Any, metrics: Mapping[str, Any]) -> Any:
-        from jaxrl_llm.algos.kl import next_entropy_coef  # imports jax
-
-        low = metrics["entropy"] <= self.entropy_target
-        return next_entropy_coef(coef[0], low, self.entropy_delta, self.entropy_coef_max)
 
     def present_kl_coef(self, x: Any) -> Any:
         """Return kl_coef, or the KL controller's present coefficient: that of Rollouts or LossInputs x."""

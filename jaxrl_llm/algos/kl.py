@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.config import Estimator
+from jaxrl_llm.algos.config import AlgoConfig, Estimator, PolicyConfig
+from jaxrl_llm.structs import Metrics
 
 MAX_LOG_RATIO = 20.0  # nats
 
@@ -54,34 +55,29 @@ def _value(d: Float[Array, "*shape"], how: str) -> Float[Array, "*shape"]:
 
 
 def next_kl_coef(
-    coef: Float[Array, ""] | float,
-    measured: Float[Array, ""] | float,
-    num_samples: Float[Array, ""] | float | int,
-    target: float,
-    horizon: float,
+    config: AlgoConfig, coef: Float[Array, ""], metrics: Metrics, num_sequences: Float[Array, ""] | int
 ) -> Float[Array, ""]:
-    """Return coef (1 + e n / horizon), the adaptive controller of arXiv 1909.08593, section 2.2.
+    """Return coef (1 + e n / kl_horizon), the adaptive controller of arXiv 1909.08593, section 2.2.
 
-    e is the proportional error measured / target - 1, clipped to +-0.2.
+    e is the proportional error KL / kl_target - 1, clipped to +-0.2; without a kl_target coef stays.
 
     Args:
-        coef: its present value.
-        measured: mean KL of the update's tokens, nats a token.
-        num_samples: trajectories n that it was measured on.
-        target: the KL to hold, nats a token.
-        horizon: trajectories over which an error of 0.2 changes the coefficient by about a fifth.
+        metrics: of the update: "kl" is its mean over tokens, nats.
+        num_sequences: trajectories n of the update.
     """
-    error = jnp.clip(measured / target - 1.0, -0.2, 0.2)
-    return jnp.asarray(coef * (1.0 + error * num_samples / horizon), jnp.float32)
+    if not isinstance(config, PolicyConfig) or config.kl_target is None or "kl" not in metrics:
+        return coef
+    error = jnp.clip(metrics["kl"] / config.kl_target - 1.0, -0.2, 0.2)
+    return jnp.asarray(coef * (1.0 + error * num_sequences / config.kl_horizon), jnp.float32)
 
 
-def next_entropy_coef(
-    coef: Float[Array, ""] | float, low: Bool[Array, ""] | bool, delta: float, largest: float
-) -> Float[Array, "2"]:
+def next_entropy_coef(config: PolicyConfig, coef: Float[Array, "2"], metrics: Metrics) -> Float[Array, "2"]:
     """Return the entropy controller's (coefficient, applied) of Skywork-OR1 (arXiv 2505.22312).
 
-    The coefficient rises by delta after an update of low entropy and falls after others, between 0 and
-    `largest`; after the others it is not applied.
+    The coefficient rises by entropy_delta after an update whose entropy is at most entropy_target, and falls
+    after others, between 0 and entropy_coef_max; after the others it is not applied.
     """
-    new = jnp.clip(coef + jnp.where(low, delta, -delta), 0.0, largest)
+    low = metrics["entropy"] <= config.entropy_target
+    new = coef[0] + jnp.where(low, config.entropy_delta, -config.entropy_delta)
+    new = jnp.clip(new, 0.0, config.entropy_coef_max)
     return jnp.stack([new, jnp.where(low, new, 0.0)])

@@ -24,6 +24,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.algos.contract import Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
+from jaxrl_llm.algos.kl import next_entropy_coef, next_kl_coef
 from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite
 from jaxrl_llm.learn.gradients import add_gradients, new_gradients
@@ -300,11 +301,11 @@ def apply(
     update = functools.partial(update_by_leaf, optimizer) if by_leaf else update_if_finite
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
     new = update(step, (state.params, state.opt_state, grads), finite)
-    kl_coef = algo.next_kl_coef(state.kl_coef, metrics, num_sequences)
+    kl_coef = next_kl_coef(algo, state.kl_coef, metrics, num_sequences)
     entropy_coef = state.entropy_coef
     if entropy_coef is not None:
         metrics = {**metrics, "entropy_coef": entropy_coef[1]}
-        entropy_coef = jnp.where(new.finite, algo.next_entropy_coef(entropy_coef, metrics), entropy_coef)
+        entropy_coef = jnp.where(new.finite, next_entropy_coef(algo, entropy_coef, metrics), entropy_coef)
     version = state.version + new.finite.astype(jnp.int32)
     scaling = {} if state.loss_scale is None else {"loss_scale": state.loss_scale}
     new_state = TrainState(
