@@ -8,6 +8,7 @@ import importlib.metadata
 import platform
 import sys
 
+from jaxrl_llm.extensions import load_extensions
 from jaxrl_llm.host import huge_pages
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.signals import handled_signals, install_handlers
@@ -22,10 +23,6 @@ COMMANDS = {
     "chat": ("jaxrl_llm.tools.chat", "Talk to a model in the terminal."),
     "generate": ("jaxrl_llm.tools.generate", "Generate responses to the prompts of a file; best of n."),
     "score": ("jaxrl_llm.tools.score", "Compute log-probabilities, or rewards, of given responses."),
-    "import-config": (
-        "jaxrl_llm.tools.import_config",
-        "Write a recipe from a config of veRL, OpenRLHF, TRL, RL2 or ChatLearn.",
-    ),
     "view": ("jaxrl_llm.tools.view", "Write runs as one HTML page: curves, evaluation, samples, configs."),
     "export": ("jaxrl_llm.tools.export", "Write the model of a checkpoint as a Hugging Face folder."),
 }
@@ -55,8 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if command == "--list":
         command, rest = "train", ["--list", *rest]
-    if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
+    known = COMMANDS if command in COMMANDS else all_commands()
+    if command not in known:
+        near = difflib.get_close_matches(command, known, n=1, cutoff=0.0)[0]
         if command.startswith("-"):  # flags of training without its name
             near = f"train {command}"
         print(
@@ -64,7 +62,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     with handled_signals():  # before jax, whose import takes seconds
-        return run_command(importlib.import_module(COMMANDS[command][0]).main, rest)
+        return run_command(importlib.import_module(known[command][0]).main, rest)
+
+
+def all_commands() -> dict[str, tuple[str, str]]:
+    """Return the commands of this package and of installed packages that extend it."""
+    return COMMANDS | {name: row for table in load_extensions("commands") for name, row in table.items()}
 
 
 def say_start(command: str, rest: list[str]) -> None:
@@ -82,7 +85,7 @@ def version_line() -> str:
 def command_table() -> str:
     """Return the usage line and the commands, each with a sentence."""
     lines = ["usage: python -m jaxrl_llm COMMAND [--key value ...]", ""]
-    lines += [f"    {name:<13} {sentence}" for name, (_, sentence) in COMMANDS.items()]
+    lines += [f"    {name:<13} {sentence}" for name, (_, sentence) in all_commands().items()]
     lines += [
         "",
         "python -m jaxrl_llm --list: recipes and algorithms; COMMAND --help: its options; --version.",

@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxrl_import.effects import UNKNOWN_KEY
+from jaxrl_import.import_config import ImportArguments, import_recipe
+from jaxrl_import.values import NotHereError
 from jaxrl_llm.errors import ConfigError, UserError
-from jaxrl_llm.importer.effects import UNKNOWN_KEY
-from jaxrl_llm.importer.values import NotHereError
 from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.load import load_recipe
-from jaxrl_llm.tools.import_config import ImportArguments, import_recipe
 
 
 class Checkout(NamedTuple):

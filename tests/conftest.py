@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import tempfile
@@ -32,6 +33,9 @@ if not os.environ.get("JAXRL_TEST_OPTIMIZED"):  # tests compile for longer than 
         FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
 given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([given, *(f for f in FLAGS if f.partition("=")[0] not in given)])
+
+if not importlib.util.find_spec("jaxrl_import"):
+    raise SystemExit("jaxrl_import is not installed: run `pip install --no-deps -e .` again")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -32,11 +32,11 @@ def test_help_names_every_command(argv, capsys):
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: python -m jaxrl_llm COMMAND [--key value ...]")
-    assert all(f"    {name:<13} {sentence}" in out for name, (_, sentence) in cli.COMMANDS.items())
-    assert all(sentence[0].isupper() and sentence[-1] in ".?" for _, sentence in cli.COMMANDS.values())
+    assert all(f"    {name:<13} {sentence}" in out for name, (_, sentence) in cli.all_commands().items())
+    assert all(sentence[0].isupper() and sentence[-1] in ".?" for _, sentence in cli.all_commands().values())
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", cli.all_commands())
 def test_the_flags_of_every_command_have_underscores(name, capsys):
     with contextlib.suppress(SystemExit):
         assert cli.main([name, "--help"]) == 0
@@ -100,11 +100,11 @@ REFUSED = [
 
 @pytest.mark.parametrize(
     ("lines", "code"),
-    [([*([name, "--help"] for name in cli.COMMANDS), ["train", "--list"]], 0), (REFUSED, 2)],
+    [([*([name, "--help"] for name in cli.all_commands()), ["train", "--list"]], 0), (REFUSED, 2)],
     ids=["help and list", "refused flags"],
 )
 def test_help_and_refusals_of_every_command_come_before_jax(lines, code):
-    assert {line[0] for line in lines} == cli.COMMANDS.keys()
+    assert {line[0] for line in lines} == cli.all_commands().keys()
     command_line = [sys.executable, "-c", MODULES_AFTER, json.dumps(lines)]
     done = subprocess.run(command_line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

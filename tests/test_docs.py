@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import jaxrl_llm
+from jaxrl_import import import_config
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
@@ -22,7 +23,7 @@ from jaxrl_llm.recipe.fields import check_fields
 from jaxrl_llm.recipe.keys import add_missing, iter_fields
 from jaxrl_llm.recipe.load import find_recipe, load_recipe, packaged_recipes, with_algo
 from jaxrl_llm.recipe.overrides import apply_overrides, parse_words, resolve_key, split_arguments
-from jaxrl_llm.tools import chat, export, generate, import_config, plan, score, view
+from jaxrl_llm.tools import chat, export, generate, plan, score, view
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = (ROOT / "docs/algorithms.md").read_text()
@@ -33,6 +34,7 @@ PAGES = [
 FOLDERS = (
     "jaxrl_llm",
     "kernels",
+    "importer",
     "configs",
     "tests",
     "docs",
@@ -143,7 +145,9 @@ def commands_of(page: Path) -> list[list[str]]:
 def members() -> dict[str, set[str]]:
     """Return the name of a package, module or class -> the names defined in it."""
     found: dict[str, set[str]] = {}
-    for package in (ROOT / "jaxrl_llm", ROOT / "kernels/jaxrl_kernels", ROOT / "configs"):
+    for package in map(
+        ROOT.joinpath, ("jaxrl_llm", "kernels/jaxrl_kernels", "importer/jaxrl_import", "configs")
+    ):
         for file in package.rglob("*.py"):
             name = file.parent.name if file.stem == "__init__" else file.stem
             if file.stem != "__init__":

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"jaxrl_llm": ROOT / "jaxrl_llm", "jaxrl_kernels": ROOT / "kernels/jaxrl_kernels"}
+PACKAGES = {
+    "jaxrl_llm": ROOT / "jaxrl_llm",
+    "jaxrl_kernels": ROOT / "kernels/jaxrl_kernels",
+    "jaxrl_import": ROOT / "importer/jaxrl_import",
+}
 FILES = [file for folder in PACKAGES.values() for file in sorted(folder.rglob("*.py"))]
 
 ANY = None
@@ -18,6 +22,7 @@ ALLOWED: dict[str, str | None] = {
     "jaxrl_kernels": "",
     "addresses": "",
     "errors": "addresses",
+    "extensions": "",
     "ranges": "",
     "outcome": "",
     "thoughts": "",
@@ -42,8 +47,7 @@ ALLOWED: dict[str, str | None] = {
         "ranges errors structs thoughts host report sharding models algos data rewards rollout envs hf learn"
     ),
     "config": "ranges errors structs report learn sharding models algos data rewards rollout envs checkpoint",
-    "importer": "errors",  # files of other systems: no other part is needed to read them
-    "recipe": "ranges addresses errors importer user_file algos sharding hf rollout checkpoint config",
+    "recipe": "ranges addresses errors extensions user_file algos sharding hf rollout checkpoint config",
     # the top
     "builders": ANY,
     "train": ANY,
@@ -51,6 +55,7 @@ ALLOWED: dict[str, str | None] = {
     "tools": ANY,
     "api": ANY,
     "__main__": ANY,
+    "jaxrl_import": ANY,
 }
 """Part of jaxrl_llm -> the other parts it may import. Imports go one way, from the bottom up."""
 
@@ -82,15 +87,16 @@ def imports(tree: ast.AST) -> list[str]:
 
 
 def part_of(file: Path) -> str:
-    if file.is_relative_to(PACKAGES["jaxrl_kernels"]):
-        return "jaxrl_kernels"
+    for name in ("jaxrl_kernels", "jaxrl_import"):
+        if file.is_relative_to(PACKAGES[name]):
+            return name
     return Path(file.relative_to(PACKAGES["jaxrl_llm"]).parts[0]).stem
 
 
 def imported_parts(file: Path) -> set[str]:
     names = [name.split(".") for name in imports(ast.parse(file.read_text()))]
     own = {name[1] for name in names if name[0] == "jaxrl_llm" and len(name) > 1}
-    return own | {name[0] for name in names if name[0] == "jaxrl_kernels"}
+    return own | ({name[0] for name in names} & {"jaxrl_kernels", "jaxrl_import"})
 
 
 @pytest.mark.parametrize("file", FILES, ids=relative)
@@ -102,6 +108,19 @@ def test_imports_go_one_way(file):
     allowed = ALLOWED.get(part, "")
     wrong = imported_parts(file) - {part} - (set() if allowed is ANY else set(allowed.split()))
     assert not wrong or (allowed is ANY and wrong <= ALLOWED.keys()), f"{part} may not import {sorted(wrong)}"
+
+
+def test_nothing_imports_the_importer_or_names_it():
+    for file in FILES:
+        if part_of(file) != "jaxrl_import":
+            assert "jaxrl_import" not in imported_parts(file), relative(file)
+            assert "jaxrl_import" not in file.read_text(), f"{relative(file)} names it: it is an entry point"
+
+
+def test_training_imports_no_importer():
+    script = "import sys, jaxrl_llm.train\nprint([name for name in sys.modules if 'jaxrl_import' in name])"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]", out.stdout + out.stderr
 
 
 def test_the_table_has_no_cycle():

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
-from jaxrl_llm.importer.algorithm_names import translate_algorithm
+from jaxrl_llm.extensions import load_extensions
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.idle import without_effect
 from jaxrl_llm.recipe.implied import imply
@@ -185,7 +185,8 @@ def with_algo(config: TrainConfig, name: str | None) -> tuple[TrainConfig, list[
     if name is None:
         return config, []
     if not name.endswith(".py") and name not in algos.ALGOS:
-        if answer := translate_algorithm(name):
+        answers = (translate(name) for translate in load_extensions("unknown_algorithms"))
+        if answer := next(filter(None, answers), ""):
             raise ConfigError(f"--algo {shorten(name)}: unknown algorithm. {answer}")
         near, known = closest_word(name, algos.ALGOS), ", ".join(sorted(algos.ALGOS))
         raise ConfigError(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.importer.hints import translate
+from jaxrl_llm.extensions import load_extensions
 from jaxrl_llm.recipe.keys import (
     ConfigField,
     add_missing,
@@ -155,7 +155,8 @@ def _advice(typed: str, known: dict[str, ConfigField], config: TrainConfig) -> s
     if advice := _of_other_algorithms(key, config):
         return advice
     near = closest_key(key, known)
-    advice = translate(key, known) or (near and f"Did you mean --{near}?")
+    answers = (translate(key, known) for translate in load_extensions("unknown_keys"))
+    advice = next(filter(None, answers), "") or (near and f"Did you mean --{near}?")
     return f"{advice} --help all lists the keys.".lstrip()
 
 

@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 import pytest
 
+from jaxrl_import.import_config import ImportArguments, import_recipe
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.recipe.load import from_command_line, load_recipe
-from jaxrl_llm.tools.import_config import ImportArguments, import_recipe
 
 ABSENT = ("no such folder", "no such file", "there is no file", "is empty: set a f")
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from jaxrl_import.fields import Assumptions, Conversion
+from jaxrl_import.systems import SYSTEMS
+from jaxrl_import.values import Setting, SourceSettings, number_list, switch, two_numbers
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.importer.fields import Assumptions, Conversion
-from jaxrl_llm.importer.systems import SYSTEMS
-from jaxrl_llm.importer.values import Setting, SourceSettings, number_list, switch, two_numbers
 
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss.loss_mode"
 CORRECTION, OVERLONG = "algorithm.rollout_correction", "reward.reward_kwargs.overlong_buffer_cfg"

@@ -1,4 +1,4 @@
-from jaxrl_llm.importer.fields import UNREAD
+from jaxrl_import.fields import UNREAD
 
 """ChatLearn: scripts with and without their templates, and templates alone, numbers worked by hand."""
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from jaxrl_import.read import read_settings
+from jaxrl_import.shell import Script
 from jaxrl_llm.__main__ import main
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.importer.read import read_settings
-from jaxrl_llm.importer.shell import Script
 
 VERL = "python3 -m verl.trainer.main_ppo data.train_batch_size={} "
 VERL += "trainer.total_training_steps=1 data.train_files=x\n"

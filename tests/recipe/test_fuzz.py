@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import jaxtyping
 import pytest
 
+from jaxrl_import.hints import MISSING, SAME
 from jaxrl_llm import algos
 from jaxrl_llm.builders.sizes import derived
 from jaxrl_llm.config import (
@@ -27,7 +28,6 @@ from jaxrl_llm.config import (
     WarmStartConfig,
 )
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.importer.hints import MISSING, SAME
 from jaxrl_llm.learn.optim import make_optimizer, make_schedule
 from jaxrl_llm.ranges import field_ranges
 from jaxrl_llm.recipe.checks import check_config

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from refusals import refusal
 
+from jaxrl_import.algorithm_names import ALGORITHMS, NO_ALGORITHM
+from jaxrl_import.hints import GROUPS, INSIDE, MISSING, SAME, translate
+from jaxrl_import.systems import fields_by_name
 from jaxrl_llm import algos
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.config import (
     MeshConfig,
     TrainConfig,
 )
-from jaxrl_llm.importer.algorithm_names import ALGORITHMS, NO_ALGORITHM
-from jaxrl_llm.importer.hints import GROUPS, INSIDE, MISSING, SAME, translate
-from jaxrl_llm.importer.systems import fields_by_name
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.keys import has_type, iter_fields, parse_value, type_words
 from jaxrl_llm.recipe.load import with_algo

@@ -8,7 +8,7 @@ import operator
 import posixpath
 import re
 
-from jaxrl_llm.importer.values import unknown
+from jaxrl_import.values import unknown
 
 MAX_EDITED = 4096  # of a variable that ${X%pattern} cuts
 ARITHMETIC = {

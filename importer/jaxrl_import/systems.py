@@ -6,8 +6,8 @@ import functools
 import re
 from collections.abc import Iterator
 
-from jaxrl_llm.importer import chatlearn, openrlhf, rl2, trl, verl
-from jaxrl_llm.importer.fields import Field, System
+from jaxrl_import import chatlearn, openrlhf, rl2, trl, verl
+from jaxrl_import.fields import Field, System
 
 SYSTEMS: dict[str, System] = {
     module.SYSTEM.name: module.SYSTEM for module in (verl, openrlhf, trl, rl2, chatlearn)

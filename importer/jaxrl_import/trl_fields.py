@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.importer.algorithm_names import NO_ALGORITHM
-from jaxrl_llm.importer.fields import RUN_NAME, Field
-from jaxrl_llm.importer.values import (
+from jaxrl_import.algorithm_names import NO_ALGORITHM
+from jaxrl_import.fields import RUN_NAME, Field
+from jaxrl_import.values import (
     count,
     dtype,
     items,

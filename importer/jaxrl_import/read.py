@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
+from jaxrl_import.commands import SCRIPTS, flags_of, hydra_overrides, program_of
+from jaxrl_import.python_file import read_python
+from jaxrl_import.shell import Script, Word
+from jaxrl_import.systems import SYSTEMS
+from jaxrl_import.values import Setting, SourceSettings, printable, unknown, yaml_value
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.importer.commands import SCRIPTS, flags_of, hydra_overrides, program_of
-from jaxrl_llm.importer.python_file import read_python
-from jaxrl_llm.importer.shell import Script, Word
-from jaxrl_llm.importer.systems import SYSTEMS
-from jaxrl_llm.importer.values import Setting, SourceSettings, printable, unknown, yaml_value
 
 MARKS = {  # beginnings of keys that one system alone has, in YAML
     "verl": ("actor_rollout_ref.", "trainer.total_epochs", "trainer.nnodes", "model.partial_pretrain"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from jaxrl_llm.importer.fields import Conversion, System
-from jaxrl_llm.importer.values import source_path
-from jaxrl_llm.importer.verl_distillation import distillation
-from jaxrl_llm.importer.verl_fields import (
+from jaxrl_import.fields import Conversion, System
+from jaxrl_import.values import source_path
+from jaxrl_import.verl_distillation import distillation
+from jaxrl_import.verl_fields import (
     ACTOR,
     CORRECTION,
     CRITIC_DEFAULTS,
@@ -21,8 +21,8 @@ from jaxrl_llm.importer.verl_fields import (
     ROLLOUT,
     SCHEDULES,
 )
-from jaxrl_llm.importer.verl_losses import set_algorithm, set_correction, set_kl, set_loss, sum_note
-from jaxrl_llm.importer.verl_sft_fields import FSDP_SFT_DEFAULTS, SFT, SFT_DEFAULTS
+from jaxrl_import.verl_losses import set_algorithm, set_correction, set_kl, set_loss, sum_note
+from jaxrl_import.verl_sft_fields import FSDP_SFT_DEFAULTS, SFT, SFT_DEFAULTS
 
 
 def _rules_of_ppo(conv: Conversion) -> None:

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jaxrl_import.conditions import Branching, matches, truth
+from jaxrl_import.expressions import edited_value, integer_value, path_output
+from jaxrl_import.values import unknown, unknown_names
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.importer.conditions import Branching, matches, truth
-from jaxrl_llm.importer.expressions import edited_value, integer_value, path_output
-from jaxrl_llm.importer.values import unknown, unknown_names
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 NAME = re.compile(r"[A-Za-z_]\w*")

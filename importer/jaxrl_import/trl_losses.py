@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from jaxrl_llm.importer.fields import Conversion
-from jaxrl_llm.importer.trl_fields import DPO_LOSSES, LOSS_FIELDS, LOSSES, NO_DPO_LOSSES
+from jaxrl_import.fields import Conversion
+from jaxrl_import.trl_fields import DPO_LOSSES, LOSS_FIELDS, LOSSES, NO_DPO_LOSSES
 
 LOWEST_RATIO = 1e-9  # of rollout over policy: no bound in practice
 NO_LOSS = "there is no such loss"

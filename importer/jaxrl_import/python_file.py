@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from jaxrl_import.algorithm_names import NO_ALGORITHM
+from jaxrl_import.expressions import integer_value
+from jaxrl_import.values import NotHereError, Setting, unknown, unknown_names
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.importer.algorithm_names import NO_ALGORITHM
-from jaxrl_llm.importer.expressions import integer_value
-from jaxrl_llm.importer.values import NotHereError, Setting, unknown, unknown_names
 
 TRAINERS = {
     "GRPO": "grpo",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.importer.fields import Conversion, System
-from jaxrl_llm.importer.openrlhf_fields import (
+from jaxrl_import.fields import Conversion, System
+from jaxrl_import.openrlhf_fields import (
     ADVANTAGE,
     DPO,
     DPO_DEFAULTS,
@@ -18,7 +18,7 @@ from jaxrl_llm.importer.openrlhf_fields import (
     SFT,
     SFT_DEFAULTS,
 )
-from jaxrl_llm.importer.values import source_path
+from jaxrl_import.values import source_path
 
 
 def _rules_of_ppo(conv: Conversion) -> None:

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Callable
 
-from jaxrl_llm.importer.values import unknown_names
+from jaxrl_import.values import unknown_names
 
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": lambda a, b: a == b,

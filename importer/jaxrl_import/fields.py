@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.importer.effects import changes_result
-from jaxrl_llm.importer.values import (
+from jaxrl_import.effects import changes_result
+from jaxrl_import.values import (
     NotHereError,
     Setting,
     SourceSettings,
@@ -21,6 +20,7 @@ from jaxrl_llm.importer.values import (
     unknown_names,
     yaml_value,
 )
+from jaxrl_llm.errors import UserError
 
 DEFAULT = "default"
 UNREAD = "the other settings leave it without effect"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.importer.fields import RUN_NAME, Field
-from jaxrl_llm.importer.values import (
+from jaxrl_import.fields import RUN_NAME, Field
+from jaxrl_import.values import (
     choice,
     count,
     count_or_never,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 
-from jaxrl_llm.importer.systems import fields_by_name
+from jaxrl_import.systems import fields_by_name
 
 PROMPTS = "--prompts_per_step"
 RESPONSES = "--responses_per_prompt"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.importer.fields import Conversion
-from jaxrl_llm.importer.verl_fields import (
+from jaxrl_import.fields import Conversion
+from jaxrl_import.verl_fields import (
     ACTOR,
     ADVANTAGES,
     ALONE,

@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Mapping
 
-from jaxrl_llm.importer.fields import Conversion, System
-from jaxrl_llm.importer.trl_data import put_data, put_rewards
-from jaxrl_llm.importer.trl_fields import DEFAULTS, OPTIMIZERS, SCHEDULES, TABLES
-from jaxrl_llm.importer.trl_losses import (
+from jaxrl_import.fields import Conversion, System
+from jaxrl_import.trl_data import put_data, put_rewards
+from jaxrl_import.trl_fields import DEFAULTS, OPTIMIZERS, SCHEDULES, TABLES
+from jaxrl_import.trl_losses import (
     off_policy_mask,
     rollout_correction,
     set_async_grpo,

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.importer.fields import Conversion
-from jaxrl_llm.importer.trl_fields import OF_MATH, REWARDS, SHAPING
-from jaxrl_llm.importer.values import items, source_path
+from jaxrl_import.fields import Conversion
+from jaxrl_import.trl_fields import OF_MATH, REWARDS, SHAPING
+from jaxrl_import.values import items, source_path
 
 SLICE = re.compile(r"(\w+)\[.*\]")
 """Split of load_dataset that is a part of one: train[:5%]."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from jaxrl_llm.importer.fields import Conversion
-from jaxrl_llm.importer.verl_fields import ACTOR, DISTILLATION, KL
+from jaxrl_import.fields import Conversion
+from jaxrl_import.verl_fields import ACTOR, DISTILLATION, KL
 
 ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 TEACHER = re.compile(r"distillation\.teacher_models\.\w+\.(model_path|key)")

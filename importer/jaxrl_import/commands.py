@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from jaxrl_llm.importer.shell import Word
-from jaxrl_llm.importer.values import Setting, yaml_value
+from jaxrl_import.shell import Word
+from jaxrl_import.values import Setting, yaml_value
 
 PROGRAMS = {  # pattern of a word of a command -> system, trainer; the first that fits
     r"verl\.trainer\.fsdp_sft_trainer\w*|.*verl/trainer/fsdp_sft_trainer\w*\.py": ("verl", "fsdp_sft"),

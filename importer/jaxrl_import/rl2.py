@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.importer.fields import RUN_NAME, Conversion, Field, System
-from jaxrl_llm.importer.values import (
+from jaxrl_import.fields import RUN_NAME, Conversion, Field, System
+from jaxrl_import.values import (
     count,
     count_or_never,
     dtype,

@@ -6,7 +6,7 @@ import ast
 import builtins
 from collections.abc import Iterable, Iterator
 
-from jaxrl_llm.importer.python_file import FUNCTION
+from jaxrl_import.python_file import FUNCTION
 
 IMPORT = ast.Import | ast.ImportFrom
 HEADER = '"""Rewards of {script}, without the rest of that file, which trains."""\n\n'

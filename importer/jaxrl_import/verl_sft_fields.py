@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.importer.fields import Field
-from jaxrl_llm.importer.values import (
+from jaxrl_import.fields import Field
+from jaxrl_import.values import (
     count,
     device_count,
     dtype,
@@ -18,7 +18,7 @@ from jaxrl_llm.importer.values import (
     text,
     whole_number,
 )
-from jaxrl_llm.importer.verl_fields import TRAINER, ULYSSES, optimizer_fields
+from jaxrl_import.verl_fields import TRAINER, ULYSSES, optimizer_fields
 
 SFT = {
     "data.train_batch_size": Field("prompts_per_step", count),
