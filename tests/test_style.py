@@ -19,7 +19,9 @@ each_folder = pytest.mark.parametrize("folder", FOLDERS)
 
 MAX_LINES = {"jaxrl_llm": 400, "importer": 400, "configs": 400, "examples": 400, "scripts": 400}
 MAX_TEST_LINES = 600  # of kernels, benchmarks and tests
-MAX_FUNCTION_LINES = 50  # without the docstring
+MAX_FUNCTION_LINES = 50  # without the docstring and comment lines
+MAX_UNDIVIDED_LINES = 25  # of code without a comment line that heads a phase
+WITH_PHASES = ("kernels",)
 
 RIDDLES = {"What", "Who", "Whose", "Where", "How", "Which", "Whether", "Why"}
 NO_VERBS = RIDDLES | {
@@ -136,6 +138,13 @@ def comments(file: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+@functools.cache
+def own_comments(file: Path) -> set[int]:
+    """Return the lines that hold a comment alone."""
+    text = file.read_text().splitlines()
+    return {line for line, _ in comments(file) if text[line - 1].lstrip().startswith("#")}
+
+
 def first_word(text: str) -> str:
     match = re.match(r"[A-Za-z]+", text.strip())
     return match[0] if match else ""
@@ -162,9 +171,26 @@ def test_functions_are_short(folder):
         for node in nodes_of(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = node.end_lineno - node.lineno + 1
+                lines -= len(own_comments(file) & set(range(node.lineno, node.end_lineno + 1)))
                 if ast.get_docstring(node) is not None:
                     lines -= node.body[0].end_lineno - node.body[0].lineno + 1
                 assert lines <= MAX_FUNCTION_LINES, f"{name_of(file)}: {node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("folder", WITH_PHASES)
+def test_comments_head_the_phases_of_long_functions(folder):
+    wrong = []
+    for file in files_of(folder):
+        text, own = file.read_text().splitlines(), own_comments(file)
+        for node in nodes_of(file):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = set(range(node.lineno, node.end_lineno + 1))
+                code = {line for line in lines - own if text[line - 1].strip()}
+                if ast.get_docstring(node) is not None:
+                    code -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+                if len(code) > MAX_UNDIVIDED_LINES and not lines & own:
+                    wrong.append(f"{name_of(file)}:{node.lineno}: {node.name} has {len(code)} lines")
+    assert not wrong, "\n".join(wrong)
 
 
 @each_folder

@@ -1,12 +1,12 @@
 """Batch-invariant operations: a token's bits do not depend on the rest of the batch or on the program.
 
-XLA chooses the order of a product's sums by its shape, so a row of a larger batch has other bits than the
-same row alone. Here every number is computed in the body of a loop whose shapes never change: TILE tokens at
-a time, KEYS keys at a time, in the order of their positions, whatever the batch. A loop body is compiled
-separately from what surrounds it, so programs that decode, score and train do the same arithmetic.
+XLA chooses the summation order of a product by its shape, so a row of a larger batch has other bits than the
+same row alone. Here every number is computed in the body of a loop with fixed shapes: TILE tokens at a time,
+KEYS keys at a time, in the order of their positions, whatever the batch. XLA compiles a loop body separately
+from the surrounding code, so programs that decode, score and train do the same arithmetic.
 
-This holds for values only. Gradients are those of the plain functions at the same inputs, whose products may
-be as large as the batch.
+Only values are batch-invariant. Gradients come from the plain functions at the same inputs, whose products
+may be as large as the batch.
 """
 
 from __future__ import annotations
@@ -76,21 +76,21 @@ def _in_tiles(f, weights, *xs):
 
 
 class RowKeys(NamedTuple):
-    """The keys of a packed row, C = T: a query's are those of its segment and of those that it continues."""
+    """Keys of a packed row, C = T: a query attends to its segment and to the segments that it continues."""
 
     segments: Int[Array, "B T"]
     """As of `flash_attention`."""
     last: Int[Array, "B T"]
 
     def of_queries(self) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-        """Return what `in_order` reads of each query."""
+        """Return the arguments of `in_order` for each query."""
         columns = jnp.arange(self.segments.shape[1])
         return jnp.broadcast_to(columns, self.segments.shape), self.segments
 
     def in_order(
         self, keys: Int[Array, "N C"], columns: Int[Array, "N 1"], segments: Int[Array, "N 1"]
     ) -> Int[Array, "N C"]:
-        """Return the column of the key of each position, [N, C]; 0 behind the last one."""
+        """Return the column of the key at each position, [N, C]; 0 after the last position."""
         count = keys.shape[1]
         at = jnp.arange(count)
         seen = visible(DynamicMask(), columns, at, NO_WINDOW, segments, self.last.reshape(-1)[keys])
@@ -100,12 +100,12 @@ class RowKeys(NamedTuple):
 
 
 class RingKeys(NamedTuple):
-    """The keys of a ring: that of position p is at index (start + p) mod C."""
+    """Keys of a ring buffer: the key of position p is at index (start + p) mod C."""
 
     start: Int[Array, "B T"]
 
     def of_queries(self) -> tuple[Int[Array, "B T"]]:
-        """Return what `in_order` reads of each query."""
+        """Return the arguments of `in_order` for each query."""
         return (self.start,)
 
     def in_order(self, keys: Int[Array, "N C"], start: Int[Array, "N 1"]) -> Int[Array, "N C"]:
@@ -218,7 +218,7 @@ def set_logprob(
 ) -> Float[Array, "B T"]:
     """Compute `kept_logprob` from the logits of the kept sets alone. 0 for a set that lacks its target."""
     has_target = jnp.any(kept == targets[..., None], axis=-1, keepdims=True)
-    member = (kept >= 0) | ~has_target  # a finite number, also where there is no set
+    member = (kept >= 0) | ~has_target  # a finite number, even without a set
     logits = jnp.where(member, logits * (1 / temperature), -jnp.inf)
     below = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     at_target = jnp.sum(jnp.where(kept == targets[..., None], below, 0), axis=-1)

@@ -21,7 +21,7 @@ class Chip(NamedTuple):
     scratchpad: int  # bytes: vector memory (VMEM) of a TPU core, shared memory of a GPU's thread block
     devices: int  # that one chip shows
     cores: int  # that a chip counts for in the names of slices
-    torus_dims: int  # dims of a slice; 0 = GPUs behind a switch
+    torus_dims: int  # dims of a slice; 0 = GPUs connected by a switch
     source: str
 
 
@@ -71,10 +71,10 @@ CHIPS = {
         f"NVIDIA T4 data sheet; {_GUIDE}",
     ),
 }  # fmt: skip
-"""TPU memory is what the compiler grants of the published 32, 16, 95, 32 and 192 GiB a chip, as its error for
-a larger program reports; interconnect is half of the published bidirectional figure, of PCIe for GPUs without
-NVLink. GPU memory is what the driver reports, before XLA takes its share of it. T4 has no bfloat16 units: its
-FLOP/s are of float16."""
+"""TPU memory is the part of the published 32, 16, 95, 32 and 192 GiB a chip that the compiler grants, as its
+error for a larger program reports. Interconnect is half of the published bidirectional figure, of PCIe for
+GPUs without NVLink. GPU memory is the driver's figure, before XLA takes its share. T4 has no bfloat16 units:
+its FLOP/s are of float16."""
 TPUS = tuple(kind for kind, chip in CHIPS.items() if chip.torus_dims)
 GPUS = tuple(kind for kind in CHIPS if kind not in TPUS)
 

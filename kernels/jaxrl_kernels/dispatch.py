@@ -1,9 +1,9 @@
 """Dispatch: the implementations of an operation, and the choice among them for the target devices.
 
 Every operation is a folder of this package. Its `reference.py` defines it; the other modules compute the same
-and are imported when first used, since one chip's kernels may need what another lacks. A module may have
-`unsupported(*shape) -> str | None`: why it does not take operands of such a shape and type. Operations that
-have no kernel (`linear_divergence`, `batch_invariant`) are called directly.
+result and are imported on first use, since their dependencies may be missing on other chips. A module may
+have `unsupported(*shape) -> str | None`, which returns why it cannot take such operands. Operations that have
+no kernel (`linear_divergence`, `batch_invariant`) are called directly.
 
 A program may be compiled for devices that the process does not have (`python -m jaxrl_llm plan`), so code
 that differs between devices calls `device()`, not `jax.default_backend()` or `jax.devices()`.
@@ -28,9 +28,9 @@ class Operation(NamedTuple):
     implementations: tuple[str, ...]
     """Modules of the operation's folder."""
     portable: str
-    """The one for devices without a kernel: plain JAX, any shape."""
+    """The implementation for devices without a kernel: plain JAX, any shape."""
     compiled_on: Mapping[str, str] = {}
-    """Platform -> the one that XLA compiles to a kernel of its own there."""
+    """Platform -> the implementation that XLA compiles to its kernel there."""
 
 
 OPERATIONS = {
@@ -54,9 +54,9 @@ def choose(operation: str, *shape: Any, implementation: str = "auto") -> tuple[s
 
     Args:
         operation: key of OPERATIONS.
-        shape: what the operation's `unsupported` functions take, for attention (head_dim, dtype, softcap).
-        implementation: "auto" = the kernel for the devices of the current mesh, the portable implementation
-            where there is none or it does not take the shape.
+        shape: arguments of the operation's `unsupported` functions; for attention (head_dim, dtype, softcap).
+        implementation: "auto" = the kernel for the devices of the current mesh, or the portable
+            implementation if no kernel supports the devices and the shape.
 
     Raises:
         ValueError: the named implementation does not exist or does not take the shape; or JAXRL_KERNELS is
@@ -86,7 +86,7 @@ def load_implementation(operation: str, name: str) -> ModuleType:
 
 
 def device() -> tuple[str, str]:
-    """Return (platform, kind) of the devices of `jax.set_mesh`, without a mesh those of the process: ("tpu",
+    """Return (platform, kind) of the devices of `jax.set_mesh`, or of the process without a mesh: ("tpu",
     "TPU v5 lite"), ("gpu", "NVIDIA H100 80GB HBM3"), ("cpu", "cpu")."""
     current = _device()
     return "gpu" if current.platform in ("cuda", "rocm") else current.platform, current.device_kind
@@ -125,7 +125,7 @@ def kernels_setting() -> str:
 
 
 def tpu_generation() -> str:
-    """Return the key of CHIPS of the TPU that is compiled for; "v4", with the least memory, if unknown."""
+    """Return the target TPU's key of CHIPS; "v4", which has the least memory, if unknown."""
     return TPU_KINDS.get(device()[1], "v4")
 
 

@@ -23,16 +23,16 @@ ROWS = 64
 CONSUMERS = 2
 """Consumer warpgroups, which compute, beside the producer, which copies (decoding has one)."""
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-"""Registers a lane of each warpgroup: 40 + 2 * 232 = 504 of the 512 that there are."""
+"""Registers per lane of each warpgroup: 40 + 2 * 232 = 504 of 512."""
 RESERVED = 4096
 """Bytes of shared memory reserved for the compiler: reductions and barriers."""
 BLOCK_LENGTHS = (32, 64, 128)
 """Rows of a block in a ring: TMA writes at multiples of 128 bytes, which 32 of an int32 are."""
 TILE_ROWS = 8
-"""Rows of a tile of `matrix_memory`. TMA copies whole tiles: arrays must have whole ones, and copies must
-begin at multiples of these rows and of the stripe's columns. Pallas rounds any other start down; its
-interpreter does not. TMA reads zeros behind the end of an array and writes nothing there; the interpreter
-cannot."""
+"""Rows of a tile of `matrix_memory`. TMA copies whole tiles: arrays must consist of whole tiles, and copies
+must begin at multiples of these rows and of the stripe's columns. Pallas rounds any other start down; its
+interpreter does not. TMA reads zeros past the end of an array and writes nothing there; the interpreter does
+not support this."""
 MATRIX = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -85,8 +85,9 @@ def ring_product(
     Args:
         multiply: (accumulator, stage, step of these) starts `add_product` of the block in a stage.
         ready, free: barriers of the stages.
-        first: step of the ring, counted over the whole kernel, at which they begin.
+        first: step of the ring, counted over the whole kernel, at which these steps begin.
     """
+    # The interpreter runs one product at a time; the device overlaps it with the next step.
     slot = lambda step: lax.rem(first + step, jnp.int32(len(free)))
 
     def interpreted(k, value):
@@ -134,7 +135,7 @@ def share_tiles(
 
 
 def num_multiprocessors() -> int:
-    """Return the streaming multiprocessors of the GPU that is compiled for."""
+    """Return the number of streaming multiprocessors of the target GPU."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform == "gpu":
         return device.num_cores
@@ -204,7 +205,7 @@ def store_rows(ref: Any, value: jax.Array) -> None:
 
     Memory banks conflict: tiled memory is faster.
     """
-    if hasattr(plgpu, "store"):  # since jax 0.12, which else refuses conflicts
+    if hasattr(plgpu, "store"):  # jax 0.12 and later, which otherwise refuse conflicts
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
@@ -219,7 +220,7 @@ def stages_that_fit(kernel: str, length: int, fixed: int, per_row: int, max_stag
         per_row: bytes of a row of a block.
 
     Raises:
-        ValueError: fewer than two fit; it names the lengths that do.
+        ValueError: fewer than two fit; the message names lengths that do.
     """
     free = HOPPER_SHARED_MEMORY - RESERVED - fixed
     if length not in BLOCK_LENGTHS or 2 * length * per_row > free:

@@ -74,7 +74,7 @@ def tpu_devices(kind: str, shape: tuple[int, ...]) -> list[Any]:
         "TPU_ACCELERATOR_TYPE": f"{kind.replace('v5e', 'v5litepod')}-{cores}",  # else it warns
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
     }
-    # v4 and v5p show the two cores of a chip as one device, as TPU VMs do; one chip is a host of its own.
+    # v4 and v5p show the two cores of a chip as one device, as TPU VMs do; a single chip counts as one host.
     options: dict[str, Any] = {"chip_config_name": "megacore"} if kind in ("v4", "v5p") else {}
     if set(shape) == {1}:
         options["chips_per_host_bounds"] = (1, 1, 1)
@@ -120,5 +120,5 @@ def gpu_target_config(kind: str) -> str:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent is not installed
+    except ModuleNotFoundError:  # the parent package is not installed
         return False

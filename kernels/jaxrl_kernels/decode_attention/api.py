@@ -26,16 +26,17 @@ def decode_attention(
     splits: int | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "S H E"] | tuple[Float[Array, "S H E"], Float[Array, "S H"]]:
-    """Compute softmax(scale * q k^T) v for the newest token of each slot, H/K query heads a kv head.
+    """Compute softmax(scale * q k^T) v for the newest token of each slot; H/K query heads share a kv head.
 
     A page holds `page` consecutive tokens of all kv heads, contiguous in memory. Any slots may share pages.
 
     Args:
-        k_pages, v_pages: float, or int8 or float8 with scales; finite even where no token is. On TPU a
-            head_dim of 128 keeps its memory layout; the compiler may change a smaller one, with a copy.
-        page_table: int32, token t of slot s is in page page_table[s, t // page]. Entries past a slot's
-            length must be page numbers too, and are not read.
-        lengths: int32, tokens of the slot, its newest included; 0 = empty slot, the result is 0.
+        k_pages, v_pages: float, or int8 or float8 with scales; finite even in unused places. On TPU, pages
+            with head_dim 128 keep their memory layout; for a smaller head_dim the compiler may copy them to
+            another layout.
+        page_table: int32; token t of slot s is in page page_table[s, t // page]. Entries past a slot's length
+            must be valid page numbers, but are not read.
+        lengths: int32, tokens of the slot including the newest; 0 = an empty slot, whose result is 0.
         window: sliding window: tokens attended to, the newest included; may be traced.
         softcap: c of c * tanh(score / c).
         k_scales, v_scales: float32, factor of each token's key (value).
@@ -46,7 +47,7 @@ def decode_attention(
     Returns: the type of q; softmax and sums are float32. With `return_lse` (out, lse).
 
     Raises:
-        ValueError: shapes that do not fit together, or what the requested implementation cannot do.
+        ValueError: the shapes do not match, or the requested implementation does not support the inputs.
     """
     _check_shapes(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales)
     name, _ = choose("decode_attention", q, k_pages, page_table, implementation=implementation)
@@ -64,12 +65,12 @@ def write_token(
     offsets: Int[Array, "S"],
     implementation: str,
 ) -> Pages:
-    """Write a new token of each slot into its page; in place where the pages are donated.
+    """Write a new token of each slot into its page; in place if the pages are donated.
 
     Args:
         pages: keys and values [P, K, page, E], and for 8-bit pages their scales [P, K, page].
         new: the same tree of [S, K, E] and [S, K], in the types of the pages.
-        numbers, offsets: int32, each slot's page and the token in it. Where slots share a page, any of their
+        numbers, offsets: int32, each slot's page and the token in it. If slots share a page, any one of their
             tokens may remain.
         implementation: of attention, as `dispatch.choose` returns it.
     """

@@ -20,7 +20,7 @@ from jaxrl_kernels.dispatch import choose
 from jaxrl_kernels.linear_logprob.bench import median_seconds
 
 LAYERS = 8
-"""Calls a measurement, each over pages of its own: more than caches hold."""
+"""Calls per measurement, each over separate pages, so that no cache holds them."""
 
 
 def measure_decoding(
@@ -40,6 +40,7 @@ def measure_decoding(
     Args:
         context: tokens of the median slot; they vary by a tenth.
     """
+    # Contexts vary by a tenth, and pages are in random order, as after many requests.
     rng, row = np.random.default_rng(0), -(-context * 11 // 10 // page)
     lengths = rng.integers(context * 9 // 10, context * 11 // 10 + 1, slots).astype(np.int32)
     count = slots * row
@@ -55,6 +56,7 @@ def measure_decoding(
 
         return jax.lax.scan(layer, q, jnp.arange(LAYERS))[0]
 
+    # Only the pages in use count as bytes read.
     seconds = median_seconds(jax.jit(layers), (q, k, v, table, lengths), repeat) / LAYERS
     moved = 2 * kv_heads * dim * k.dtype.itemsize * int(lengths.sum())
     return {

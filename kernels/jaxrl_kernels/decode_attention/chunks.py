@@ -29,9 +29,8 @@ def chunk_attention(
     k_scales: Float[Array, "P K page"] | None = None,
     v_scales: Float[Array, "P K page"] | None = None,
 ) -> tuple[Float[Array, "S T H E"], Float[Array, "S H T"]]:
-    """Compute attention of each token to the keys of its slot up to its own, which are in the pages already.
-
-    Reads the pages that hold a visible key of any slot, and no others of the table.
+    """Compute attention of each token to the keys of its slot up to its own key, which are in the pages
+    already. Reads only the pages that hold a visible key of some slot.
 
     Args:
         positions: of the tokens in their sequences; -1 = padding, whose result is 0.
@@ -44,6 +43,7 @@ def chunk_attention(
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % columns)))
     spec = AttentionSpec(scale, softcap=softcap)
 
+    # Attend to one block of pages at a time, and merge the results by their log-sum-exp.
     def attend(q, table, positions):
         last = positions[..., None]
 

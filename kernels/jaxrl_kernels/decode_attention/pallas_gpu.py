@@ -68,17 +68,18 @@ def decode_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "S H E"], Float[Array, "S H"]]:
-    """Compute `reference.decode_attention`, without scales.
+    """Compute `reference.decode_attention` without scales.
 
     Args:
-        splits: of every context, each for a thread block of its own; None = as many as occupy the card.
+        splits: parts of every context, one thread block each; None = as many as occupy the card.
 
     Raises:
-        ValueError: pages that do not fit into shared memory.
+        ValueError: the pages do not fit into shared memory.
     """
     slots, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
     group, splits = heads // kv_heads, splits or splits_for(slots * kv_heads, page_table.shape[1])
+    # The query heads of a kv head are the rows of one wgmma.
     rows = next_multiple(group, TILE_ROWS)
     grouped = jnp.pad(q.reshape(slots, kv_heads, group, dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     stages = _stages(dim, page)
@@ -94,6 +95,7 @@ def decode_attention(
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free": plgpu.Barrier(num_barriers=stages),
     }
+    # Each split writes its part of the output; `merge_splits` merges them.
     shape = (splits, slots, kv_heads, rows)
     outputs = [jax.ShapeDtypeStruct((*shape, *more), jnp.float32) for more in ((dim,), ())]
     grid = {"part": splits, "head": kv_heads, "slot": slots}
@@ -136,6 +138,7 @@ def _kernel(plan: _Plan, *refs: Any, **memory: Any) -> None:
     part, head, slot, warpgroup = (lax.axis_index(name) for name in ("part", "head", "slot", "group"))
     end = lengths[slot]
     begin = jnp.maximum(end - window[0], 0)
+    # This split's share of the pages from the window's first to the last.
     page, stages = jnp.int32(plan.page), jnp.int32(plan.stages)
     first, last = lax.div(begin, page), lax.div(end + page - 1, page)
     share = lax.div(last - first + plan.splits - 1, jnp.int32(plan.splits))
@@ -175,6 +178,7 @@ def _kernel(plan: _Plan, *refs: Any, **memory: Any) -> None:
 
 def _attend(plan: _Plan, memory: Any, start, count, begin, end) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the sums of weighted values [ROWS, E], maxima and sums of weights [ROWS] of `count` pages."""
+    # Online softmax over the pages: the sums shrink whenever the maximum rises.
     ops, shape = plan.ops, (ROWS, plan.page)
     wide = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])
 

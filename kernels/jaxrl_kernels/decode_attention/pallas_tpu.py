@@ -1,12 +1,12 @@
 """Attention over a paged KV cache on TPU: reads each page in use once, overlapping copies with compute.
 
 One program takes one slot, all its heads, and a split of its context. It loops over blocks of pages; page
-table and lengths are in scalar memory and select the pages to copy from HBM. Blocks are double-buffered:
-while one is computed the next one is copied, and at a slot's last block that is the first block of the next
-slot, so that short contexts overlap as well as long ones.
+table and lengths are in scalar memory and select the pages to copy from HBM. Blocks are double-buffered: the
+next block is copied while the current one is computed. After a slot's last block comes the first block of the
+next slot, so that copies overlap for short contexts too.
 
-`write_token` is a kernel because XLA's scatter uses another memory layout of the pages than attention does:
-the whole cache would be copied there and back for each token.
+`write_token` is a kernel because XLA's scatter needs another memory layout of the pages than attention: XLA
+would copy the whole cache twice for each token.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def unsupported(q: ArrayOrShape, k_pages: ArrayOrShape, page_table: ArrayOrShape
     name = k_pages.dtype.name
     multiple = {4: 8, 2: 16, 1: 128}.get(k_pages.dtype.itemsize)
     table = page_table.shape[0] * page_table.shape[1] * 4
+    # Shapes and types that the compiler cannot tile.
     if dim not in HEAD_DIMS:
         return f"head_dim {dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
@@ -49,6 +50,7 @@ def unsupported(q: ArrayOrShape, k_pages: ArrayOrShape, page_table: ArrayOrShape
             f"pages of {page} tokens of type {name}: the page must be a multiple of {multiple} "
             f"and at most {MAX_BLOCK}"
         )
+    # Pages that exceed vector memory, and tables that exceed scalar memory.
     if not block_tokens(k_pages):
         fits = BUFFERS // (4 * _page_bytes(k_pages) // page) // multiple * multiple
         return (
@@ -96,13 +98,14 @@ def decode_attention(
 
     Args:
         splits: of every context, divided among the cores of a device; None = one a core.
-        block: tokens that are computed at once, a multiple of the page; None = `block_tokens`.
+        block: tokens computed at once, a multiple of the page; None = `block_tokens`.
     """
     splits, block = splits or dispatch.num_cores(), block or block_tokens(k_pages)
     slots, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
     group = heads // kv_heads
     tensors = [k_pages, v_pages] + ([] if k_scales is None else [k_scales, v_scales])
+    # With one split the kernel writes the result itself; else float32 parts are merged.
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel, scale=scale, softcap=softcap, block=block, page=page, splits=splits, tensors=len(tensors)
@@ -167,6 +170,7 @@ def write_token(
     tiles = [_tile(x) for x in arrays]
     tile_specs = [_tile_spec(x, tile) for x, tile in zip(arrays, tiles, strict=True)]
     of_slot = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda slot, *_: (slot, *(0,) * (x.ndim - 1)))
+    # Scalar memory holds page numbers and offsets; outputs alias the pages, so that only tiles are written.
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
         grid=(len(numbers),),
@@ -295,6 +299,7 @@ def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, split
     sizes = (slots, block, page, splits)
     work = _Work(table, lengths, window, pages, buffers, copied, pl.program_id(0), *sizes)
     kv_heads, group, _ = q.shape
+    # The first slot starts the first copy; each block then starts the copy of the next.
     (start, stop), (begin, end) = work.blocks(slot), work.visible(slot)
 
     @pl.when(slot == 0)

@@ -15,8 +15,8 @@ from jaxrl_kernels.flash_attention.sinks import add_sinks, d_sinks
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec, DynamicMask
 
 SAVED = "flash_attention"
-"""The name of what the backward pass needs of the forward pass, for `jax.checkpoint` policies: keeping it
-(as much as q, and a number a head and token) saves the second forward pass."""
+"""Name of the residuals for `jax.checkpoint` policies: saving them (the size of q, and one number per head
+and token) avoids a second forward pass."""
 
 
 def flash_attention(
@@ -34,33 +34,32 @@ def flash_attention(
     implementation: str = "auto",
     return_lse: bool = False,
 ) -> Float[Array, "B T H E"] | tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
-    """Compute softmax(scale * q k^T) v, each token attending to the earlier ones of its own segment, and of
-    those that it continues.
+    """Compute softmax(scale * q k^T) v; each token attends to earlier tokens of its segment, and of the
+    segments that it continues.
 
     Args:
         segments: number of each token's segment, 1, 2, ... in the order of the row, 0 = padding; None = one
-            a row.
-        last: number of the last segment that continues each token's, its own where none does, 0 = padding;
-            None = no segment continues another. A segment comes before those that continue it, and they
-            before the next one that does not: depth first, as in the trees 1 -> (2 -> 3, 4) and 5, of which
-            `last` is 4, 3, 3, 4, 5.
-        window: sliding window: how many tokens of the row a token attends to, itself included; may be
-            traced, and an array of each token's. None = all of them. It counts those of branches between,
-            too: with `last` give those of `spec.row_windows`.
-        windows: all values that a traced `window` may have; None = any, which cuDNN cannot compile.
+            segment per row.
+        last: number of the last segment that continues each token's segment (the segment itself if none
+            does), 0 = padding; None = no segment continues another. Segments are in depth-first order: for
+            the trees 1 -> (2 -> 3, 4) and 5, `last` is 4, 3, 3, 4, 5.
+        window: sliding window: how many tokens of the row a token attends to, including itself; may be
+            traced, or an array with a window for each token. None = all. The window also counts tokens of
+            other branches in between: with `last`, pass the windows of `spec.row_windows`.
+        windows: all possible values of a traced `window`; None = any value, which cuDNN cannot compile.
         softcap: c: scores become c * tanh(score / c) (Gemma 2, arXiv 2408.00118, section 2).
         sinks: the score of one more key of value 0 for each head (`sinks.add_sinks`); None = none.
         implementation: "auto" or one of `dispatch.OPERATIONS`.
-        return_lse: also return the log-sum-exp of the scores, that of the sink included, float32, in nats.
+        return_lse: also return the log-sum-exp of the scores, including the sink, float32, in nats.
 
     Returns: like q, 0 for a fully masked token; with `return_lse` (out, lse).
 
     Raises:
-        ValueError: what an implementation cannot do, naming one that can.
+        ValueError: the implementation does not support the inputs; the message names one that does.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads: it is no multiple")
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads: not a multiple")
     window = NO_WINDOW if window is None else window
     windows = (window,) if isinstance(window, int) else windows
     spec = AttentionSpec(scale, softcap, windows, branches=last is not None)
@@ -69,6 +68,7 @@ def flash_attention(
         raise ValueError(
             "flash_attention: cudnn: no segment may continue another; use implementation='blockwise'"
         )
+    # Static arguments select the compiled program; the window is traced.
     segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
     static, window = _Static(name, spec, return_lse), jnp.asarray(window, jnp.int32)
     out, lse = _attention(static, q, k, v, segments, last, window, sinks)

@@ -23,21 +23,24 @@ from jaxrl_kernels.flash_attention.spec import (
 )
 
 BLOCK = 256
-"""Maximum tokens of a block of queries or keys, but on a CPU: more blocks cost an accelerator more starts."""
+"""Maximum tokens of a block of queries or keys on accelerators, where many small blocks cost launch
+overhead."""
 CPU_BLOCKS = 64, 320
-"""Those on a CPU: the smaller skip more; XLA divides products of the larger ones over the cores."""
+"""Maximum tokens of a block on a CPU: small blocks skip more; XLA splits products of large ones over the
+cores."""
 CPU_ROW, CPU_ROW_DIM = 192, 64
 """Maximum tokens of a row that is one block on a CPU, and the minimum dims of a head for it: smaller blocks
 skip little of a short row, and their backward pass takes 1.3 to 1.5 times as long."""
 MIN_LARGE = 512
-"""Tokens of a row from which on the larger are considered."""
+"""Minimum tokens of a row for the larger CPU blocks."""
 LARGE_SCORES = 1.4
-"""Scores that the larger may compute, as a multiple of the smaller's: each takes 0.6 to 0.7 of the time."""
+"""Use the larger blocks if they compute at most this many times the scores: each score takes 0.6 to 0.7 of
+the time."""
 ALIGNMENT = 8
 """Divides the tokens of a block, which the vector units of a CPU process 8 or 16 at a time."""
 MAX_SCORES, MAX_ROW_SCORES = 2**18, 2**20
-"""Scores in memory at once, and where a row is one block and none is skipped: 1 and 4 MiB of float32. They
-set how many rows of the batch are computed together."""
+"""Scores in memory at once, 1 MiB of float32, and 4 MiB if a row is one block, which skips nothing. They set
+how many rows of the batch are computed together."""
 
 
 def forward(
@@ -81,7 +84,7 @@ def _in_batches(one: Callable, mask: DynamicMask, q: Array, k: Array, v: Array, 
     """Apply `one(mask, block, q, k, v, *inputs)` to as many rows of the batch at once as MAX_SCORES, or
     MAX_ROW_SCORES, allows, sequentially, with the blocks that suit lengths and mask.
 
-    Fewer rows at once also skip more: a block is skipped if none of them needs it.
+    Fewer rows at once also skip more: a block is skipped only if none of the rows needs it.
     """
     lengths = q.shape[1], k.shape[1]
 
@@ -174,16 +177,16 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _loop(needed: tuple[Int[Array, "N"], Int[Array, ""]], blocks: int, body: Callable, carry):
-    """Run `body(j, carry)` for the needed of `blocks` blocks j, as `_needed_keys` returns them; a row of one
-    block needs no loop."""
+    """Run `body(j, carry)` for each needed block j of `blocks` (see `_needed_keys`); one block needs no
+    loop."""
     order, count = needed
     step = lambda n, carry: body(order[n], carry)
     return body(0, carry) if blocks == 1 else jax.lax.fori_loop(0, count, step, carry)
 
 
 def _needed_keys(mask: DynamicMask, windows, segments, kv_last, block: int):
-    """Return (windows, segments) and kv_last by blocks [N B C]; the blocks of keys, those that a block of
-    queries needs first, in order [Nq Nk], and the number of these [Nq]."""
+    """Return (windows, segments) and kv_last in blocks [N B C], and for each block of queries the blocks of
+    keys with the needed ones first, in order [Nq Nk], and the number of needed blocks [Nq]."""
     split = lambda x: _split(x[..., None, None], 1, block)[..., 0, :, 0]
     needed = _needed_blocks(mask, windows, segments, kv_last, block).any(0)
     order = jnp.argsort(~needed, axis=1, stable=True), needed.sum(axis=1)
@@ -197,7 +200,7 @@ def _needed_blocks(
     kv_last: Int[Array, "B Tk"],
     block: int,
 ) -> Bool[Array, "B Nq Nk"]:
-    """Return whether a block of queries of a row needs one of keys."""
+    """Return whether each block of queries of a row needs each block of keys."""
     of_queries, of_keys = lengths = tuple(_block_length(x.shape[1], block) for x in (segments, kv_last))
     pad = lambda x, length: jnp.pad(x, ((0, 0), (0, -x.shape[1] % length)))
     queries = query_blocks(mask, pad(segments, of_queries), pad(windows, of_queries), of_queries)
@@ -216,7 +219,7 @@ def _split(x: Shaped[Array, "B T H E"], kv_heads: int, block: int) -> Shaped[Arr
 
 
 def _block_length(length: int, block: int) -> int:
-    """Return the tokens of a block of a row of `length` tokens, cut into equal ones of at most `block`."""
+    """Return the block length that cuts `length` tokens into equal blocks of at most `block`."""
     blocks = -(-length // block)
     return -(-length // (blocks * ALIGNMENT)) * ALIGNMENT
 

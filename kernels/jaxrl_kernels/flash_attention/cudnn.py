@@ -1,11 +1,12 @@
-"""NVIDIA's cuDNN attention over packed rows: XLA's custom calls with ragged offsets, for GPUs since Ampere.
+"""NVIDIA's cuDNN attention over packed rows: XLA's custom calls with ragged offsets, for Ampere GPUs and
+newer.
 
-`jax._src.cudnn` refuses packed rows before Hopper; cuDNN takes them since 9.18.1.
+`jax._src.cudnn` refuses packed rows before Hopper; cuDNN supports them since 9.18.1.
 
-cuDNN is given a bound on the length of segments, and the workspace of its backward pass holds float32
-gradients for every slot at that bound. So there is one call for each class of lengths in (s/2, s]: of N
-tokens, fewer than 2N/s segments are so long, and 2N/s slots of s tokens always suffice. A class without
-segments is skipped when running.
+cuDNN needs an upper bound on segment length, and its backward workspace holds float32 gradients for every
+slot at this bound. So each class of lengths in (s/2, s] has a separate call: of N tokens, fewer than 2N/s
+segments are so long, and 2N/s slots of s tokens always suffice. A class without segments is skipped at run
+time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SLOTS = 2
 MIN_CLASS = 64
 """Classes are halved down to this length; the last class has all shorter segments."""
 TYPES = {"bfloat16": "BF16", "float16": "F16"}
-"""Their names in XLA."""
+"""Names of the types in XLA."""
 DOTS = {
     "bmm1": ((3, 3), (2, 2)),
     "bmm2": ((3, 1), (1, 2)),
@@ -46,7 +47,7 @@ DOTS = {
 
 
 def unsupported(head_dim: int, dtype: DTypeLike, softcap: float | None = None) -> str | None:
-    """Return why cuDNN does not take q, k and v of such a head dim and type, or None."""
+    """Return why cuDNN does not support this head dim and type of q, k and v, or None."""
     if jnp.dtype(dtype).name not in TYPES:
         return f"cuDNN attention takes bfloat16 and float16, not {jnp.dtype(dtype).name}"
     max_head_dim = 256 if is_hopper(dispatch.device()[1]) else 128
@@ -79,7 +80,7 @@ def forward(
     kv_last: Int[Array, "B Tk"],
     mask: DynamicMask,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
-    """Compute `reference.forward`: by cuDNN where `_call` allows it, else by `blockwise`."""
+    """Compute `reference.forward`: by cuDNN if `_call` allows it, else by `blockwise`."""
     plain = lambda *qkv: blockwise.forward(spec, *qkv, q_segments, kv_last, mask)
     return _call(spec, mask, (q_segments, kv_last), _forward, plain, (q, k, v))
 
@@ -97,7 +98,7 @@ def backward(
     d_out: Float[Array, "B Tq H E"],
     d_lse: Float[Array, "B H Tq"] | None = None,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B Tk K E"], Float[Array, "B Tk K E"]]:
-    """Compute `reference.backward`; by `blockwise` too where the log-sum-exp has a gradient."""
+    """Compute `reference.backward`; also by `blockwise` if the log-sum-exp has a gradient."""
 
     def plain(q, k, v, out, lse, d_out):
         return blockwise.backward(
@@ -129,11 +130,11 @@ def _call(
     plain: Callable,
     operands: tuple[Array, ...],
 ):
-    """Return `fused(spec, window, runs, *operands)`, or `plain(*operands)` where cuDNN cannot compute it.
+    """Return `fused(spec, window, runs, *operands)`, or `plain(*operands)` if cuDNN cannot compute it.
 
-    Known when compiling: branches, and queries and keys that are not the same tokens (`q_segments is kv_last`
-    in every other caller but the ring). When running: a window that is not one of `spec.windows`, and
-    segments of `MIN_CLASS` tokens or fewer that are more than 1 for every 32 tokens.
+    Reasons known at compile time: branches, and queries and keys that are not the same tokens (`q_segments is
+    kv_last` except in ring attention). Reasons known at run time: a window that is not one of `spec.windows`,
+    and more than one segment of at most `MIN_CLASS` tokens for every 32 tokens.
     """
     q_segments, kv_last = segments
     whole_rows = q_segments is kv_last and all(isinstance(x, int) for x in mask[:2])
@@ -150,7 +151,7 @@ def _call(
 
 
 def find_runs(segments: Int[Array, "B T"]) -> tuple[Runs, Bool[Array, ""]]:
-    """Return the segments of rows, and whether `_classes` has slots for all."""
+    """Return the segments of rows, and whether the slots of `_classes` suffice."""
     batch, length = segments.shape
     differs = segments[:, 1:] != segments[:, :-1]
     first = jnp.concatenate([jnp.ones((batch, 1), bool), differs], axis=1) & (segments > 0)
@@ -206,11 +207,11 @@ class Slots(NamedTuple):
         return cls(longest, first, lengths, number[runs.start], index - runs.start, member)
 
     def lse_of_tokens(self, statistics: Float[Array, "S H s"]) -> Float[Array, "N H"]:
-        """Return the log-sum-exp of each token from those of each slot; arbitrary for other classes."""
+        """Return the log-sum-exp of each token of this class from the slots; arbitrary for other classes."""
         return statistics[self.slot, :, self.position]
 
     def statistics(self, lse: Float[Array, "N H"]) -> Float[Array, "S H s"]:
-        """Invert `lse_of_tokens`; after the end of a segment weights exp(score - it) are 0."""
+        """Invert `lse_of_tokens`; past the end of a segment the weights exp(score - lse) are 0."""
         position = jnp.arange(self.longest)
         index = jnp.minimum(self.first[:, None] + position, len(lse) - 1)
         inside = position < self.lengths[:, None]
@@ -295,7 +296,7 @@ def fused_call(
     offsets = jnp.append(slots.first, jnp.int32(tokens))
     ends = slots.lengths, slots.lengths, *(offsets * (x.shape[1] * x.shape[2]) for x in (q, k))
     like = lambda x: jax.ShapeDtypeStruct((batch, x.shape[1], longest, x.shape[2]), x.dtype)
-    # XLA asks cuDNN for the size where it can; elsewhere (`plan`) this holds: float32 dq, dk, dv and a sum.
+    # XLA asks cuDNN for the size if it is installed; else (`plan`) use float32 dq, dk, dv and a sum.
     size = is_backward * 4 * SLOTS * tokens * q.shape[1] * (3 * q.shape[2] + 1)
     workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
     if is_backward:
@@ -320,6 +321,7 @@ def fused_call(
 def _backend_config(is_backward: bool, spec: AttentionSpec, window: int, q: Float[Array, "B s H E"]) -> str:
     """Return XLA's CudnnfMHABackendConfig (xla/service/gpu/backend_configs.proto) as JSON."""
     batch, longest, heads, _ = q.shape
+    # Which dims each product contracts, and which are of the batch.
     dots = {
         f"{name}_dot_dimension_numbers": {
             f"{side}_{kind}_dimensions": values

@@ -64,6 +64,7 @@ def dq(plan: TilePlan, inputs: Inputs, mask: DynamicMask) -> jax.Array:
 
 def _dq_kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
     inputs, out, memory = Inputs(*refs[:-1]), refs[-1], SimpleNamespace(**memory)
+    # The producer warpgroup loads the query tile, then streams blocks of keys; consumers sum dq.
     work = Work.from_grid(plan, inputs, longest_first=True)
 
     @pl.when(work.warpgroup == CONSUMERS)
@@ -116,6 +117,7 @@ def _dq_step(
     slot = lax.rem(i, jnp.int32(plan.stages))
     lse, delta = (over_columns(x, shape) for x in statistics)
 
+    # Both products run while the softmax is recomputed from the saved log-sum-exp.
     def score_gradient(product, weight_gradient):
         plgpu.barrier_wait(memory.k_ready.at[slot])
         add_product(product, memory.q.at[warpgroup], memory.k.at[slot], transpose=True)
@@ -134,7 +136,7 @@ def _dq_step(
 
 
 def dkv(plan: TilePlan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicMask) -> list[jax.Array]:
-    """Return those of "dk" and "dv" in `outputs`, [B, Tk, K, E], of padded inputs."""
+    """Return the gradients named in `outputs` ("dk", "dv"), [B, Tk, K, E], of padded inputs."""
     (batch, length), heads = inputs.kv_last.shape, inputs.k.shape[2]
     scratch = {
         "k": plan.matrix(CONSUMERS, ROWS),
@@ -147,6 +149,7 @@ def dkv(plan: TilePlan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicM
         "tile_ready": plgpu.Barrier(num_arrivals=3 * CONSUMERS),
         **plan.barriers(q_ready=5, d_out_ready=1, q_free=CONSUMERS, d_out_free=CONSUMERS),
     }
+    # A key tile reads only the blocks of queries that attend to it.
     ranges = blocks_to_read(plan.spec, mask, inputs, plan.block, TILE, of_keys=True)
     shapes = [jax.ShapeDtypeStruct(inputs.k.shape, plan.dtype) for _ in outputs]
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
@@ -155,6 +158,7 @@ def dkv(plan: TilePlan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicM
 
 
 def _dkv_kernel(plan: TilePlan, outputs: tuple[str, ...], *refs: Any, **memory: Any) -> None:
+    # The producer warpgroup loads the key tile, then streams blocks of queries; consumers sum dk and dv.
     count = len(Inputs._fields)
     inputs, outs, memory = Inputs(*refs[:count]), refs[count:], SimpleNamespace(**memory)
     work = Work.from_grid(plan, inputs)
@@ -189,7 +193,8 @@ def _dkv_kernel(plan: TilePlan, outputs: tuple[str, ...], *refs: Any, **memory: 
 
 
 def _query_rings(plan: TilePlan, work: Work, inputs: Inputs, memory: Any) -> tuple:
-    """Return what a key tile reads of queries, for `copy_blocks`: each block once a head that shares keys."""
+    """Return the query blocks that a key tile reads, for `copy_blocks`: each once per head that shares
+    keys."""
 
     def rows(i):
         return pl.ds(work.blocks.block(lax.div(i, jnp.int32(plan.group))) * plan.block, plan.block)
@@ -221,6 +226,7 @@ def _dkv_step(
     ops, shape, warpgroup = plan.ops, (ROWS, plan.block), work.warpgroup
     slot = lax.rem(i, jnp.int32(plan.stages))
 
+    # Recompute the transposed softmax, and from it the factor of each requested gradient.
     def factors(product, *weight_gradients):
         plgpu.barrier_wait(memory.q_ready.at[slot])
         add_product(product, memory.k.at[warpgroup], memory.q.at[slot], transpose=True)

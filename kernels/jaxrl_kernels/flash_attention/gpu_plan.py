@@ -57,7 +57,7 @@ def default_blocks(dim: int) -> RingBlocks:
 
 
 def passes(dim: int) -> list[tuple[str, ...]]:
-    """Return the passes over queries: dk and dv in one if registers hold both sums, else one each."""
+    """Return the passes over queries: dk and dv together if registers hold both sums, else one pass each."""
     return [("dk", "dv")] if dim <= (128 if has_register_reallocation() else 64) else [("dk",), ("dv",)]
 
 
@@ -87,11 +87,12 @@ class TilePlan:
         return jnp.tanh(product * (self.spec.scale / self.spec.softcap)) if self.spec.softcap else product
 
     def score_gradient(self, gradient: jax.Array, scores: jax.Array) -> jax.Array:
-        """Return the gradient of q k^T, but for the factor `scale`, from that of the softmax's input."""
+        """Return the gradient of q k^T, without the factor `scale`, from the gradient of the softmax's
+        input."""
         return gradient * (1.0 - scores * scores) if self.spec.softcap else gradient
 
     def weights(self, scores: jax.Array, lse: jax.Array, visible: jax.Array | None) -> jax.Array:
-        """Return the softmax from its log-sum-exp in base 2."""
+        """Return the softmax weights from the log-sum-exp in base 2."""
         scores = scores if visible is None else jnp.where(visible, scores, -jnp.inf)
         return jnp.exp2(scores * self.log2_scale - lse)
 
@@ -110,7 +111,7 @@ class TilePlan:
 
 
 class BlockRange(NamedTuple):
-    """The blocks that a tile reads: those with masked pairs first, then [first_full, end_full)."""
+    """The blocks that a tile reads: first the blocks with masked pairs, then [first_full, end_full)."""
 
     first: jax.Array
     first_full: jax.Array
@@ -132,7 +133,7 @@ class BlockRange(NamedTuple):
 
 
 class BlockList(NamedTuple):
-    """The blocks that a tile reads where segments have branches: those with masked pairs first."""
+    """The blocks that a tile reads if segments have branches; blocks with masked pairs come first."""
 
     masked: jax.Array
     count: jax.Array
@@ -140,7 +141,7 @@ class BlockList(NamedTuple):
 
     @staticmethod
     def read(numbers: Any, *tile: jax.Array) -> BlockList:
-        """Return the list of a tile from its `masked`, its `count` and its blocks, in memory."""
+        """Read a tile's list from memory: `masked`, `count` and the blocks."""
         return BlockList(numbers[*tile, 0], numbers[*tile, 1], lambda i: numbers[*tile, 2 + i])
 
 
@@ -152,8 +153,8 @@ def blocks_to_read(
     kv_block: int,
     of_keys: bool,
 ) -> Int[Array, "B tiles numbers"]:
-    """Return the `BlockRange`, with branches `BlockList`, of each query tile over blocks of keys, or of each
-    key tile over blocks of queries.
+    """Return each query tile's blocks of keys, or each key tile's blocks of queries: a `BlockRange`, with
+    branches a `BlockList`.
 
     A fully masked tile reads one block.
     """
@@ -224,11 +225,11 @@ class BlockMask(NamedTuple):
 
     plan: TilePlan
     memory: Any
-    """`q_ids`, `q_windows` and `k_ids`, those of the columns in the ring."""
+    """Shared memory with `q_ids`, `q_windows` and `k_ids`; the numbers of the columns are in the ring."""
     rows: tuple[jax.Array, ...]
     """[ROWS] segments and windows of queries; `kv_last` of keys."""
     start: jax.Array
-    """Position of the first row's token relative to that of the first column."""
+    """Position of the first row's token relative to the first column's token."""
     of_keys: bool
 
     @staticmethod
@@ -254,12 +255,12 @@ class BlockMask(NamedTuple):
 
 
 def over_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Broadcast a number a row to a matrix."""
+    """Broadcast one number per row to a matrix."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Broadcast a number a column to a matrix."""
+    """Broadcast one number per column to a matrix."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
@@ -293,8 +294,8 @@ def pad_to(x: jax.Array, multiples: dict[int, int]) -> jax.Array:
 
 
 def pad_matrix(x: jax.Array, interpret: bool) -> jax.Array:
-    """Pad q, k, v or a gradient with zeros: tokens to TILE_ROWS, in the interpreter and short rows to whole
-    tiles; the head dim to what TMA swizzles."""
+    """Pad q, k, v or a gradient with zeros: tokens to TILE_ROWS (to whole tiles in the interpreter and for
+    short rows), the head dim to a size that TMA swizzles."""
     return pad_to(x, {1: TILE if interpret or x.shape[1] < TILE else TILE_ROWS, 3: 32})
 
 
@@ -307,7 +308,7 @@ def padded_inputs(
     mask: DynamicMask,
     interpret: bool,
 ) -> Inputs:
-    """Pad numbers of tokens to whole tiles, and matrices to what `pad_matrix` says."""
+    """Pad arrays of one number per token to whole tiles, and matrices with `pad_matrix`."""
     q, k, v = (pad_matrix(x, interpret) for x in (q, k, v))
     queries = q_segments, mask.windows(q_segments)
     q_segments, windows, kv_last = (pad_to(x.astype(jnp.int32), {1: TILE}) for x in (*queries, kv_last))

@@ -1,10 +1,10 @@
 """Attention on Hopper GPUs (H100, H200): Pallas Mosaic GPU kernels with TMA, wgmma, specialised warpgroups.
 
-As in FlashAttention-3 (arXiv 2407.08608, section 3): a producer warpgroup copies blocks into a ring in
-shared memory; two consumers compute 64 rows each in ping-pong, so that the softmax of one overlaps with the
-products of the other; within one, the product of weights and values overlaps with the next softmax. The
-backward is two kernels, one a query tile for dq, one a key tile for dk and dv, which sums the heads that
-share keys: there are no atomic additions, so the same inputs give the same bits.
+As in FlashAttention-3 (arXiv 2407.08608, section 3): a producer warpgroup copies blocks into a ring in shared
+memory; two consumers compute 64 rows each in ping-pong, so that the softmax of one overlaps with the products
+of the other; within one, the product of weights and values overlaps with the next softmax. The backward pass
+has two kernels: one per query tile for dq, and one per key tile for dk and dv, which sums the heads that
+share keys. Neither uses atomic additions, so the same inputs give the same bits.
 
 bfloat16 and float16 only: wgmma multiplies float32 as TF32. `dispatch.choose` takes another implementation
 for float32.
@@ -70,7 +70,7 @@ from jaxrl_kernels.hopper import (
 
 
 def unsupported(head_dim: int, dtype: DTypeLike, softcap: float | None = None) -> str | None:
-    """Return why the kernels do not take q, k and v of such a head dim and type, or None."""
+    """Return why the kernels do not support this head dim and type of q, k and v, or None."""
     if problem := unsupported_dtype(dtype):
         return problem
     return f"head_dim {head_dim} is over {MAX_HEAD_DIM}" if head_dim > MAX_HEAD_DIM else None
@@ -79,6 +79,7 @@ def unsupported(head_dim: int, dtype: DTypeLike, softcap: float | None = None) -
 def _kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
     """Compute the output and log-sum-exp of a query tile."""
     inputs, (out, lse), memory = Inputs(*refs[:-2]), refs[-2:], SimpleNamespace(**memory)
+    # The producer warpgroup loads the query tile, then streams keys and values; consumers compute.
     work = Work.from_grid(plan, inputs, longest_first=True)
 
     @pl.when(work.warpgroup == CONSUMERS)
@@ -207,6 +208,7 @@ def forward(
     inputs = padded_inputs(q, k, v, q_segments, kv_last, mask, interpret)
     plan = plan_for(spec, inputs, "forward", blocks, interpret)
     (batch, length), heads = inputs.q_segments.shape, q.shape[2]
+    # Shared memory: the query tile, a ring of keys and values, and their barriers.
     scratch = {
         "q": plan.matrix(CONSUMERS, ROWS),
         "k": plan.matrix(plan.stages, plan.block),
@@ -244,6 +246,7 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B Tk K E"], Float[Array, "B Tk K E"]]:
     """Compute `reference.backward`; `blocks`, `interpret` and errors as in `forward`."""
+    # delta = sum(d_out * out) is shared by dq and dk.
     delta = jnp.einsum("bthe,bthe->bht", d_out, out, preferred_element_type=jnp.float32)
     delta = delta if d_lse is None else delta - d_lse
     inputs = padded_inputs(q, k, v, q_segments, kv_last, mask, interpret)._replace(
@@ -251,6 +254,7 @@ def backward(
         lse=pad_to(lse * LOG2E, {2: TILE}),
         delta=pad_to(delta, {2: TILE}),
     )
+    # One kernel per query tile, and one or two per key tile.
     d_q = dq(plan_for(spec, inputs, "dq", blocks, interpret), inputs, mask)
     plan = plan_for(spec, inputs, "dkv", blocks, interpret)
     d_k, d_v = (x for names in passes(plan.dim) for x in dkv(plan, names, inputs, mask))

@@ -1,7 +1,7 @@
 """Attention for TPU: Pallas kernels forward (out, lse) and backward (dq; dk and dv).
 
-A program reads one block of queries and one of keys. Blocks that order, window or segments mask entirely cost
-no arithmetic, and no copy either: their index map repeats the block that is in VMEM already. Blocks without a
+A program reads one block of queries and one of keys. A block that order, window or segments mask entirely
+costs neither arithmetic nor a copy: its index map repeats the block that is in VMEM already. Blocks without a
 masked pair skip the mask. Statistics are columns of 128 equal lanes; the backward pass of keys works on
 transposed scores, so that statistics are rows and no product needs a transpose. All sums have a fixed order.
 """
@@ -78,6 +78,7 @@ def forward(
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
     """Compute `reference.forward`."""
     inputs = _pad_inputs("forward", spec, q, k, v, q_segments, kv_last, mask)
+    # The last grid dim loops over blocks of keys; scratch keeps the sums between its steps.
     (batch, heads, length, dim), block = inputs.q.shape, inputs.blocks.q
     of_q, of_kv = inputs.specs_by_query()
     out, lse = _call(
@@ -219,6 +220,7 @@ def _dq_kernel(spec, blocks, *refs):
     @pl.when(j == 0)
     def start():
         summed[...] = jnp.zeros_like(summed)
+        # Columns of the statistics, once for all blocks of keys.
         lse[...], delta[...] = _column(lse_row[...]), _column(delta_row[...])
         windows[...], segments[...] = _column(q_windows[...]), _column(q_segments[...])
 
@@ -315,7 +317,8 @@ class _Specs(NamedTuple):
 
 
 def _specs(at: Callable, block: int, dim: int) -> _Specs:
-    """Return them for `at(*grid, *scalars)` -> (row of the batch, head, block) that a program reads."""
+    """Return the specs for `at(*grid, *scalars)` -> the (row of the batch, head, block) that a program
+    reads."""
 
     def tokens(*args):
         batch, head, i = at(*args)
@@ -360,14 +363,15 @@ class _Inputs(NamedTuple):
         return _specs(q, self.blocks.q, self.q.shape[3]), _specs(kv, self.blocks.kv, self.q.shape[3])
 
     def specs_by_key(self) -> tuple[_Specs, _Specs]:
-        """Return them on the grid (row, key head, block of keys, query head of it, block of queries)."""
+        """Return the specs on the grid (row, key head, block of keys, query head of it, block of queries)."""
         group, (steps, count) = self.q.shape[1] // self.k.shape[1], self.counts
         q = lambda b, h, j, g, i, *s: (b, h * group + g, self._read(i, steps, s[-1], b * count + j))
         kv = lambda b, h, j, g, i, *_: (b, h, j)
         return _specs(q, self.blocks.q, self.q.shape[3]), _specs(kv, self.blocks.kv, self.q.shape[3])
 
     def _read(self, i, steps, reads, other):
-        """Return the block to read at step i of `steps`: itself, or a near one that block `other` needs."""
+        """Return the block to read at step i of `steps`: i itself, or a near block that block `other`
+        needs."""
         if self.by_table:
             return reads[other * steps + i]
         first, end = reads[2 * other], reads[2 * other + 1]
@@ -399,7 +403,7 @@ def _pad_inputs(kernel: str, spec: AttentionSpec, q, k, v, q_segments, kv_last, 
 
 
 def _block_rows(x: Float[Array, "B T H E"], block: int) -> Float[Array, "B H T2 E2"]:
-    """Transpose, and pad the length to whole blocks and the head dim to one that the kernels hold."""
+    """Transpose, and pad the length to whole blocks and the head dim to a supported one."""
     more = -x.shape[1] % block, padded_head_dim(x.shape[3]) - x.shape[3]
     return jnp.moveaxis(jnp.pad(x, ((0, 0), (0, more[0]), (0, 0), (0, more[1]))), 1, 2)
 

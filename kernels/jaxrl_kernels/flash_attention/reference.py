@@ -16,14 +16,14 @@ def dense_attention(
     v: Float[Array, "B C K E"],
     visible: Bool[Array, "B T C"],
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
-    """Compute softmax(scale * q k^T) v over the visible keys, H/K query heads sharing each key head.
+    """Compute softmax(scale * q k^T) v over the visible keys; H/K query heads share each key head.
 
     A fully masked query (padding) returns zeros. With `softcap` c the scores become
     c * tanh(score / c) (Gemma 2, arXiv 2408.00118, section 2).
 
     Returns:
         out: the type of q; scores and softmax are float32.
-        lse: float32 log-sum-exp of the scores, MASKED_LSE where no key is visible.
+        lse: float32 log-sum-exp of the scores; MASKED_LSE for a query without a visible key.
     """
     batch, length, heads, dim = q.shape
     kv_heads, group = k.shape[2], heads // k.shape[2]
@@ -54,7 +54,7 @@ def merge_keys(
     a: tuple[Float[Array, "B T H E"], Float[Array, "B H T"]],
     b: tuple[Float[Array, "B T H E"], Float[Array, "B H T"]],
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
-    """Return (out, lse), float32, of queries over the keys of a and b, from those over the keys of each."""
+    """Merge (out, lse), float32, of the same queries over two disjoint sets of keys."""
     lse = jnp.logaddexp(a[1], b[1])
     weigh = lambda out, part: out * jnp.exp(part - lse).transpose(0, 2, 1)[..., None]
     return weigh(*a) + weigh(*b), lse
@@ -73,7 +73,7 @@ def forward(
 
     Args:
         q_segments: number of the segment of each query in its row, 0 = padding.
-        kv_last: number of the last segment that continues that of each key, 0 = padding (`DynamicMask`).
+        kv_last: number of the last segment that continues each key's segment, 0 = padding (`DynamicMask`).
 
     Returns:
         out: like q; 0 for a fully masked query.
@@ -98,7 +98,8 @@ def backward(
     d_out: Float[Array, "B Tq H E"],
     d_lse: Float[Array, "B H Tq"] | None = None,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B Tk K E"], Float[Array, "B Tk K E"]]:
-    """Compute the gradients of `forward`: those of sum_ij exp(score_ij - lse_i) (d_out_i v_j - delta_i).
+    """Compute the gradients of `forward`, as gradients of sum_ij exp(score_ij - lse_i) (d_out_i v_j -
+    delta_i).
 
     lse, d_out and delta = sum(d_out * out) - d_lse are constants of that sum.
 

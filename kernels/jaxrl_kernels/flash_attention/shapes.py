@@ -11,7 +11,7 @@ from jaxrl_kernels import dispatch
 from jaxrl_kernels.chips import CHIPS, LANES, MIB
 
 HEAD_DIMS = (64, 96, 128, 256)
-"""As the TPU kernels store them. One in between is padded with zeros."""
+"""Head dims that the TPU kernels store. Others are padded with zeros to the next one."""
 DTYPES = ("bfloat16", "float32")
 
 
@@ -23,7 +23,8 @@ class Blocks(NamedTuple):
 
 
 SIZES = (Blocks(512, 1024), Blocks(512, 512), Blocks(256, 512), Blocks(256, 256), Blocks(128, 128))
-"""Blocks in order of preference: a kernel takes the first that fits. Compiled for all, timed on none."""
+"""Blocks in order of preference: a kernel takes the first that fits. Compiled for every TPU, timed on
+none."""
 
 
 def vmem_limit(chip: str) -> int:
@@ -32,7 +33,7 @@ def vmem_limit(chip: str) -> int:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the least of HEAD_DIMS that holds it."""
+    """Return the smallest of HEAD_DIMS that is at least `head_dim`."""
     return next(held for held in HEAD_DIMS if head_dim <= held)
 
 
@@ -53,7 +54,7 @@ def blocks_for(kernel: str, queries: int, keys: int, head_dim: int, dtype: DType
     """Return the blocks of a kernel ("forward", "dq", "dkv") for these lengths and the current chip.
 
     Raises:
-        ValueError: no blocks of SIZES fit; it names those that do.
+        ValueError: no blocks of SIZES fit; the message names blocks that do.
     """
     chip, dim = dispatch.tpu_generation(), padded_head_dim(head_dim)
     fits = (b for b in SIZES if vmem_bytes(kernel, b, dim, dtype) <= vmem_limit(chip))
@@ -63,7 +64,7 @@ def blocks_for(kernel: str, queries: int, keys: int, head_dim: int, dtype: DType
 
 
 def _even(length: int, max_block: int) -> int:
-    """Return the tokens of a block if a length is cut into as few and as equal ones as possible."""
+    """Return the block length that cuts a length into as few and as equal blocks as possible."""
     count = -(-length // max_block)
     return -(-length // (count * LANES)) * LANES
 
@@ -72,7 +73,7 @@ def check_vmem(kernel: str, blocks: Blocks, head_dim: int, dtype: DTypeLike, chi
     """Refuse blocks that do not fit.
 
     Raises:
-        ValueError: it names the blocks that do.
+        ValueError: the message names blocks that fit.
     """
     need, limit = vmem_bytes(kernel, blocks, head_dim, dtype), vmem_limit(chip)
     if need > limit:

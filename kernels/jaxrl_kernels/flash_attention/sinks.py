@@ -1,9 +1,8 @@
 """Attention sinks: a learnt score a head in the denominator of the softmax (gpt-oss, arXiv 2508.10925).
 
 A sink is one more key, of value 0, that every query attends to. Its effect is computed from the log-sum-exp
-of the other keys, so that no implementation of attention has to know of it. `backward` of the attention
-contract takes out and lse of a longer sequence of keys, of which a sink is the last, so no gradient of the
-lse is needed.
+of the other keys, so implementations of attention do not handle it. `backward` accepts out and lse of a
+longer sequence of keys, and the sink is the last key of this sequence, so the lse needs no gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def d_sinks(
     d_out: Float[Array, "B T H E"],
     d_lse: Float[Array, "B H T"] | None = None,
 ) -> Float[Array, "H"]:
-    """Return the gradient of the sinks; out, lse and their gradients are those of `add_sinks`.
+    """Return the gradient of the sinks from the outputs of `add_sinks` and their gradients.
 
     The sink's weight is w = exp(sink - lse) and its value 0: its score's gradient is -w (d_out out - d_lse).
     """

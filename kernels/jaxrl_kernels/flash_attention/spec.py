@@ -10,11 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_kernels.chunks import map_chunks
 
 MASKED_LSE = -1e30
-"""The log-sum-exp of a fully masked query: finite, so that combining two of them makes no NaN."""
+"""The log-sum-exp of a fully masked query: finite, so that merging two of them gives no NaN."""
 NO_WINDOW = 2**30
-"""The sliding window of a layer that has none."""
+"""The sliding window of a layer without one."""
 MAX_PAIRS = 2**22
-"""Pairs of tokens that `row_windows` compares at once, 16 MiB where the compiler does not fuse them."""
+"""Pairs of tokens that `row_windows` compares at once: 16 MiB if the compiler does not fuse the
+comparison."""
 
 
 class AttentionSpec(NamedTuple):
@@ -23,22 +24,22 @@ class AttentionSpec(NamedTuple):
     scale: float
     softcap: float | None = None
     windows: tuple[int, ...] | None = None
-    """All values that the window of `DynamicMask` may have, for kernels that compile it; None = any."""
+    """All possible windows of `DynamicMask`, for kernels that compile each; None = any."""
     branches: bool = False
     """True = several segments may continue one: kernels skip masked blocks between visible ones, too."""
 
 
 class DynamicMask(NamedTuple):
-    """The part of the mask known when running: a scanned stack of layers has a window a layer, ring attention
-    an offset a step.
+    """The part of the mask known at run time: a window for each layer of a scanned stack, an offset for each
+    step of ring attention.
 
     With distance = (q_offset + i) - (kv_offset + j), the query at row index i attends to the key at row index
-    j if 0 <= distance < window and 0 < q_segments[i] <= kv_last[j]; `window` is of all queries or of each.
+    j if 0 <= distance < window and 0 < q_segments[i] <= kv_last[j]; `window` is one number, or one for each
+    query.
 
-    Segments are numbered in the order of the row, in which every segment comes before those that continue it,
-    and they before the next one that does not (depth first). So the segments that continue a key's own are
-    those from it to the last, `kv_last`, and the order of the row excludes earlier ones: without branches
-    `kv_last` is the key's segment. Padding has 0 in both.
+    Segments are numbered in the order of the row, depth first: a segment comes before its continuations, and
+    they come before the next unrelated segment. So the continuations of a key's segment are numbered from
+    that segment to `kv_last`. Without branches, `kv_last` is the key's segment. Padding has 0 in both.
     """
 
     q_offset: int | Int[Array, ""] = 0
@@ -63,8 +64,7 @@ def visible(
     kv_last: Int[Array, "..."],
 ) -> Bool[Array, "..."]:
     """Return whether queries of these row indices, windows and segments attend to the keys of these columns.
-
-    Of the mask only the offsets are read.
+    Reads only the mask's offsets.
     """
     distance = (mask.q_offset + rows) - (mask.kv_offset + columns)
     continues = (q_segments > 0) & (q_segments <= kv_last)
@@ -74,8 +74,8 @@ def visible(
 def row_windows(
     segments: Int[Array, "B T"], last: Int[Array, "B T"], positions: Int[Array, "B T"], window: int
 ) -> Int[Array, "B T"]:
-    """Return how many tokens of the row each token's sliding window spans, itself included, where segments
-    continue others: the tokens of branches between are part of the span, not of the window.
+    """Return how many tokens of the row each token's sliding window spans, including itself, if segments
+    continue others: the span includes tokens of other branches in between, the window does not.
 
     Args:
         segments, last: of `flash_attention`.
@@ -103,7 +103,7 @@ def capped_scores(spec: AttentionSpec, products: Float[Array, "..."]) -> Float[A
 def d_products(
     spec: AttentionSpec, scores: Float[Array, "..."], d_scores: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """Return the gradient of the products q k from that of their `capped_scores`."""
+    """Return the gradient of the products q k from the gradient of their `capped_scores`."""
     if spec.softcap is not None:
         d_scores = d_scores * (1 - (scores / spec.softcap) ** 2)
     return d_scores * spec.scale

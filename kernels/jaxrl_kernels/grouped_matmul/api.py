@@ -1,4 +1,4 @@
-"""Grouped matrix product: each group of rows by a matrix of its own, as the experts of a layer need it."""
+"""Grouped matrix product: each group of rows has a separate matrix, as the experts of a layer do."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def grouped_matmul(
 
     Args:
         sizes: int32, rows of each group; their sum is at most M.
-        preferred_element_type: of the result; None = that of lhs. Sums are float32 on TPU and Hopper.
+        preferred_element_type: of the result; None = the type of lhs. Sums are float32 on TPU and Hopper.
         implementation: "auto" or one of `dispatch.OPERATIONS`.
 
     Raises:
-        ValueError: an implementation that does not take the type.
+        ValueError: the implementation does not support the type.
     """
     assert (*sizes.shape, *lhs.shape[1:]) == rhs.shape[:2]
     name, _ = choose("grouped_matmul", lhs.dtype, implementation=implementation)

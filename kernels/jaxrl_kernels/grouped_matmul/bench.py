@@ -1,8 +1,8 @@
 """Benchmark of `grouped_matmul`: python -m jaxrl_kernels.grouped_matmul.bench --rows 131072
 
 Prints one JSON object for each implementation and distribution of the rows over the groups, at the shape of
-Qwen3-30B-A3B's up projection. FLOPs are 2 M K N forward, and 4 M K N for both gradients. The peer tokamax
-(`pip install tokamax`) is measured where it is installed.
+Qwen3-30B-A3B's up projection. FLOPs are 2 M K N forward, and 4 M K N for both gradients. The peer tokamax is
+measured if it is installed (`pip install tokamax`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def group_sizes(rows: int, groups: int, skew: float) -> np.ndarray:
 
 
 def implementations() -> list[str]:
-    """Return our choice for this device, one in plain JAX, and the peer where it is installed."""
-    # XLA's on GPUs multiplies each row by every matrix: 64 GiB at the default size.
+    """Return our choice for this device, one in plain JAX, and the peer if it is installed."""
+    # On GPUs, XLA's ragged_dot multiplies each row by every matrix: 64 GiB at the default size.
     plain = "tiled" if device()[0] == "gpu" else "ragged_dot"
     own = dict.fromkeys((choose("grouped_matmul", "bfloat16")[0], plain))
     return [*own, *([PEER] if importlib.util.find_spec(PEER) else [])]
@@ -56,6 +56,7 @@ def measure_product(
         implementation: of `dispatch.OPERATIONS`, or PEER.
         skew: 0 = groups of one size, 1 = Zipf's law.
     """
+    # Random operands; only the sizes of the groups depend on the skew.
     keys = jax.random.split(jax.random.key(0), 3)
     lhs = jax.random.normal(keys[0], (rows, depth), dtype)
     rhs = (jax.random.normal(keys[1], (groups, depth, columns)) / depth**0.5).astype(dtype)
@@ -89,7 +90,7 @@ def measure_product(
 def _product(implementation: str) -> Callable:
     if implementation != PEER:
         return lambda *args: grouped_matmul(*args, implementation=implementation)
-    peer = importlib.import_module(PEER)  # only where it is measured
+    peer = importlib.import_module(PEER)  # imported only if it is measured
     return lambda lhs, rhs, sizes: peer.ragged_dot(lhs, rhs, group_sizes=sizes)
 
 

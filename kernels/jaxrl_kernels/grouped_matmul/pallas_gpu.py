@@ -53,13 +53,13 @@ STAGES = 4
 STORED = 128
 """Bytes of a row that are stored at a time; a tile of either buffer takes 16 KiB."""
 TOGETHER = 16
-"""Tiles of rows that share a group's columns while those are in the L2 cache."""
+"""Tiles of rows that share a group's columns while the columns are in the L2 cache."""
 RUNGS = (32, 16, 8, 4, 2, 1)
 """Rows that a copy can store, TMA's shapes being static: any number below 64 is a sum of some."""
 
 
 def unsupported(dtype: Any) -> str | None:
-    """Return why the kernels do not take operands of such a type, or None."""
+    """Return why the kernels do not support operands of this type, or None."""
     return unsupported_dtype(dtype)
 
 
@@ -72,7 +72,7 @@ def grouped_matmul(
 ) -> Float[Array, "M N"]:
     """Compute `reference.grouped_matmul`, sums in float32."""
     out = _grouped_matmul(lhs, rhs, sizes, jnp.dtype(dtype or lhs.dtype), interpret)
-    return jnp.where(in_groups(lhs.shape[0], sizes), out, 0)  # and so is the gradient of out
+    return jnp.where(in_groups(lhs.shape[0], sizes), out, 0)  # which also clears the gradient of out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -146,7 +146,7 @@ def groups_product(
     dtype: Any,
     interpret: bool = False,
 ) -> Float[Array, "G K N"]:
-    """Compute lhs^T @ d_out over the rows of each group, sums in float32; 0 for an empty one.
+    """Compute lhs^T @ d_out over the rows of each group, sums in float32; 0 for an empty group.
 
     Args:
         d_out: finite in every row, also after the last group.
@@ -166,7 +166,7 @@ def groups_product(
 
 
 def _padded(x: Array, multiples: tuple[int, ...]) -> Array:
-    """Pad with zeros to multiples of these sizes; an array that has them is not copied."""
+    """Pad with zeros to multiples of these sizes; an array with such sizes is not copied."""
     return jnp.pad(x, [(0, -size % to) for size, to in zip(x.shape, multiples, strict=True)])
 
 
@@ -210,6 +210,7 @@ def _visits(sizes: Int[Array, "G"], row_tiles: int) -> tuple[Int[Array, "1"], In
 
 def _rows_kernel(plan: _Plan, count, visits, lhs, rhs, out, **memory: Any) -> None:
     """Store the rows of each visit."""
+    # The producer warpgroup streams blocks of both factors; consumers multiply and store.
     memory, warpgroup, steps = SimpleNamespace(**memory), lax.axis_index("group"), plan.depth // DEPTH
     num_tiles, tile_at = share_tiles(count[0], plan.column_tiles, TOGETHER)
 
@@ -256,6 +257,7 @@ def _rows_kernel(plan: _Plan, count, visits, lhs, rhs, out, **memory: Any) -> No
 def _groups_kernel(plan: _Plan, offsets, lhs, d_out, out, **memory: Any) -> None:
     """Store the gradient of each group's matrix, in tiles of two slabs of ROWS of its rows."""
     memory, warpgroup, slabs = SimpleNamespace(**memory), lax.axis_index("group"), out.shape[1] // ROWS
+    # The producer warpgroup streams the rows of each group; consumers sum over them.
     tiles = jnp.int32(pl.cdiv(slabs, CONSUMERS))
     num_tiles, tile_at = share_tiles(out.shape[0] * tiles, plan.column_tiles, TOGETHER)
 
@@ -278,7 +280,7 @@ def _groups_kernel(plan: _Plan, offsets, lhs, d_out, out, **memory: Any) -> None
             def _(k):
                 stage, block = _next_stage(memory, done + k), pl.ds(rows.block_start(k), DEPTH)
                 ready = memory.ready.at[stage]
-                for i in range(CONSUMERS):  # a slab that is not there is the last one again
+                for i in range(CONSUMERS):  # past the last slab, copy the last one again
                     own = pl.ds(jnp.minimum(slab + i, slabs - 1) * ROWS, ROWS)
                     plgpu.copy_gmem_to_smem(lhs.at[block, own], memory.a.at[stage, i], ready)
                 plgpu.copy_gmem_to_smem(d_out.at[block, columns], memory.b.at[stage], ready)
@@ -324,7 +326,7 @@ class _GroupRows(NamedTuple):
         return lax.div(self.begin, jnp.int32(TILE_ROWS)) * TILE_ROWS + k * DEPTH
 
     def block_start(self, k):
-        """Return the first row that is copied of a block: the last block of all ends with the rows."""
+        """Return the first row to copy of a block: the very last block ends with the last row."""
         return jnp.minimum(self.first(k), self.total - DEPTH)
 
     def are_of(self, k, row):

@@ -1,6 +1,6 @@
 """Grouped matrix product by `jax.lax.ragged_dot`, which XLA compiles to a kernel on TPU.
 
-On a CPU, and on GPUs, XLA computes every row by every matrix: `tiled.py` is faster there.
+On CPUs and GPUs, XLA multiplies every row by every matrix: `tiled.py` is faster there.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ def grouped_matmul(
     """Compute `reference.grouped_matmul`."""
     inside = in_groups(lhs.shape[0], sizes)
     out = jax.lax.ragged_dot(jnp.where(inside, lhs, 0), rhs, sizes, preferred_element_type=dtype)
-    return jnp.where(inside, out, 0)  # elsewhere it may be anything
+    return jnp.where(inside, out, 0)  # other rows may hold anything

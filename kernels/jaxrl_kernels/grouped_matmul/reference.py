@@ -1,11 +1,11 @@
-"""Grouped matrix product, each group of rows by a matrix of its own: the definition, a loop over the groups.
+"""The definition of the grouped matrix product: a loop over the groups, each with its matrix.
 
 Every implementation has
 
     grouped_matmul(lhs, rhs, sizes, dtype) -> [M, N], and its gradients with respect to lhs and rhs
 
-The groups lie one after the other, and need no alignment. Some may be empty. Rows after the last group belong
-to none: whatever they hold is not read, and their results and gradients are 0.
+The groups follow each other without alignment, and some may be empty. Rows after the last group belong to
+none: they are not read, and their results and gradients are 0.
 """
 
 from __future__ import annotations

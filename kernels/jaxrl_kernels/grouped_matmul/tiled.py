@@ -1,8 +1,10 @@
-"""Grouped matrix product in plain JAX, a loop over tiles of rows: each row by its own matrix alone.
+"""Grouped matrix product in plain JAX: a loop over tiles of rows, which multiplies each row by one matrix
+only.
 
-For CPUs, where XLA computes `jax.lax.ragged_dot` as the product of every row and every matrix. A loop over
-the groups reads a matrix once; a loop inside it multiplies tiles of rows, the last of which may end behind
-its group: such rows are masked in the tile, where a pass over all rows would take a sixth of the time.
+For CPUs, where XLA computes `jax.lax.ragged_dot` as the product of every row and every matrix. The outer loop
+reads each group's matrix once; the inner loop multiplies tiles of rows. The last tile may extend past its
+group: the extra rows are masked in the tile, since masking in a separate pass over all rows would take a
+sixth of the time.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 MIN_TILE, MAX_TILE = 8, 128
-"""Rows of a tile: about those of a group, a power of two between these."""
+"""Smallest and largest tile, in rows; the tile is about the size of a group, a power of two."""
 
 
 class GroupRows(NamedTuple):
@@ -31,7 +33,7 @@ class GroupRows(NamedTuple):
     ) -> Any:
         """Apply `visit(first row of the tile, which of its rows are the group's, carry)` to tiles in order.
 
-        The last tile may end up to `tile` - 1 rows behind the group, and behind the last of all rows.
+        The last tile may extend up to `tile` - 1 rows past the group, and past the last row of the array.
         """
 
         def apply(i, carry):
@@ -42,7 +44,7 @@ class GroupRows(NamedTuple):
 
 
 def for_each_group(sizes: Int[Array, "G"], step: Callable[[GroupRows, Any], Any], carry: Any) -> Any:
-    """Apply `step(group, carry)` to the groups of sorted rows in order, but for the empty ones."""
+    """Apply `step(group, carry)` to the non-empty groups of sorted rows in order."""
     ends = jnp.cumsum(sizes)
 
     def apply(g, carry):

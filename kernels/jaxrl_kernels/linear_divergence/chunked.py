@@ -34,9 +34,9 @@ def linear_divergence(
         beta 1    KL(Q || P)      reverse KL
         between   beta KL(P || M) + (1 - beta) KL(Q || M),  M = beta P + (1 - beta) Q
 
-    as in arXiv 2306.13649 (eq. 1). P and Q are softmax(logits / temperature). Where the heads have different
-    numbers of rows (one tokenizer, padded differently) the rows that both have are used. Peak memory is one
-    chunk of logits of each model, [B, chunk, V] float32, forward and backward. Only the student gets a
+    as in arXiv 2306.13649 (eq. 1). P and Q are softmax(logits / temperature). If the heads have different
+    numbers of rows (the same tokenizer, padded differently), only the shared rows are used. Peak memory is
+    one chunk of logits of each model, [B, chunk, V] float32, forward and backward. Only the student gets a
     gradient.
 
     Args:
@@ -52,9 +52,11 @@ def linear_divergence(
     if temperature <= 0:
         raise ValueError(f"temperature must be more than 0, got {temperature}")
     teacher_hidden, teacher_head = jax.lax.stop_gradient((teacher_hidden, teacher_head))
+    # Use the rows that both heads have; the teacher gets no gradient.
     vocab = min(student_head.shape[0], teacher_head.shape[0])
     student_head, teacher_head = student_head[:vocab], teacher_head[:vocab]
     shape = student_hidden.shape[:2]
+    # On one device all tokens form one dim, so that chunks are full.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:  # one token dim, as in linear_logprob
         student_hidden, teacher_hidden = [

@@ -29,11 +29,11 @@ def divergence(
 
 
 def top_tokens(products: Float[Array, "*B V"], k: int) -> Bool[Array, "*B V"] | None:
-    """Return which tokens are the k likeliest, with all that tie with the k-th; None if k is 0 or keeps all.
+    """Return which tokens are the k likeliest, including ties with the k-th; None if k is 0 or keeps all.
 
     Args:
-        products: hidden head^T. XLA may compute what follows from them, such as log-probs, twice and with
-            other rounding: compared with the k-th of these, the k-th itself could be lost.
+        products: hidden head^T, not log-probs: XLA may compute log-probs twice with different rounding, and a
+            comparison with the k-th log-prob could then drop the k-th token itself.
     """
     if not 0 < k < products.shape[-1]:
         return None
@@ -43,7 +43,7 @@ def top_tokens(products: Float[Array, "*B V"], k: int) -> Bool[Array, "*B V"] | 
 def log_probs(
     products: Float[Array, "*B V"], temperature: float, softcap: float | None
 ) -> Float[Array, "*B V"]:
-    """Compute log softmax(logits / temperature); logits are the products, soft-capped where the model is."""
+    """Compute log softmax(logits / temperature); logits are the products, soft-capped if the model is."""
     return jax.nn.log_softmax(LogprobSpec(temperature, softcap).logits(products))
 
 

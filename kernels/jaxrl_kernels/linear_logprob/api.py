@@ -16,14 +16,14 @@ from jaxrl_kernels.linear_logprob import chunked
 from jaxrl_kernels.linear_logprob.reference import LogprobSpec, merge_shards
 
 SKIPPED_LSE = 1e30
-"""The log-sum-exp of a token outside the mask: exp(logit - it) is 0."""
+"""The log-sum-exp of a token outside the mask: exp(logit - lse) is 0."""
 CPU_CHUNK, MAX_CHUNK = 128, 512
 """Maximum tokens whose logits are in memory at once on one device, on a CPU and elsewhere: enough to fill
 its matrix units. Logits of more do not fit a CPU's cache, and more of the last chunk is outside the mask."""
 
 SCATTERED_ROWS = 1024
-"""The rows of the head's gradient are padded to a multiple of this on a TPU. Where their number has a large
-prime factor (151,936 = 128 x 1,187 of Qwen) the compiler all-reduces it, which sends twice as much."""
+"""On a TPU the rows of the head's gradient are padded to a multiple of this. If their number has a large
+prime factor (Qwen: 151,936 = 128 x 1,187), the compiler uses all-reduce, which sends twice as much."""
 
 
 @functools.partial(
@@ -50,7 +50,7 @@ def linear_logprob(
 
     Args:
         targets: 0..V-1; any other has log-prob 0.
-        mask: above 0 = computed; elsewhere the results and their gradients are 0. None = all.
+        mask: tokens above 0 are computed; other results and their gradients are 0. None = all.
         softcap: c first turns the logits into c * tanh(logit / c).
         chunk: tokens of a row whose logits are in memory at once ("chunked"; the kernels keep logits on the
             chip in the forward pass, and in the backward pass as many as take half of the head's float32
@@ -63,7 +63,7 @@ def linear_logprob(
     Returns: (log-prob, entropy), float32, nats; entropy is None without `with_entropy`.
 
     Raises:
-        ValueError: an implementation that does not take these inputs, or a temperature not above 0.
+        ValueError: the implementation does not support these inputs, or the temperature is not above 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be more than 0, got {temperature}")
@@ -133,7 +133,7 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprob(static: _Static, hidden, head, targets, mask):
-    """Compute (log-prob, entropy), each [B, T]; arbitrary where the mask is 0, where cotangents must be 0."""
+    """Compute (log-prob, entropy), each [B, T]; arbitrary outside the mask, where cotangents must be 0."""
     return _forward(static, hidden, head, targets, mask)[0]
 
 
@@ -165,7 +165,7 @@ def _local_forward(s: _Static, hidden, head, targets, mask):
     outputs = run(s.spec, hidden, head, targets, count)
     if s.specs and s.specs.vocab:
         outputs = merge_shards(outputs, has_target, s.specs.vocab)
-    if mask is not None:  # some of the others were not computed
+    if mask is not None:  # tokens outside may not have been computed
         computed = jnp.arange(targets.size) < count
         outputs = [
             None if x is None else jnp.where(computed, x, fill)
@@ -245,7 +245,7 @@ def _masked_first(mask, *arrays):
 
 
 def _shard_targets(s: _Static, head, targets):
-    """Return (index of each target in the device's vocabulary shard, whether it is in it)."""
+    """Return (index of each target in the device's vocabulary shard, whether the shard has the target)."""
     if s.specs and s.specs.vocab:
         targets = targets - jax.lax.axis_index(s.specs.vocab) * head.shape[0]
     return targets, (targets >= 0) & (targets < head.shape[0])

@@ -29,6 +29,7 @@ def measure(
     Raises:
         ValueError: the implementation does not take these inputs.
     """
+    # Random operands, and a loss with gradients of both outputs.
     name, reason = choose("linear_logprob", dim, dtype, implementation=implementation)
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (1, tokens, dim), dtype)

@@ -56,7 +56,7 @@ def backward(
         d_hidden, d_head = grads
         d = d_logits(spec, hidden[i], head, targets[i], *(None if x is None else x[i] for x in columns))
         d_hidden = d_hidden.at[i].set(jnp.einsum("cv,vd->cd", d, head))
-        # [D, V], with a dim of 1: else XLA's CPU backend copies the transpose of all of d.
+        # [D, V], with a dim of 1: otherwise XLA's CPU backend copies the transpose of all of d.
         products = jnp.einsum("bcd,bcv->dv", hidden[i][None], d[None], preferred_element_type=jnp.float32)
         return d_hidden, d_head + products
 

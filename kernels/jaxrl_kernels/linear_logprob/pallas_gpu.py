@@ -48,11 +48,11 @@ STAGES = 4
 SLICE = 64
 """Columns of a tile of logits that the epilogue computes at a time."""
 GROUP = 16
-"""Tiles of tokens that share tiles of the head while those are in the L2 cache."""
+"""Tiles of tokens that share tiles of the head while the head's tiles are in the L2 cache."""
 
 
 def unsupported(dim: int, dtype: Any) -> str | None:
-    """Return why the kernels do not take hidden states of such a size and type, or None."""
+    """Return why the kernels do not support hidden states of this size and type, or None."""
     return unsupported_dtype(dtype)
 
 
@@ -161,6 +161,7 @@ class _Ring(NamedTuple):
 def _kernel(plan: _Plan, tile_fn, num_outputs: int, count, columns, hidden, head, *refs, epilogue, **ring):
     outputs, ring = refs[:num_outputs], _Ring(**ring)
     warpgroup, steps = lax.axis_index("group"), plan.dim // DEPTH
+    # The producer warpgroup streams blocks of hidden and head; consumers multiply, then run the epilogue.
     num_tiles, tile_at = share_tiles(pl.cdiv(count[0], TOKENS), plan.vocab_tiles, GROUP)
 
     @pl.when(warpgroup == CONSUMERS)
@@ -227,7 +228,7 @@ def _slices(plan: _Plan, j, product):
 
 
 def _forward_tile(plan: _Plan, j, product, of_tokens, epilogue, rows, outputs):
-    """Write log-prob, entropy and lse of these rows of the head alone."""
+    """Write log-prob, entropy and lse over these rows of the head."""
     slices = [
         (jnp.where(index < plan.vocab, logits, MASKED_LOGIT), index)
         for _, logits, index in _slices(plan, j, product)

@@ -23,7 +23,7 @@ from jaxrl_kernels.linear_logprob.shapes import STRIP, Tiles
 
 
 def unsupported(dim: int, dtype) -> str | None:
-    """Return why the kernels do not take hidden states of such a size and type, or None."""
+    """Return why the kernels do not support hidden states of this size and type, or None."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return f"takes bfloat16 and float32, not {jnp.dtype(dtype).name}"
     return None
@@ -68,6 +68,7 @@ def _call(kernel, outputs, tiles, interpret, count, hidden, head, columns, scrat
     if dim % LANES:  # padding of the depth must be 0
         hidden, head = [jnp.pad(x, ((0, 0), (0, -dim % LANES))) for x in (hidden, head)]
         dim = hidden.shape[1]
+    # Tiles that fit the chip's vector memory.
     chip, itemsize = dispatch.tpu_generation(), hidden.dtype.itemsize
     if tiles is None:
         tiles = shapes.tiles(chip, tokens, vocab, dim, itemsize)
@@ -86,6 +87,7 @@ def _call(kernel, outputs, tiles, interpret, count, hidden, head, columns, scrat
 
         return clamped
 
+    # The grid is (tokens, vocabulary, depth); the depth accumulates in scratch.
     token_spec = pl.BlockSpec((rows, 1), lambda i, j, k, count: (i, 0))
     logit_spec = pl.BlockSpec((rows, width), lambda i, j, k, count: (i, j))
     return pl.pallas_call(
@@ -137,8 +139,8 @@ def _product(kernel, count, hidden, head, *refs):
 
 
 def _forward_kernel(spec: LogprobSpec, vocab: int, j, targets, logprob, entropy, lse, total, product):
-    """Update the online softmax: until the end `logprob` holds the target's logit, `lse` the maximum, `total`
-    the sum of exp(logit - maximum), `entropy` that of exp(logit - maximum) * (logit - maximum)."""
+    """Update the online softmax. Until the end, `logprob` holds the target's logit, `lse` the maximum,
+    `total` sum(exp(logit - maximum)), and `entropy` sum(exp(logit - maximum) * (logit - maximum))."""
 
     @pl.when(j == 0)
     def _():

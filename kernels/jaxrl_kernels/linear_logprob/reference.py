@@ -6,9 +6,9 @@ Every implementation has two functions. For M tokens and V rows of the head:
     d_logits(spec, hidden, head, targets, lse, entropy, d_logprob, d_entropy) -> [M, V] like hidden
 
 `head` may be a shard of the vocabulary. `forward` then covers these rows alone, `merge_shards` merges them,
-and `d_logits` takes the lse and entropy over the whole vocabulary. A target that is none of the rows (their
-indices are 0..V-1) has log-prob 0. Outputs of `forward` from token `count` on are ignored. Entropy (and its
-gradient) is None without `spec.entropy`.
+and `d_logits` takes the lse and entropy over the whole vocabulary. A target outside the rows (indices 0..V-1)
+has log-prob 0. Outputs of `forward` from token `count` on are ignored. Entropy (and its gradient) is None
+without `spec.entropy`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def d_logits(
     d_logprob: Float[Array, "M"],
     d_entropy: Float[Array, "M"] | None,
 ) -> Float[Array, "M V"]:
-    """Compute the gradient of hidden head^T from those of log-prob and entropy."""
+    """Compute the gradient of hidden head^T from the gradients of log-prob and entropy."""
     column = lambda x: None if x is None else x[:, None]
     logits, at_target = _logits(spec, hidden, head), _is_target(targets, head)
     slope = spec.slope(logits, at_target, *map(column, (lse, entropy, d_logprob, d_entropy)))

@@ -24,13 +24,13 @@ PREFERRED = {"v4": SMALL, "v5e": MEDIUM, "v5p": MEDIUM, "v6e": LARGE, "tpu7x": M
 
 
 def tiles(chip: str, tokens: int, vocab: int, dim: int, itemsize: int) -> Tiles:
-    """Return the tiles for a chip of this generation, smaller where the array is.
+    """Return the tiles for a chip of this generation, smaller if the array is smaller.
 
     Args:
         dim: a multiple of LANES.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the tiles do not fit.
     """
     preferred = PREFERRED[chip]
     depth = max(d for d in range(LANES, preferred.depth + 1, LANES) if dim % d == 0)
@@ -41,8 +41,8 @@ def tiles(chip: str, tokens: int, vocab: int, dim: int, itemsize: int) -> Tiles:
 
 
 def vmem_bytes(t: Tiles, itemsize: int) -> int:
-    """Return the bytes of vector memory, which the kernels are compiled with as their limit: two buffers of
-    each input tile, the float32 product, temporaries of a strip of it, ten columns of one number a token (as
+    """Return the bytes of vector memory, the limit that the kernels are compiled with: two buffers of each
+    input tile, the float32 product, temporaries of a strip of it, ten columns of one number per token (as
     wide as LANES), two buffers of an output tile, and 1 MiB for the compiler."""
     read = 2 * (t.tokens + t.vocab) * t.depth * itemsize
     product = t.tokens * t.vocab * 4
@@ -55,7 +55,7 @@ def check_vmem(chip: str, t: Tiles, itemsize: int) -> None:
     """Refuse tiles that do not fit the vector memory.
 
     Raises:
-        ValueError: it names tiles that fit.
+        ValueError: the message names tiles that fit.
     """
     limit = CHIPS[chip].scratchpad
     if vmem_bytes(t, itemsize) <= limit:
