@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
-import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -189,77 +187,3 @@ def type_words(hint: Any) -> str:
     if origin is tuple:
         return f"{len(args)} values: " + ", ".join(type_words(arg) for arg in args)
     return getattr(hint, "__name__", str(hint))
-
-
-def parse_value(hint: Any, words: Sequence[str]) -> Any:
-    """Return the words of the command line as a value of this type.
-
-    Raises:
-        ValueError: they are no such value.
-    """
-    value, rest = _take(hint, list(words))
-    if rest:
-        raise ValueError(f"{len(rest)} words too many")
-    return value
-
-
-def _take(hint: Any, words: list[str]) -> tuple[Any, list[str]]:
-    """Return the value that the first words spell, and the other words."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return _take_union(args, words)
-    if origin is tuple and args[-1] is Ellipsis:
-        values = []
-        rest = [] if words == [""] else words  # --key= is the empty tuple
-        while rest:
-            value, rest = _take(args[0], rest)
-            values.append(value)
-        return tuple(values), []
-    if origin is tuple:
-        values = []
-        for arg in args:
-            value, words = _take(arg, words)
-            values.append(value)
-        return tuple(values), words
-    if not words:
-        raise ValueError("too few words")
-    return _parse_word(hint, words[0]), words[1:]
-
-
-def _take_union(args: tuple, words: list[str]) -> tuple[Any, list[str]]:
-    for arg in sorted(args, key=lambda arg: arg is not type(None)):  # "None" before text
-        try:
-            return _take(arg, words)
-        except ValueError:
-            continue
-    raise ValueError("of none of these types")
-
-
-def _parse_word(hint: Any, word: str) -> Any:
-    if hint is type(None):
-        choices: dict[str, Any] = {"none": None}
-    elif hint is bool:
-        choices = {"true": True, "false": False}
-    elif typing.get_origin(hint) is Literal:
-        choices = {str(arg): arg for arg in typing.get_args(hint)}
-    elif hint is int:
-        return _whole_number(word)
-    elif hint in (str, float):
-        return hint(word)
-    else:
-        raise ValueError("a type that cannot be spelled in words")
-    key = word.lower() if hint in (bool, type(None)) else word
-    if key not in choices:
-        raise ValueError(f"not one of {', '.join(choices)}")
-    return choices[key]
-
-
-def _whole_number(word: str) -> int:
-    """Return the number of "1000", or of "1e3"."""
-    try:
-        return int(word)
-    except ValueError:
-        number = float(word) if re.fullmatch(r"[+-]?[\d.]+e\+?\d\d?", word.lower()) else math.nan
-        if not number.is_integer():
-            raise
-        return int(number)

@@ -18,7 +18,6 @@ from jaxrl_llm.recipe.keys import (
     has_type,
     inner_key,
     iter_fields,
-    parse_value,
     replace_at,
     short_repr,
     shorten,
@@ -119,6 +118,8 @@ def parse_words(key: str, hint: typing.Any, words: list[str] | None) -> typing.A
         raise ConfigError(f"--{key} is None: expected {type_words(hint)}. {fix}")
     if inner := inner_key(key, hint):
         raise ConfigError(f"--{key} has fields of its own, such as --{inner}.")
+    from jaxrl_llm.recipe.values import parse_value  # imports tyro: not for --help
+
     try:
         return parse_value(hint, words)
     except ValueError:

@@ -21,7 +21,8 @@ from jaxrl_llm.host.start import open_compilation_cache
 from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.recipe.keys import parse_value, type_hints, type_words
+from jaxrl_llm.recipe.keys import type_hints, type_words
+from jaxrl_llm.recipe.values import parse_value
 from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
 from jaxrl_llm.rollout.partial import new_responses
 from jaxrl_llm.thoughts import as_message

@@ -17,9 +17,10 @@ from jaxrl_llm.config import (
     TrainConfig,
 )
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.recipe.keys import has_type, iter_fields, parse_value, type_words
+from jaxrl_llm.recipe.keys import has_type, iter_fields, type_words
 from jaxrl_llm.recipe.load import with_algo
 from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
+from jaxrl_llm.recipe.values import parse_value
 from jaxrl_llm.rewards.config import RewardModelConfig
 
 
