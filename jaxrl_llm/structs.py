@@ -90,7 +90,7 @@ class Trajectory:
     token_rewards: np.ndarray | None = None  # float32 [R'], of a process reward model
     greedy_reward: float = float("nan")  # of the greedy response to the same prompt (ReMax)
     greedy_process: float = 0.0  # `process_reward` of that response
-    routes: np.ndarray | None = None  # uint8 or uint16 [tokens, L, K], `models.moe.route_spec`, of all tokens
+    routes: np.ndarray | None = None  # uint8 or uint16 [tokens, L, K] of all tokens, `router.route_spec`
     kept: np.ndarray | None = (
         None  # int32 [R', K], tokens that the filters kept at each of the policy's, -1 = none
     )
@@ -180,7 +180,7 @@ class Batch:
     values: Float[Array, "B T"] | None = None  # the critic's values before the first update of this step
     returns: Float[Array, "B T"] | None = None  # targets of the critic
     labels: Float[Array, "B T"] | None = None  # label of the token, or of its sequence
-    routes: UInt[Array, "B T L K"] | None = None  # replayed routes of tokens (`models.moe.route_spec`)
+    routes: UInt[Array, "B T L K"] | None = None  # replayed routes of tokens (`router.route_spec`)
     kept: Int[Array, "B T K"] | None = None  # ids of the target's kept set, -1 = none
 
 
@@ -194,7 +194,7 @@ class BatchTotals:
     baseline: Float[Array, "*shape"] | None = None
     loss_scale: Float[Array, ""] | None = None  # that of the TrainState
     entropy_coef: Float[Array, "2"] | None = None  # likewise
-    balance_weights: Float[Array, "L X"] | None = None  # of the balance loss of X experts (`learn.routing`)
+    balance_weights: Float[Array, "L X"] | None = None  # of the balance loss of X experts
 
 
 @pytree

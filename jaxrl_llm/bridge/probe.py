@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.bridge.servers import Receiver, parsing_reply
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.moe import unknown_route
+from jaxrl_llm.models.experts.router import unknown_route
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.structs import Params
 

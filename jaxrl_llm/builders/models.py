@@ -25,15 +25,15 @@ from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.config import OptimConfig, RoutingConfig
 from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.optim import make_optimizer
-from jaxrl_llm.learn.routing import Replay
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import linear_layers
+from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.lora import base_config, frozen_config, rank_of_experts, with_lora
-from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
 from jaxrl_llm.structs import Params
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.experience.rewards import group_by_prompt
 from jaxrl_llm.experience.rollouts import RolloutSource
-from jaxrl_llm.learn.routing import reads_logits
+from jaxrl_llm.learn.moe_losses import reads_logits
 from jaxrl_llm.learn.stage import Experience, Stage, policy_scores
 from jaxrl_llm.models.flops import sequence_flops, training_flops
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine

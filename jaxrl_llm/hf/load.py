@@ -20,8 +20,8 @@ from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remot
 from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, stack_dims, tensor_rows
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves
+from jaxrl_llm.models.experts.router import reads_float32
 from jaxrl_llm.models.initializer import matrix_dims
-from jaxrl_llm.models.moe import reads_float32
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.structs import Params
 

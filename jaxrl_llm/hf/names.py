@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.config import DENSE, TransformerConfig, layer_stacks
+from jaxrl_llm.models.experts.router import copy_dtype
 from jaxrl_llm.models.lora import MARK
-from jaxrl_llm.models.moe import copy_dtype
 from jaxrl_llm.models.params import abstract, named_leaves
 
 TABLE: dict[str, tuple[str, str]] = {
@@ -193,7 +193,7 @@ def hf_name(config: TransformerConfig, ours: str) -> str:
 
 
 def stored_dtype(tensor: HFTensor, dtype: str) -> str:
-    """Return the type of a tensor in files and buckets of type `dtype` (`models.moe.copy_dtype`)."""
+    """Return the type of a tensor in files and buckets of type `dtype` (`copy_dtype`)."""
     return jnp.dtype(tensor.encoding.dtype if tensor.encoding else copy_dtype(tensor.parts[0][0], dtype)).name
 
 

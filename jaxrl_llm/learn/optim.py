@@ -11,8 +11,8 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxrl_llm import models
 from jaxrl_llm.learn.config import OptimConfig
+from jaxrl_llm.learn.moe_losses import move_bias
 from jaxrl_llm.learn.optim_states import average_weights, quantize_moments, store_remainders
-from jaxrl_llm.learn.routing import move_bias
 from jaxrl_llm.structs import Params
 
 MUON_RMS = 0.2  # of Muon's updates, about AdamW's, so that its learning rates carry over (arXiv 2502.16982)
@@ -42,7 +42,7 @@ def make_optimizer(
     Gradients are clipped in `learn.update`, which computes their norm.
 
     Args:
-        bias_rate: of the selection bias of routers (`learn.routing.move_bias`).
+        bias_rate: of the selection bias of routers (`learn.moe_losses.move_bias`).
     """
     direction = _direction(config)
     if config.moments == "int8":

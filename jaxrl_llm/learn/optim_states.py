@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
-from jaxrl_llm.models.moe import reads_float32
+from jaxrl_llm.models.experts.router import reads_float32
 from jaxrl_llm.sharding.rules import on_device
 from jaxrl_llm.structs import Params, TrainState
 

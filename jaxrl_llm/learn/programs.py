@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.routing import ROUTES
+from jaxrl_llm.learn.moe_losses import ROUTES
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
 from jaxrl_llm.structs import Params, Program

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.data.packing import PackItem, arrange, empty_batch, pack, unpack
-from jaxrl_llm.learn.routing import ROUTES
+from jaxrl_llm.learn.moe_losses import ROUTES
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.sharding.compile import compiler_options
 from jaxrl_llm.sharding.rules import put_rows, row_sharding, with_shardings

@@ -30,10 +30,10 @@ from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_
 from jaxrl_llm.learn.gradients import add_gradients, new_gradients
 from jaxrl_llm.learn.kept_sets import kept_logprobs
 from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss
+from jaxrl_llm.learn.moe_losses import ROUTES, ROUTING, Replay, routing_metrics, with_bias_gradient
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
-from jaxrl_llm.learn.routing import ROUTES, ROUTING, Replay, routing_metrics, with_bias_gradient
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.moe import RoutingSums
+from jaxrl_llm.models.experts.router import RoutingSums
 from jaxrl_llm.sharding.rules import logprob_specs
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
 

@@ -22,8 +22,8 @@ from jaxrl_kernels.flash_attention.reference import dense_attention
 from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_kernels.flash_attention.spec import AttentionSpec
 from jaxrl_llm.models.config import TransformerConfig, layer_stacks
+from jaxrl_llm.models.experts.router import join_routes
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
-from jaxrl_llm.models.moe import join_routes
 from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.rope import attention_scale
 from jaxrl_llm.models.transformer import (

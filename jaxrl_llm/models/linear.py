@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.experts.weights import add_bias
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight
-from jaxrl_llm.sharding.expert_weights import add_bias
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain, scatter_gradient
 
 if TYPE_CHECKING:

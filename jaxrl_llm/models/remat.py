@@ -6,7 +6,7 @@ import jax
 
 from jaxrl_kernels.flash_attention.api import SAVED as ATTENTION
 from jaxrl_kernels.grouped_matmul.api import SAVED as GROUPED_PRODUCT
-from jaxrl_llm.sharding.experts import GATHERED_EXPERTS
+from jaxrl_llm.models.experts.dispatch import GATHERED_EXPERTS
 from jaxrl_llm.sharding.rules import HOST
 
 LAYER_INPUT = "layer_input"

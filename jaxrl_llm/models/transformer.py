@@ -16,10 +16,10 @@ from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.config import MLP, MoEConfig, TransformerConfig, layer_stacks, linear_layers
+from jaxrl_llm.models.experts.router import RoutingSums, join_routes, reads_float32, routing_sums, sparse_mlp
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.linear import apply_linear, rms_norm
 from jaxrl_llm.models.mla import DecodeLatents, add_latent_weights, decode_latents, expand_latents
-from jaxrl_llm.models.moe import RoutingSums, join_routes, reads_float32, routing_sums, sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rope import apply_rope, attention_scale, rope_tables, trajectory_lengths

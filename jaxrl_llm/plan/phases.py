@@ -18,8 +18,8 @@ from jaxrl_llm.builders.reference import abstract_reference, reference_model
 from jaxrl_llm.builders.sizes import derived, mean_context, rows_needed
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.moe_losses import reads_logits
 from jaxrl_llm.learn.programs import score_programs, update_programs
-from jaxrl_llm.learn.routing import reads_logits
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig, flops

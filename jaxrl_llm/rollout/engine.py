@@ -40,7 +40,7 @@ class PartialResponse:
     """Spans of `ids` that are observations: the environment's replies between the policy's turns."""
     episode: Episode | None = None  # of the environment's replies so far
     routes: list[np.ndarray] = field(default_factory=list)
-    """Routes of the tokens of prompt and response, [L, K] each (`models.moe.route_spec`), from the first as
+    """Routes of the tokens of prompt and response, [L, K] each (`route_spec`), from the first as
     far as they are known: the last token that was sampled has none yet."""
     kept: list[np.ndarray] = field(default_factory=list)
     """Kept sets of the tokens that the policy generated, int32 [K] each (`Trajectory.kept`); [] = none."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.models.moe import unknown_route
+from jaxrl_llm.models.experts.router import unknown_route
 from jaxrl_llm.rollout.engine import PartialResponse, Request, reads_thought, text_of
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.structs import Episode, Trajectory

@@ -15,11 +15,11 @@ from tiny_models import random_params
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import PackItem, pack
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.routing import Replay
+from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
-from jaxrl_llm.models.moe import route_spec, unknown_route
+from jaxrl_llm.models.experts.router import route_spec, unknown_route
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 MODEL = TransformerConfig(

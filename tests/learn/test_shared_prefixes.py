@@ -15,13 +15,13 @@ from jaxrl_llm.algos.contract import old_logprobs
 from jaxrl_llm.builders.models import config_with_heads
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.routing import Replay
+from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import LoraConfig, MoEConfig
+from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.lora import with_lora
-from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import Trajectory
 

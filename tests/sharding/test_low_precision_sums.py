@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl_kernels.linear_divergence.chunked import linear_divergence
-from jaxrl_llm.sharding import experts
-from jaxrl_llm.sharding.expert_weights import ExpertWeights, add_bias
+from jaxrl_llm.models.experts import dispatch as experts
+from jaxrl_llm.models.experts.weights import ExpertWeights, add_bias
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, look_up, put_rows, sharding_for
 

@@ -13,6 +13,8 @@ from rich.console import Console
 
 from jaxrl_llm.builders.placement import make_meshes
 from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.experts.dispatch import grouped_experts
+from jaxrl_llm.models.experts.weights import ExpertWeights
 from jaxrl_llm.plan.collectives import count_collectives, synchronous_collectives
 from jaxrl_llm.plan.experts import TILES, tile_trips
 from jaxrl_llm.plan.floors import Rows, forward_floor, kernel_flops, product_widths, training_floor
@@ -21,8 +23,6 @@ from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import floor_table, synchronous_lines
 from jaxrl_llm.plan.work import ProgramWork, count_work
-from jaxrl_llm.sharding.expert_weights import ExpertWeights
-from jaxrl_llm.sharding.experts import grouped_experts
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, look_up
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm import models
 from jaxrl_llm.models import TransformerConfig, decode, paged
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
-from jaxrl_llm.models.moe import route_spec
+from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.native.drafts import accept_drafts, propose_drafts
 from jaxrl_llm.rollout.native.sampling import Filters, SamplingParams, sample_tokens, uniforms
@@ -85,7 +85,7 @@ class Programs:
     Args:
         chunk: tokens that one call of `decode` generates at most.
         page_size: tokens of a page of the paged cache; 0 = the ring cache.
-        routes: prefill and decoding return routes (`models.moe.route_spec`).
+        routes: prefill and decoding return routes (`models.experts.router.route_spec`).
         kept: programs of the pages that hold conversations between turns (`kept.py`); None = nothing is kept.
     """
 

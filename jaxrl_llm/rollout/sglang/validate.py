@@ -14,7 +14,7 @@ from jaxtyping import UInt
 from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.errors import RefusedError
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.models.moe import route_spec
+from jaxrl_llm.models.experts.router import route_spec
 
 FINISHES = ("stop", "length", "abort")
 ROUNDING = 1e-4  # nats above 0 that the log-prob of a certain token may be
@@ -90,7 +90,7 @@ def read_generated(
 def routed_experts(
     meta: Mapping[str, Any], body: Json, count: int, model: TransformerConfig
 ) -> UInt[np.ndarray, "N L K"]:
-    """Return the routes of tokens of prompt and response (`models.moe.route_spec`), ascending numbers.
+    """Return the routes of tokens of prompt and response (`route_spec`), ascending numbers.
 
     SGLang sends them as base64 of int32 (`--enable-return-routed-experts`), of all tokens but the last, which
     no layer has read yet, from `routed_experts_start_len` on, and of all layers: those of layers without

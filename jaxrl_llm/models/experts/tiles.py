@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels.grouped_matmul.api import SAVED
 from jaxrl_kernels.grouped_matmul.tiled import for_each_group, rows_of_tile
-from jaxrl_llm.sharding.expert_weights import (
+from jaxrl_llm.models.experts.weights import (
     ExpertWeights,
     Gate,
     dense_expert,

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 from distributed import run_processes
-from test_moe import assert_close, on_one_device, params, params_forward, rows
+from test_router import assert_close, on_one_device, params, params_forward, rows
 
 SCRIPT = """
 import sys
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 sys.path.insert(0, sys.argv[1])
-from test_moe import CONFIG, loss_and_gradient, rows
+from test_router import CONFIG, loss_and_gradient, rows
 from jaxrl_llm import models
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh

@@ -18,13 +18,13 @@ from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.config import OptimConfig, RoutingConfig
 from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.moe_losses import ROUTES, ROUTING, Replay, balance, balance_weights, routing_metrics
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
-from jaxrl_llm.learn.routing import ROUTES, ROUTING, Replay, balance, balance_weights, routing_metrics
 from jaxrl_llm.learn.update import StepConfig, apply
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import LoraConfig, MoEConfig
-from jaxrl_llm.models.moe import (
+from jaxrl_llm.models.experts.router import (
     Routing,
     RoutingSums,
     route_spec,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.moe import SELECTION_BIAS, RoutingSums
+from jaxrl_llm.models.experts.router import SELECTION_BIAS, RoutingSums
 from jaxrl_llm.structs import Batch, Metrics, Params
 
 ROUTING = "routing"
@@ -31,7 +31,7 @@ class Replay:
     """Router replay of a model."""
 
     source: Literal["old", "rollout"]
-    route: jax.ShapeDtypeStruct  # of a token (`models.moe.route_spec`)
+    route: jax.ShapeDtypeStruct  # of a token (`models.experts.router.route_spec`)
 
 
 def balance(

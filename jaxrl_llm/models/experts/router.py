@@ -16,9 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
-from jaxrl_llm.models.linear import adapter_of
-from jaxrl_llm.models.quantize import SCALE, dequantize_weight
-from jaxrl_llm.sharding.expert_weights import (
+from jaxrl_llm.models.experts.dispatch import sharded_experts
+from jaxrl_llm.models.experts.weights import (
     AdaptedMatrices,
     ExpertWeights,
     Gate,
@@ -26,7 +25,8 @@ from jaxrl_llm.sharding.expert_weights import (
     dense_expert,
     product_with,
 )
-from jaxrl_llm.sharding.experts import sharded_experts
+from jaxrl_llm.models.linear import adapter_of
+from jaxrl_llm.models.quantize import SCALE, dequantize_weight
 from jaxrl_llm.sharding.rules import Rules
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.dispatch import choose
 from jaxrl_kernels.grouped_matmul.api import grouped_matmul
-from jaxrl_llm.sharding.expert_tiles import experts_in_tiles
-from jaxrl_llm.sharding.expert_weights import (
+from jaxrl_llm.models.experts.tiles import experts_in_tiles
+from jaxrl_llm.models.experts.weights import (
     AdaptedMatrices,
     ExpertMatrix,
     ExpertWeights,
