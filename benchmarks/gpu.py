@@ -127,7 +127,7 @@ def measure_update(config: TrainConfig, repeat: int) -> dict[str, float]:
         tokens = np.r_[first, ids(config.max_response_tokens)]
         mask = (np.arange(len(tokens)) >= prompt).astype(np.float32)
         noise = rng.standard_normal(len(tokens)).astype(np.float32)
-        return PackItem(tokens, mask, {"advantages": noise * mask, "rollout": -np.abs(noise) * mask})
+        return PackItem(tokens, mask, {"advantages": noise * mask, "rollout_logprobs": -np.abs(noise) * mask})
 
     prompts = [ids(prompt) for _ in range(config.prompts_per_step)]
     items, seconds = [item(first) for first in prompts for _ in range(config.responses_per_prompt)], []

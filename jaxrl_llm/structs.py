@@ -39,17 +39,17 @@ class Signal(NamedTuple):
 
 
 SIGNALS = (
-    #      name              written by                                        advantages  loss
-    Signal("rollout",        "engine: log-probs that it reported, nats",            True, True),
-    Signal("old",            "policy before the first update: log-probs, nats",     True, True),
-    Signal("reference",      "frozen reference or teacher: log-probs, nats",        True, True),
-    Signal("values",         "critic or value head before the first update",        True, True),
-    Signal("sum_pi_squared", "policy: sum over the vocabulary of p^2",              True, False),
-    Signal("entropy",        "policy before the first update: entropy, nats",       True, False),
-    Signal("advantages",     "credit assignment",                                   False, True),
-    Signal("returns",        "credit assignment: targets of the critic",            False, True),
-    Signal("policy",         "update: log-probs in its forward pass, for the logs", False, False),
-    Signal("labels",         "dataset: label of the token, or of its sequence",     False, True),
+    #      name                written by                                               advantages  loss
+    Signal("rollout_logprobs", "engine: log-probs that it reported, nats",            True,  True),
+    Signal("old_logprobs",     "policy before the first update: log-probs, nats",     True,  True),
+    Signal("ref_logprobs",     "frozen reference or teacher: log-probs, nats",        True,  True),
+    Signal("values",           "critic or value head before the first update",        True,  True),
+    Signal("sum_pi_squared",   "policy: sum over the vocabulary of p^2",              True,  False),
+    Signal("entropy",          "policy before the first update: entropy, nats",       True,  False),
+    Signal("advantages",       "credit assignment",                                   False, True),
+    Signal("returns",          "credit assignment: targets of the critic",            False, True),
+    Signal("logprobs",         "update: log-probs in its forward pass, for the logs", False, False),
+    Signal("labels",           "dataset: label of the token, or of its sequence",     False, True),
 )  # fmt: skip
 """All signals; `learn.stage.loss_signals` returns those of an algorithm's batches."""
 
@@ -146,9 +146,9 @@ class Rollouts:
     token_rewards: Float[Array, "N R"] | None = None  # of a process reward model
     greedy: Float[Array, "N"] | None = None  # reward of the greedy response to the same prompt
     greedy_process: Float[Array, "N"] | None = None  # sum of that response's process rewards
-    rollout: Float[Array, "N R"] | None = None  # log-probs that the rollout engine reported
-    old: Float[Array, "N R"] | None = None  # log-probs of the policy before this step's updates
-    reference: Float[Array, "N R"] | None = None  # log-probs of the frozen reference
+    rollout_logprobs: Float[Array, "N R"] | None = None  # log-probs that the rollout engine reported
+    old_logprobs: Float[Array, "N R"] | None = None  # log-probs of the policy before this step's updates
+    ref_logprobs: Float[Array, "N R"] | None = None  # log-probs of the frozen reference
     values: Float[Array, "N R"] | None = None  # the critic's, of the state in which the token was chosen
     sum_pi_squared: Float[Array, "N R"] | None = None  # sum over the vocabulary of the policy's p^2
     entropy: Float[Array, "N R"] | None = None  # nats, of the policy before this step's updates
@@ -174,9 +174,9 @@ class Batch:
     lengths: Float[Array, "B T"]  # trained tokens of the trajectory that this token belongs to (>= 1)
     last: Int[Array, "B T"] | None = None  # the last trajectory that reads this token (docs/prefixes.md)
     advantages: Float[Array, "B T"] | None = None
-    rollout: Float[Array, "B T"] | None = None  # log-probs (nats) the rollout engine reported
-    old: Float[Array, "B T"] | None = None  # log-probs before the first update of this step
-    reference: Float[Array, "B T"] | None = None  # log-probs of the frozen reference
+    rollout_logprobs: Float[Array, "B T"] | None = None  # log-probs (nats) the rollout engine reported
+    old_logprobs: Float[Array, "B T"] | None = None  # log-probs before the first update of this step
+    ref_logprobs: Float[Array, "B T"] | None = None  # log-probs of the frozen reference
     values: Float[Array, "B T"] | None = None  # the critic's values before the first update of this step
     returns: Float[Array, "B T"] | None = None  # targets of the critic
     labels: Float[Array, "B T"] | None = None  # label of the token, or of its sequence
@@ -205,7 +205,7 @@ class LossInputs:
     the sum over micro-batches is the loss of the mini-batch.
     """
 
-    policy: Float[Array, "B T"]  # carries the gradient
+    logprobs: Float[Array, "B T"]  # carries the gradient
     mask: Float[Array, "B T"]
     segments: Int[Array, "B T"]
     lengths: Float[Array, "B T"]
@@ -214,9 +214,9 @@ class LossInputs:
     entropy: Float[Array, "B T"] | None = None  # nats, of the policy; carries gradient
     sum_pi_squared: Float[Array, "B T"] | None = None  # over the vocabulary, of the policy; no gradient
     advantages: Float[Array, "B T"] | None = None
-    rollout: Float[Array, "B T"] | None = None
-    old: Float[Array, "B T"] | None = None
-    reference: Float[Array, "B T"] | None = None
+    rollout_logprobs: Float[Array, "B T"] | None = None
+    old_logprobs: Float[Array, "B T"] | None = None
+    ref_logprobs: Float[Array, "B T"] | None = None
     values: Float[Array, "B T"] | None = None  # of the value head; carries gradient
     old_values: Float[Array, "B T"] | None = None
     returns: Float[Array, "B T"] | None = None

@@ -142,7 +142,7 @@ def score(model: TransformerConfig = MODEL, size: Work = SMALL):
 
     def run(repetition: int) -> None:
         scores = trainer.score(params, items_of(size, repetition))
-        assert all((scored["policy"][size.prompt_tokens :] < 0).all() for scored in scores)
+        assert all((scored["logprobs"][size.prompt_tokens :] < 0).all() for scored in scores)
 
     return run
 

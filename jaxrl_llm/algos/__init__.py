@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from jaxrl_llm.algos.config import AlgoConfig, PolicyConfig
-from jaxrl_llm.algos.contract import Algorithm, Divergence, Requirements
+from jaxrl_llm.algos.contract import Algorithm, Divergence, Requirements, renamed
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.user_file import explain, import_user_file
 
@@ -156,13 +156,13 @@ def load_algorithm(name: str) -> Algorithm:
         raise UserError(
             f"--algo {name}: not one of {', '.join(sorted(ALGOS))}, and not the path of a .py file"
         )
-    module, key = import_user_file(path, "algo"), os.path.abspath(path)
+    key = os.path.abspath(path)
     try:
-        _LOADED[key] = _algorithm(name, key, module)
-    except UserError:
-        raise
+        _LOADED[key] = _algorithm(name, key, import_user_file(path, "algo"))
+    except UserError as error:
+        raise UserError(f"{error}{renamed(error)}") from error
     except Exception as error:  # its Config and Algorithm are the user's code
-        raise UserError(f"--algo {name}: {explain(error, path)}") from error
+        raise UserError(f"--algo {name}: {explain(error, path)}{renamed(error)}") from error
     return _LOADED[key]
 
 
@@ -191,10 +191,10 @@ def _algorithm(typed: str, key: str, module: ModuleType) -> Algorithm:
 
 
 _PROPERTIES = {
-    "needs_policy": "policy",
+    "needs_policy": "logprobs",
     "needs_entropy": "entropy",
-    "needs_old": "old",
-    "needs_reference": "reference",
+    "needs_old": "old_logprobs",
+    "needs_reference": "ref_logprobs",
     "needs_values": "values",
     "needs_critic": "critic",
     "needs_square": "sum_pi_squared",
@@ -216,7 +216,7 @@ def _properties(config: AlgoConfig) -> Requirements:
     if stated.get("teachers"):
         stated.setdefault("rewards", False)
     if getattr(config, "bypass_old", False):
-        stated["old_source"] = "rollout"
+        stated["old_logprobs_source"] = "rollout"
     if divergence := getattr(config, "divergence", None):
         stated["divergence"] = Divergence(**divergence)
     return replace(base, **stated)

@@ -20,10 +20,10 @@ from jaxrl_llm.structs import LossInputs, Metrics
 def clipped_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return max(-A r, -A clip(r, 1 - low, 1 + high)) + kl_coef KL - entropy_coef entropy, aggregated.
 
-    r = exp(policy - old), PPO (arXiv 1707.06347, eq. 7); with one update a step old is the policy and r is 1.
+    r = exp(logprobs - old_logprobs), PPO (arXiv 1707.06347, eq. 7); 1 where a step has one update.
     clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476, eq. 10).
     """
-    ratio = jnp.exp(log_ratio(inputs.policy, inputs.old))
+    ratio = jnp.exp(log_ratio(inputs.logprobs, inputs.old_logprobs))
     surrogate, is_clipped = clip(ratio, inputs.advantages, config)
     return policy_loss(surrogate, {"clip_fraction": is_clipped}, inputs, config)
 
@@ -61,12 +61,12 @@ def policy_loss(
     """
     weights, metrics = correct(inputs, config.correction)
     metrics |= {name: token_mean(jnp.asarray(x, surrogate.dtype), inputs) for name, x in fractions.items()}
-    metrics["policy_kl"] = token_mean(inputs.old - inputs.policy, inputs)
+    metrics["policy_kl"] = token_mean(inputs.old_logprobs - inputs.logprobs, inputs)
     per_token = weights * surrogate
-    if inputs.reference is not None:
-        penalty = kl(inputs.policy, inputs.reference, config.kl)
+    if inputs.ref_logprobs is not None:
+        penalty = kl(inputs.logprobs, inputs.ref_logprobs, config.kl)
         if config.kl_importance:
-            penalty = penalty * jnp.exp(log_ratio(inputs.policy, inputs.old))
+            penalty = penalty * jnp.exp(log_ratio(inputs.logprobs, inputs.old_logprobs))
         metrics["kl"] = token_mean(penalty, inputs)
         if config.kl_in == "loss" and config.kl_coef:
             per_token = per_token + config.present_kl_coef(inputs) * penalty
@@ -109,7 +109,7 @@ ppo = policy_algorithm(
     "ppo",
     """Proximal policy optimization: PPO (arXiv 1707.06347, eq. 7; for language arXiv 2203.02155).
 
-    Reward of a token: -kl_coef (old - reference), plus the response's reward on its last token;
+    Reward of a token: -kl_coef (old_logprobs - ref_logprobs), plus the response's reward on its last token;
     A = GAE over the policy's own tokens (arXiv 1506.02438), whitened; loss = max(-A r_t, -A clip(r_t)).
     The critic (critic.py) learns A + V; `critic = "shared"` makes it a second head on the policy.
     kl_coef and lambda are InstructGPT's.""",
@@ -132,9 +132,9 @@ rloo = policy_algorithm(
     "rloo",
     """REINFORCE leave-one-out: RLOO (arXiv 2402.14740, eq. 8).
 
-    A = r - mean reward of the other responses to the prompt, with -kl_coef (old - reference) of all tokens in
-    r; loss = -A r_t, summed over tokens: with one update a step the gradient of REINFORCE, with several PPO's
-    clip bounds the ratio. veRL averages over tokens.""",
+    A = r - mean reward of the other responses to the prompt, with -kl_coef (old_logprobs - ref_logprobs) of
+    all tokens in r; loss = -A r_t, summed over tokens: with one update a step the gradient of REINFORCE, with
+    several PPO's clip bounds the ratio. veRL averages over tokens.""",
     ClippedConfig(advantage="rloo", aggregation="sequence_sum", kl_coef=0.03, kl="k1", kl_in="reward"),
     clipped_loss,
 )

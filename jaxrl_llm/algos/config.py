@@ -66,7 +66,8 @@ class Correction:
     """
 
     weight: Literal["none", "token", "sequence"] = "none"
-    """Weigh the policy loss by exp(old - rollout), of each token or its product over the sequence."""
+    """Weigh the policy loss by exp(old_logprobs - rollout_logprobs), of each token or its product over the
+    sequence."""
     cap: Annotated[float, Range(0.0, math.inf, open_low=True)] = 2.0
     """Largest weight."""
     floor: Annotated[float, Range(0.0, 1e6)] = 0.0

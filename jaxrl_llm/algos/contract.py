@@ -19,6 +19,7 @@ the mean of the mini-batch; a key that ends in "/max" or "/max_abs" is combined 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -32,6 +33,14 @@ if TYPE_CHECKING:  # structs imports jax
 
 Input = Literal["rollouts", "tokens", "pairs", "labels"]
 OldSource = Literal["auto", "policy", "rollout"]
+RENAMED = {
+    "policy": "logprobs",
+    "old": "old_logprobs",
+    "old_source": "old_logprobs_source",
+    "rollout": "rollout_logprobs",
+    "reference": "ref_logprobs",
+}
+"""Fields of log-probs by their names in earlier versions."""
 
 
 class Divergence(NamedTuple):
@@ -46,18 +55,18 @@ class Divergence(NamedTuple):
 class Requirements:
     """The arrays and models that an algorithm reads; each costs a forward pass, memory or a gradient."""
 
-    policy: bool = True
+    logprobs: bool = True
     """Log-probs of the policy; critics and reward models learn without."""
     entropy: bool = False
     """Gradient through the entropy; its value is a metric anyway."""
-    old: bool = False
+    old_logprobs: bool = False
     """Old log-probs before the first update: `advantages` or `baseline` reads them."""
-    old_source: OldSource = "auto"
+    old_logprobs_source: OldSource = "auto"
     """Old log-probs are those of the policy before this step's updates, or those that the rollout reported.
     auto: the rollout's where older weights may have generated tokens, unless `corrected`; or the policy's."""
     corrected: bool = False
     """The loss weighs or rejects tokens by policy / rollout, so that old log-probs need not."""
-    reference: bool = False
+    ref_logprobs: bool = False
     """Log-probs of the frozen reference model, or of the teachers in its place."""
     values: bool = False
     """A value head on the trained model."""
@@ -112,7 +121,7 @@ class Algorithm:
     def __post_init__(self):
         known = get_args(Input)
         assert self.input in known, f"{self.name}: input is {self.input!r}, not one of {known}"
-        updates_policy = self.on_rollouts and self.requires(self.config).policy
+        updates_policy = self.on_rollouts and self.requires(self.config).logprobs
         assert self.advantages or not updates_policy, f"{self.name} learns from rollouts without advantages"
         derived = {
             "config": replace(self.config, algorithm=AlgorithmName(self.name)),
@@ -132,7 +141,7 @@ class Algorithm:
         return self.input == "rollouts"
 
 
-def old_logprobs(
+def choose_old_logprobs(
     algorithm: Algorithm, requires: Requirements, updates: int, on_policy: bool = True
 ) -> Literal["policy", "recompute", "rollout"]:
     """Return where the old log-probs of a step come from.
@@ -147,11 +156,18 @@ def old_logprobs(
         first update. "rollout": those that the rollout engine reported.
     """
     stale = algorithm.on_rollouts and not on_policy and not requires.corrected
-    if requires.old_source == "rollout" or (requires.old_source == "auto" and stale):
+    if requires.old_logprobs_source == "rollout" or (requires.old_logprobs_source == "auto" and stale):
         return "rollout"
-    return "recompute" if requires.old or (algorithm.on_rollouts and updates > 1) else "policy"
+    return "recompute" if requires.old_logprobs or (algorithm.on_rollouts and updates > 1) else "policy"
+
+
+def renamed(error: Exception) -> str:
+    """Return " It is called ... now." for an error about a field of log-probs by its earlier name."""
+    pattern = r"((LossInputs|Rollouts)' object has no attribute|keyword argument) '(\w+)'"
+    found = re.search(pattern, str(error))
+    return f". It is called {RENAMED[found[3]]} now." if found and found[3] in RENAMED else ""
 
 
 def ignores_staleness(algorithm: Algorithm, requires: Requirements) -> bool:
     """Return True where tokens of older weights are taken for the policy's own, which is no default."""
-    return algorithm.on_rollouts and requires.old_source == "policy" and not requires.corrected
+    return algorithm.on_rollouts and requires.old_logprobs_source == "policy" and not requires.corrected

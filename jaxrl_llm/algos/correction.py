@@ -1,8 +1,8 @@
 """Rollout correction: importance weights, rejection and diagnostics of trainer against rollout log-probs.
 
-The ratio is exp(old - rollout): trainer over rollout, before this step's updates. Weights are per token or
-per sequence, so that micro-batches add up; the one number of a batch, its mean weight, is computed on
-[N, R] arrays (`mean_weight`).
+The ratio is exp(old_logprobs - rollout_logprobs): trainer over rollout, before this step's updates.
+Weights are per token or per sequence, so that micro-batches add up; the one number of a batch, its mean
+weight, is computed on [N, R] arrays (`mean_weight`).
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ def mean_weight(
 
 
 def accepted(
-    old: Float[Array, "B T"],
-    rollout: Float[Array, "B T"],
+    old_logprobs: Float[Array, "B T"],
+    rollout_logprobs: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     segments: Int[Array, "B T"],
     config: Correction,
 ) -> Bool[Array, "B T"]:
     """Return True where a token, and its sequence, passes every rule in `config.reject`.
 
-    With d = old - rollout, k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d estimate KL(rollout || old); tv and
-    binary_kl are of the distribution {this token, any other} (arXiv 2602.04879).
+    With d = old_logprobs - rollout_logprobs, k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d estimate
+    KL(rollout || old); tv and binary_kl are of the distribution {this token, any other} (arXiv 2602.04879).
     """
     keep = jnp.ones(mask.shape, bool)
     for rule, low, high in config.reject:
         level, _, name = rule.removeprefix("seq_").partition("_")
-        value = _divergence(old, rollout, name)
+        value = _divergence(old_logprobs, rollout_logprobs, name)
         if level == "max":
             value = _sequence_max(value, mask, segments)
         elif level != "token":
@@ -75,15 +75,17 @@ def accepted(
     return keep
 
 
-def _divergence(old: Float[Array, "B T"], rollout: Float[Array, "B T"], name: str) -> Float[Array, "B T"]:
-    d = log_ratio(old, rollout)
+def _divergence(
+    old_logprobs: Float[Array, "B T"], rollout_logprobs: Float[Array, "B T"], name: str
+) -> Float[Array, "B T"]:
+    d = log_ratio(old_logprobs, rollout_logprobs)
     if name == "k1":
         return -d
     if name == "k2":
         return 0.5 * d * d
     if name == "k3":
         return jnp.maximum(jnp.expm1(d) - d, 0.0)
-    p, q = (jnp.clip(jnp.exp(x), 1e-6, 1 - 1e-6) for x in (rollout, old))
+    p, q = (jnp.clip(jnp.exp(x), 1e-6, 1 - 1e-6) for x in (rollout_logprobs, old_logprobs))
     if name == "tv":
         return jnp.abs(p - q)
     return jnp.maximum(p * jnp.log(p / q) + (1 - p) * jnp.log((1 - p) / (1 - q)), 0.0)
@@ -103,18 +105,18 @@ def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"]
     A rejected token weighs 0 and the denominators stay (veRL shrinks them; OpenRLHF does not). The effective
     sample size, as a fraction, is is/weight^2 / is/weight_square of the mini-batch.
     """
-    if inputs.rollout is None:
+    if inputs.rollout_logprobs is None:
         assert not config.active, "a correction needs the rollout's log-probs"
         return inputs.mask, {}
-    old = jax.lax.stop_gradient(inputs.policy if config.of == "policy" else inputs.old)
-    metrics = diagnostics(old, inputs)
+    old_logprobs = jax.lax.stop_gradient(inputs.logprobs if config.of == "policy" else inputs.old_logprobs)
+    metrics = diagnostics(old_logprobs, inputs)
     if not config.active:
         return inputs.mask, metrics
     ids = inputs.segments
-    weights = importance_weights(old - inputs.rollout, inputs.mask, ids, config)
+    weights = importance_weights(old_logprobs - inputs.rollout_logprobs, inputs.mask, ids, config)
     if config.weight != "none":
         unbounded = Correction(config.weight, cap=jnp.inf)
-        ratio = importance_weights(old - inputs.rollout, inputs.mask, ids, unbounded)
+        ratio = importance_weights(old_logprobs - inputs.rollout_logprobs, inputs.mask, ids, unbounded)
         metrics |= {
             "is/weight": token_mean(weights, inputs),
             "is/weight_square": token_mean(weights**2, inputs),
@@ -122,7 +124,7 @@ def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"]
             "is/high_fraction": token_mean((ratio > config.cap).astype(ratio.dtype), inputs),
         }
     if config.reject:
-        keep = accepted(old, inputs.rollout, inputs.mask, ids, config)
+        keep = accepted(old_logprobs, inputs.rollout_logprobs, inputs.mask, ids, config)
         if config.reject_only == "negative":
             keep |= inputs.advantages >= 0
         weights = jnp.where(keep, weights, 0.0)
@@ -130,14 +132,14 @@ def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"]
     return weights, metrics
 
 
-def diagnostics(old: Float[Array, "B T"], inputs: LossInputs) -> Metrics:
+def diagnostics(old_logprobs: Float[Array, "B T"], inputs: LossInputs) -> Metrics:
     """Return distances of the rollout's distribution from the trainer's; all add up over micro-batches.
 
     kl and k3_kl estimate KL(rollout || old), nats a token; ppl_ratio is the mean over sequences of the
     trainer's perplexity over the rollout's; chi2 is E[ratio^2] - 1 of tokens and of sequences.
     """
-    d = log_ratio(old, inputs.rollout)
-    total = sequence_sum(old - inputs.rollout, inputs.mask, inputs.segments)
+    d = log_ratio(old_logprobs, inputs.rollout_logprobs)
+    total = sequence_sum(old_logprobs - inputs.rollout_logprobs, inputs.mask, inputs.segments)
     bounded = lambda x: jnp.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     per_sequence = lambda x: aggregate(x, inputs, "sequence")
     return {

@@ -42,7 +42,7 @@ class KLCovConfig(PolicyConfig):
     fraction: Fraction = 2e-4
     """Tokens penalised, of all."""
     penalty: Weight = 1.0
-    """Weight of |policy - old| there (veRL: 0.1)."""
+    """Weight of |logprobs - old_logprobs| there (veRL: 0.1)."""
 
 
 def covariance(inputs: LossInputs) -> Float[Array, "B T"]:
@@ -53,7 +53,7 @@ def covariance(inputs: LossInputs) -> Float[Array, "B T"]:
     """
     count = jnp.maximum(inputs.mask.sum(), 1.0)
     centred = lambda x: x - masked_sum(x, inputs.mask) / count
-    return jax.lax.stop_gradient(centred(inputs.advantages) * centred(inputs.policy))
+    return jax.lax.stop_gradient(centred(inputs.advantages) * centred(inputs.logprobs))
 
 
 def hash_uniform(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
@@ -66,12 +66,14 @@ def hash_uniform(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
 
 def clip_cov_loss(inputs: LossInputs, config: ClipCovConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the clipped surrogate, 0 where the token is dropped."""
-    surrogate, is_clipped = clip(jnp.exp(log_ratio(inputs.policy, inputs.old)), inputs.advantages, config)
+    surrogate, is_clipped = clip(
+        jnp.exp(log_ratio(inputs.logprobs, inputs.old_logprobs)), inputs.advantages, config
+    )
     cov = covariance(inputs)
     within = (cov > config.covariance_low) & (cov < config.covariance_high)
     candidates = within & ~is_clipped & (inputs.mask > 0)
     share = config.fraction * inputs.mask.sum() / jnp.maximum(candidates.sum(), 1)
-    dropped = candidates & (hash_uniform(inputs.old) < share)
+    dropped = candidates & (hash_uniform(inputs.old_logprobs) < share)
     fractions = {"clip_fraction": is_clipped, "dropped_fraction": dropped}
     return policy_loss(jnp.where(dropped, 0.0, surrogate), fractions, inputs, config)
 
@@ -90,10 +92,12 @@ clip_cov = policy_algorithm(
 
 def kl_cov_loss(inputs: LossInputs, config: KLCovConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return -A r, with the penalty on the chosen tokens."""
-    change = log_ratio(inputs.policy, inputs.old)
+    change = log_ratio(inputs.logprobs, inputs.old_logprobs)
     chosen = largest(covariance(inputs), inputs.mask, config.fraction)
     surrogate = -inputs.advantages * jnp.exp(change)
-    surrogate = surrogate + jnp.where(chosen, config.penalty * kl(inputs.policy, inputs.old, "abs"), 0.0)
+    surrogate = surrogate + jnp.where(
+        chosen, config.penalty * kl(inputs.logprobs, inputs.old_logprobs, "abs"), 0.0
+    )
     return policy_loss(surrogate, {"penalised_fraction": chosen}, inputs, config)
 
 
@@ -112,9 +116,9 @@ kl_cov = policy_algorithm(
     "kl_cov",
     """KL-Cov (arXiv 2505.22617, eq. 12 and 13): the tokens of highest covariance are penalised.
 
-    loss = -A r_t, plus penalty |policy - old| for the `fraction` of tokens whose covariance of advantage and
-    log-prob is largest: those would cost most entropy. The largest are taken in each micro-batch, at least
-    one.""",
+    loss = -A r_t, plus penalty |logprobs - old_logprobs| for the `fraction` of tokens whose covariance of
+    advantage and log-prob is largest: those would cost most entropy. The largest are taken in each
+    micro-batch, at least one.""",
     KLCovConfig(),
     kl_cov_loss,
 )

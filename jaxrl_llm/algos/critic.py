@@ -14,7 +14,7 @@ from jaxrl_llm.structs import LossInputs, Metrics
 
 def value_loss(
     values: Float[Array, "B T"],
-    old: Float[Array, "B T"],
+    old_values: Float[Array, "B T"],
     returns: Float[Array, "B T"],
     clip: float | None,
     factor: float = 0.5,
@@ -23,7 +23,7 @@ def value_loss(
     plain = (values - returns) ** 2
     if clip is None:
         return factor * plain, jnp.zeros(plain.shape, bool)
-    clipped = (clamp(values, old - clip, old + clip) - returns) ** 2
+    clipped = (clamp(values, old_values - clip, old_values + clip) - returns) ** 2
     return factor * jnp.maximum(plain, clipped), clipped > plain
 
 
@@ -53,5 +53,5 @@ value = Algorithm(
     "rollouts",
     VALUE,
     critic_loss,
-    requires=lambda config: Requirements(policy=False, values=True),
+    requires=lambda config: Requirements(logprobs=False, values=True),
 )

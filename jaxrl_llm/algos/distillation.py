@@ -52,11 +52,11 @@ def distill_loss(inputs: LossInputs, config: DistillConfig) -> tuple[Float[Array
     """Return the mean divergence, plus the NLL term."""
     metrics = {
         "divergence": token_mean(inputs.divergence, inputs),
-        "nll": token_mean(-inputs.policy, inputs),
+        "nll": token_mean(-inputs.logprobs, inputs),
     }
     each = inputs.divergence
     if config.nll_coef:
-        each = each - config.nll_coef * inputs.policy
+        each = each - config.nll_coef * inputs.logprobs
     return aggregate(each, inputs, config.aggregation), metrics
 
 
@@ -103,7 +103,7 @@ def gkd_requires(config: GKDConfig) -> Requirements:
     """Return the teachers' log-probs as the reference, or the divergence from their distributions."""
     rewards = config.reward_coef > 0
     if config.form == "policy_gradient":
-        return Requirements(old=True, reference=True, teachers=config.teachers, rewards=rewards)
+        return Requirements(old_logprobs=True, ref_logprobs=True, teachers=config.teachers, rewards=rewards)
     divergence = Divergence(config.beta, config.temperature, config.top_k)
     return Requirements(teachers=config.teachers, divergence=divergence, rewards=rewards)
 
@@ -112,7 +112,7 @@ def gkd_advantages(rollouts: Rollouts, config: GKDConfig) -> Float[Array, "N R"]
     """Return the teacher's log ratio, the task's reward, both or neither."""
     total = jnp.zeros_like(rollouts.mask)
     if config.form == "policy_gradient":
-        total = jnp.where(rollouts.mask > 0, rollouts.reference - rollouts.old, 0.0)
+        total = jnp.where(rollouts.mask > 0, rollouts.ref_logprobs - rollouts.old_logprobs, 0.0)
     if config.reward_coef:
         scores = group_advantages(rollouts.total_rewards, rollouts.group, rollouts.valid)
         total = total + config.reward_coef * scores[:, None] * rollouts.mask
@@ -125,9 +125,9 @@ def gkd_loss(inputs: LossInputs, config: GKDConfig) -> tuple[Float[Array, ""], M
     if config.form == "divergence":
         total = metrics["divergence"] = token_mean(inputs.divergence, inputs)
     else:
-        metrics["reverse_kl"] = token_mean(inputs.old - inputs.reference, inputs)
+        metrics["reverse_kl"] = token_mean(inputs.old_logprobs - inputs.ref_logprobs, inputs)
     if config.form == "policy_gradient" or config.reward_coef:
-        ratio = jnp.exp(log_ratio(inputs.policy, inputs.old))
+        ratio = jnp.exp(log_ratio(inputs.logprobs, inputs.old_logprobs))
         bounds = ClippedConfig(clip_low=config.clip_low, clip_high=config.clip_high)
         surrogate, is_clipped = clip(ratio, inputs.advantages, bounds)
         total = total + token_mean(surrogate, inputs)

@@ -160,8 +160,10 @@ def _otb(zero_tail: bool) -> Callable[..., Float[Array, "N R"]]:
         ratio = None
         if config.correction.weight != "none":
             ids = jnp.ones(mask.shape, jnp.int32)
-            ratio = importance_weights(r.old - r.rollout, mask, ids, config.correction)
-        return optimal_token_baseline(returns, r.old, r.sum_pi_squared, r.group, mask, ratio, zero_tail)
+            ratio = importance_weights(r.old_logprobs - r.rollout_logprobs, mask, ids, config.correction)
+        return optimal_token_baseline(
+            returns, r.old_logprobs, r.sum_pi_squared, r.group, mask, ratio, zero_tail
+        )
 
     return fn
 

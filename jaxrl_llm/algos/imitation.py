@@ -42,15 +42,15 @@ class RAFTConfig(AlgoConfig):
 
 def nll_loss(inputs: LossInputs, config: SFTConfig | RAFTConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return -log p(token), averaged over the tokens whose mask is 1."""
-    return aggregate(-inputs.policy, inputs, config.aggregation), {}
+    return aggregate(-inputs.logprobs, inputs, config.aggregation), {}
 
 
 def sft_loss(inputs: LossInputs, config: SFTConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the negative log-likelihood, of dft with each token weighed by its probability."""
     if config.loss == "nll":
         return nll_loss(inputs, config)
-    weight = jnp.exp(jax.lax.stop_gradient(inputs.policy))
-    return aggregate(-weight * inputs.policy, inputs, config.aggregation), {}
+    weight = jnp.exp(jax.lax.stop_gradient(inputs.logprobs))
+    return aggregate(-weight * inputs.logprobs, inputs, config.aggregation), {}
 
 
 sft = Algorithm(

@@ -23,11 +23,11 @@ def log_ratio(p: Float[Array, "*shape"], q: Float[Array, "*shape"]) -> Float[Arr
 
 
 def kl(
-    policy: Float[Array, "*shape"], reference: Float[Array, "*shape"], how: Estimator
+    logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"], how: Estimator
 ) -> Float[Array, "*shape"]:
     """Return a per-token estimate, nats (Schulman 2020, "Approximating KL divergence").
 
-    With d = policy - reference:
+    With d = logprobs - ref_logprobs:
 
     k1   d              unbiased
     k2   d^2 / 2        biased, but its gradient is that of the KL
@@ -37,7 +37,7 @@ def kl(
     A name with + has the value without it and the gradient of k2 (arXiv 2512.21852). d is clipped to +-20 so
     that k3 stays finite (veRL also clips k3 to +-10).
     """
-    d = log_ratio(policy, reference)
+    d = log_ratio(logprobs, ref_logprobs)
     if how.endswith("+"):
         square = 0.5 * d * d
         return jax.lax.stop_gradient(_value(d, how[:-1]) - square) + square

@@ -134,7 +134,7 @@ def sequence_alignment(inputs: LossInputs) -> Float[Array, "B H"]:
     w(y) = exp(mean over the tokens of log p - log sum over the vocabulary of p^2); the weight is
     min(w(chosen) w(rejected), 1), without gradient.
     """
-    aligned = jax.lax.stop_gradient(inputs.policy) - jnp.log(jnp.maximum(inputs.sum_pi_squared, 1e-30))
+    aligned = jax.lax.stop_gradient(inputs.logprobs) - jnp.log(jnp.maximum(inputs.sum_pi_squared, 1e-30))
     chosen, rejected = pair_means(aligned, inputs)
     return jnp.exp(jnp.minimum(chosen + rejected, 0.0))
 

@@ -31,10 +31,10 @@ def requires(config: PolicyConfig) -> Requirements:
     reads_old |= config.kl_in != "loss" and config.kl_coef != 0
     return Requirements(
         entropy=config.entropy_coef != 0 or config.entropy_target is not None,
-        old=config.old == "recompute" or reads_old,
-        old_source="policy" if config.old == "recompute" else config.old,
+        old_logprobs=config.old == "recompute" or reads_old,
+        old_logprobs_source="policy" if config.old == "recompute" else config.old,
         corrected=config.correction.active,
-        reference=config.kl_coef != 0,
+        ref_logprobs=config.kl_coef != 0,
         values=config.advantage == "gae" and config.critic == "shared",
         critic=config.advantage == "gae" and config.critic == "separate",
         sum_pi_squared=config.advantage.startswith("otb"),
@@ -61,7 +61,7 @@ def advantages(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
     if config.kl_in == "advantage" and config.kl_coef:
         out = out - config.present_kl_coef(rollouts) * _rollout_kl(rollouts, config)
     if config.correction.normalize:
-        gap = rollouts.old - rollouts.rollout
+        gap = rollouts.old_logprobs - rollouts.rollout_logprobs
         out = out / mean_weight(gap, mask, config.correction)
     if config.top_entropy < 1:
         lowest = jnp.nanquantile(jnp.where(mask > 0, rollouts.entropy, jnp.nan), 1 - config.top_entropy)
@@ -97,4 +97,4 @@ def shaped_rewards(rollouts: Rollouts, config: PolicyConfig) -> tuple[Float[Arra
 
 
 def _rollout_kl(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
-    return kl(rollouts.old, rollouts.reference, config.kl)
+    return kl(rollouts.old_logprobs, rollouts.ref_logprobs, config.kl)

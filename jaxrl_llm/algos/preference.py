@@ -43,7 +43,7 @@ MAX_LOGPROB = -1e-6  # nats a token; the odds of a probability nearer to 1 would
 
 def chosen_nll(inputs: LossInputs) -> Float[Array, ""]:
     """Return this micro-batch's part of the mean over chosen sequences of their mean -log p(token)."""
-    return over_pairs(-pair_means(inputs.policy, inputs)[0], inputs)
+    return over_pairs(-pair_means(inputs.logprobs, inputs)[0], inputs)
 
 
 def share_above_zero(margin: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -105,7 +105,7 @@ class DPOConfig(AlgoConfig):
 
 def dpo_loss(inputs: LossInputs, config: DPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the mean over pairs of the loss of the two log-ratios, plus the NLL term."""
-    ratio = inputs.policy if config.reference_free else inputs.policy - inputs.reference
+    ratio = inputs.logprobs if config.reference_free else inputs.logprobs - inputs.ref_logprobs
     if config.tail_coef != 1.0:
         ratio = ratio * tail_weights(inputs, config.tail_coef)
     sides = (pair_means if config.length_normalized else pair_sums)(ratio, inputs)
@@ -155,7 +155,9 @@ dpo = Algorithm(
     "pairs",
     DPOConfig(),
     dpo_loss,
-    requires=lambda config: Requirements(reference=not config.reference_free, square_in_loss=config.weighted),
+    requires=lambda config: Requirements(
+        ref_logprobs=not config.reference_free, square_in_loss=config.weighted
+    ),
     group_size=2,
 )
 
@@ -215,7 +217,7 @@ class SimPOConfig(AlgoConfig):
 
 def simpo_loss(inputs: LossInputs, config: SimPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the mean over pairs, plus the NLL term."""
-    means = pair_means(inputs.policy, inputs)
+    means = pair_means(inputs.logprobs, inputs)
     chosen, rejected = [config.beta * transform_ratio(mean, "alpha", 1 - config.alpha) for mean in means]
     total = over_pairs(sigmoid_loss(chosen - rejected - config.gamma), inputs)
     metrics = pair_metrics(chosen, rejected, inputs)
@@ -261,7 +263,7 @@ class CPOConfig(AlgoConfig):
 
 def cpo_loss(inputs: LossInputs, config: CPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the mean over pairs of the preference and the likelihood term."""
-    chosen, rejected = [config.beta * total for total in pair_sums(inputs.policy, inputs)]
+    chosen, rejected = [config.beta * total for total in pair_sums(inputs.logprobs, inputs)]
     metrics = pair_metrics(chosen, rejected, inputs)
     metrics["chosen_nll"] = chosen_nll(inputs)
     each = PAIR_LOSSES[config.loss](chosen, rejected, PairSettings(1.0, config.label_smoothing, 1.0))
@@ -299,7 +301,7 @@ def log_odds(logprob: Float[Array, "B H"]) -> Float[Array, "B H"]:
 
 def orpo_loss(inputs: LossInputs, config: ORPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the mean over pairs of the likelihood and the odds ratio term."""
-    chosen, rejected = pair_means(inputs.policy, inputs)
+    chosen, rejected = pair_means(inputs.logprobs, inputs)
     ratio = log_odds(chosen) - log_odds(rejected)
     nll = chosen_nll(inputs)
     metrics = {
@@ -343,7 +345,7 @@ class KTOConfig(AlgoConfig):
 
 def kto_baseline(inputs: LossInputs, config: KTOConfig) -> Float[Array, "*shape"]:
     """Return this micro-batch's part of z before max; "other_label": sums and counts of either label, [4]."""
-    ratio, mismatched = pair_sums(inputs.old - inputs.reference, inputs)
+    ratio, mismatched = pair_sums(inputs.old_logprobs - inputs.ref_logprobs, inputs)
     if config.baseline == "mismatched":
         return over_pairs(mismatched, inputs)
     desirable = pair_means(inputs.labels, inputs)[0] > 0.5
@@ -353,7 +355,7 @@ def kto_baseline(inputs: LossInputs, config: KTOConfig) -> Float[Array, "*shape"
 
 def kto_loss(inputs: LossInputs, config: KTOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the mean over responses of weight (1 - value); `inputs.baseline` is z before max."""
-    ratio = pair_sums(inputs.policy - inputs.reference, inputs)[0]
+    ratio = pair_sums(inputs.logprobs - inputs.ref_logprobs, inputs)[0]
     desirable = pair_means(inputs.labels, inputs)[0] > 0.5
     z = inputs.baseline
     if config.baseline == "other_label":
@@ -369,7 +371,7 @@ def kto_loss(inputs: LossInputs, config: KTOConfig) -> tuple[Float[Array, ""], M
         "margin": over_pairs(signed, inputs),  # of desirable over undesirable, as much of each
         "accuracy": over_pairs(share_above_zero(gain), inputs),
         "desirable_fraction": over_pairs(desirable.astype(gain.dtype), inputs),
-        "mismatched_kl": over_pairs(pair_sums(inputs.old - inputs.reference, inputs)[1], inputs),
+        "mismatched_kl": over_pairs(pair_sums(inputs.old_logprobs - inputs.ref_logprobs, inputs)[1], inputs),
     }
     return over_pairs(each, inputs), metrics
 
@@ -390,7 +392,7 @@ kto = Algorithm(
     "labels",
     KTOConfig(),
     kto_loss,
-    requires=lambda config: Requirements(old=True, reference=True),
+    requires=lambda config: Requirements(old_logprobs=True, ref_logprobs=True),
     baseline=kto_baseline,
     group_size=2,
 )

@@ -59,7 +59,7 @@ reward_model = Algorithm(
     "pairs",
     RewardModelLossConfig(),
     reward_model_loss,
-    requires=lambda config: Requirements(policy=False, values=True),
+    requires=lambda config: Requirements(logprobs=False, values=True),
     group_size=2,
 )
 
@@ -93,6 +93,6 @@ prm = Algorithm(
     "tokens",
     ProcessRewardModelConfig(),
     prm_loss,
-    requires=lambda config: Requirements(policy=False, values=True),
+    requires=lambda config: Requirements(logprobs=False, values=True),
     data="steps",
 )

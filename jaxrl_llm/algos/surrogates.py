@@ -24,16 +24,16 @@ Exponent = Annotated[float, Range(0.0, 1000.0)]
 
 
 def reinforce_loss(inputs: LossInputs, config: PolicyConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return -w A log pi with w = sg[min(exp(policy - old), max(correction.cap, 1))].
+    """Return -w A log pi with w = sg[min(exp(logprobs - old_logprobs), max(correction.cap, 1))].
 
     w is 1 where the policy is the old one, whatever the cap. With a correction whose numerator is the policy
     (`correction.of`) it is 1 everywhere, since `correct` applies that weight.
     """
-    weight = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.policy, inputs.old)))
+    weight = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.logprobs, inputs.old_logprobs)))
     weight = jnp.minimum(weight, max(config.correction.cap, 1.0))
     if config.correction.weight != "none" and config.correction.of == "policy":
         weight = jnp.ones_like(weight)
-    return policy_loss(-weight * inputs.advantages * inputs.policy, {}, inputs, config)
+    return policy_loss(-weight * inputs.advantages * inputs.logprobs, {}, inputs, config)
 
 
 reinforce = policy_algorithm(
@@ -43,7 +43,7 @@ reinforce = policy_algorithm(
     A = r - mean of the batch, divided by its std where `scale` is not "none" (RL2's global norm; its group
     norm is `advantage = "grpo"`); loss = -w A log pi, summed over tokens. w is 1 in the first update on the
     policy's own tokens; later, and for tokens of older weights, the truncated importance weight
-    min(exp(policy - old), correction.cap).""",
+    min(exp(logprobs - old_logprobs), correction.cap).""",
     PolicyConfig(advantage="reinforce", scale="none", aggregation="sequence_sum"),
     reinforce_loss,
 )
@@ -64,9 +64,9 @@ gpg = policy_algorithm(
 
 def gspo_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the clipped surrogate of the sequence's ratio."""
-    mean = sequence_mean(inputs.policy - inputs.old, inputs)
-    fixed = jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO) - inputs.policy)
-    surrogate, is_clipped = clip(jnp.exp(fixed + inputs.policy), inputs.advantages, config)
+    mean = sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs)
+    fixed = jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO) - inputs.logprobs)
+    surrogate, is_clipped = clip(jnp.exp(fixed + inputs.logprobs), inputs.advantages, config)
     return policy_loss(surrogate, {"clip_fraction": is_clipped}, inputs, config)
 
 
@@ -74,9 +74,9 @@ gspo = policy_algorithm(
     "gspo",
     """Group sequence policy optimization: GSPO (arXiv 2507.18071, eq. 5 and 14).
 
-    s = exp(mean over the response's tokens of policy - old), one ratio a response, in its token form
-    sg[s] pi / sg[pi]; loss = max(-A s, -A clip(s)), mean over responses. The clip range is a thousandth of
-    PPO's. `aggregation = "token"` is veRL 0.9's and ChatLearn's.""",
+    s = exp(mean over the response's tokens of logprobs - old_logprobs), one ratio a response, in its token
+    form sg[s] pi / sg[pi]; loss = max(-A s, -A clip(s)), mean over responses. The clip range is a thousandth
+    of PPO's. `aggregation = "token"` is veRL 0.9's and ChatLearn's.""",
     ClippedConfig(clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
     gspo_loss,
 )
@@ -106,9 +106,9 @@ class CISPOConfig(PolicyConfig):
 
 def cispo_loss(inputs: LossInputs, config: CISPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return -sg[clip(r)] A log pi."""
-    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio(inputs.policy, inputs.old)))
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio(inputs.logprobs, inputs.old_logprobs)))
     weight = jnp.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
-    surrogate = -weight * inputs.advantages * inputs.policy
+    surrogate = -weight * inputs.advantages * inputs.logprobs
     return policy_loss(surrogate, {"clip_fraction": weight != ratio}, inputs, config)
 
 
@@ -139,7 +139,7 @@ class SAPOConfig(PolicyConfig):
 
 def sapo_loss(inputs: LossInputs, config: SAPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return -A times the gate; the gate's derivative at r = 1 is 1."""
-    ratio = jnp.exp(log_ratio(inputs.policy, inputs.old))
+    ratio = jnp.exp(log_ratio(inputs.logprobs, inputs.old_logprobs))
     tau = jnp.where(inputs.advantages > 0, config.tau_positive, config.tau_negative)
     gate = jax.nn.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
     return policy_loss(-inputs.advantages * gate, {}, inputs, config)
@@ -172,7 +172,7 @@ class GMPOConfig(PolicyConfig):
 
 def gmpo_loss(inputs: LossInputs, config: GMPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return -A times the geometric mean of the clipped ratios, the same at each token of a response."""
-    change = log_ratio(inputs.policy, inputs.old)
+    change = log_ratio(inputs.logprobs, inputs.old_logprobs)
     bounded = clamp(change, -config.clip_low, config.clip_high)
     positive = inputs.advantages > 0
     kept = jnp.where(positive, jnp.minimum(change, bounded), jnp.maximum(change, bounded))
@@ -184,9 +184,9 @@ gmpo = policy_algorithm(
     "gmpo",
     """Geometric-mean policy optimization: GMPO (arXiv 2507.20673, eq. 4).
 
-    loss = -A exp(mean over the response's tokens of l_t), l_t = policy - old, cut at -low and high on the
-    side to which the advantage pushes it; mean over responses. One advantage a response: that of its tokens'
-    mean.""",
+    loss = -A exp(mean over the response's tokens of l_t), l_t = logprobs - old_logprobs, cut at -low and
+    high on the side to which the advantage pushes it; mean over responses. One advantage a response: that of
+    its tokens' mean.""",
     GMPOConfig(),
     gmpo_loss,
 )
@@ -210,13 +210,15 @@ class VESPOConfig(PolicyConfig):
 
 def vespo_loss(inputs: LossInputs, config: VESPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return -sg[phi(W)] A log pi."""
-    weight = vespo_weight(jax.lax.stop_gradient(inputs.policy), inputs, config)
-    return policy_loss(-weight * inputs.advantages * inputs.policy, {"phi": weight}, inputs, config)
+    weight = vespo_weight(jax.lax.stop_gradient(inputs.logprobs), inputs, config)
+    return policy_loss(-weight * inputs.advantages * inputs.logprobs, {"phi": weight}, inputs, config)
 
 
-def vespo_weight(policy: Float[Array, "B T"], inputs: LossInputs, config: VESPOConfig) -> Float[Array, "B T"]:
+def vespo_weight(
+    logprobs: Float[Array, "B T"], inputs: LossInputs, config: VESPOConfig
+) -> Float[Array, "B T"]:
     """Return phi(W) of each token's response."""
-    total = sequence_sum(policy - inputs.old, inputs.mask, inputs.segments)
+    total = sequence_sum(logprobs - inputs.old_logprobs, inputs.mask, inputs.segments)
     log_w = jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     good = inputs.advantages >= 0
     k = jnp.where(good, config.k_positive, config.k_negative)
@@ -228,7 +230,7 @@ vespo = policy_algorithm(
     "vespo",
     """Variational sequence-level soft policy optimization: VESPO (arXiv 2602.10693).
 
-    W = exp(sum over the response's tokens of policy - old); loss = -sg[phi(W)] A log pi with
+    W = exp(sum over the response's tokens of logprobs - old_logprobs); loss = -sg[phi(W)] A log pi with
     phi(W) = W^k exp(lambda (1 - W)): phi(1) = 1, and responses that the policy has left, or rushed to, fade
     out without a clip and without dividing by the length. k and lambda differ by the sign of A.""",
     VESPOConfig(),
@@ -255,20 +257,20 @@ class DPPOConfig(PolicyConfig):
 
 def dppo_loss(inputs: LossInputs, config: DPPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return -M sg[min(r, cap)] A log pi."""
-    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.policy, inputs.old)))
-    keep = trusted(inputs.policy, inputs, config)
-    surrogate = -jnp.minimum(ratio, config.ratio_cap) * inputs.advantages * inputs.policy
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.logprobs, inputs.old_logprobs)))
+    keep = trusted(inputs.logprobs, inputs, config)
+    surrogate = -jnp.minimum(ratio, config.ratio_cap) * inputs.advantages * inputs.logprobs
     return policy_loss(jnp.where(keep, surrogate, 0.0), {"clip_fraction": ~keep}, inputs, config)
 
 
-def trusted(policy: Float[Array, "B T"], inputs: LossInputs, config: DPPOConfig) -> Bool[Array, "B T"]:
+def trusted(logprobs: Float[Array, "B T"], inputs: LossInputs, config: DPPOConfig) -> Bool[Array, "B T"]:
     """Return True where the divergence is small enough, or the advantage reduces it."""
-    now, before = jnp.exp(policy), jnp.exp(inputs.old)
+    now, before = jnp.exp(logprobs), jnp.exp(inputs.old_logprobs)
     if config.divergence_of == "tv":
         far = jnp.abs(now - before)
     else:
         rest = jnp.log((1 - before + 1e-8) / (1 - now + 1e-8))
-        far = before * (inputs.old - policy) + (1 - before) * rest
+        far = before * (inputs.old_logprobs - logprobs) + (1 - before) * rest
     up = (far <= config.delta_high) | (now <= before)
     down = (far <= config.delta_low) | (now >= before)
     return jnp.where(inputs.advantages > 0, up, down)
@@ -297,9 +299,9 @@ class DROConfig(PolicyConfig):
 
 
 def dro_loss(inputs: LossInputs, config: DROConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return -A log pi + beta / 2 (policy - old)^2."""
-    square = jnp.square(log_ratio(inputs.policy, inputs.old))
-    surrogate = -inputs.advantages * inputs.policy + 0.5 * config.beta * square
+    """Return -A log pi + beta / 2 (logprobs - old_logprobs)^2."""
+    square = jnp.square(log_ratio(inputs.logprobs, inputs.old_logprobs))
+    surrogate = -inputs.advantages * inputs.logprobs + 0.5 * config.beta * square
     return policy_loss(surrogate, {}, inputs, config)
 
 
@@ -307,7 +309,7 @@ dro = policy_algorithm(
     "dro",
     """Direct reward optimization: DRO (arXiv 2405.19107, eq. 8), with an advantage in place of r - V.
 
-    loss = -(A log pi - beta / 2 (policy - old)^2): no ratio, so data may be far off policy; the
+    loss = -(A log pi - beta / 2 (logprobs - old_logprobs)^2): no ratio, so data may be far off policy; the
     square pulls the policy back to the old one.""",
     DROConfig(),
     dro_loss,
@@ -325,8 +327,8 @@ class AStarPOConfig(PolicyConfig):
 
 
 def a_star_po_loss(inputs: LossInputs, config: AStarPOConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return (beta sum(policy - reference) - A)^2 of each response, the same at each of its tokens."""
-    reward = config.beta * sequence_sum(inputs.policy - inputs.reference, inputs.mask, inputs.segments)
+    """Return (beta sum(logprobs - ref_logprobs) - A)^2 of each response, the same at each of its tokens."""
+    reward = config.beta * sequence_sum(inputs.logprobs - inputs.ref_logprobs, inputs.mask, inputs.segments)
     error = reward - sequence_mean(inputs.advantages, inputs)
     return policy_loss(jnp.square(error), {"implicit_reward": reward}, inputs, config)
 
@@ -344,5 +346,5 @@ a_star_po = policy_algorithm(
     and no ratio bounds how far later updates would push the step's responses down.""",
     AStarPOConfig(advantage="optimal_value", aggregation="sequence"),
     a_star_po_loss,
-    requires=lambda config: replace(requires(config), reference=True),
+    requires=lambda config: replace(requires(config), ref_logprobs=True),
 )

@@ -147,7 +147,7 @@ def filter_line(config: TrainConfig) -> str:
         not acting
         or sampling.kept_sets
         or not algos.of(config.algo).on_rollouts
-        or not algos.requirements(config.algo).policy
+        or not algos.requirements(config.algo).logprobs
     ):
         return ""
     return (

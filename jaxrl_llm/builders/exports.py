@@ -93,7 +93,7 @@ def export_step(config: TrainConfig, tokenizer: Any, state: TrainState, step: in
 
 
 def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, suffix: str = "") -> None:
-    if algos.requirements(config.algo).policy:  # other models keep their value head
+    if algos.requirements(config.algo).logprobs:  # other models keep their value head
         params = models.without_value_head(params)
     base = lora.base_config(params.config)
     save_model(params, base, folder / f"hf{suffix}", tokenizer, dtype=config.model.dtype)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos.config import AlgoConfig
-from jaxrl_llm.algos.contract import old_logprobs
+from jaxrl_llm.algos.contract import choose_old_logprobs, renamed
 from jaxrl_llm.builders.sizes import derived
 from jaxrl_llm.builders.weights import load_frozen, load_with_heads, with_new_adapters
 from jaxrl_llm.config import ModelConfig, TrainConfig
@@ -135,7 +135,7 @@ def check_own_algorithm(stage: Stage) -> None:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)]
         where = f"{path}{(lines or [': loss(inputs, config) -> (scalar, dict of metrics)'])[-1]}"
-        text = str(error).partition("\n")[0]
+        text = str(error).partition("\n")[0] + renamed(error)
         raise UserError(f"--algo: {where}: {type(error).__name__}: {text}") from error
 
 
@@ -147,7 +147,7 @@ def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
     """
     requires = algos.requirements(config.algo)
     paths = [("teacher", path) for path in requires.teachers]
-    paths += [("reference", config.reference.path)] if requires.reference and config.reference.path else []
+    paths += [("reference", config.reference.path)] if requires.ref_logprobs and config.reference.path else []
     paths += [("critic", config.critic.path)] if requires.critic and config.critic.path else []
     for role, path in paths:
         folder = resolve_model(path)
@@ -302,13 +302,13 @@ def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> Transformer
     Critics and reward models use the embedding as LM head.
     """
     requires = algos.requirements(algo)
-    tied = model.tie_embeddings or not requires.policy
+    tied = model.tie_embeddings or not requires.logprobs
     return replace(model, value_head=requires.values, tie_embeddings=tied)
 
 
 def make_replay(config: TrainConfig, algo: AlgoConfig, model: TransformerConfig) -> Replay | None:
     """Return the replay of a model: of the policy alone, whose routes the rollout knows."""
-    source, is_policy = config.routing.replay, algos.requirements(algo).policy
+    source, is_policy = config.routing.replay, algos.requirements(algo).logprobs
     if source == "none" or not (is_policy and algos.of(algo).on_rollouts):
         return None
     return Replay(source, route_spec(model))
@@ -333,19 +333,21 @@ def make_learner(
         dtype=config.model.dtype,
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,
-        strict=config.strict and on_rollouts and requires.policy,
+        strict=config.strict and on_rollouts and requires.logprobs,
         share_prefixes=config.shares_prompts
         if on_rollouts
         else config.share_prefixes and algorithm.input in ("pairs", "labels"),
         temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
-        num_kept=config.rollout.sampling.num_kept if on_rollouts and requires.policy else 0,
+        num_kept=config.rollout.sampling.num_kept if on_rollouts and requires.logprobs else 0,
         max_grad_norm=optim.max_grad_norm,
         grad_dtype=optim.grad_dtype,
         offload=optim.offload,
         replay=make_replay(config, algo, model),
         balance_coef=config.routing.balance_coef if model.moe else 0.0,
         update_by_leaf=optim.name != "muon",  # which would orthogonalize twice
-        old=old_logprobs(algorithm, requires, config.updates_per_step, config.is_on_policy),
+        old_logprobs_source=choose_old_logprobs(
+            algorithm, requires, config.updates_per_step, config.is_on_policy
+        ),
     )
     return Learner(algo, model, make_optimizer(optim, updates, config.routing.bias_rate), step, mesh)

@@ -20,7 +20,7 @@ def next_command(run_dir: Path, config: TrainConfig, has_prompts: bool = True) -
     Args:
         has_prompts: there are rows in prompts.jsonl.
     """
-    if not algos.requirements(config.algo).policy:
+    if not algos.requirements(config.algo).logprobs:
         words = ["python -m jaxrl_llm.train", *_against_reward_model(run_dir, config)]
     elif not has_prompts:
         words = ["python -m jaxrl_llm chat --model", _quoted(run_dir / "hf")]

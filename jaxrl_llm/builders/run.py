@@ -203,7 +203,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     config = with_steps(config, loaders["train"])
     rows = try_first_rows(config, loaders)
     rolls_out = algos.of(config.algo).on_rollouts
-    generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
+    generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).logprobs)
     engine = rewarder = judge = None
     if generates:
         rewards = open_rewards(config, loaders, reward, closing)

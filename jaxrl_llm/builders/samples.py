@@ -26,7 +26,7 @@ def samples_of(run: Run, step: int, experience: Experience) -> list[dict[str, An
     examples = [experience.prompts[t.prompt_index].example for t in shown]
     rows = sample_rows(shown, [prompt_row(example, run.config.data.chat) for example in examples])
     items = experience.items[: len(shown)] or [None] * len(shown)  # dynamic sampling may have kept none
-    trainer = "old" if stage.policy.config.old == "recompute" else "policy"
+    trainer = "old_logprobs" if stage.policy.config.old_logprobs_source == "recompute" else "logprobs"
     for row, trajectory, item in zip(rows, shown, items, strict=True):
         if log.sample_tokens:
             row[PER_TOKEN] = per_token(trajectory, item, run.tokenizer, trainer, log.sample_tokens)
@@ -60,7 +60,7 @@ def per_token(
         if trained.any():
             columns["advantages"] = four_digits(signals["advantages"], trained)
             columns["logprobs"] = four_digits(signals[trainer], trained)
-            columns["mismatch"] = four_digits(signals[trainer] - signals["rollout"], trained)
+            columns["mismatch"] = four_digits(signals[trainer] - signals["rollout_logprobs"], trained)
     constant = {
         name: values[0] if values and values.count(values[0]) == len(values) else values
         for name, values in {"trained": trained.astype(int).tolist(), **columns}.items()

@@ -40,7 +40,7 @@ def from_trajectory(trajectory: Trajectory) -> PackItem:
     return PackItem(
         tokens=np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int32),
         mask=on_response(trajectory.mask),
-        signals={"rollout": on_response(trajectory.logprobs)},
+        signals={"rollout_logprobs": on_response(trajectory.logprobs)},
         routes=trajectory.routes,
         kept=kept,
         prompt=trajectory.prompt_index,

@@ -71,7 +71,7 @@ def scoring_flops(stage: Stage, items: Sequence[PackItem], reference: Params | N
         total += distinct(sequence_flops, policy.model, reads_logits(outputs))
     if critic and stage.updates_critic:
         total += distinct(sequence_flops, critic.model, False)
-    if stage.requires.reference and stage.teachers:
+    if stage.requires.ref_logprobs and stage.teachers:
         for index, teacher in enumerate(stage.teachers):
             chosen = [i for i in items if round(float(i.signals["labels"][0])) == index]
             total += _distinct(stage, [chosen])(sequence_flops, teacher.config)
@@ -88,7 +88,7 @@ def learning_flops(stage: Stage, minibatches: Sequence[Sequence[PackItem]], step
     if stage.critic and stage.updates_critic:
         total += distinct(training_flops, stage.critic.model, False)
     if not stage.critic or step >= stage.critic_warmup:
-        total += distinct(training_flops, stage.policy.model, stage.requires.policy)
+        total += distinct(training_flops, stage.policy.model, stage.requires.logprobs)
         if stage.policy.config.balance_coef:  # loads before the update
             total += distinct(sequence_flops, stage.policy.model, False)
         if stage.requires.divergence:

@@ -137,7 +137,7 @@ class RewardModel:
         pending = self.model.start(self.params, items)
 
         def finish() -> list[float]:
-            logprobs = [outputs["policy"][-1] for outputs in pending()]
+            logprobs = [outputs["logprobs"][-1] for outputs in pending()]
             pairs = zip(logprobs[::2], logprobs[1::2], strict=True)
             return [verdict_probability(dict(zip(words, pair, strict=True)), *words) for pair in pairs]
 

@@ -132,8 +132,8 @@ class Learner(Scorer):
             state, metrics, scores = self.update_minibatch(state, batches, *totals, teachers)
             collected.append(jax.block_until_ready(metrics) if self.one_at_a_time else metrics)
             logprobs.append(scores)
-        if algos.requirements(self.algo).policy:
-            self.write_signal("policy", minibatches, logprobs)
+        if algos.requirements(self.algo).logprobs:
+            self.write_signal("logprobs", minibatches, logprobs)
         with jax.set_mesh(self.mesh):
             return state, average(collected) | self.shared_fraction(minibatches)
 

@@ -25,7 +25,7 @@ def score_programs(stage: Stage, reference: Params | None = None) -> Iterator[tu
         yield "critic", critic, critic.score_program(critic.abstract_state().params, ("values",))
     if stage.needs_reference:
         scored = stage.reference_model or policy
-        yield "reference", scored, scored.score_program(reference, ("policy",))
+        yield "reference", scored, scored.score_program(reference, ("logprobs",))
 
 
 def update_programs(stage: Stage, learner: Learner, microbatches: int) -> dict[str, Program]:

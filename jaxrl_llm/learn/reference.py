@@ -193,10 +193,10 @@ def start_reference(
 
     def write() -> None:
         for i, output in zip(new, pending(), strict=True):
-            known[i] = output["policy"]
+            known[i] = output["logprobs"]
             cache.put(items[i], known[i])
         for item, row in zip(items, known, strict=True):
-            item.signals["reference"] = row
+            item.signals["ref_logprobs"] = row
 
     return write
 
@@ -219,7 +219,7 @@ def complete_groups(indices: Sequence[int], group_size: int) -> list[int]:
 
 def _write(items: Sequence[PackItem], pending: PendingScores) -> None:
     for item, output in zip(items, pending(), strict=True):
-        item.signals["reference"] = output["policy"]
+        item.signals["ref_logprobs"] = output["logprobs"]
 
 
 def freeze(params: Params, dtype: str) -> Params:

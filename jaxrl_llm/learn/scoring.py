@@ -54,7 +54,7 @@ class Scorer:
         self,
         params: Params,
         items: Sequence[PackItem],
-        names: tuple[str, ...] = ("policy",),
+        names: tuple[str, ...] = ("logprobs",),
         replay: bool = False,
     ) -> PendingScores:
         """Dispatch `model_outputs` of each item, and return the function that waits for them.
@@ -78,7 +78,7 @@ class Scorer:
         return finish
 
     def score(
-        self, params: Params, items: Sequence[PackItem], names: tuple[str, ...] = ("policy",)
+        self, params: Params, items: Sequence[PackItem], names: tuple[str, ...] = ("logprobs",)
     ) -> Scores:
         """Return `model_outputs` of each item, [t] aligned with its tokens (the first is 0). No gradient."""
         return self.start(params, items, names)()

@@ -94,7 +94,7 @@ class Stage:
     @property
     def needs_reference(self) -> bool:
         """True where the frozen reference model scores the items."""
-        return self.requires.reference and not self.teachers
+        return self.requires.ref_logprobs and not self.teachers
 
     @functools.cached_property
     def loss_teachers(self) -> Teachers:
@@ -165,15 +165,15 @@ class Stage:
 
     def score(self, state: TrainState, items: Sequence[PackItem], reference: Params | None) -> None:
         """Write the signals that the algorithm requires of the models before the update into the items."""
-        if self.policy.config.old == "rollout":
+        if self.policy.config.old_logprobs_source == "rollout":
             for item in items:
-                item.signals["old"] = item.signals["rollout"]
+                item.signals["old_logprobs"] = item.signals["rollout_logprobs"]
         started = []  # all, before the first is waited for: those on disjoint devices run at the same time
         if outputs := policy_scores(self.requires, self.policy.config):
             started.append(self._start(self.policy, state.params, items, outputs))
         if self.critic and self.updates_critic:
             started.append(self._start(self.critic, state.critic.params, items, ("values",)))
-        if self.requires.reference and self.teachers:
+        if self.requires.ref_logprobs and self.teachers:
             started += start_teachers(self.teacher_model or self.policy, self.teachers, items)
         elif reference is not None:
             cache = None if algos.of(self.policy.algo).on_rollouts else self.reference_cache
@@ -190,7 +190,9 @@ class Stage:
         def write() -> None:
             for item, outputs in zip(items, pending(), strict=True):
                 item.routes = outputs.pop(ROUTES, item.routes)
-                item.signals |= {"old" if name == "policy" else name: x for name, x in outputs.items()}
+                item.signals |= {
+                    "old_logprobs" if name == "logprobs" else name: x for name, x in outputs.items()
+                }
 
         return write
 
@@ -198,7 +200,7 @@ class Stage:
 def policy_scores(requires: Requirements, config: StepConfig) -> tuple[str, ...]:
     """Return the outputs of the policy that are computed before the first update of a step."""
     return (
-        ("policy",) * (config.old == "recompute")
+        ("logprobs",) * (config.old_logprobs_source == "recompute")
         + (ROUTES,) * (config.replay is not None and config.replay.source == "old")
         + ("sum_pi_squared",) * requires.sum_pi_squared
         + ("entropy",) * requires.old_entropy
@@ -211,9 +213,9 @@ def loss_signals(stage: Stage) -> tuple[str, ...]:
     algorithm, requires = algos.of(stage.policy.algo), stage.requires
     critic = bool(stage.critic and stage.updates_critic)
     present = {
-        "rollout": algorithm.on_rollouts,
-        "old": stage.policy.config.old != "policy",
-        "reference": requires.reference,
+        "rollout_logprobs": algorithm.on_rollouts,
+        "old_logprobs": stage.policy.config.old_logprobs_source != "policy",
+        "ref_logprobs": requires.ref_logprobs,
         "values": critic or requires.values,
         "advantages": algorithm.on_rollouts,
         "returns": critic or requires.values,

@@ -61,7 +61,7 @@ class StepConfig:
     num_kept: int = 0  # ids of a kept set, over which log-probs are (`SamplingConfig.kept_sets`); 0 = none
     balance_coef: float = 0.0  # of the balance loss of experts
     replay: Replay | None = None  # of routes
-    old: Literal["policy", "recompute", "rollout"] = "policy"  # source of old log-probs, see `old_logprobs`
+    old_logprobs_source: Literal["policy", "recompute", "rollout"] = "policy"  # see `choose_old_logprobs`
 
     @property
     def rows_scored(self) -> int:
@@ -80,7 +80,7 @@ def model_outputs(
     """Return outputs of a model, [B, T] float32 at each token: the one forward for scoring and training.
 
     Args:
-        names: of "policy" (log-prob of the target, nats), "entropy" (of the prediction, nats),
+        names: of "logprobs" (log-prob of the target, nats), "entropy" (of the prediction, nats),
             "sum_pi_squared" (sum over the vocabulary of p^2), "values" (of the value head),
             "divergence" (from the teacher's prediction), ROUTING (`RoutingSums`) and ROUTES [B, T, L, K].
         teachers: models, for "divergence"; `batch.labels` holds the index of a token's teacher.
@@ -94,13 +94,13 @@ def model_outputs(
     head = batch_invariant.rounded(params.head, dtype)
     softmax = dict(temperature=config.temperature, softcap=params.config.logit_softcap, chunk=config.chunk)
     outputs = {ROUTING: sums, ROUTES: routes}
-    if "policy" in names or "entropy" in names:
+    if "logprobs" in names or "entropy" in names:
         layout = {} if config.strict else {"partition_specs": logprob_specs(hidden, head)}
-        outputs["policy"], outputs["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
+        outputs["logprobs"], outputs["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
             hidden, head, batch.targets, batch.mask, with_entropy="entropy" in names, **layout, **softmax
         )
         if batch.kept is not None:
-            outputs["policy"] = kept_logprobs(params, hidden, batch, config)
+            outputs["logprobs"] = kept_logprobs(params, hidden, batch, config)
     if "sum_pi_squared" in names:
         outputs["sum_pi_squared"] = linear_square(hidden, head, **softmax)
     if "values" in names:
@@ -127,7 +127,7 @@ def model_outputs(
 def loss_outputs(requires: Requirements) -> tuple[str, ...]:
     """Return the outputs that a loss reads."""
     return (
-        ("policy", "entropy") * requires.policy
+        ("logprobs", "entropy") * requires.logprobs
         + ("sum_pi_squared",) * requires.square_in_loss
         + ("values",) * requires.values
         + ("divergence",) * (requires.divergence is not None)
@@ -155,10 +155,10 @@ def loss_and_metrics(
         raise TypeError(f"the loss is a scalar, here it has shape {jnp.shape(loss)}")
     if totals.balance_weights is not None:
         loss += config.balance_coef * jnp.sum(totals.balance_weights * outputs[ROUTING].scores)
-    metrics = {"loss": loss, **metrics, **monitor(inputs, config.old)}
+    metrics = {"loss": loss, **metrics, **monitor(inputs, config.old_logprobs_source)}
     if ROUTING in outputs:
         metrics[ROUTING] = outputs[ROUTING]
-    return loss, jax.lax.stop_gradient((metrics, inputs.policy))
+    return loss, jax.lax.stop_gradient((metrics, inputs.logprobs))
 
 
 def accumulate(
@@ -202,9 +202,9 @@ def loss_inputs(batch: Batch, outputs: Outputs, totals: BatchTotals) -> LossInpu
     """
     clean = lambda x: None if x is None else jnp.where(batch.mask > 0, x, 0.0)
     clean_value = lambda x: None if x is None else jnp.where(batch.segments > 0, x, 0.0)
-    policy = clean(outputs.get("policy", jnp.zeros_like(batch.mask)))
+    logprobs = clean(outputs.get("logprobs", jnp.zeros_like(batch.mask)))
     return LossInputs(
-        policy=policy,
+        logprobs=logprobs,
         mask=batch.mask,
         segments=batch.segments,
         lengths=batch.lengths,
@@ -213,9 +213,11 @@ def loss_inputs(batch: Batch, outputs: Outputs, totals: BatchTotals) -> LossInpu
         entropy=clean(outputs.get("entropy")),
         sum_pi_squared=jax.lax.stop_gradient(clean(outputs.get("sum_pi_squared"))),
         advantages=clean(batch.advantages),
-        rollout=clean(batch.rollout),
-        old=jax.lax.stop_gradient(policy) if batch.old is None else clean(batch.old),
-        reference=clean(batch.reference),
+        rollout_logprobs=clean(batch.rollout_logprobs),
+        old_logprobs=jax.lax.stop_gradient(logprobs)
+        if batch.old_logprobs is None
+        else clean(batch.old_logprobs),
+        ref_logprobs=clean(batch.ref_logprobs),
         values=clean_value(outputs.get("values")),
         old_values=clean(batch.values),
         returns=clean(batch.returns),
@@ -227,22 +229,22 @@ def loss_inputs(batch: Batch, outputs: Outputs, totals: BatchTotals) -> LossInpu
     )
 
 
-def monitor(inputs: LossInputs, old: str = "policy") -> Metrics:
+def monitor(inputs: LossInputs, old_logprobs_source: str = "policy") -> Metrics:
     """Return the metrics that are common to all losses.
 
     mismatch/ compares the rollout engine's log-probs with the trainer's before the update; where the old
-    log-probs are the rollout's (`old` = "rollout"), with the policy's, which includes staleness. These
-    metrics override the loss's metrics of the same names.
+    log-probs are the rollout's (`old_logprobs_source` = "rollout"), with the policy's, which includes
+    staleness. These metrics override the loss's metrics of the same names.
     """
     if inputs.entropy is None:
         return {}
     metrics = {"entropy": token_mean(inputs.entropy, inputs)}
-    if inputs.rollout is not None:
-        trainer = inputs.policy if old == "rollout" else inputs.old
-        gap = jnp.abs(trainer - inputs.rollout)
+    if inputs.rollout_logprobs is not None:
+        trainer = inputs.logprobs if old_logprobs_source == "rollout" else inputs.old_logprobs
+        gap = jnp.abs(trainer - inputs.rollout_logprobs)
         metrics["mismatch/mean_abs"] = token_mean(gap, inputs)
         metrics["mismatch/max_abs"] = jnp.max(gap, where=inputs.mask > 0, initial=0.0)
-        if old == "rollout":
+        if old_logprobs_source == "rollout":
             metrics |= diagnostics(trainer, inputs)
     return metrics
 

@@ -88,7 +88,7 @@ def _state(config: TrainConfig, worst: PhaseCost) -> Iterator[tuple[str, float]]
     if moments and not config.optim.offload and not worst.name.endswith("apply"):
         yield "--optim.offload True", moments
     frozen, requires = worst.memory["frozen models"], algos.requirements(config.algo)
-    if frozen and not config.reference.offload and (requires.reference or requires.teachers):
+    if frozen and not config.reference.offload and (requires.ref_logprobs or requires.teachers):
         yield "--reference.offload True", frozen
     if saved := moments * (1 - _compressed(config)):
         yield "--optim.moments int8", saved

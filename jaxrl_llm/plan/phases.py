@@ -192,7 +192,7 @@ def _update(
     calls = update_programs(stage, learner, per_minibatch)
     batch, grads = calls["accumulate"].args[2], calls["apply"].args[1]
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
-    counted = Rows(rows * config.row_tokens, mean_context(config), algos.requirements(learner.algo).policy)
+    counted = Rows(rows * config.row_tokens, mean_context(config), algos.requirements(learner.algo).logprobs)
     remat, mesh = config.model.remat, learner.mesh
     work = flops.update_flops(learner.model, *counted[:2], remat, counted.logits)
     results = grads if per_minibatch == 1 else None  # otherwise they replace an argument

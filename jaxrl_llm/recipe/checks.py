@@ -125,7 +125,7 @@ def _rewards(config: TrainConfig) -> Iterator[str]:
             "--reward.weight is 0 and nothing else rewards, so every reward would be 0. Set a reward model "
             "(--reward.models.0.path FOLDER), an environment (--env.name) or --reward.weight 1."
         )
-    if config.eval.judge and not algos.requirements(config.algo).policy:
+    if config.eval.judge and not algos.requirements(config.algo).logprobs:
         name = config.algo.algorithm
         yield f"--eval.judge compares responses, and {name} generates none. Set --eval.judge ''."
     if config.eval.judge == GENERATIVE and not any(model.kind == GENERATIVE for model in reward.models):
@@ -181,7 +181,7 @@ def _model(config: TrainConfig) -> Iterator[str]:
     path, shape = config.model.path, config.model.architecture
     if config.critic.path and algos.requirements(config.algo).critic:
         yield from _model_folder("critic.path", config.critic.path)
-    if config.reference.path and algos.requirements(config.algo).reference:
+    if config.reference.path and algos.requirements(config.algo).ref_logprobs:
         yield from _model_folder("reference.path", config.reference.path)
     if path:
         yield from _model_folder("model.path", path)

@@ -52,7 +52,7 @@ IDLE = (
     Idle(
         "reference.path reference.offload",
         "no reference model is used with these settings",
-        lambda c: not algos.requirements(c.algo).reference,
+        lambda c: not algos.requirements(c.algo).ref_logprobs,
     ),
     Idle(
         "algo.kl_target algo.kl_importance",

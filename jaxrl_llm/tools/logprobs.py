@@ -53,7 +53,7 @@ class LogprobModel:
             together = [item for i in by_width[width] for item in items[i]]
             scores = iter(self._of_width(width, together).score(params, together))
             for i in by_width[width]:
-                results[i] = _joined(groups[i], [next(scores)["policy"][1:] for _ in items[i]])
+                results[i] = _joined(groups[i], [next(scores)["logprobs"][1:] for _ in items[i]])
         return results
 
     def _splits(self, group: Sequences) -> bool:

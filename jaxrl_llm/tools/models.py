@@ -103,7 +103,7 @@ def exported_config(run_dir: Path, saved: SavedParams) -> TransformerConfig:
     if not saved.config.value_head:
         return saved.config
     name = run_settings(run_dir)["algo"]["name"]
-    is_policy = name not in algos.ALGOS or algos.requirements(algos.ALGOS[name].Config()).policy
+    is_policy = name not in algos.ALGOS or algos.requirements(algos.ALGOS[name].Config()).logprobs
     return dataclasses.replace(saved.config, value_head=not is_policy)
 
 

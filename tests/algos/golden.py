@@ -17,7 +17,7 @@ ADVANTAGES = jnp.array([[1.0] * 4, [-1.0] * 4])
 SEGMENTS = jnp.ones((2, 4), jnp.int32)
 
 
-def loss_inputs(policy=POLICY, **kwargs):
+def loss_inputs(logprobs=POLICY, **kwargs):
     """Two sequences of 3 and 4 tokens, a row each."""
     fields = dict(
         mask=MASK,
@@ -25,12 +25,12 @@ def loss_inputs(policy=POLICY, **kwargs):
         lengths=jnp.array([[3.0] * 4, [4.0] * 4]),
         num_tokens=jnp.float32(7),
         num_sequences=jnp.float32(2),
-        old=OLD,
+        old_logprobs=OLD,
         advantages=ADVANTAGES,
-        reference=OLD,
+        ref_logprobs=OLD,
         entropy=jnp.ones((2, 4)),
     )
-    return LossInputs(policy=policy, **{**fields, **kwargs})
+    return LossInputs(logprobs=logprobs, **{**fields, **kwargs})
 
 
 LENGTHS = np.array([3, 5, 2, 4])
@@ -50,9 +50,9 @@ def rollouts(**kwargs):
         truncated=jnp.array([0.0, 1, 0, 0]),
         components=jnp.array([[1.0, 0], [0, 0], [1, 1], [0, 0.5]]),
         greedy=jnp.array([0.25, 0.25, 1, 1]),
-        old=logprobs(),
-        rollout=logprobs(),
-        reference=logprobs(),
+        old_logprobs=logprobs(),
+        rollout_logprobs=logprobs(),
+        ref_logprobs=logprobs(),
         values=VALUES,
         sum_pi_squared=jnp.asarray(random.uniform(0.1, 0.9, OWN.shape), jnp.float32) * OWN,
         kl_coef=jnp.float32(0.5),

@@ -35,9 +35,9 @@ def lay_out(lengths, rows, **per_token):
                 arrays[name][row, where] = values[i]
             at = end
 
-    def loss_inputs(policy, num_tokens, num_sequences, **more):
+    def loss_inputs(logprobs, num_tokens, num_sequences, **more):
         return LossInputs(
-            policy=jnp.where(place >= 0, policy[place], jnp.nan),
+            logprobs=jnp.where(place >= 0, logprobs[place], jnp.nan),
             mask=jnp.asarray(place >= 0, jnp.float32),
             segments=jnp.asarray(segments),
             lengths=jnp.asarray(counts),
@@ -50,15 +50,15 @@ def lay_out(lengths, rows, **per_token):
     return loss_inputs
 
 
-def run(algorithm, config, policy, microbatches, **per_token):
+def run(algorithm, config, logprobs, microbatches, **per_token):
     """(loss, metrics, gradient in the log-probs of each sequence) of a mini-batch.
 
     Args:
         policy: for each sequence the log-probs of its trained tokens.
         microbatches: for each micro-batch its rows, for each row the numbers of its sequences.
     """
-    lengths = [len(p) for p in policy]
-    flat = jnp.asarray(np.concatenate(policy), jnp.float32)
+    lengths = [len(p) for p in logprobs]
+    flat = jnp.asarray(np.concatenate(logprobs), jnp.float32)
     made = [lay_out(lengths, rows, **per_token) for rows in microbatches]
 
     def total(flat):

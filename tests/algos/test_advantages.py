@@ -24,7 +24,7 @@ def step_of(rewards, group, valid=None):
     ones = jnp.ones((len(rewards), 2))
     return Rollouts(
         jnp.array(rewards), jnp.array(group), ones, jnp.array(ones[:, 0] if valid is None else valid, float),
-        old=-ones, rollout=-ones, sum_pi_squared=0.3 * ones,
+        old_logprobs=-ones, rollout_logprobs=-ones, sum_pi_squared=0.3 * ones,
     )  # fmt: skip
 
 

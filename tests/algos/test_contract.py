@@ -30,20 +30,25 @@ from jaxrl_llm.algos import (
     value,
 )  # fmt: skip
 from jaxrl_llm.algos.config import AlgoConfig, Correction
-from jaxrl_llm.algos.contract import Algorithm, Divergence, old_logprobs
+from jaxrl_llm.algos.contract import Algorithm, Divergence, choose_old_logprobs
 from jaxrl_llm.errors import UserError
 
 
 def test_only_what_an_algorithm_reads_is_computed():
     needs = lambda config, **fields: requirements(config) == Requirements(**fields)
     assert needs(dapo.config, draws=4) and needs(dapo.Config(dynamic_sampling=False))
-    assert needs(grpo.Config(entropy_coef=0.1), reference=True, entropy=True)
-    assert needs(ppo.config, old=True, reference=True, critic=True)
+    assert needs(grpo.Config(entropy_coef=0.1), ref_logprobs=True, entropy=True)
+    assert needs(ppo.config, old_logprobs=True, ref_logprobs=True, critic=True)
     assert needs(ppo.Config(critic="shared", kl_coef=0.0), values=True)
     assert needs(remax.config, greedy=True)
-    assert needs(gspo.Config(advantage="gae", old="recompute"), critic=True, old=True, old_source="policy")
-    assert needs(dppo.config, old_source="rollout")
-    assert requirements(value.config) == Requirements(policy=False, values=True)
+    assert needs(
+        gspo.Config(advantage="gae", old="recompute"),
+        critic=True,
+        old_logprobs=True,
+        old_logprobs_source="policy",
+    )
+    assert needs(dppo.config, old_logprobs_source="rollout")
+    assert requirements(value.config) == Requirements(logprobs=False, values=True)
 
 
 @pytest.mark.parametrize("algorithm", ALGOS.values(), ids=ALGOS)
@@ -107,7 +112,7 @@ def test_equal_configs_are_traced_once():
 
 
 def test_old_log_probs_are_computed_only_where_the_policy_has_moved():
-    source = lambda config, updates: old_logprobs(of(config), requirements(config), updates)
+    source = lambda config, updates: choose_old_logprobs(of(config), requirements(config), updates)
     assert [source(grpo.config, n) for n in (1, 2)] == ["policy", "recompute"]
     assert [source(ppo.config, n) for n in (1, 2)] == ["recompute", "recompute"]
     assert [source(dppo.config, n) for n in (1, 2)] == ["rollout", "rollout"]
@@ -145,8 +150,8 @@ def test_a_file_of_functions_is_an_algorithm(tmp_path):
     mine = load_algorithm(str(file))
     assert mine.name == mine.config.algorithm == str(file) and of(mine.Config(beta=2.0)) is mine
     assert (mine.input, mine.data, mine.group_size, mine.select) == ("rollouts", "rollouts", 2, None)
-    needs = dict(old=True, sum_pi_squared=True, divergence=Divergence(0.0, 1.0, 4))
-    assert requirements(mine.config) == Requirements(reference=True, **needs)
+    needs = dict(old_logprobs=True, sum_pi_squared=True, divergence=Divergence(0.0, 1.0, 4))
+    assert requirements(mine.config) == Requirements(ref_logprobs=True, **needs)
     assert requirements(mine.Config(beta=0.0)) == Requirements(**needs)
     assert float(mine.loss(loss_inputs(), mine.config)[0]) == 3.5
     assert float(mine.advantages(rollouts(), mine.Config(beta=2.0)).sum()) == 28.0
@@ -166,7 +171,7 @@ def test_a_file_of_functions_may_take_over_policy_gradients(tmp_path):
     file.write_text(head + MODULE.replace("(AlgoConfig)", "(PolicyConfig)").replace("needs_old = ", ""))
     mine = load_algorithm(str(file))
     found = requirements(mine.Config(advantage="gae", beta=0.0, kl_in="reward", kl_coef=0.1))
-    assert found.critic and found.old and not found.reference
+    assert found.critic and found.old_logprobs and not found.ref_logprobs
 
 
 @pytest.mark.parametrize(

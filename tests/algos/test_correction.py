@@ -49,7 +49,7 @@ def test_rejection_equals_veRL():
 
 @pytest.mark.parametrize(
     ("rule", "above", "expected"),
-    [  # old - rollout: -.1, .2, -.3 | .2, -.05, -.2, -.1
+    [  # old_logprobs - rollout_logprobs: -.1, .2, -.3 | .2, -.05, -.2, -.1
         ("token_k2", 0.021, [[1, 1, 0, 0], [1, 1, 1, 1]]),
         ("token_k3", 0.02, [[1, 0, 0, 0], [0, 1, 1, 1]]),
         ("token_tv", 0.05, [[0, 0, 1, 0], [0, 1, 0, 1]]),
@@ -89,13 +89,13 @@ def test_corrected_ppo_loss_equals_openrlhf(correction, expected):
     config = grpo.Config(
         clip_high=0.28, dual_clip=3.0, aggregation="token", kl_coef=0.0, correction=correction
     )
-    loss, metrics = grpo.loss(loss_inputs(rollout=ROLLOUT), config)
+    loss, metrics = grpo.loss(loss_inputs(rollout_logprobs=ROLLOUT), config)
     assert float(loss) == pytest.approx(expected, abs=1e-6)
     assert float(metrics["mismatch/kl"]) == pytest.approx(0.05, abs=1e-6)
 
 
 def test_diagnostics_equal_veRL():
-    _, metrics = grpo.loss(loss_inputs(rollout=ROLLOUT), grpo.Config())
+    _, metrics = grpo.loss(loss_inputs(rollout_logprobs=ROLLOUT), grpo.Config())
     expected = {
         "mismatch/kl": 0.05,
         "mismatch/k3_kl": 0.01618,
@@ -109,7 +109,7 @@ def test_diagnostics_equal_veRL():
 
 def test_metrics_of_the_weights():
     correction = Correction("token", cap=1.1, floor=0.8, reject=(("token_k1", 1 / 1.2, 1.2),))
-    _, metrics = correct(loss_inputs(rollout=ROLLOUT), correction)
+    _, metrics = correct(loss_inputs(rollout_logprobs=ROLLOUT), correction)
     ratio = np.exp(np.array(GAP))[np.array(MASK) > 0]
     bounded = np.clip(ratio, 0.8, 1.1)
     assert float(metrics["is/weight"]) == pytest.approx(bounded.mean(), abs=1e-6)
@@ -124,16 +124,16 @@ def test_weights_are_constants_to_the_gradient():
     """Also where their numerator is the present policy (RL2): the gradient is -w A."""
     config = reinforce.Config(correction=Correction("token", cap=1.05, of="policy"))
     ratio = np.minimum(np.exp(np.array(POLICY - ROLLOUT)), 1.05)
-    gradient = jax.grad(lambda p: reinforce.loss(loss_inputs(p, rollout=ROLLOUT), config)[0])(POLICY)
+    gradient = jax.grad(lambda p: reinforce.loss(loss_inputs(p, rollout_logprobs=ROLLOUT), config)[0])(POLICY)
     np.testing.assert_allclose(gradient, -ratio * ADVANTAGES * MASK / 2, atol=1e-6)
 
 
 def test_normalising_divides_by_the_mean_weight_of_the_whole_step():
     config = grpo.Config(correction=Correction("token", cap=1.1, normalize=True))
-    assert requirements(config).old
+    assert requirements(config).old_logprobs
     given = rollouts(valid=jnp.array([1.0, 1, 0, 1]))
     own = np.asarray(given.mask * given.valid[:, None]) > 0
-    mean = np.minimum(np.exp(np.asarray(given.old - given.rollout)), 1.1)[own].mean()
+    mean = np.minimum(np.exp(np.asarray(given.old_logprobs - given.rollout_logprobs)), 1.1)[own].mean()
     plain = np.asarray(advantages(given, replace(config, correction=Correction())))
     np.testing.assert_allclose(advantages(given, config), plain / mean, rtol=1e-5)
 
@@ -152,7 +152,7 @@ def test_absurd_ratios_stay_finite():
         got = importance_weights(far, jnp.ones((1, 4)), SEGMENTS[:1], Correction(level, cap=float("inf")))
         assert np.isfinite(np.asarray(got)).all()
     for gap in (500.0, -500.0):  # nats a token: the perplexity of one is e^500 times the other's
-        _, metrics = grpo.loss(loss_inputs(rollout=OLD + gap), grpo.Config())
+        _, metrics = grpo.loss(loss_inputs(rollout_logprobs=OLD + gap), grpo.Config())
         assert all(np.isfinite(float(x)) for x in metrics.values()), metrics
 
 

@@ -150,7 +150,9 @@ def test_process_rewards_and_kl_enter_the_tokens_reward():
     got = advantages(given, plain)[:, 0]  # 1.3, .5, 2.2, .9
     np.testing.assert_allclose(got, [0.8, -0.8, 1.3, -1.3], atol=1e-5)
     config = grpo.Config(advantage="rloo", kl_coef=0.5, kl="k1", kl_in="reward")
-    total = np.asarray(rollouts().rewards - 0.5 * ((given.old - given.reference) * given.mask).sum(axis=1))
+    total = np.asarray(
+        rollouts().rewards - 0.5 * ((given.old_logprobs - given.ref_logprobs) * given.mask).sum(axis=1)
+    )
     got = advantages(rollouts(), config)[:, 0]
     np.testing.assert_allclose(got[0], total[0] - total[1], atol=1e-5)
 
@@ -158,7 +160,7 @@ def test_process_rewards_and_kl_enter_the_tokens_reward():
 def test_kl_in_the_advantage_and_the_controllers_coefficient():
     config = grpo.Config(kl_coef=0.1, kl="k2", kl_in="advantage")
     plain = advantages(rollouts(), grpo.Config())
-    penalty = kl(rollouts().old, rollouts().reference, "k2") * rollouts().mask
+    penalty = kl(rollouts().old_logprobs, rollouts().ref_logprobs, "k2") * rollouts().mask
     np.testing.assert_allclose(
         advantages(rollouts(), config), np.asarray(plain) - 0.1 * np.asarray(penalty), atol=1e-6
     )

@@ -22,7 +22,12 @@ def per_token(seed=0):
     random = np.random.default_rng(seed)
     policy = [-random.uniform(0.5, 2.0, n) for n in LENGTHS]
     near = lambda: [p + random.normal(0, 0.2, len(p)) for p in policy]
-    others = dict(old=near(), rollout=near(), reference=near(), entropy=[np.ones(n) for n in LENGTHS])
+    others = dict(
+        old_logprobs=near(),
+        rollout_logprobs=near(),
+        ref_logprobs=near(),
+        entropy=[np.ones(n) for n in LENGTHS],
+    )
     return policy, others | dict(advantages=[1.0, -1.0, 0.5, -0.7])
 
 

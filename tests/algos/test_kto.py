@@ -17,7 +17,7 @@ def sigmoid(x):
 # Responses and mismatched sequences alternate: ratios .5, -1, 1 and 1, 1, -.5, so z = .5
 KTO_POLICY = [[-6.0, -4.0], [-20.0], [-12.0], [-10.0, -7.0], [-4.0, -5.0], [-19.0]]
 KTO_REFERENCE = [[-5.5, -5.0], [-21.0], [-11.0], [-9.0, -9.0], [-5.0, -5.0], [-18.5]]
-KTO = {"reference": KTO_REFERENCE, "old": KTO_POLICY, "labels": [1, 1, 0, 0, 1, 1]}
+KTO = {"ref_logprobs": KTO_REFERENCE, "old_logprobs": KTO_POLICY, "labels": [1, 1, 0, 0, 1, 1]}
 
 
 def test_kto():
@@ -52,7 +52,7 @@ def test_kto_of_pairs_takes_its_baseline_from_the_other_label():
 
 
 def test_kto_baseline_is_not_below_zero():
-    arrays = {**KTO, "reference": [[0.0] * len(p) for p in KTO_POLICY]}
+    arrays = {**KTO, "ref_logprobs": [[0.0] * len(p) for p in KTO_POLICY]}
     _, metrics, _ = run(kto, kto.Config(), KTO_POLICY, [[[0, 1, 2, 3, 4, 5]]], **arrays)
     assert metrics["mismatched_kl"] == pytest.approx(-56 / 3)
     # with z = 0 the third response, a log ratio of -9, is far on the wrong side

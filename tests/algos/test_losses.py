@@ -18,19 +18,19 @@ ADVANTAGES = jnp.array([[1.0] * 4, [-1.0] * 4])
 LENGTHS = jnp.array([[3.0] * 4, [4.0] * 4])
 
 
-def loss_inputs(policy=POLICY, **kwargs):
+def loss_inputs(logprobs=POLICY, **kwargs):
     fields = dict(
         mask=MASK,
         segments=jnp.ones((2, 4), jnp.int32),
         lengths=LENGTHS,
         num_tokens=jnp.float32(7),
         num_sequences=jnp.float32(2),
-        old=OLD,
+        old_logprobs=OLD,
         advantages=ADVANTAGES,
-        reference=OLD,
+        ref_logprobs=OLD,
         entropy=jnp.ones((2, 4)),
     )
-    return LossInputs(policy=policy, **{**fields, **kwargs})
+    return LossInputs(logprobs=logprobs, **{**fields, **kwargs})
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
 def test_first_update_has_ratio_one_and_still_a_gradient():
     """Old = policy: the loss is -mean advantage, the gradient that of REINFORCE."""
     config = grpo.Config(kl_coef=0.0, aggregation="token")
-    fn = lambda p: grpo.loss(loss_inputs(p, old=jax.lax.stop_gradient(p)), config)[0]
+    fn = lambda p: grpo.loss(loss_inputs(p, old_logprobs=jax.lax.stop_gradient(p)), config)[0]
     loss, gradient = jax.value_and_grad(fn)(POLICY)
     assert float(loss) == pytest.approx(1 / 7, abs=1e-6)
     np.testing.assert_allclose(gradient, -ADVANTAGES * MASK / 7, atol=1e-7)
@@ -122,7 +122,7 @@ def test_rows_apart_sum_to_rows_together(aggregation):
     whole = loss_inputs()
     total = aggregate(POLICY, whole, aggregation, 4.0)
     parts = [jax.tree.map(lambda x, i=i: x[i : i + 1] if x.ndim else x, whole) for i in range(2)]
-    assert float(sum(aggregate(p.policy, p, aggregation, 4.0) for p in parts)) == pytest.approx(
+    assert float(sum(aggregate(p.logprobs, p, aggregation, 4.0) for p in parts)) == pytest.approx(
         float(total), rel=1e-6
     )
 

@@ -26,7 +26,7 @@ from jaxrl_llm.structs import Rollouts
 
 def test_dr_grpo_divides_by_a_constant():
     loss, _ = dr_grpo.loss(
-        loss_inputs(reference=None), dr_grpo.Config(clip_high=0.28, dual_clip=3.0, constant=4.0)
+        loss_inputs(ref_logprobs=None), dr_grpo.Config(clip_high=0.28, dual_clip=3.0, constant=4.0)
     )
     assert float(loss) == pytest.approx(0.257029, abs=1e-6)
 
@@ -63,7 +63,7 @@ def test_the_controllers_coefficient_weighs_the_loss():
 def test_kl_in_the_reward_is_measured_but_not_in_the_loss():
     config = ppo.Config(kl_in="reward")
     loss, metrics = ppo.loss(loss_inputs(), config)
-    bare, _ = ppo.loss(loss_inputs(reference=None), config)
+    bare, _ = ppo.loss(loss_inputs(ref_logprobs=None), config)
     assert float(loss) == float(bare)
     assert float(metrics["kl"]) == pytest.approx(0.185714, abs=1e-6)
 
@@ -109,8 +109,8 @@ def test_a_shared_critic_adds_its_loss():
 def test_bypassed_old_log_probs_are_the_rollouts():
     """The source puts the rollout's log-probs in place of the old ones: the ratio is against the rollout."""
     config = grpo.Config(old="rollout", clip_low=9.0, clip_high=9.0, aggregation="token", kl_coef=0.0)
-    assert requirements(config).old_source == "rollout"
-    loss, _ = grpo.loss(loss_inputs(old=ROLLOUT, rollout=ROLLOUT), config)
+    assert requirements(config).old_logprobs_source == "rollout"
+    loss, _ = grpo.loss(loss_inputs(old_logprobs=ROLLOUT, rollout_logprobs=ROLLOUT), config)
     expected = -float((jnp.exp(POLICY - ROLLOUT) * ADVANTAGES * MASK).sum()) / 7
     assert float(loss) == pytest.approx(expected, abs=1e-6)
 

@@ -41,9 +41,9 @@ def loss_of(config, **kwargs):
     return float(jax.jit(lambda s: algos.of(config).loss(s, config)[0])(loss_inputs(**kwargs)))
 
 
-def gradient_of(config, policy=POLICY, **kwargs):
+def gradient_of(config, logprobs=POLICY, **kwargs):
     loss = lambda p: algos.of(config).loss(loss_inputs(p, **kwargs), config)[0]
-    return np.asarray(jax.jit(jax.grad(loss))(policy))
+    return np.asarray(jax.jit(jax.grad(loss))(logprobs))
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -112,9 +112,11 @@ def test_gradient_of_cispo_keeps_clipped_tokens():
 @pytest.mark.parametrize(("config", "count"), [(gpg.config, 7), (reinforce.config, 2)])
 def test_gradient_of_reinforce_and_gpg_is_minus_the_weighted_advantage(config, count):
     """The weight is 1 where the policy is the old one; veRL's gpg, which has none, is 0.114286 here."""
-    same = gradient_of(config, old=POLICY)
+    same = gradient_of(config, old_logprobs=POLICY)
     np.testing.assert_allclose(same, -ADVANTAGES * MASK / count, atol=1e-7)
-    assert loss_of(replace(config, aggregation="token"), old=POLICY) == pytest.approx(0.114286, abs=1e-6)
+    assert loss_of(replace(config, aggregation="token"), old_logprobs=POLICY) == pytest.approx(
+        0.114286, abs=1e-6
+    )
     expected = -np.minimum(RATIO, 1.5) * ADVANTAGES * MASK / count
     capped = replace(config, correction=Correction(cap=1.5))
     np.testing.assert_allclose(gradient_of(capped), expected, atol=1e-6)
@@ -168,7 +170,7 @@ def test_gradient_of_dppo_drops_only_what_moves_away(divergence):
 def test_gradient_of_kl_cov_penalises_the_largest_covariance():
     """A - mean = 8/7 or -6/7, log pi - mean: largest product at row 2, token 0: (-6/7) (-1.5 + .88571)."""
     expected = -RATIO * ADVANTAGES * MASK / 7
-    expected = expected.at[1, 0].add(0.1 * -1 / 7)  # d|policy - old| / d policy = -1 there
+    expected = expected.at[1, 0].add(0.1 * -1 / 7)  # d|logprobs - old_logprobs| / d policy = -1 there
     got = gradient_of(kl_cov.Config(fraction=0.2, penalty=0.1))
     np.testing.assert_allclose(got, expected, atol=1e-6)
     cov = np.where(MASK > 0, covariance(loss_inputs()), -np.inf)
@@ -184,7 +186,7 @@ def test_kl_cov_takes_its_share_by_rank():
     x = jnp.array([[9.0, 1, 2, 3], [3, 5, 0, -1]])
     np.testing.assert_array_equal(largest(x, mask, 0.45), [[0, 0, 0, 1], [1, 1, 0, 0]])
     assert not largest(x, jnp.zeros((2, 4)), 0.5).any()
-    same = gradient_of(kl_cov.Config(fraction=1.0), old=POLICY, advantages=jnp.zeros((2, 4)))
+    same = gradient_of(kl_cov.Config(fraction=1.0), old_logprobs=POLICY, advantages=jnp.zeros((2, 4)))
     np.testing.assert_array_equal(same, np.zeros((2, 4)))
 
 
@@ -205,7 +207,7 @@ def test_masked_tokens_are_no_candidates_and_move_no_mean():
     """Covariance 1.5 everywhere: with fraction 1 both tokens go, whatever the masked places hold."""
     policy, advantages = jnp.array([[-1.0] * 4, [-2.0] * 4]), jnp.array([[3.0] * 4, [-3.0] * 4])
     mask = jnp.zeros((2, 4)).at[:, 0].set(1.0)
-    inputs = dict(mask=mask, num_tokens=jnp.float32(2), old=policy, advantages=advantages)
+    inputs = dict(mask=mask, num_tokens=jnp.float32(2), old_logprobs=policy, advantages=advantages)
     config = clip_cov.Config(**CLIP, fraction=1.0, covariance_low=1.0)
     np.testing.assert_array_equal(gradient_of(config, policy, **inputs), np.zeros((2, 4)))
     alone = loss_inputs(policy, mask=mask.at[1, 0].set(0.0), advantages=advantages)
@@ -239,7 +241,7 @@ def test_the_first_update_is_that_of_reinforce(name):
     config = ALGOS[name].Config(aggregation="token", kl_coef=0.0, advantage="grpo")
     same = jax.lax.stop_gradient(POLICY)
     np.testing.assert_allclose(
-        gradient_of(config, old=same, reference=None), -ADVANTAGES * MASK / 7, atol=1e-6
+        gradient_of(config, old_logprobs=same, ref_logprobs=None), -ADVANTAGES * MASK / 7, atol=1e-6
     )
 
 
@@ -252,12 +254,12 @@ def test_luspo_is_gspo_times_the_length():
 
 
 def test_a_star_po_regresses_the_log_ratio_on_the_advantage():
-    """Sums of policy - reference .6 and .7 (beta 0.5: .3 and .35) against 1 and -1."""
+    """Sums of logprobs - ref_logprobs .6 and .7 (beta 0.5: .3 and .35) against 1 and -1."""
     config = a_star_po.Config(beta=0.5)
     assert loss_of(config) == pytest.approx((0.7**2 + 1.35**2) / 2, rel=1e-6)
     slope = 2 * 0.5 * np.array([[-0.7], [1.35]]) / 2
     np.testing.assert_allclose(gradient_of(config), slope * MASK, atol=1e-6)
-    assert algos.requirements(config).reference
+    assert algos.requirements(config).ref_logprobs
 
 
 def test_token_sum_has_no_denominator():
@@ -282,7 +284,8 @@ def test_off_policy_sequences_of_negative_advantage_are_masked():
     """Row 2 is dropped below its mean of rollout - policy; row 1 never, for its advantage is positive."""
     rule = dict(of="policy", reject_only="negative")
     masked = lambda bound: gradient_of(
-        gpg.Config(correction=Correction(reject=(("seq_mean_k1", 1e-3, bound),), **rule)), rollout=ROLLOUT
+        gpg.Config(correction=Correction(reject=(("seq_mean_k1", 1e-3, bound),), **rule)),
+        rollout_logprobs=ROLLOUT,
     )
     means = [float(((ROLLOUT - POLICY)[i] * MASK[i]).sum() / MASK[i].sum()) for i in (0, 1)]
     below, above = np.exp(min(means) - 0.01), np.exp(means[1] + 0.01)

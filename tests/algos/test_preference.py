@@ -42,7 +42,7 @@ def nll(x):
     ],
 )
 def test_dpo_family(settings, expected):
-    loss, _, _ = run(dpo, dpo.Config(**settings), POLICY, ONE_ROW, reference=REFERENCE)
+    loss, _, _ = run(dpo, dpo.Config(**settings), POLICY, ONE_ROW, ref_logprobs=REFERENCE)
     assert loss == pytest.approx(expected, abs=2e-6)
 
 
@@ -92,7 +92,7 @@ PAIRS = [(0.5, -1.0), (-1.0, 1.0)]  # log-ratios of chosen and rejected: of the 
 )
 def test_other_losses_of_the_log_ratios(settings, of_pair):
     """Formulas of the papers in Python; TRL 1.16 DPOTrainer has the same."""
-    loss, _, gradient = run(dpo, dpo.Config(beta=0.5, **settings), POLICY, ONE_ROW, reference=REFERENCE)
+    loss, _, gradient = run(dpo, dpo.Config(beta=0.5, **settings), POLICY, ONE_ROW, ref_logprobs=REFERENCE)
     assert loss == pytest.approx(sum(of_pair(c, r) for c, r in PAIRS) / 2, rel=1e-5)
     step = 1e-6
     for i, (c, r) in enumerate(PAIRS):  # each token of a response moves its ratio by as much
@@ -105,7 +105,7 @@ def test_dpo_of_the_common_length():
     ratios = [(-1.0 + 0.25 * 1.5, -1.0), (-2.0 + 0.25 * 1.0, 1.0)]
     for rows in (ONE_ROW, [[[0, 1], [2, 3]]], [[[0, 1]], [[2, 3]]]):
         config = dpo.Config(tail_coef=0.25)
-        loss, _, gradient = run(dpo, config, POLICY, rows, reference=REFERENCE)
+        loss, _, gradient = run(dpo, config, POLICY, rows, ref_logprobs=REFERENCE)
         assert loss == pytest.approx(sum(nll(0.1 * (c - r)) for c, r in ratios) / 2, rel=1e-6)
         np.testing.assert_allclose(gradient[0][1], 0.25 * gradient[0][0], rtol=1e-5)
         np.testing.assert_allclose(gradient[2][[1, 2]], gradient[2][0] * np.array([1, 0.25]), rtol=1e-5)
@@ -117,7 +117,7 @@ def test_wpo_weighs_pairs_by_the_policys_confidence():
     means = [np.mean(np.array(p) - np.log(s)) for p, s in zip(POLICY, square, strict=True)]
     weights = [min(np.exp(means[0] + means[1]), 1), min(np.exp(means[2] + means[3]), 1)]
     config = dpo.Config(weighted=True)
-    arrays = dict(reference=REFERENCE, sum_pi_squared=square)
+    arrays = dict(ref_logprobs=REFERENCE, sum_pi_squared=square)
     loss, metrics, gradient = run(dpo, config, POLICY, ONE_ROW, **arrays)
     assert loss == pytest.approx((weights[0] * nll(0.15) + weights[1] * nll(-0.2)) / 2, rel=1e-5)
     assert metrics["pair_weight"] == pytest.approx(np.mean(weights), rel=1e-5)
@@ -129,7 +129,7 @@ def test_wpo_weighs_pairs_by_the_policys_confidence():
 def test_extreme_ratios_give_finite_losses_and_gradients(loss):
     policy, reference = [[-300.0], [-1.0], [-1.0], [-300.0]], [[-1.0], [-300.0], [-300.0], [-1.0]]
     config = dpo.Config(loss=loss, label_smoothing=0.1 if loss == "exo" else 0.0, beta=0.3)
-    value, _, gradient = run(dpo, config, policy, ONE_ROW, reference=reference)
+    value, _, gradient = run(dpo, config, policy, ONE_ROW, ref_logprobs=reference)
     assert np.isfinite(value) and all(np.isfinite(g).all() for g in gradient)
 
 
@@ -172,12 +172,12 @@ def test_a_tie_counts_half_in_the_accuracy_of_pairs():
     settings = {"values": [1.0, 1.0, 0.3, 0.4], "labels": [0.5, 0.5, 0.2, 0.2]}
     _, metrics, _ = run(reward_model, reward_model.Config(), POLICY, ONE_ROW, **settings)
     assert metrics["accuracy"] == pytest.approx(0.25)
-    assert run(dpo, dpo.Config(), POLICY, ONE_ROW, reference=POLICY)[1]["accuracy"] == pytest.approx(0.5)
+    assert run(dpo, dpo.Config(), POLICY, ONE_ROW, ref_logprobs=POLICY)[1]["accuracy"] == pytest.approx(0.5)
 
 
 def test_dpo_metrics_and_gradient_by_hand():
     """h = 1.5 and -2; d/d log p(c) = -beta sigmoid(-beta h) / pairs, and the opposite for r."""
-    _, metrics, gradient = run(dpo, dpo.Config(), POLICY, ONE_ROW, reference=REFERENCE)
+    _, metrics, gradient = run(dpo, dpo.Config(), POLICY, ONE_ROW, ref_logprobs=REFERENCE)
     assert metrics == {
         "chosen_reward": pytest.approx(0.1 * (0.5 - 1) / 2),
         "rejected_reward": pytest.approx(0.1 * (-1 + 1) / 2, abs=1e-7),
@@ -191,17 +191,17 @@ def test_dpo_metrics_and_gradient_by_hand():
 
 def test_ipo_gradient_by_hand():
     """2 (h - 5) / pairs."""
-    _, _, gradient = run(dpo, dpo.Config(loss="ipo"), POLICY, ONE_ROW, reference=REFERENCE)
+    _, _, gradient = run(dpo, dpo.Config(loss="ipo"), POLICY, ONE_ROW, ref_logprobs=REFERENCE)
     for got, expected in zip(gradient, [-3.5, 3.5, -7.0, 7.0], strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def test_only_a_dpo_with_a_reference_needs_one():
     free = dpo.Config(reference_free=True)
-    assert requirements(dpo.config).reference and not requirements(free).reference
-    assert requirements(online_dpo.config).reference
-    assert not requirements(online_dpo.Config(dpo=free)).reference
-    assert not any(requirements(a.config).reference for a in (simpo, cpo, orpo, reward_model))
+    assert requirements(dpo.config).ref_logprobs and not requirements(free).ref_logprobs
+    assert requirements(online_dpo.config).ref_logprobs
+    assert not requirements(online_dpo.Config(dpo=free)).ref_logprobs
+    assert not any(requirements(a.config).ref_logprobs for a in (simpo, cpo, orpo, reward_model))
 
 
 @pytest.mark.parametrize(("smoothing", "expected"), [(0.0, 0.7493759), (0.2, 0.7293760)])
@@ -270,12 +270,12 @@ def test_reward_model(settings, expected):
 def test_reward_model_without_margins_in_the_data():
     loss, _, _ = run(reward_model, reward_model.Config(), POLICY, ONE_ROW, values=VALUES)
     assert loss == pytest.approx((nll(1.5) + nll(-0.1)) / 2, abs=1e-6)
-    assert requirements(reward_model.config) == Requirements(policy=False, values=True)
+    assert requirements(reward_model.config) == Requirements(logprobs=False, values=True)
 
 
 CASES = [
-    (dpo, dpo.Config(nll_coef=0.1), {"reference": REFERENCE}),
-    (dpo, dpo.Config(loss="ipo", length_normalized=True), {"reference": REFERENCE}),
+    (dpo, dpo.Config(nll_coef=0.1), {"ref_logprobs": REFERENCE}),
+    (dpo, dpo.Config(loss="ipo", length_normalized=True), {"ref_logprobs": REFERENCE}),
     (simpo, simpo.Config(), {}),
     (cpo, cpo.Config(), {}),
     (orpo, orpo.Config(), {}),
@@ -323,12 +323,12 @@ def test_online_dpo_breaks_ties_at_random_and_may_select_nothing():
 
 def test_online_dpo_has_the_loss_of_dpo():
     settings = dpo.Config(beta=0.3, loss="ipo")
-    wanted, _, _ = run(dpo, settings, POLICY, ONE_ROW, reference=REFERENCE)
-    got, _, _ = run(online_dpo, online_dpo.Config(dpo=settings), POLICY, ONE_ROW, reference=REFERENCE)
+    wanted, _, _ = run(dpo, settings, POLICY, ONE_ROW, ref_logprobs=REFERENCE)
+    got, _, _ = run(online_dpo, online_dpo.Config(dpo=settings), POLICY, ONE_ROW, ref_logprobs=REFERENCE)
     assert got == wanted
 
 
 def test_gradients_survive_log_probs_far_apart():
     far = [[-1e4], [-1.0], [-1.0], [-1e4]]
     for algorithm, config, _ in CASES[:2]:
-        chex.assert_tree_all_finite(run(algorithm, config, far, ONE_ROW, reference=[[-1.0]] * 4))
+        chex.assert_tree_all_finite(run(algorithm, config, far, ONE_ROW, ref_logprobs=[[-1.0]] * 4))

@@ -146,9 +146,9 @@ def test_optimal_token_baseline_under_importance_weights():
 def test_otb_reads_the_arrays_it_requires():
     config = otb.Config()
     needs = requirements(config)
-    assert needs.sum_pi_squared and needs.old and not needs.critic
+    assert needs.sum_pi_squared and needs.old_logprobs and not needs.critic
     given = rollouts(rewards=jnp.array([1.0, 0, 1, 0]))
-    mask, old, square = given.mask, given.old, given.sum_pi_squared
+    mask, old, square = given.mask, given.old_logprobs, given.sum_pi_squared
     returns = jnp.array([1.0, 0, 1, 0])[:, None] * mask
     expected = optimal_token_baseline(returns, old, square, given.group, mask)
     np.testing.assert_allclose(advantages(given, config), expected, atol=1e-6)

@@ -11,7 +11,7 @@ from golden import POLICY, ROLLOUT, loss_inputs
 from jaxrl_llm import algos
 from jaxrl_llm.algos import ALGOS, dpo, gkd, gpg, grpo, otb, requirements, sft
 from jaxrl_llm.algos.config import Correction, PolicyConfig
-from jaxrl_llm.algos.contract import ignores_staleness, old_logprobs
+from jaxrl_llm.algos.contract import choose_old_logprobs, ignores_staleness
 from jaxrl_llm.algos.returns import optimal_token_baseline
 
 POLICY_GRADIENTS = [
@@ -20,12 +20,12 @@ POLICY_GRADIENTS = [
 
 
 def source(config, updates=1, on_policy=False):
-    return old_logprobs(algos.of(config), requirements(config), updates, on_policy)
+    return choose_old_logprobs(algos.of(config), requirements(config), updates, on_policy)
 
 
-def gradient_of(config, policy=POLICY, **kwargs):
+def gradient_of(config, logprobs=POLICY, **kwargs):
     loss = lambda p: algos.of(config).loss(loss_inputs(p, **kwargs), config)[0]
-    return np.asarray(jax.jit(jax.grad(loss))(policy))
+    return np.asarray(jax.jit(jax.grad(loss))(logprobs))
 
 
 def test_a_response_of_older_weights_gets_the_clipped_gradient_by_default():
@@ -35,20 +35,22 @@ def test_a_response_of_older_weights_gets_the_clipped_gradient_by_default():
     """
     then = jnp.log(jnp.full((2, 4), 0.5))
     now = jnp.log(jnp.array([[0.45, 0.75, 0.3, 0.5]] * 2))
-    fields = dict(mask=jnp.array([[1.0, 1, 1, 0]] * 2), num_tokens=jnp.float32(6), reference=None)
+    fields = dict(mask=jnp.array([[1.0, 1, 1, 0]] * 2), num_tokens=jnp.float32(6), ref_logprobs=None)
     config = grpo.Config(kl_coef=0.0, aggregation="token")
     assert source(config) == "rollout"
     clipped = np.array([[-0.9, 0, -0.6, 0], [0.9, 1.5, 0, 0]])  # 1.5 > 1.2 with A = 1; .6 < .8 with A = -1
-    np.testing.assert_allclose(gradient_of(config, now, old=then, **fields), clipped / 6, atol=1e-6)
+    np.testing.assert_allclose(gradient_of(config, now, old_logprobs=then, **fields), clipped / 6, atol=1e-6)
     weighted = np.array([[-0.9, -1.5, -0.6, 0], [0.9, 1.5, 0.6, 0]])
-    np.testing.assert_allclose(gradient_of(gpg.config, now, old=then, **fields), weighted / 6, atol=1e-6)
+    np.testing.assert_allclose(
+        gradient_of(gpg.config, now, old_logprobs=then, **fields), weighted / 6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", POLICY_GRADIENTS)
 def test_no_policy_gradient_takes_stale_tokens_for_the_policys_own(name):
     config = replace(ALGOS[name].config, kl_coef=0.0, advantage="grpo")
     assert source(config) == "rollout" and not ignores_staleness(ALGOS[name], requirements(config))
-    stale, own = (gradient_of(config, old=old, reference=None) for old in (ROLLOUT, POLICY))
+    stale, own = (gradient_of(config, old_logprobs=old, ref_logprobs=None) for old in (ROLLOUT, POLICY))
     assert np.abs(stale - own).max() > 0.05 * np.abs(own).max()
 
 
@@ -77,13 +79,15 @@ def test_rows_of_a_dataset_are_never_stale():
 def test_reinforce_is_not_weighted_twice():
     """With the policy as the correction's numerator the weight is policy / rollout already."""
     config = gpg.Config(correction=Correction("token", cap=9.0, of="policy"))
-    stale = gradient_of(config, old=ROLLOUT, rollout=ROLLOUT)
-    np.testing.assert_allclose(stale, gradient_of(config, old=POLICY, rollout=ROLLOUT), atol=1e-7)
+    stale = gradient_of(config, old_logprobs=ROLLOUT, rollout_logprobs=ROLLOUT)
+    np.testing.assert_allclose(
+        stale, gradient_of(config, old_logprobs=POLICY, rollout_logprobs=ROLLOUT), atol=1e-7
+    )
 
 
 def test_optimal_token_baseline_stands_log_probs_of_older_weights():
     """p = .9 then, where the policy now has sum p^2 = .3: the energy is .1^2, not 1 - 1.8 + .3 < 0."""
-    assert requirements(otb.config).old_source == "auto"
+    assert requirements(otb.config).old_logprobs_source == "auto"
     old = jnp.log(jnp.array([[0.9], [0.5]]))
     got = jax.jit(optimal_token_baseline)(
         jnp.array([[1.0], [0.0]]), old, jnp.array([[0.3], [0.5]]), jnp.zeros(2, jnp.int32), jnp.ones((2, 1))

@@ -40,7 +40,7 @@ def steps(values, labels):
     padded = lambda x: jnp.asarray([[*x, math.nan]], jnp.float32)
     ones = jnp.ones((1, len(values) + 1))
     return LossInputs(
-        policy=0 * ones, mask=ones.at[0, -1].set(0), segments=ones.astype(int).at[0, -1].set(0),
+        logprobs=0 * ones, mask=ones.at[0, -1].set(0), segments=ones.astype(int).at[0, -1].set(0),
         lengths=len(values) * ones, num_tokens=jnp.float32(len(values)), num_sequences=jnp.float32(1),
         values=padded(values), labels=padded(labels),
     )  # fmt: skip
@@ -54,7 +54,7 @@ def test_prm_is_binary_cross_entropy_with_hard_and_soft_labels():
     assert float(loss) == pytest.approx((math.log(4 / 3) + math.log(4) + entropy + math.log(2)) / 4, rel=1e-6)
     assert float(metrics["accuracy"]) == pytest.approx(3 / 4)
     assert float(metrics["right_fraction"]) == pytest.approx(1.75 / 4)
-    assert requirements(prm.config) == Requirements(policy=False, values=True)
+    assert requirements(prm.config) == Requirements(logprobs=False, values=True)
 
 
 def test_prm_equals_cross_entropy_over_two_classes():
@@ -84,7 +84,7 @@ def test_distillation_averages_the_divergence():
 def test_gkd_takes_the_mean_divergence():
     loss, metrics, _ = run(gkd, gkd.Config(), POLICY, APART, divergence=DIVERGENCE)
     assert loss == pytest.approx(0.35) and metrics == {"divergence": pytest.approx(0.35)}
-    assert not requirements(gkd.config).reference
+    assert not requirements(gkd.config).ref_logprobs
 
 
 def test_gkd_as_policy_gradient():
@@ -95,17 +95,23 @@ def test_gkd_as_policy_gradient():
     old = jnp.array([[-0.5, -1.0, -2.0], [-1.5, 0, 0]])
     teacher = jnp.array([[-0.4, -2.0, -2.0], [-0.5, math.nan, 0]])
     rollouts = Rollouts(
-        jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask, jnp.ones(2), old=old, reference=teacher
+        jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask, jnp.ones(2), old_logprobs=old, ref_logprobs=teacher
     )
     advantages = gkd.advantages(rollouts, config)
     np.testing.assert_allclose(advantages, [[0.1, -1.0, 0.0], [1.0, 0, 0]], atol=1e-6)
     loss, metrics, gradient = run(
-        gkd, config, POLICY, TOGETHER, old=POLICY, reference=reference, advantages=[[0.1, -1.0, 0.0], [1.0]]
+        gkd,
+        config,
+        POLICY,
+        TOGETHER,
+        old_logprobs=POLICY,
+        ref_logprobs=reference,
+        advantages=[[0.1, -1.0, 0.0], [1.0]],
     )
     assert loss == pytest.approx(-0.1 / 4)
     assert metrics["reverse_kl"] == pytest.approx(-0.1 / 4)
     np.testing.assert_allclose(gradient[0], [-0.1 / 4, 1 / 4, 0], atol=1e-6)
-    assert requirements(config) == Requirements(old=True, reference=True, rewards=False)
+    assert requirements(config) == Requirements(old_logprobs=True, ref_logprobs=True, rewards=False)
 
 
 def test_gkd_adds_the_reward_of_the_task():
@@ -119,5 +125,7 @@ def test_gkd_adds_the_reward_of_the_task():
     process = replace(rollouts, rewards=jnp.zeros(2), token_rewards=jnp.array([[0.5, 0.5], [0, 9.0]]))
     np.testing.assert_allclose(gkd.advantages(process, config), [[a, a], [-a, 0]], rtol=1e-6)
     advantages = [[1.0, 1.0, 1.0], [-1.0]]
-    loss, _, _ = run(gkd, config, POLICY, TOGETHER, old=POLICY, divergence=DIVERGENCE, advantages=advantages)
+    loss, _, _ = run(
+        gkd, config, POLICY, TOGETHER, old_logprobs=POLICY, divergence=DIVERGENCE, advantages=advantages
+    )
     assert loss == pytest.approx(0.35 - 2 / 4)

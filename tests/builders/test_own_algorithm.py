@@ -20,7 +20,7 @@ class Config(AlgoConfig):
 def advantages(rollouts, config):
     return rollouts.rewards[:, None] * rollouts.mask
 def loss(inputs, config):
-    each = -inputs.policy * inputs.advantages * inputs.mask
+    each = -inputs.logprobs * inputs.advantages * inputs.mask
     return config.scale * each.sum() / inputs.num_tokens, {}
 """
 
@@ -44,7 +44,9 @@ def test_a_sound_loss_passes(tmp_path):
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        ("inputs.policy ", "inputs.polcy ", r"mine\.py:11: AttributeError: .* no attribute 'polcy'"),
+        ("inputs.logprobs ", "inputs.logprob ", r"mine\.py:11: AttributeError: .* no attribute 'logprob'"),
+        ("inputs.logprobs ", "inputs.policy ", r"mine\.py:11: .* 'policy'\. It is called logprobs now\."),
+        ("inputs.logprobs ", "inputs.old ", r"mine\.py:11: .* 'old'\. It is called old_logprobs now\."),
         ("config.scale", "config.scal", r"mine\.py:12: AttributeError: .* no attribute 'scal'"),
         ("each.sum()", "each.sum() + missing", r"mine\.py:12: NameError: name 'missing'"),
         ("* inputs.mask", "* inputs.mask[:, :3]", r"mine\.py:11: TypeError: mul got incompatible shapes"),
@@ -60,6 +62,13 @@ def test_a_sound_loss_passes(tmp_path):
 def test_a_loss_that_raises_is_named_by_its_line(tmp_path, right, wrong, message):
     with pytest.raises(UserError, match=rf"(?s)--algo: .*{message}"):
         check(tmp_path, FILE.replace(right, wrong))
+
+
+def test_requirements_by_their_earlier_names_are_answered_with_the_present_ones(tmp_path):
+    made = "Algorithm('mine', '', INPUT, Config(), loss, lambda c: Requirements(reference=True), advantages)"
+    text = f"{FILE}from jaxrl_llm.algos.contract import Algorithm, Requirements\nalgorithm = {made}\n"
+    with pytest.raises(UserError, match=r"'reference'\. It is called ref_logprobs now\."):
+        config_of(tmp_path, text)
 
 
 def test_advantages_of_another_shape_are_named(tmp_path):

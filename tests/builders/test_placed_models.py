@@ -227,12 +227,12 @@ def test_a_reference_of_another_model_scores_with_its_own_weights(monkeypatch, l
     stage, state, reference = built("other", "reference", OTHER_DEVICES, offload=offload)
     own = RandomModels().params("other", MODEL, None, "float32")
     items = [from_trajectory(t) for t in trajectories(3)]
-    expected = [score["policy"] for score in stage.policy.score(own, items)]
+    expected = [score["logprobs"] for score in stage.policy.score(own, items)]
     with jax.set_mesh(stage.policy.mesh):
         for step in range(2):
             stage.score(state, items, reference.params(0, step, state.params))
             for item, logprobs in zip(items, expected, strict=True):
-                np.testing.assert_allclose(item.signals["reference"], logprobs, atol=1e-5)
+                np.testing.assert_allclose(item.signals["ref_logprobs"], logprobs, atol=1e-5)
     config = replace(BASE, **CASES["other"])
     assert has_own_reference(config, stage.policy.model, make_meshes(config))
     assert has_own_reference(replace(config, reference=ReferenceConfig()), MODEL, make_meshes(config))
@@ -243,7 +243,7 @@ def test_a_reference_of_another_model_scores_with_its_own_weights(monkeypatch, l
 def test_models_are_all_started_before_the_first_is_waited_for(monkeypatch):
     """No host sync separates them, so that those on disjoint devices run at the same time."""
     stage, state, _ = built("ppo", "critic", OTHER_DEVICES)
-    stage.policy.config = replace(stage.policy.config, old="recompute")
+    stage.policy.config = replace(stage.policy.config, old_logprobs_source="recompute")
     events, start, value = [], Scorer.start, ArrayImpl._value.fget
     started = lambda *args, **settings: events.append("start") or start(*args, **settings)
     monkeypatch.setattr(Scorer, "start", started)

@@ -16,15 +16,15 @@ def item(*tokens, context=1, **signals):
 
 
 def test_rows_by_hand():
-    a = item(11, 12, 13, context=2, rollout=[0, 0, -0.3])
-    b = item(21, 22, rollout=[0, -0.2])
+    a = item(11, 12, 13, context=2, rollout_logprobs=[0, 0, -0.3])
+    b = item(21, 22, rollout_logprobs=[0, -0.2])
     (batch,) = pack([b, a], row_length=6, rows=1)
     np.testing.assert_array_equal(batch.tokens, [[11, 12, 13, 21, 22, 0]])
     np.testing.assert_array_equal(batch.targets, [[12, 13, 0, 22, 0, 0]])
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 0, 1, 0]])
     np.testing.assert_array_equal(batch.segments, [[1, 1, 1, 2, 2, 0]])
     np.testing.assert_array_equal(batch.mask, [[0, 1, 0, 1, 0, 0]])
-    np.testing.assert_allclose(batch.rollout, [[0, -0.3, 0, -0.2, 0, 0]])
+    np.testing.assert_allclose(batch.rollout_logprobs, [[0, -0.3, 0, -0.2, 0, 0]])
     np.testing.assert_array_equal(batch.lengths[0, :5], [1, 1, 1, 1, 1])
     assert batch.advantages is None
 
@@ -39,7 +39,7 @@ def test_the_end_token_is_trained_on():
     (batch,) = pack([from_trajectory(trajectory)], 8, 1)
     np.testing.assert_array_equal(batch.targets[0, :4], [2, 5, eos, 0])
     np.testing.assert_array_equal(batch.mask[0, :4], [0, 1, 1, 0])
-    np.testing.assert_allclose(batch.rollout[0, :4], [0, -0.1, -0.7, 0])
+    np.testing.assert_allclose(batch.rollout_logprobs[0, :4], [0, -0.1, -0.7, 0])
 
 
 def test_a_response_that_stops_at_once_still_has_a_token():

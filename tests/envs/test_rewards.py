@@ -102,7 +102,7 @@ def batch_of(algo, garbage):
     rng = np.random.default_rng(0)
     items = [from_trajectory(t) for t in made]
     for item in items:
-        for name in ("old", "reference", "rollout"):
+        for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):
             item.signals[name] = rng.normal(-2, 0.3, len(item.tokens)).astype(np.float32)
             item.signals[name][(item.mask == 0) & (np.arange(len(item.mask)) > 2)] = garbage
     items = credit.assign_credit(algo, items, made, 0.1, 0)

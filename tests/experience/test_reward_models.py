@@ -220,7 +220,7 @@ class Recorder:
     def __init__(self, monkeypatch, tokenizer):
         self.texts = []
 
-        def start(model, params, items, names=("policy",)):
+        def start(model, params, items, names=("logprobs",)):
             self.texts += [tokenizer.decode(item.tokens[:-1]) for item in items]
             return lambda: [
                 {name: np.zeros(len(item.tokens), np.float32) for name in names} for item in items
@@ -296,9 +296,9 @@ def test_a_generative_model_compares_two_responses(weights, tmp_path, monkeypatc
     model = load_reward_model(config, STEP, mesh(), TOKENIZER, CHAT, 2)
     b, seen = TOKENIZER.encode("B", add_special_tokens=False)[0], []
 
-    def start(model, params, items, names=("policy",)):
+    def start(model, params, items, names=("logprobs",)):
         seen.extend(TOKENIZER.decode(item.tokens) for item in items)
-        return lambda: [{"policy": -np.log([1, 3])[[int(item.tokens[-1] == b)]]} for item in items]
+        return lambda: [{"logprobs": -np.log([1, 3])[[int(item.tokens[-1] == b)]]} for item in items]
 
     monkeypatch.setattr("jaxrl_llm.learn.scoring.Scorer.start", start)
     assert model_judge(model)([Comparison(SUM, "1+2=", "3", "4")]) == [pytest.approx(0.75)]

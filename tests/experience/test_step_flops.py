@@ -54,7 +54,7 @@ def test_adapters_of_latent_attention_by_hand():
 
 
 def stage(algo, old="policy", model=MODEL, **fields):
-    settings = SimpleNamespace(old=old, replay=None, balance_coef=0.0)
+    settings = SimpleNamespace(old_logprobs_source=old, replay=None, balance_coef=0.0)
     policy = SimpleNamespace(model=model, config=settings, shared_tokens=lambda items: [])
     requires = algos.requirements(algo)
     fields = {"critic": None, "updates_critic": True, "critic_warmup": 0, "teachers": ()} | fields
@@ -84,7 +84,7 @@ GENERATED = FORWARD - sequence_flops(MODEL, [2, 2]) + sequence_flops(MODEL, [2],
 
 
 def flops_of(stage, experience, epochs=1, step=0):
-    needs_reference = stage.requires.reference and not stage.teachers
+    needs_reference = stage.requires.ref_logprobs and not stage.teachers
     reference = SimpleNamespace(config=MODEL) if needs_reference else None
     return step_flops(stage, experience, [experience.items] * epochs, step, reference)
 

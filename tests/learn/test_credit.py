@@ -49,7 +49,7 @@ def test_groups_are_numbered_from_zero_whatever_the_prompts_are():
     trajectories = [trajectory(float(i), [5, 9], prompt_index=p) for i, p in enumerate([7, 7, 40, 40])]
     rollouts = side_by_side([from_trajectory(t) for t in trajectories], trajectories)
     np.testing.assert_array_equal(rollouts.group, [0, 0, 1, 1])
-    np.testing.assert_array_equal(rollouts.rollout, np.full((4, 2), -0.5))
+    np.testing.assert_array_equal(rollouts.rollout_logprobs, np.full((4, 2), -0.5))
     np.testing.assert_array_equal(rollouts.truncated, np.zeros(4))
 
 

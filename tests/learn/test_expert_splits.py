@@ -43,9 +43,9 @@ def trajectories(prompts=4, responses=4, prompt_tokens=12):
             size = prompt_tokens + length
             signals = {
                 "advantages": np.full(size, rng.normal(), np.float32),
-                "rollout": rng.normal(-4, 2, size).astype(np.float32),
-                "reference": rng.normal(-4, 2, size).astype(np.float32),
-                "old": rng.normal(-4, 2, size).astype(np.float32),
+                "rollout_logprobs": rng.normal(-4, 2, size).astype(np.float32),
+                "ref_logprobs": rng.normal(-4, 2, size).astype(np.float32),
+                "old_logprobs": rng.normal(-4, 2, size).astype(np.float32),
             }
             items.append(
                 PackItem(

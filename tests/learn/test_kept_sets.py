@@ -91,13 +91,13 @@ def test_the_ratio_is_one_on_policy(strict):
     items = [from_trajectory(t) for t in generated(strict)]
     for item, scored in zip(items, learner(strict).score(random_params(MODEL), items), strict=True):
         on = item.mask > 0
-        difference = np.abs(scored["policy"][on] - item.signals["rollout"][on]).max()
+        difference = np.abs(scored["logprobs"][on] - item.signals["rollout_logprobs"][on]).max()
         assert difference == 0.0 if strict else difference < 1e-5
     bare = Learner(
         grpo.Config(kl_coef=0.0), MODEL, optax.sgd(1.0), StepConfig(64, 2, temperature=0.7), learner().mesh
     )
-    full = bare.score(random_params(MODEL), items[:1])[0]["policy"]
-    assert (full[items[0].mask > 0] < items[0].signals["rollout"][items[0].mask > 0] - 0.02).all()
+    full = bare.score(random_params(MODEL), items[:1])[0]["logprobs"]
+    assert (full[items[0].mask > 0] < items[0].signals["rollout_logprobs"][items[0].mask > 0] - 0.02).all()
 
 
 def explicit(model, params, tokens, kept):
@@ -136,7 +136,7 @@ def test_value_and_gradient_are_those_of_the_whole_softmax_without_the_rest(mode
     weights = rng.normal(size=39).astype(np.float32)
 
     def ours(params):
-        found = model_outputs(params, batch, built.config, ("policy",))["policy"][0, :39]
+        found = model_outputs(params, batch, built.config, ("logprobs",))["logprobs"][0, :39]
         return jnp.sum(found * weights), found
 
     def right(params):

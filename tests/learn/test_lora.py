@@ -131,7 +131,7 @@ def items(n=8):
         mask[:3] = 0
         advantages = np.full(length, rng.normal(), np.float32)
         tokens = rng.integers(0, 64, length).astype(np.int32)
-        result.append(PackItem(tokens, mask, {"advantages": advantages, "rollout": -4 * mask}))
+        result.append(PackItem(tokens, mask, {"advantages": advantages, "rollout_logprobs": -4 * mask}))
     return result
 
 

@@ -101,7 +101,7 @@ def test_a_model_in_host_memory_scores_as_on_the_devices():
     on_device = {name for name, kind in kinds.items() if kind == "device"}
     assert on_device == {n for n in kinds if "norm" in n} and kinds["layers.q"] == kinds["embed"] == HOST
     for one, other in zip(built.score(plain, batch(0)), built.score(moved, batch(0)), strict=True):
-        np.testing.assert_array_equal(one["policy"], other["policy"])
+        np.testing.assert_array_equal(one["logprobs"], other["logprobs"])
 
 
 def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices():

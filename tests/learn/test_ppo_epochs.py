@@ -89,7 +89,7 @@ def by_hand(params, epochs):
 @pytest.mark.slow
 def test_epochs_are_those_of_a_loop_by_hand():
     algo = grpo.Config(kl_coef=0.0, scale="none", aggregation="token", clip_low=CLIP, clip_high=CLIP)
-    stage = Stage(built(algo, old="recompute"), minibatches=2, epochs=EPOCHS)
+    stage = Stage(built(algo, old_logprobs_source="recompute"), minibatches=2, epochs=EPOCHS)
     params = jax.tree.map(jnp.asarray, random_params(MODEL))
     state, metrics = stepped(stage, params)
     expected, loss = by_hand(params, EPOCHS)

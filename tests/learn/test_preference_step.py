@@ -54,7 +54,7 @@ def gradient(algo, items, devices=1, **settings):
             (weights_for(built, 1), weights_for(built, 2)) if algos.requirements(algo).divergence else ()
         )
         stage, state = Stage(built, teachers=teachers), built.init_state(weights_for(built, 0))
-        stage.score(state, items, weights_for(built, 3) if algos.requirements(algo).reference else None)
+        stage.score(state, items, weights_for(built, 3) if algos.requirements(algo).ref_logprobs else None)
         state, metrics = stage.update(state, [items], step=0)
     return {k: float(v) for k, v in metrics.items()}, gradients_of(state)
 

@@ -11,7 +11,7 @@ from gradients import SUM, assert_same, gradients_of
 from random_weights import weights_for
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import old_logprobs
+from jaxrl_llm.algos.contract import choose_old_logprobs
 from jaxrl_llm.builders.models import config_with_heads
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
@@ -83,7 +83,7 @@ def make_stage(algo, model, mesh=ONE, replay=None, **settings):
     requires = algos.requirements(algo)
     step = StepConfig(
         **{"rows": 4, "row_tokens": 64, "max_grad_norm": 0.0, **settings},
-        old=old_logprobs(algos.of(algo), requires, 2),
+        old_logprobs_source=choose_old_logprobs(algos.of(algo), requires, 2),
         replay=replay and Replay(replay, route_spec(model)),
     )
     mesh, others = make_mesh(mesh, jax.devices()[: math.prod(mesh.sizes.values())]), {}

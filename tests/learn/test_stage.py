@@ -109,7 +109,7 @@ def test_a_frozen_reference_is_asked_once_for_a_row(monkeypatch):
         stage.score(state, first, params)
         stage.score(state, again, params)
     assert asked == [4, 2]
-    np.testing.assert_array_equal(first[2].signals["reference"], again[0].signals["reference"])
+    np.testing.assert_array_equal(first[2].signals["ref_logprobs"], again[0].signals["ref_logprobs"])
 
 
 def test_each_row_learns_from_its_own_teacher():
@@ -135,17 +135,17 @@ def test_scores_do_not_depend_on_the_size_of_their_microbatches():
     for rows in (0, 1, 16):
         step, mesh = dataclasses.replace(STEP, score_rows=rows), make_mesh(ONE, jax.devices()[:1])
         built = Learner(ppo.Config(), VALUED, optax.sgd(0.1), step, mesh)
-        program = built.score_program(params, ("policy", "values"))
+        program = built.score_program(params, ("logprobs", "values"))
         assert program.args[1].tokens.shape == (rows or 4, 32)
         calls, run = [], built._score
         built._score = lambda p, batch, run=run, calls=calls, **kw: calls.append(batch) or run(p, batch, **kw)
-        results[rows] = built.score(params, items, ("policy", "values"))
+        results[rows] = built.score(params, items, ("logprobs", "values"))
         assert [len(batch.tokens) for batch in calls] == {0: [4, 4], 1: [1] * 5, 16: [16]}[rows]
     for rows in (1, 16):
         for one, other in zip(results[0], results[rows], strict=True):
-            for name in ("policy", "values"):
+            for name in ("logprobs", "values"):
                 np.testing.assert_allclose(one[name], other[name], atol=1e-6)
-    assert np.abs(results[0][0]["policy"]).max() > 3
+    assert np.abs(results[0][0]["logprobs"]).max() > 3
 
 
 def test_entropy_is_scored_before_the_update_and_steers_its_bonus():

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, requirements, sft
-from jaxrl_llm.algos.contract import old_logprobs
+from jaxrl_llm.algos.contract import choose_old_logprobs
 from jaxrl_llm.data.packing import PackItem, counts, pack
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
@@ -36,7 +36,7 @@ def trajectories(n=16, seed=0, longest=24):
         mask[:3] = 0
         signals = {
             "advantages": np.full(length, rng.normal(), np.float32),
-            "rollout": rng.normal(-4, 0.1, length).astype(np.float32),
+            "rollout_logprobs": rng.normal(-4, 0.1, length).astype(np.float32),
         }
         items.append(PackItem(rng.integers(0, 64, length).astype(np.int32), mask, signals))
     return items
@@ -58,7 +58,7 @@ def one_update(built, items=None, minibatches=1):
         make = jax.jit(models.init, static_argnums=0, out_shardings=built.param_shardings)
         params = make(MODEL, jax.random.key(0))
         before = jax.tree.map(np.asarray, params)
-        reference = before if requirements(built.algo).reference else None
+        reference = before if requirements(built.algo).ref_logprobs else None
         state, metrics = full_step(built, built.init_state(params), [items] * minibatches, reference)
         after = jax.tree.map(np.asarray, state.params)
     return {k: float(v) for k, v in metrics.items()}, jax.tree.map(lambda a, b: a - b, before, after)
@@ -67,8 +67,8 @@ def one_update(built, items=None, minibatches=1):
 def full_step(built, state, minibatches, reference=None):
     """Scores before the first update, then the updates."""
     algorithm = algos.of(built.algo)
-    old = old_logprobs(algorithm, algos.requirements(built.algo), len(minibatches))
-    built.config = dataclasses.replace(built.config, old=old)
+    old = choose_old_logprobs(algorithm, algos.requirements(built.algo), len(minibatches))
+    built.config = dataclasses.replace(built.config, old_logprobs_source=old)
     stage = Stage(built)
     stage.score(state, [i for items in minibatches for i in items], reference)
     return stage.update(state, minibatches, step=0)
@@ -124,7 +124,7 @@ def test_the_update_writes_the_logprobs_that_its_metrics_compare():
     metrics, _ = one_update(learner(MeshConfig(fsdp=2), rows=2, max_grad_norm=0.0), items)
     trained = np.concatenate([item.mask for item in items]) > 0
     policy, rollout = (
-        np.concatenate([i.signals[name] for i in items])[trained] for name in ("policy", "rollout")
+        np.concatenate([i.signals[name] for i in items])[trained] for name in ("logprobs", "rollout_logprobs")
     )
     assert metrics["mismatch/max_abs"] == np.abs(policy - rollout).max() > 0.1
     assert metrics["mismatch/mean_abs"] == pytest.approx(np.abs(policy - rollout).mean(), rel=1e-6)
@@ -181,9 +181,9 @@ def test_mismatch_is_measured_on_trained_tokens():
     (batch,) = pack(items, 32, 4)
     with jax.set_mesh(built.mesh):
         params = models.init(MODEL, jax.random.key(0))
-        exact = np.array(model_outputs(params, built.put(batch), built.config, ("policy",))["policy"])
+        exact = np.array(model_outputs(params, built.put(batch), built.config, ("logprobs",))["logprobs"])
     exact[0, np.flatnonzero(batch.mask[0])[0]] += 0.25
-    batch = dataclasses.replace(batch, rollout=exact, advantages=np.ones_like(exact))
+    batch = dataclasses.replace(batch, rollout_logprobs=exact, advantages=np.ones_like(exact))
     with jax.set_mesh(built.mesh):
         tokens, sequences = counts(items)
         _, metrics, _ = built.update_minibatch(
@@ -195,12 +195,14 @@ def test_mismatch_is_measured_on_trained_tokens():
 
 def test_padding_under_the_mask_reaches_no_gradient():
     (batch,) = jax.tree.map(jnp.asarray, pack(trajectories(3), 32, 4))
-    spoilt = dataclasses.replace(batch, rollout=jnp.where(batch.mask > 0, batch.rollout, jnp.nan))
+    spoilt = dataclasses.replace(
+        batch, rollout_logprobs=jnp.where(batch.mask > 0, batch.rollout_logprobs, jnp.nan)
+    )
     policy = jnp.where(batch.mask > 0, -1.0, jnp.nan)
 
     def loss(policy):
         whole = BatchTotals(jnp.float32(9), jnp.float32(3), jnp.float32(0))
-        inputs = loss_inputs(spoilt, {"policy": policy, "entropy": policy}, whole)
+        inputs = loss_inputs(spoilt, {"logprobs": policy, "entropy": policy}, whole)
         return grpo.loss(inputs, grpo.Config(kl_coef=0.0))[0]
 
     assert jnp.isfinite(jax.grad(loss)(policy)).all()

@@ -129,7 +129,7 @@ def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
     scores = learner(config, dtype, remat="none").score(random_params(config), ordered)
     for item, scored in zip(ordered, scores, strict=True):
         on = item.mask > 0
-        np.testing.assert_array_equal(scored["policy"][on], item.signals["rollout"][on])
+        np.testing.assert_array_equal(scored["logprobs"][on], item.signals["rollout_logprobs"][on])
     metrics, _ = one_update(config, dtype)
     assert metrics["mismatch/max_abs"] == 0.0 and metrics["mismatch/mean_abs"] == 0.0
     assert metrics["packing/shared_fraction"] > 0
@@ -140,7 +140,7 @@ def test_prompts_that_rows_repeat_have_the_same_bits():
     shared, alone = (learner(QWEN, "float32", "none", share=on) for on in (True, False))
     assert shared.shared_tokens(items) and not alone.shared_tokens(items)
     for one, other in zip(*(x.score(random_params(QWEN), items) for x in (shared, alone)), strict=True):
-        np.testing.assert_array_equal(one["policy"], other["policy"])
+        np.testing.assert_array_equal(one["logprobs"], other["logprobs"])
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype, m
     scores = learner(config, dtype, remat="none", row_tokens=128).score(random_params(config), items)
     for item, scored in zip(items, scores, strict=True):
         on = item.mask > 0
-        np.testing.assert_array_equal(scored["policy"][on], item.signals["rollout"][on])
+        np.testing.assert_array_equal(scored["logprobs"][on], item.signals["rollout_logprobs"][on])
 
 
 @of_each_kind

@@ -31,7 +31,7 @@ def test_routes_are_kept_and_unknown_for_the_last_token():
     trajectory = trajectory_of(one, None)
     np.testing.assert_array_equal(trajectory.routes, [*routes, [[65535], [65535]]])
     item = from_trajectory(trajectory)
-    short = PackItem(np.array([9]), np.ones(1), {"rollout": np.zeros(1)})
+    short = PackItem(np.array([9]), np.ones(1), {"rollout_logprobs": np.zeros(1)})
     [batch] = pack([item, short], 6, 1, replay=True)
     expected = [0, 1, 2, 65535, 65535, 65535]  # the next trajectory has none, then padding
     np.testing.assert_array_equal(batch.routes[0, :, 0, 0], expected)

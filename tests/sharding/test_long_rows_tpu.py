@@ -34,7 +34,7 @@ def compiled(devices: list, mesh_config: MeshConfig, tokens: int, layers: int, r
     method = mesh_config.sequence_parallel
     step = StepConfig(tokens, rows, dtype="bfloat16", remat=remat, sequence_parallel=method)
     learner = Learner(grpo.Config(kl_coef=0.0), qwen3(layers), optax.adam(1e-6), step, mesh)
-    program = learner.update_programs(("advantages", "rollout"))["accumulate"]
+    program = learner.update_programs(("advantages", "rollout_logprobs"))["accumulate"]
     with jax.set_mesh(mesh):
         return program.fn.trace(*program.args).lower(lowering_platforms=("tpu",)).compile()
 

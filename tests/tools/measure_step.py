@@ -69,7 +69,7 @@ def items() -> list[PackItem]:
     ones, length = np.ones(CONFIG.max_tokens, np.float32), CONFIG.max_tokens
     ids = lambda: rng.integers(0, MODEL.vocab_size, length).astype(np.int32)
     return [
-        PackItem(ids(), ones, {"rollout": -8 * ones, "advantages": ones})
+        PackItem(ids(), ones, {"rollout_logprobs": -8 * ones, "advantages": ones})
         for _ in range(CONFIG.trajectories_per_step)
     ]
 

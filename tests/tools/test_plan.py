@@ -281,7 +281,10 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     for name in ("_score", "_accumulate", "_apply"):
         spy(name)
     ones = np.ones(8, np.float32)
-    items = [PackItem(np.ones(8, np.int32), ones, {"rollout": ones, "advantages": ones}) for _ in range(16)]
+    items = [
+        PackItem(np.ones(8, np.int32), ones, {"rollout_logprobs": ones, "advantages": ones})
+        for _ in range(16)
+    ]
     with jax.set_mesh(learner.mesh):
         make = jax.jit(models.init, static_argnums=0, out_shardings=learner.param_shardings)
         state = stage.init_state(make(SMALL, jax.random.key(0)))
