@@ -24,6 +24,7 @@ ALLOWED: dict[str, str | None] = {
     "errors": "addresses",
     "extensions": "",
     "ranges": "",
+    "removed": "",
     "outcome": "",
     "thoughts": "",
     "user_file": "errors",
@@ -37,7 +38,7 @@ ALLOWED: dict[str, str | None] = {
     "rewards": "ranges addresses errors outcome thoughts user_file sharding",
     "data": "ranges errors structs thoughts user_file",
     "hf": "errors structs user_file host sharding models",
-    "checkpoint": "ranges addresses errors structs user_file host models",
+    "checkpoint": "ranges removed addresses errors structs user_file host models",
     "bridge": "ranges errors structs models hf",
     "rollout": "ranges jaxrl_kernels addresses errors structs thoughts sharding models bridge",
     "envs": "ranges errors structs outcome user_file data rollout",
@@ -47,7 +48,9 @@ ALLOWED: dict[str, str | None] = {
         "ranges errors structs thoughts host report sharding models algos data rewards rollout envs hf learn"
     ),
     "config": "ranges errors structs report learn sharding models algos data rewards rollout envs checkpoint",
-    "recipe": "ranges addresses errors extensions user_file algos sharding hf rollout checkpoint config",
+    "recipe": (
+        "ranges removed addresses errors extensions user_file algos sharding hf rollout checkpoint config"
+    ),
     # the top
     "builders": ANY,
     "train": ANY,

@@ -22,6 +22,8 @@ from jaxrl_import.values import (
     whole_number,
 )
 
+RUN_ID = "WANDB_RUN_ID in the environment"
+NO_CAP = "the loss has no such bound; --algo.dual_clip bounds it where the advantage is negative"
 ARGS, POLICY, TRAINER = "runtime_args", "models.policy", "models.policy_trainer"
 GRPO: dict[str, Field] = {
     f"{ARGS}.num_episode": Field("", whole_number, "--steps"),
@@ -43,7 +45,7 @@ GRPO: dict[str, Field] = {
     f"{ARGS}.log_args_dict.enable_wandb": Field("", switch, "--log.wandb PROJECT"),
     f"{ARGS}.log_args_dict.wandb_project": Field("", name_text, "--log.wandb PROJECT"),
     f"{ARGS}.log_args_dict.wandb_name": Field("", name_text, "--log.name"),
-    f"{ARGS}.log_args_dict.wandb_id": Field("", name_text, "--log.id"),
+    f"{ARGS}.log_args_dict.wandb_id": Field("", name_text, RUN_ID),
     f"{ARGS}.log_args_dict.enable_tensorboard": Field("", switch, "--log.tensorboard"),
     f"{TRAINER}.load": Field("model.path", text),
     f"{TRAINER}.seed": Field("seed", whole_number),
@@ -64,7 +66,7 @@ GRPO: dict[str, Field] = {
     f"{TRAINER}.max_token_in_packing": Field("", count, "--tokens_per_device"),
     f"{TRAINER}.pos_clip_ratio": Field("algo.clip_high", number),
     f"{TRAINER}.neg_clip_ratio": Field("algo.clip_low", number),
-    f"{TRAINER}.final_clip_ratio": Field("algo.loss_cap", number),
+    f"{TRAINER}.final_clip_ratio": Field("", number, "--algo.dual_clip"),
     f"{TRAINER}.entropy_coef": Field("algo.entropy_coef", number),
     f"{TRAINER}.kl_coef": Field("algo.kl_coef", number),
     f"{TRAINER}.use_group_sequence_policy": Field("", switch, "--algo gspo"),
@@ -130,6 +132,7 @@ def _rules_of_grpo(conv: Conversion) -> None:
     conv.put("algo.scale", "population_std", note="ChatLearn's standard deviation (numpy)")
     conv.put("algo.aggregation", "token", note="ChatLearn's mean over tokens")
     conv.put("algo.kl", "k3", note="ChatLearn's estimator")
+    conv.lose(f"{TRAINER}.final_clip_ratio", NO_CAP)
     if conv.get(f"{ARGS}.train_backend") == "megatron" and conv.is_set(f"{POLICY}.load"):
         note = "the Hugging Face folder; models.policy_trainer.load is Megatron's"
         conv.put("model.path", conv.get(f"{POLICY}.load"), f"{POLICY}.load", note=note)
@@ -197,9 +200,9 @@ def _outputs(conv: Conversion) -> None:
     if conv.get(f"{wandb}.enable_wandb"):
         project = conv.get(f"{wandb}.wandb_project") or "chatlearn"
         conv.put("log.wandb", project, f"{wandb}.enable_wandb", f"{wandb}.wandb_project")
-        for ours in ("name", "id"):
-            if conv.is_set(f"{wandb}.wandb_{ours}"):
-                conv.put(f"log.{ours}", conv.get(f"{wandb}.wandb_{ours}"), f"{wandb}.wandb_{ours}")
+        if conv.is_set(f"{wandb}.wandb_name"):
+            conv.put("log.name", conv.get(f"{wandb}.wandb_name"), f"{wandb}.wandb_name")
+        conv.drop(f"{wandb}.wandb_id", RUN_ID)
 
 
 SYSTEM = System(

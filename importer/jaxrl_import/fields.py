@@ -23,6 +23,7 @@ from jaxrl_import.values import (
 from jaxrl_llm.errors import UserError
 
 DEFAULT = "default"
+NO_CLIP = "rewards are not clipped: clip them in a function, --reward.name FILE.py:FUNCTION"
 UNREAD = "the other settings leave it without effect"
 RUN_NAME = "--log.name, its name in a logger, or --run_dir, the run's folder"
 """Hint of a run's name, which is both here."""

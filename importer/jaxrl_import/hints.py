@@ -22,8 +22,8 @@ SAME = {
     "wandb_name": "--log.name",
     "wandb_group": "--log.group",
     "wandb_tags": "--log.tags",
-    "wandb_id": "--log.id",
-    "wandb_dir": "--log.directory",
+    "wandb_id": "WANDB_RUN_ID in the environment",
+    "wandb_dir": "WANDB_DIR in the environment",
     **dict.fromkeys(("wandb_entity", "wandb_org"), "--log.wandb ENTITY/PROJECT"),
     "hub_token": "the environment variable HF_TOKEN",
     "num_ppo_epochs": "--ppo_epochs",
@@ -56,7 +56,7 @@ SAME = {
     "logger": WANDB,
     "tensor_model_parallel_size": f"--mesh.tensor, of servers {SERVER_FLAGS}",
     "hybrid_engine": "--sglang.colocated",
-    "normalize_reward": "--algo.reward_scale",
+    "normalize_reward": "--algo.scale batch_std",
     "colocate_all_models": "--sglang.colocated",
     "input_template": "--data.train.0.input_template",
     "ckpt_path": RUN_DIR,
@@ -75,7 +75,7 @@ LORA = (
     "--lora.quantize"
 )
 OF_WANDB = (
-    "--log.wandb PROJECT, with --log.name, --log.group, --log.tags, --log.id and --log.directory; its other "
+    "--log.wandb PROJECT, with --log.name, --log.group and --log.tags; its other "
     "settings are wandb's environment variables"
 )
 NO_OFFLOAD = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl_import.fields import Conversion, System
+from jaxrl_import.fields import NO_CLIP, Conversion, System
 from jaxrl_import.openrlhf_fields import (
     ADVANTAGE,
     DPO,
@@ -82,7 +82,10 @@ def _algorithm(conv: Conversion) -> None:
     low, high = low_high or [conv.get("actor.eps_clip")] * 2
     conv.put("algo.clip_low", low, key)
     conv.put("algo.clip_high", high, key)
-    conv.put("algo.reward_clip", conv.get("reward.clip_range"), "reward.clip_range")
+    if conv.is_set("reward.clip_range"):
+        conv.lose("reward.clip_range", NO_CLIP)
+    else:
+        conv.notes.append(f"{conv.origin('reward.clip_range')}: {NO_CLIP}")
     if conv.get(f"{ADVANTAGE}.no_std_norm") and name in ("gae", "reinforce", "reinforce_baseline"):
         conv.lose(f"{ADVANTAGE}.no_std_norm", "advantages are whitened with their deviation, or not at all")
     if conv.get("reward.normalize_enable"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_import.fields import RUN_NAME, Field
+from jaxrl_import.fields import NO_CLIP, RUN_NAME, Field
 from jaxrl_import.values import (
     count,
     count_or_never,
@@ -105,7 +105,7 @@ PPO: dict[str, Field] = {
     "reward.model_name_or_path": Field("", paths, "--reward.models.0.path FOLDER"),
     "reward.remote_url": Field("", paths, "--reward.name: a URL, or my_rewards.py:my_reward"),
     "reward.normalize_enable": Field("", switch, "--reward.models.0.mean and --reward.models.0.scale"),
-    "reward.clip_range": Field("", two_numbers, "--algo.reward_clip"),
+    "reward.clip_range": Field("", two_numbers, NO_CLIP),
     "reward.overlong_buffer_len": Field("", number, "--reward.overlong_from"),
     "reward.overlong_penalty_factor": Field("", number, "--reward.shaping overlong 1.0"),
     **_optimizer_fields("actor", "optim"),

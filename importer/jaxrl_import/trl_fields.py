@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxrl_import.algorithm_names import NO_ALGORITHM
-from jaxrl_import.fields import RUN_NAME, Field
+from jaxrl_import.fields import NO_CLIP, RUN_NAME, Field
 from jaxrl_import.values import (
     count,
     dtype,
@@ -179,7 +179,7 @@ GRPO = {
     "use_adaptive_entropy": Field("", switch, "--algo.entropy_target"),
     "entropy_target": Field("", number, "--algo.entropy_target"),
     "entropy_coef_delta": Field("", number, "--algo.entropy_delta"),
-    "entropy_coef_max": Field("", number, "--algo.entropy_coef_max"),
+    "entropy_coef_max": Field("", number, "the adaptive coefficient is at most 1"),
     "entropy_coef_min": Field("", number, "--algo.entropy_target: the coefficient falls to 0"),
     "multi_objective_aggregation": Field("", text, "--algo gdpo"),
     "top_entropy_quantile": Field("", number, "--algo.top_entropy"),
@@ -199,7 +199,7 @@ GRPO = {
 }
 RLOO = {
     **ROLLOUTS,
-    "reward_clip_range": Field("", two_numbers, "--algo.reward_clip"),
+    "reward_clip_range": Field("", two_numbers, NO_CLIP),
     "normalize_advantages": Field("", switch, "--algo.whiten"),
 }
 EXAMPLES: dict[str, Field] = {

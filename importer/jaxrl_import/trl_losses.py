@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jaxrl_import.fields import Conversion
+from jaxrl_import.fields import NO_CLIP, Conversion
 from jaxrl_import.trl_fields import DPO_LOSSES, LOSS_FIELDS, LOSSES, NO_DPO_LOSSES
 
 LOWEST_RATIO = 1e-9  # of rollout over policy: no bound in practice
@@ -87,9 +87,10 @@ def _entropy(conv: Conversion, aggregation: str) -> None:
         for key, ours in (
             ("entropy_target", "algo.entropy_target"),
             ("entropy_coef_delta", "algo.entropy_delta"),
-            ("entropy_coef_max", "algo.entropy_coef_max"),
         ):
             conv.put(ours, conv.get(key), key)
+        if conv.get("entropy_coef_max") != 1.0:
+            conv.lose("entropy_coef_max", "the coefficient may rise to 1")
         if conv.get("entropy_coef_min"):
             conv.lose("entropy_coef_min", "the coefficient may fall to 0")
     if (adaptive or conv.get("entropy_coef")) and aggregation != "token":
@@ -119,8 +120,8 @@ def set_rloo(conv: Conversion) -> None:
     clip_range(conv)
     if conv.get("normalize_advantages"):
         conv.put("algo.whiten", "unbiased", "normalize_advantages")
-    if bounds := conv.get("reward_clip_range"):
-        conv.put("algo.reward_clip", tuple(map(float, bounds)), "reward_clip_range")
+    if conv.get("reward_clip_range"):
+        conv.lose("reward_clip_range", NO_CLIP)
 
 
 def set_online_dpo(conv: Conversion) -> None:

@@ -6,7 +6,7 @@ prompts in [0, N).
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,34 +117,6 @@ def batch_advantages(
     mean, variance = batch_moments(rewards, valid)
     divisor = 1.0 if scale == "none" else jnp.sqrt(variance) + eps
     return jnp.where(valid > 0, (rewards - mean) / divisor, 0.0)
-
-
-def clip_and_scale(
-    rewards: Float[Array, "N"],
-    valid: Float[Array, "N"],
-    clip: tuple[float, float] | None,
-    scale: Literal["none", "batch"],
-) -> Float[Array, "N"]:
-    """Return the rewards held within `clip`, then, for "batch", centred and divided by the batch's std."""
-    rewards = jnp.where(valid > 0, rewards, 0.0)
-    return jnp.where(valid > 0, in_units_of(rewards, rewards, valid, clip, scale), 0.0)
-
-
-def in_units_of(
-    rewards: Float[Array, "N"],
-    x: Float[Array, "N"],
-    valid: Float[Array, "N"],
-    clip: tuple[float, float] | None,
-    scale: Literal["none", "batch"],
-    eps: float = 1e-6,
-) -> Float[Array, "N"]:
-    """Return x as `clip_and_scale` of the batch's rewards would: with their mean and std, not its own."""
-    if clip is not None:
-        rewards, x = jnp.clip(rewards, *clip), jnp.clip(x, *clip)
-    if scale == "none":
-        return x
-    mean, variance = batch_moments(rewards, valid)
-    return (x - mean) / (jnp.sqrt(variance) + eps)
 
 
 def leave_one_out(

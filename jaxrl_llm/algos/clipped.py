@@ -33,18 +33,13 @@ def clip(
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """Return the clipped surrogate of each token, and where a bound took its gradient away.
 
-    `dual_clip` c bounds the loss of a negative advantage by -A c (arXiv 1912.09729, eq. 5), `loss_cap` that
-    of every token (ChatLearn).
+    `dual_clip` c bounds the loss of a negative advantage by -A c (arXiv 1912.09729, eq. 5).
     """
     plain = -advantages * ratio
     clipped = -advantages * clamp(ratio, 1 - config.clip_low, 1 + config.clip_high)
     loss, is_clipped = jnp.maximum(plain, clipped), clipped > plain
-    bounds = []
     if config.dual_clip is not None:
-        bounds.append(jnp.where(advantages < 0, -advantages * config.dual_clip, jnp.inf))
-    if config.loss_cap is not None:
-        bounds.append(jnp.full_like(loss, config.loss_cap))
-    for bound in bounds:
+        bound = jnp.where(advantages < 0, -advantages * config.dual_clip, jnp.inf)
         over = loss > bound
         loss, is_clipped = jnp.where(over, bound, loss), is_clipped | over
     return loss, is_clipped

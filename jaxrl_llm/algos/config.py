@@ -23,7 +23,6 @@ PolicyAggregation = Literal[Aggregation, "constant"]
 Bound = Annotated[float, Range(0.0, math.inf)]
 """Distance of a ratio or log-ratio from 1 or 0; inf = no bound."""
 Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
-Gaps = Literal["skip", "zero"]
 KLPlace = Literal["loss", "reward", "advantage"]
 Old = Literal["auto", "policy", "recompute", "rollout"]
 Rule = Literal[
@@ -33,6 +32,7 @@ Rule = Literal[
     "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
 Scale = Literal["std", "population_std", "batch_std", "none"]
+MAX_ENTROPY_COEF = 1.0  # of the entropy controller
 
 
 class AlgorithmName(str):
@@ -114,18 +114,12 @@ class PolicyConfig(AlgoConfig):
     """Discount a token, of estimators that follow the reward through the tokens."""
     lam: Fraction = 1.0
     """GAE's lambda: 1 = returns minus values, 0 = one-step."""
-    gaps: Gaps = "skip"
-    """GAE over tokens that a tool wrote: skip them, or zero value and reward there (OpenRLHF)."""
     whiten: Literal["auto", "none", "unbiased", "biased"] = "auto"
     """Whiten advantages over the step's tokens; auto: where the estimator's paper does."""
     value_beta: Positive = 0.5
     """Temperature beta of the optimal value: V = beta log mean exp(r / beta) over the group (A*-PO)."""
     component_weights: tuple[Finite, ...] = ()
     """Weight of each normalised reward in GDPO: reward.name, reward.shaping, reward.models; empty = all 1."""
-    reward_clip: tuple[Unbounded, Unbounded] | None = None
-    """Clip rewards to (low, high) first; None = no clipping. Of GDPO each reward by itself."""
-    reward_scale: Literal["none", "batch"] = "none"
-    """"batch": subtract the step's mean reward and divide by its std, before anything else but the clip."""
     drop_truncated: bool = False
     """Leave truncated responses out of the loss; they still count in baselines (DAPO)."""
     dynamic_sampling: bool = False
@@ -166,8 +160,6 @@ class PolicyConfig(AlgoConfig):
     the target, falls after others, and is not applied after one above the target (Skywork-OR1)."""
     entropy_delta: Positive = 0.005
     """Step of the adaptive coefficient (arXiv 2505.22312)."""
-    entropy_coef_max: Positive = 1.0
-    """Largest adaptive coefficient."""
     old: Old = "auto"
     """Old log-probs. "policy": the policy's before this step's updates, by a forward pass only if there are
     several; "recompute": the same, always by a forward pass; "rollout": those that the rollout reported;
@@ -178,19 +170,16 @@ class PolicyConfig(AlgoConfig):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it) of rules across fields."""
-        if self.reward_clip is not None and not self.reward_clip[0] < self.reward_clip[1]:
-            low, high = self.reward_clip
-            yield "reward_clip", f"is {low:g} {high:g}: it must be the lower bound, then the upper."
         if self.old == "rollout" and self.correction.active and self.correction.of == "old":
             yield (
                 "old",
                 'is "rollout": the correction weighs by old / rollout, which then is 1. Set it to auto, or '
                 "correction.of to policy.",
             )
-        if self.entropy_target is not None and not 0 <= self.entropy_coef <= self.entropy_coef_max:
+        if self.entropy_target is not None and not 0 <= self.entropy_coef <= MAX_ENTROPY_COEF:
             yield (
                 "entropy_coef",
-                f"is {self.entropy_coef:g}: entropy_target adapts it from 0 to entropy_coef_max.",
+                f"is {self.entropy_coef:g}: entropy_target adapts it from 0 to {MAX_ENTROPY_COEF:g}.",
             )
         if self.advantage == "gdpo" and self.kl_in == "reward" and self.kl_coef:
             yield (
@@ -222,8 +211,6 @@ class ClippedConfig(PolicyConfig):
     """The ratio may rise to 1 + clip_high (DAPO: 0.28)."""
     dual_clip: Annotated[float, Range(1.0, math.inf, open_low=True, usual="3 is usual")] | None = None
     """Bound on the ratio where the advantage is negative (3.0 is usual); None = none."""
-    loss_cap: Positive | None = None
-    """Bound on the loss of every token (ChatLearn: 3.0); None = none."""
 
 
 @dataclass(frozen=True)

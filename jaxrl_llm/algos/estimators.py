@@ -14,11 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algos.advantages import (
     batch_advantages,
-    clip_and_scale,
     group_advantages,
     group_moments,
     group_sum,
-    in_units_of,
     leave_one_out,
     less_baseline,
     spread,
@@ -85,8 +83,6 @@ def decoupled(
     valid: Float[Array, "N"],
     weights: tuple[float, ...] = (),
     scale: Scale = "std",
-    clip: tuple[float, float] | None = None,
-    batch_scale: Literal["none", "batch"] = "none",
 ) -> Float[Array, "N"]:
     """Return the weighted sum of each reward normalised in its group: GDPO (arXiv 2601.05242, eq. 4 and 5).
 
@@ -95,7 +91,6 @@ def decoupled(
     Args:
         components: the separate rewards.
         weights: one a reward; empty = all 1.
-        clip, batch_scale: of each reward before it is normalised, see `clip_and_scale`.
 
     Raises:
         UserError: another number of weights than rewards.
@@ -109,7 +104,7 @@ def decoupled(
 
     def normalised(rewards: Float[Array, "N"]) -> Float[Array, "N"]:
         known = valid * jnp.isfinite(rewards)
-        return group_advantages(clip_and_scale(rewards, known, clip, batch_scale), group, known, scale)
+        return group_advantages(jnp.where(known > 0, rewards, 0.0), group, known, scale)
 
     each = jax.vmap(normalised, in_axes=1, out_axes=1)(components)
     return each @ jnp.asarray(weights or (1.0,) * number, components.dtype)
@@ -118,14 +113,9 @@ def decoupled(
 WHITENED = {"gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"}  # by their definition
 
 
-def less_greedy(returns: Float[Array, "N R"], r: Rollouts, config: AlgoConfig) -> Float[Array, "N R"]:
-    """Return returns - reward of the greedy response (ReMax, arXiv 2310.10505); 0 where that failed.
-
-    That reward is clipped and scaled as the others of `returns` were; process rewards are not.
-    """
-    greedy = in_units_of(r.rewards, r.greedy, r.valid, config.reward_clip, config.reward_scale)
-    if r.greedy_process is not None:
-        greedy = greedy + r.greedy_process
+def less_greedy(returns: Float[Array, "N R"], r: Rollouts) -> Float[Array, "N R"]:
+    """Return returns - reward of the greedy response (ReMax, arXiv 2310.10505); 0 where that failed."""
+    greedy = r.greedy if r.greedy_process is None else r.greedy + r.greedy_process
     return jnp.where(jnp.isfinite(greedy)[:, None], returns - greedy[:, None], 0.0)
 
 
@@ -177,18 +167,16 @@ PER_RESPONSE: dict[str, Callable[..., Float[Array, "N"]]] = {
     "gpg": _gpg("groups"),
     "gpg_rewards": _gpg("rewards"),
     "passk": _passk,
-    "gdpo": lambda s, r, c: decoupled(
-        r.components, r.group, r.valid, c.component_weights, c.scale, c.reward_clip, c.reward_scale
-    ),
+    "gdpo": lambda s, r, c: decoupled(r.components, r.group, r.valid, c.component_weights, c.scale),
     "optimal_value": lambda s, r, c: less_optimal_value(s, r.group, r.valid, c.value_beta),
     "reward": lambda s, r, c: jnp.where(r.valid > 0, s, 0.0),
 }
 """Scores [N], rollouts, config -> advantage of each response."""
 
 PER_TOKEN: dict[str, Callable[..., Float[Array, "N R"]]] = {
-    "gae": lambda t, r, c: gae(t, r.values, r.mask * r.valid[:, None], c.gamma, c.lam, c.gaps)[0],
+    "gae": lambda t, r, c: gae(t, r.values, r.mask * r.valid[:, None], c.gamma, c.lam)[0],
     "reinforce_pp": lambda t, r, c: return_to_go(t, r.mask, c.gamma),
-    "remax": lambda t, r, c: less_greedy(return_to_go(t, r.mask, c.gamma), r, c),
+    "remax": lambda t, r, c: less_greedy(return_to_go(t, r.mask, c.gamma), r),
     "otb": _otb(False),
     "otb_tail": _otb(True),
 }

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.config import AlgoConfig, Estimator, PolicyConfig
+from jaxrl_llm.algos.config import MAX_ENTROPY_COEF, AlgoConfig, Estimator, PolicyConfig
 from jaxrl_llm.structs import Metrics
 
 MAX_LOG_RATIO = 20.0  # nats
@@ -75,9 +75,9 @@ def next_entropy_coef(config: PolicyConfig, coef: Float[Array, "2"], metrics: Me
     """Return the entropy controller's (coefficient, applied) of Skywork-OR1 (arXiv 2505.22312).
 
     The coefficient rises by entropy_delta after an update whose entropy is at most entropy_target, and falls
-    after others, between 0 and entropy_coef_max; after the others it is not applied.
+    after others, between 0 and 1; after the others it is not applied.
     """
     low = metrics["entropy"] <= config.entropy_target
     new = coef[0] + jnp.where(low, config.entropy_delta, -config.entropy_delta)
-    new = jnp.clip(new, 0.0, config.entropy_coef_max)
+    new = jnp.clip(new, 0.0, MAX_ENTROPY_COEF)
     return jnp.stack([new, jnp.where(low, new, 0.0)])

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.advantages import clip_and_scale
 from jaxrl_llm.algos.config import PolicyConfig
 from jaxrl_llm.algos.contract import Algorithm, Requirements
 from jaxrl_llm.algos.correction import mean_weight
@@ -74,7 +73,7 @@ def returns(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
     outcome, dense = shaped_rewards(rollouts, config)
     mask = rollouts.mask * rollouts.valid[:, None]
     rewards = dense + on_last_token(outcome, mask)
-    return gae(rewards, rollouts.values, mask, config.gamma, config.lam, config.gaps)[1]
+    return gae(rewards, rollouts.values, mask, config.gamma, config.lam)[1]
 
 
 def select(rollouts: Rollouts, config: PolicyConfig, rng: np.random.Generator) -> np.ndarray:
@@ -87,7 +86,7 @@ def select(rollouts: Rollouts, config: PolicyConfig, rng: np.random.Generator) -
 
 def shaped_rewards(rollouts: Rollouts, config: PolicyConfig) -> tuple[Float[Array, "N"], Float[Array, "N R"]]:
     """Return (reward of each response, reward of each token): process rewards, minus the KL if in reward."""
-    outcome = clip_and_scale(rollouts.rewards, rollouts.valid, config.reward_clip, config.reward_scale)
+    outcome = jnp.where(rollouts.valid > 0, rollouts.rewards, 0.0)
     dense = jnp.zeros(rollouts.mask.shape)
     if rollouts.token_rewards is not None:
         dense = dense + rollouts.token_rewards

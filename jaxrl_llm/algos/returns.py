@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.algos.config import Gaps
-
 Whitening = Literal["unbiased", "biased"]
 
 
@@ -44,25 +42,21 @@ def gae(
     mask: Float[Array, "N R"],
     gamma: float = 1.0,
     lam: float = 1.0,
-    gaps: Gaps = "skip",
 ) -> tuple[Float[Array, "N R"], Float[Array, "N R"]]:
     """Return (advantages, returns) by generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
     returns = advantages + values, delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1).
 
     Args:
-        values: V of the state in which the token was chosen.
-        gaps: "skip": t + 1 is the row's next own token (veRL, RL2). "zero": a token that the policy did not
-            write is a step with value and reward 0, which cuts V and discounts A (OpenRLHF).
+        values: V of the state in which the token was chosen; t + 1 is the row's next own token (veRL, RL2).
     """
     rewards, values = (jnp.where(mask > 0, x, 0.0) for x in (rewards, values))
 
     def step(after: tuple, now: tuple) -> tuple[tuple, Float[Array, "N"]]:
         (next_value, next_advantage), (reward, value, own) = after, now
         advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-        if gaps == "skip":
-            value = jnp.where(own > 0, value, next_value)
-            advantage = jnp.where(own > 0, advantage, next_advantage)
+        value = jnp.where(own > 0, value, next_value)
+        advantage = jnp.where(own > 0, advantage, next_advantage)
         return (value, advantage), advantage
 
     zeros = jnp.zeros(mask.shape[0])

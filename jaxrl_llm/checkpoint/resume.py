@@ -13,6 +13,7 @@ import jax
 from jaxrl_llm.addresses import MASKED
 from jaxrl_llm.checkpoint.manifest import array_type
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.removed import removed_key
 
 MAX_SHOWN = 20  # lines of a difference that are printed
 
@@ -58,7 +59,7 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[st
         secret may have changed.
 
     Raises:
-        UserError: another algorithm, or a fixed key changed; lists all of them, old and new.
+        UserError: another algorithm, a fixed key changed, or a removed key had an effect; lists all of them.
     """
     _check_algorithm(old, new)
     fixed_keys = FIXED + (FIXED_FROM_STEP_1 if step else ())
@@ -68,6 +69,13 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[st
     stored = bool(new.get("model", {}).get("path"))  # whose files say the architecture
     for key, was, now in _changes("", old, json.loads(json.dumps(new))):
         if stored and key.startswith("model.architecture"):
+            continue
+        row = removed_key(key) if now == ABSENT else None
+        if row and was == row.neutral:
+            continue
+        if row:
+            lines = harmless if row.continues else refused
+            lines.append(f"{key}: was {_spell(was)}; this key was removed. {row.instead}")
             continue
         fixed = any(key == name or key.startswith(f"{name}.") for name in fixed_keys)
         lines = refused if fixed and ABSENT not in (was, now) else harmless

@@ -113,12 +113,6 @@ IDLE = (
         "there is no logger (--log.wandb, --log.mlflow, --log.swanlab)",
         lambda c: not (c.log.wandb or c.log.mlflow or c.log.swanlab),
     ),
-    Idle(
-        "log.directory",
-        "there is no logger with local files (--log.wandb, --log.swanlab)",
-        lambda c: not (c.log.wandb or c.log.swanlab),
-    ),
-    Idle("log.tracking_uri", "--log.mlflow is empty", lambda c: not c.log.mlflow),
     Idle("hub.private", "--hub.push is empty", lambda c: not c.hub.push),
     Idle(
         "lora.alpha lora.rank_stabilized lora.targets lora.expert_rank",

@@ -35,6 +35,7 @@ from jaxrl_llm.recipe.overrides import (
     resolve_key,
     split_arguments,
 )
+from jaxrl_llm.removed import removed_field
 from jaxrl_llm.user_file import expand_home, explain, explain_end, import_user_file
 
 PROG = "python -m jaxrl_llm.train"
@@ -337,7 +338,12 @@ def algorithms_text() -> str:
 
 def _did_you_mean(error: BaseException) -> str:
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if not found or "Did you mean" in str(error):  # in the message of Python 3.13 already
+    if not found:
+        return ""
+    bases = {cls.__name__: [base.__name__ for base in cls.__mro__] for cls in config_classes()}
+    if row := removed_field(bases.get(found[1], ()), found[2]):
+        return f". This key was removed. {row.instead}"
+    if "Did you mean" in str(error):  # in the message of Python 3.13 already
         return ""
     names = [
         field.name

@@ -23,6 +23,7 @@ from jaxrl_llm.recipe.keys import (
     shorten,
     type_words,
 )
+from jaxrl_llm.removed import removed_key
 
 Pair = tuple[str, list[str] | None]
 """Key, and the words after it; None = Python's None."""
@@ -67,6 +68,8 @@ def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig
             known = dict(iter_fields(config))
             key = resolve_key(typed, known)
         if not key:
+            if row := removed_key(typed[:200]):
+                raise ConfigError(f"--{typed}: this key was removed. {row.instead}")
             raise ConfigError(f"--{shorten(typed)}: unknown key. {_advice(typed[:200], known, config)}")
         _refuse_assignments(typed, words or [], known, config)
         if known[key].is_off_at_zero and (words is None or [word.lower() for word in words] == ["none"]):

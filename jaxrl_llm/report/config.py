@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +16,9 @@ class LogConfig:
     """Progress, samples and loggers of a run; metrics.jsonl is always written.
 
     Keys of services (WANDB_API_KEY, SWANLAB_API_KEY, MLFLOW_TRACKING_TOKEN) are read from the environment
-    alone, as are all variables of a logger that no setting here replaces (WANDB_MODE, WANDB_ENTITY ...).
+    alone, as are all variables of a logger that no setting here replaces: WANDB_MODE, MLFLOW_TRACKING_URI,
+    the id of a run to continue (WANDB_RUN_ID, MLFLOW_RUN_ID, SWANLAB_RUN_ID), the folder of local files
+    (WANDB_DIR, SWANLAB_LOG_DIR; the default is the run directory) ...
     """
 
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
@@ -36,29 +37,10 @@ class LogConfig:
     """SwanLab project, or WORKSPACE/PROJECT; "" = off (needs the extra "swanlab")."""
     name: str = ""
     """Name of the logger's run; "" = WANDB_NAME or SWANLAB_EXP_NAME, else that of the run directory."""
-    id: str = ""
-    """Id of the logger's run to continue; "" = the one in RUN/loggers.json, or a new one (or WANDB_RUN_ID,
-    MLFLOW_RUN_ID, SWANLAB_RUN_ID)."""
     group: str = ""
     """Group of the run; in mlflow the tag "group"."""
     tags: tuple[str, ...] = ()
     """Tags of the run; in mlflow KEY=VALUE, or KEY alone."""
-    directory: str = ""
-    """Folder of the local files of wandb and swanlab; "" = WANDB_DIR or SWANLAB_LOG_DIR, else the run
-    directory."""
-    tracking_uri: str = ""
-    """Tracking server of MLflow, or a sqlite:/// file; "" = MLFLOW_TRACKING_URI, or MLflow's default."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, problem) for an id that would belong to several loggers or to none."""
-        named = [name for name in ("wandb", "mlflow", "swanlab") if getattr(self, name)]
-        if self.id and len(named) != 1:
-            yield (
-                "id",
-                f"is {self.id!r} with {' and '.join(named) or 'no logger'}: a run's id is that of one "
-                "logger. Set one of wandb, mlflow and swanlab, or the ids in the environment (WANDB_RUN_ID, "
-                "MLFLOW_RUN_ID, SWANLAB_RUN_ID).",
-            )
 
 
 def profiled_steps(text: str) -> range:

@@ -166,7 +166,7 @@ class Wandb:
         self.run = wandb.init(
             entity=entity or None,
             project=project,
-            dir=_setting(config.directory, "WANDB_DIR", str(run_dir)),
+            dir=_setting("", "WANDB_DIR", str(run_dir)),
             **settings,
         )
         self.last_step = None if self.run.offline else self.run.step - 1
@@ -185,7 +185,7 @@ class Wandb:
 
 
 class Mlflow:
-    """An MLflow run on the tracking server of the settings or of MLflow's environment variables.
+    """An MLflow run on the tracking server of MLFLOW_TRACKING_URI.
 
     The package mlflow-skinny knows servers alone (and folders, with MLFLOW_ALLOW_FILE_STORE=true); sqlite
     files need mlflow itself.
@@ -203,13 +203,11 @@ class Mlflow:
         self.mlflow = mlflow
         self.table_steps = max(TABLE_STEPS, math.ceil(total_steps / MAX_TABLES))
         self.samples_file, self.table, self.rows = run_dir / "samples.jsonl", -1, []
-        if config.tracking_uri:
-            mlflow.set_tracking_uri(config.tracking_uri)
         mlflow.set_experiment(config.mlflow)
         tags = {key: value or "true" for key, _, value in (tag.partition("=") for tag in config.tags)}
         tags |= {"group": config.group} if config.group else {}
         run = mlflow.start_run(
-            run_id=config.id or run_id or None,
+            run_id=run_id or None,
             run_name=config.name or run_dir.name,
             tags=tags or None,
         )
@@ -263,7 +261,7 @@ class Swanlab:
         self.run = swanlab.init(
             workspace=workspace or None,
             project=project,
-            log_dir=_setting(config.directory, "SWANLAB_LOG_DIR", str(run_dir / "swanlab")),
+            log_dir=_setting("", "SWANLAB_LOG_DIR", str(run_dir / "swanlab")),
             **settings,
         )
 
@@ -296,7 +294,7 @@ def _run_settings(
 ) -> dict[str, Any]:
     """Return the arguments that wandb.init and swanlab.init share."""
     return {
-        "id": config.id or run_id or os.environ.get(id_variable) or uuid4().hex[:12],
+        "id": run_id or os.environ.get(id_variable) or uuid4().hex[:12],
         "resume": "allow",
         "name": _setting(config.name, name_variable, run_dir.name),
         "group": config.group or None,

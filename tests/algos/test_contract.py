@@ -84,7 +84,6 @@ def plain_types(hint):
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (grpo.Config(reward_clip=(2.0, 1.0)), "reward_clip"),
         (grpo.Config(clip_low=-0.1), "clip_low"),
         (grpo.Config(component_weights=(1.0, float("nan"))), "component_weights"),
         (clip_cov.Config(covariance_low=5.0), "covariance_low"),

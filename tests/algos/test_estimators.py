@@ -15,7 +15,6 @@ from jaxrl_llm.algos.advantages import leave_one_out
 from jaxrl_llm.algos.config import Advantage  # fmt: skip
 from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, best_over_second, length_weighted
 from jaxrl_llm.algos.kl import kl
-from jaxrl_llm.algos.policy_gradient import shaped_rewards
 from jaxrl_llm.errors import UserError
 
 NAMES = get_args(Advantage)
@@ -64,18 +63,6 @@ def test_gdpo_normalises_each_reward_then_whitens():
     np.testing.assert_allclose(advantages(rollouts(), gdpo.Config())[:, 0], whitened, atol=1e-5)
     with pytest.raises(UserError, match="component_weights has 3 values for 2 rewards"):
         advantages(rollouts(), gdpo.Config(component_weights=(1.0, 1.0, 1.0)))
-
-
-def test_gdpo_clips_and_scales_each_reward():
-    """Rewards (9, 0 | 1, 0) clipped to at most 2; scale none leaves the centred ones."""
-    components = jnp.array([[9.0, 0], [0, 0], [1, 1], [0, 0.5]])
-    config = gdpo.Config(whiten="none", scale="none", reward_clip=(-1.0, 2.0))
-    got = advantages(rollouts(components=components), config)[:, 0]
-    np.testing.assert_allclose(got, [1, -1, 0.75, -0.75])
-    scaled = advantages(rollouts(components=components), replace(config, reward_scale="batch"))[:, 0]
-    std = [np.std([2.0, 0, 1, 0], ddof=1), np.std([0, 0, 1, 0.5], ddof=1)]
-    np.testing.assert_allclose(scaled[:2], [1 / std[0], -1 / std[0]], rtol=1e-5)
-    np.testing.assert_allclose(scaled[2], 0.5 / std[0] + 0.25 / std[1], rtol=1e-5)
 
 
 def test_gdpo_counts_a_response_by_the_rewards_that_it_has():
@@ -131,16 +118,6 @@ def test_groups_of_one_and_ties():
     tie = (jnp.array([2.0, 2, 1]), jnp.zeros(3, jnp.int32), jnp.ones(3))
     np.testing.assert_array_equal(best_over_second(*tie), [0, 0, 0])
     np.testing.assert_allclose(leave_one_out(*tie), [0.5, 0.5, -1.0])
-
-
-def test_rewards_are_clipped_then_normalised():
-    given = rollouts(rewards=jnp.array([9.0, -9, jnp.nan, 1]), valid=jnp.array([1.0, 1, 0, 1]))
-    clipped = shaped_rewards(given, grpo.Config(reward_clip=(-2.0, 3.0)))[0]
-    np.testing.assert_allclose(clipped, [3, -2, 0, 1])
-    scaled = shaped_rewards(given, grpo.Config(reward_clip=(-2.0, 3.0), reward_scale="batch"))[0]
-    kept = np.array([3.0, -2, 1])
-    expected = (kept - kept.mean()) / kept.std(ddof=1)
-    np.testing.assert_allclose(scaled, [*expected[:2], 0, expected[2]], atol=1e-5)
 
 
 def test_process_rewards_and_kl_enter_the_tokens_reward():

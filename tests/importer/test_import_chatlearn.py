@@ -197,7 +197,8 @@ def test_script_without_its_template(imported):
         "prompts_per_step", "responses_per_prompt", "minibatches_per_step", "tokens_per_device"
     )
     assert sizes == (64, 16, 4, 4096)
-    assert run.values("steps", "algo.clip_low", "algo.clip_high", "algo.loss_cap") == (50, 0.2, 0.28, 3.0)
+    assert run.values("steps", "algo.clip_low", "algo.clip_high") == (50, 0.2, 0.28)
+    assert run.lost["models.policy_trainer.final_clip_ratio"].startswith("the loss has no such bound")
     assert run.values("algo.scale", "algo.aggregation", "algo.kl_coef") == ("population_std", "token", 0.0)
     assert run.values("optim.b2", "optim.weight_decay", "eval.sampling.top_k") == (0.95, 0.01, 20)
     assert run.values("run_dir", "log.wandb", "model.path") == ("./output/sums", "sums_project", "./models/m")
@@ -224,7 +225,7 @@ def test_template_alone(imported):
 def test_gspo(imported):
     run = imported(GSPO)
     assert run.config.algo.algorithm == "gspo"
-    assert run.values("algo.clip_high", "algo.aggregation", "algo.loss_cap") == (1e-3, "token", 3.0)
+    assert run.values("algo.clip_high", "algo.aggregation") == (1e-3, "token")
 
 
 def test_megatron_has_its_hugging_face_folder_beside_it(imported):
@@ -268,7 +269,8 @@ def test_a_template_with_two_sources_and_a_rollout_manager(imported):
         ("/data/hard.json", 1.0),
     ]
     assert {source.prompt_key for source in (*sources, *run.config.data.eval)} == {"question"}
-    assert run.values("algo.kl_coef", "algo.entropy_coef", "algo.loss_cap") == (0.02, 0.001, 5.0)
+    assert run.values("algo.kl_coef", "algo.entropy_coef") == (0.02, 0.001)
+    assert "models.policy_trainer.final_clip_ratio 5.0" in run.report
     assert run.values("algo.clip_low", "algo.clip_high") == (0.2, 0.25)
     assert run.values("optim.max_grad_norm", "optim.b2", "optim.learning_rate") == (0.5, 0.98, 1e-6)
     assert run.values("mesh.sequence", "mesh.sequence_parallel") == (2, "ulysses")

@@ -76,7 +76,8 @@ def test_ppo_with_a_reward_model(imported):
         0.02,
         6.0,
     )
-    assert run.values("algo.lam", "algo.reward_clip", "algo.dual_clip") == (1.0, (-10.0, 10.0), None)
+    assert run.values("algo.lam", "algo.dual_clip") == (1.0, None)
+    assert "reward.clip_range [-10, 10] (OpenRLHF's default): rewards are not clipped" in run.report
     assert run.values("critic.path", "critic.warmup_steps", "critic.optim.learning_rate") == (
         "org/reward",
         10,
@@ -162,6 +163,7 @@ def test_losses_of_0_11_2(imported, flags, values):
         "--reward.normalize_enable",
         "--algo.advantage.no_std_norm",
         "--reward.stop_properly_penalty_coef 0.5",
+        "--reward.clip_range -5 5",
         "--data.max_samples 1000",
         "--algo.dynamic_filtering_range 0.1 0.9",
         "--ds.lora.dropout 0.1",

@@ -170,7 +170,7 @@ def test_a_command_in_a_docstring(imported):
         (
             "grpo --use_adaptive_entropy True --entropy_target 0.3 --entropy_coef 0.01",
             "grpo",
-            {"algo.entropy_target": 0.3, "algo.entropy_delta": 0.005, "algo.entropy_coef_max": 1.0},
+            {"algo.entropy_target": 0.3, "algo.entropy_delta": 0.005},
         ),
         ("gmpo", "gmpo", {"algo.clip_low": 0.4, "algo.clip_high": 0.4, "algo.aggregation": "sequence"}),
         (

@@ -62,7 +62,6 @@ def notes(config, algo: str, line: str) -> list[str]:
             "--checkpoint.best_metric has no effect: --eval.every is 0, so no step has held-out metrics",
         ),
         ("grpo", "--log.group g --log.name n", f"--log.name, --log.group have no effect: {NO_LOGGER}"),
-        ("grpo", "--log.tracking_uri u", "--log.tracking_uri has no effect: --log.mlflow is empty"),
         ("grpo", "--hub.private True", "--hub.private has no effect: --hub.push is empty"),
         ("grpo", "--lora.alpha 64", f"--lora.alpha has no effect: {NO_RANK}"),
     ],

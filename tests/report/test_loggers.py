@@ -11,8 +11,7 @@ import types
 
 import pytest
 
-from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.ranges import problems
+from jaxrl_llm.config import RewardConfig, TrainConfig
 from jaxrl_llm.recipe.dump import describe_run
 from jaxrl_llm.report import loggers
 from jaxrl_llm.report.config import LogConfig
@@ -27,7 +26,6 @@ SIGNATURES = {
     "wandb.init": ("entity", "project", "id", "resume", "name", "dir", "group", "tags"),
     "wandb.Run.log": ("data", "step", "commit"),
     "wandb.Table": ("columns", "data"),
-    "mlflow.set_tracking_uri": ("uri",),
     "mlflow.set_experiment": ("experiment_name",),
     "mlflow.start_run": ("run_id", "run_name", "tags"),
     "mlflow.log_dict": ("dictionary", "artifact_file"),
@@ -190,25 +188,17 @@ def test_a_damaged_loggers_json_is_a_warning(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "loggers.json").read_text())["wandb"]["step"] == 4
 
 
-def test_an_id_belongs_to_one_logger():
-    assert list(problems(LogConfig(wandb="p", id="x"))) == []
-    for config in (LogConfig(id="x"), LogConfig(id="x", wandb="p", mlflow="e")):
-        ((field, problem),) = problems(config)
-        assert field == "id" and "a run's id is that of one logger" in problem
-
-
 # -- mlflow
 
 
 def test_mlflow_gets_params_numbers_and_tables_under_names_it_accepts(tmp_path, monkeypatch):
     fake = fake_mlflow(monkeypatch)
-    config = LogConfig(mlflow="mine", tracking_uri="http://host", group="g", tags=("a", "k=v"))
+    config = LogConfig(mlflow="mine", group="g", tags=("a", "k=v"))
     logger = loggers.Mlflow(config, tmp_path / "run", "", total_steps=50_000)
     logger.config({"command": [], "config": {"a": {"b": 1e-5}, "c": "x" * 7000, "d": [{"e": None}, {}]}})
     logger.step(1234, {"step": 1234, "eval/pass@1": 0.5, "x(y)": 1}, [SAMPLE | {"step": 1234}])
     logger.step(1235, {"step": 1235}, [SAMPLE | {"step": 1235}])
     logger.close()
-    assert fake.arguments("set_tracking_uri") == [{"uri": "http://host"}]
     assert fake.arguments("set_experiment") == [{"experiment_name": "mine"}]
     tags = {"a": "true", "k": "v", "group": "g"}
     assert fake.arguments("start_run") == [{"run_id": None, "run_name": "run", "tags": tags}]
@@ -240,12 +230,13 @@ def test_the_params_of_a_run_fit_mlflow_and_have_no_secret(tmp_path, monkeypatch
     fake = fake_mlflow(monkeypatch)
     config = TrainConfig(
         run_dir="runs/hunter2hunter2",
-        log=LogConfig(mlflow="mine", tracking_uri="https://user:hunter2@host", progress="none"),
+        log=LogConfig(mlflow="mine", progress="none"),
+        reward=RewardConfig(name="https://user:hunter2@host"),
     )
     logger = loggers.Mlflow(config.log, tmp_path, "", 1)
     logger.config(describe_run(config, "recipe.py", []))
     params = {key: text for call in fake.arguments("log_params") for key, text in call["params"].items()}
-    assert params["log.tracking_uri"] == "https://***@host" and params["run_dir"] == "runs/***"
+    assert params["reward.name"] == "https://***@host" and params["run_dir"] == "runs/***"
     assert "hunter2" not in json.dumps(params) and params["optim.b1"] == "0.9"
     assert max(map(len, params)) <= 250 and max(map(len, params.values())) <= 6000
     assert len(params) > 150
