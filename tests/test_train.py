@@ -176,7 +176,7 @@ def test_sft_recipe_learns(tmp_path):
 NAN_ALGO = """
 from dataclasses import dataclass
 from jaxrl_llm.algos import AlgoConfig, sft
-INPUT = "tokens"
+from jaxrl_llm.algos.contract import Algorithm
 @dataclass(frozen=True)
 class Config(AlgoConfig):
     "Spoils every loss."
@@ -185,6 +185,7 @@ class Config(AlgoConfig):
 def loss(inputs, config):
     value, metrics = sft.loss(inputs, sft.Config())
     return value / config.divisor, metrics
+algorithm = Algorithm("nan_algo", "", "tokens", Config(), loss)
 """
 
 

@@ -13,23 +13,22 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
-from jaxrl_llm.algos.config import AlgoConfig, PolicyConfig
-from jaxrl_llm.algos.contract import Algorithm, Divergence, Requirements, renamed
+from jaxrl_llm.algos.config import AlgoConfig
+from jaxrl_llm.algos.contract import Algorithm, Requirements, renamed
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.user_file import explain, import_user_file
+from jaxrl_llm.user_file import import_user_file
 
 
 class Algorithms(Mapping[str, Algorithm]):
     """Algorithms by name, each imported with its module, and jax, when it is looked up.
 
     Args:
-        modules: module of jaxrl_llm.algos -> the algorithms that it defines.
+        modules: module of jaxrl_llm.algos -> the algorithms that it defines, with spaces between.
     """
 
-    def __init__(self, modules: dict[str, tuple[str, ...]]):
-        self._modules = {name: module for module, names in modules.items() for name in names}
+    def __init__(self, modules: dict[str, str]):
+        self._modules = {name: module for module, names in modules.items() for name in names.split()}
 
     def __getitem__(self, name: str) -> Algorithm:
         return getattr(importlib.import_module(f"{__name__}.{self._modules[name]}"), name)
@@ -54,43 +53,19 @@ class Algorithms(Mapping[str, Algorithm]):
 
 ALGOS = Algorithms(
     {
-        "clipped": (
-            "dapo",
-            "dr_grpo",
-            "gdpo",
-            "grpo",
-            "opo",
-            "otb",
-            "passk",
-            "ppo",
-            "reinforce_pp",
-            "remax",
-            "rloo",
-        ),
-        "covariance": ("clip_cov", "kl_cov"),
-        "distillation": ("distill", "gkd"),
-        "imitation": ("raft", "sft"),
-        "preference": ("cpo", "dpo", "kto", "online_dpo", "orpo", "simpo"),
-        "resampled": ("pf_ppo",),
-        "reward_models": ("prm", "reward_model"),
-        "surrogates": (
-            "a_star_po",
-            "cispo",
-            "dppo",
-            "dro",
-            "gmpo",
-            "gpg",
-            "gspo",
-            "luspo",
-            "reinforce",
-            "sapo",
-            "vespo",
-        ),
+        "clipped": "dapo dr_grpo gdpo grpo opo otb passk ppo reinforce_pp remax rloo",
+        "covariance": "clip_cov kl_cov",
+        "distillation": "distill gkd",
+        "imitation": "raft sft",
+        "preference": "cpo dpo kto online_dpo orpo simpo",
+        "resampled": "pf_ppo",
+        "reward_models": "prm reward_model",
+        "surrogates": "a_star_po cispo dppo dro gmpo gpg gspo luspo reinforce sapo vespo",
     }
 )
 """The algorithms of `--algo`."""
 _LOADED: dict[str, Algorithm] = {}  # path of a user's file -> its algorithm
-_CRITIC = Algorithms({"critic": ("value",)})
+_CRITIC = Algorithms({"critic": "value"})
 _KNOWN = ChainMap(_LOADED, ALGOS, _CRITIC)
 
 __all__ = [
@@ -143,8 +118,7 @@ def learns_from_rewards(config: AlgoConfig) -> bool:
 def load_algorithm(name: str) -> Algorithm:
     """Return an algorithm by its name in ALGOS or by the path of a Python file.
 
-    The file defines `algorithm = Algorithm(...)`. Or it defines INPUT, a class Config, loss and where there
-    are any advantages, returns, select, baseline, DATA and UNIT; Config states requirements in properties.
+    The file defines `algorithm = Algorithm(...)` (docs/algorithms.md, "Your own").
 
     Raises:
         UserError: neither a known name nor a file, or the file raises or lacks a part.
@@ -156,67 +130,18 @@ def load_algorithm(name: str) -> Algorithm:
         raise UserError(
             f"--algo {name}: not one of {', '.join(sorted(ALGOS))}, and not the path of a .py file"
         )
-    key = os.path.abspath(path)
     try:
-        _LOADED[key] = _algorithm(name, key, import_user_file(path, "algo"))
+        module = import_user_file(path, "algo")
     except UserError as error:
         raise UserError(f"{error}{renamed(error)}") from error
-    except Exception as error:  # its Config and Algorithm are the user's code
-        raise UserError(f"--algo {name}: {explain(error, path)}{renamed(error)}") from error
-    return _LOADED[key]
-
-
-def _algorithm(typed: str, key: str, module: ModuleType) -> Algorithm:
-    if isinstance(getattr(module, "algorithm", None), Algorithm):
-        return replace(module.algorithm, name=key)
-    required = ["INPUT", "Config", "loss"]
-    if getattr(module, "INPUT", None) == "rollouts":
-        required.append("advantages")
-    if missing := [part for part in required if not hasattr(module, part)]:
+    own = getattr(module, "algorithm", None)
+    if not isinstance(own, Algorithm):
+        kind = getattr(module, "INPUT", "rollouts")  # earlier releases read this, and needs_* of the Config
         raise UserError(
-            f"--algo {typed}: the file lacks {', '.join(missing)}; see jaxrl_llm/algos/contract.py"
+            f'--algo {name}: the file lacks `algorithm = Algorithm("{path.stem}", __doc__, "{kind}", '
+            "Config(), loss)`, with advantages=advantages for rollouts, and with "
+            "requires=lambda config: Requirements(...) in place of needs_* in the Config"
         )
-    optional = ("advantages", "returns", "select", "baseline")
-    return Algorithm(
-        key,
-        module.__doc__ or "",
-        module.INPUT,
-        module.Config(),
-        module.loss,
-        requires=_properties,
-        data=getattr(module, "DATA", ""),
-        group_size=getattr(module, "UNIT", 1),
-        **{name: getattr(module, name) for name in optional if hasattr(module, name)},
-    )
-
-
-_PROPERTIES = {
-    "needs_policy": "logprobs",
-    "needs_entropy": "entropy",
-    "needs_old": "old_logprobs",
-    "needs_reference": "ref_logprobs",
-    "needs_values": "values",
-    "needs_critic": "critic",
-    "needs_square": "sum_pi_squared",
-    "needs_greedy": "greedy",
-    "needs_rewards": "rewards",
-    "draws": "draws",
-    "teachers": "teachers",
-}
-
-
-def _properties(config: AlgoConfig) -> Requirements:
-    """Return the requirements that a Config states in properties."""
-    base = Requirements()
-    if isinstance(config, PolicyConfig):
-        from jaxrl_llm.algos.policy_gradient import requires  # imports jax
-
-        base = requires(config)
-    stated = {field: getattr(config, name) for name, field in _PROPERTIES.items() if hasattr(config, name)}
-    if stated.get("teachers"):
-        stated.setdefault("rewards", False)
-    if getattr(config, "bypass_old", False):
-        stated["old_logprobs_source"] = "rollout"
-    if divergence := getattr(config, "divergence", None):
-        stated["divergence"] = Divergence(**divergence)
-    return replace(base, **stated)
+    key = os.path.abspath(path)
+    _LOADED[key] = replace(own, name=key)
+    return _LOADED[key]

@@ -1,5 +1,6 @@
 """Algorithms as objects: their requirements, their Configs, and users' files."""
 
+import re
 from dataclasses import replace
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
@@ -122,28 +123,29 @@ def test_old_log_probs_are_computed_only_where_the_policy_has_moved():
 MODULE = """
 from dataclasses import dataclass
 from jaxrl_llm.algos.config import AlgoConfig
-
-INPUT, UNIT = "rollouts", 2
+from jaxrl_llm.algos.contract import Algorithm, Divergence, Requirements
 
 @dataclass(frozen=True)
 class Config(AlgoConfig):
     beta: float = 0.5
-    needs_old = needs_square = True
-    divergence = {"beta": 0.0, "temperature": 1.0, "top_k": 4}
 
-    @property
-    def needs_reference(self):
-        return self.beta > 0
+def requires(config):
+    divergence = Divergence(beta=0.0, temperature=1.0, top_k=4)
+    return Requirements(
+        old_logprobs=True, sum_pi_squared=True, ref_logprobs=config.beta > 0, divergence=divergence
+    )
 
 def advantages(rollouts, config):
     return config.beta * rollouts.mask
 
-def loss(signals, config):
-    return signals.num_tokens * config.beta, {}
+def loss(inputs, config):
+    return inputs.num_tokens * config.beta, {}
+
+algorithm = Algorithm("mine", __doc__ or "", "rollouts", Config(), loss, requires, advantages, group_size=2)
 """
 
 
-def test_a_file_of_functions_is_an_algorithm(tmp_path):
+def test_a_file_with_an_algorithm(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(MODULE)
     mine = load_algorithm(str(file))
@@ -154,36 +156,39 @@ def test_a_file_of_functions_is_an_algorithm(tmp_path):
     assert requirements(mine.Config(beta=0.0)) == Requirements(**needs)
     assert float(mine.loss(loss_inputs(), mine.config)[0]) == 3.5
     assert float(mine.advantages(rollouts(), mine.Config(beta=2.0)).sum()) == 28.0
+    assert learns_from_rewards(mine.config)
 
 
-@pytest.mark.parametrize(("more", "learns"), [("", False), ("\n    needs_rewards = True", True)])
-def test_a_file_of_functions_with_teachers_needs_no_rewards(more, learns, tmp_path):
+def test_a_file_may_take_over_policy_gradients(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(MODULE.replace("    beta:", '    teachers = ("teacher",)' + more + "\n    beta:"))
+    head = (
+        "from dataclasses import replace\n"
+        "from jaxrl_llm.algos.policy_gradient import PolicyConfig, advantages, requires as base\n"
+    )
+    text = re.sub(r"\ndef advantages\(.*?\n\n", "", MODULE, flags=re.DOTALL)
+    of_base = "    return replace(base(config), ref_logprobs=False)\n"
+    text = re.sub(r"    divergence = .*?\n    \)\n", of_base, text, flags=re.DOTALL)
+    file.write_text(head + text.replace("(AlgoConfig)", "(PolicyConfig)"))
     mine = load_algorithm(str(file))
-    assert requirements(mine.config).teachers and learns_from_rewards(mine.config) == learns
-
-
-def test_a_file_of_functions_may_take_over_policy_gradients(tmp_path):
-    file = tmp_path / "mine.py"
-    head = "from jaxrl_llm.algos.policy_gradient import PolicyConfig, advantages\n"
-    file.write_text(head + MODULE.replace("(AlgoConfig)", "(PolicyConfig)").replace("needs_old = ", ""))
-    mine = load_algorithm(str(file))
-    found = requirements(mine.Config(advantage="gae", beta=0.0, kl_in="reward", kl_coef=0.1))
+    found = requirements(mine.Config(advantage="gae", kl_in="reward", kl_coef=0.1))
     assert found.critic and found.old_logprobs and not found.ref_logprobs
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("x = 1", "the file lacks INPUT, Config, loss"),
-        (MODULE.replace("def advantages", "def others"), "the file lacks advantages"),
-    ],
-)
-def test_an_incomplete_file_is_refused(tmp_path, text, message):
+def test_a_file_without_an_algorithm_is_refused(tmp_path):
+    """Also one of functions and needs_* properties alone, as earlier releases read it."""
+    old = '\nINPUT = "tokens"\nclass Config: needs_old = True\ndef loss(inputs, config): ...\n'
+    for text, kind in (("x = 1", "rollouts"), (old, "tokens")):
+        file = tmp_path / "mine.py"
+        file.write_text(text)
+        line = rf'lacks `algorithm = Algorithm\("mine", __doc__, "{kind}", Config\(\), loss\)`, .*requires='
+        with pytest.raises(UserError, match=line):
+            load_algorithm(str(file))
+
+
+def test_a_file_whose_algorithm_lacks_a_part_is_refused(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(text)
-    with pytest.raises(UserError, match=message):
+    file.write_text(MODULE.replace("requires, advantages,", "requires,"))
+    with pytest.raises(UserError, match=r"--algo: .*: mine learns from rollouts without advantages"):
         load_algorithm(str(file))
 
 

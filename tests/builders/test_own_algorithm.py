@@ -13,7 +13,7 @@ from jaxrl_llm.structs import Rollouts
 FILE = """"Reward-weighted log-likelihood."
 from dataclasses import dataclass
 from jaxrl_llm.algos.config import AlgoConfig
-INPUT = "rollouts"
+from jaxrl_llm.algos.contract import Algorithm
 @dataclass(frozen=True)
 class Config(AlgoConfig):
     scale: float = 1.0
@@ -22,6 +22,7 @@ def advantages(rollouts, config):
 def loss(inputs, config):
     each = -inputs.logprobs * inputs.advantages * inputs.mask
     return config.scale * each.sum() / inputs.num_tokens, {}
+algorithm = Algorithm("mine", __doc__, "rollouts", Config(), loss, advantages=advantages)
 """
 
 
@@ -65,7 +66,9 @@ def test_a_loss_that_raises_is_named_by_its_line(tmp_path, right, wrong, message
 
 
 def test_requirements_by_their_earlier_names_are_answered_with_the_present_ones(tmp_path):
-    made = "Algorithm('mine', '', INPUT, Config(), loss, lambda c: Requirements(reference=True), advantages)"
+    made = (
+        "Algorithm('m', '', 'rollouts', Config(), loss, lambda c: Requirements(reference=True), advantages)"
+    )
     text = f"{FILE}from jaxrl_llm.algos.contract import Algorithm, Requirements\nalgorithm = {made}\n"
     with pytest.raises(UserError, match=r"'reference'\. It is called ref_logprobs now\."):
         config_of(tmp_path, text)

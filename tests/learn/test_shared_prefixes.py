@@ -177,19 +177,19 @@ def test_every_algorithm_mesh_and_model_keeps_its_step(name):
 
 
 OWN = """"Reward-weighted log-likelihood near old log-probs; a response's mean entropy is a metric."
-from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxrl_llm.algos.config import AlgoConfig
-INPUT = "rollouts"
-@dataclass(frozen=True)
-class Config(AlgoConfig):
-    needs_old: bool = True
+from jaxrl_llm.algos.contract import Algorithm, Requirements
 def advantages(rollouts, config):
     return rollouts.rewards[:, None] * rollouts.mask
 def loss(inputs, config):
-    each = (jnp.square(inputs.policy - inputs.old) - inputs.policy * inputs.advantages) * inputs.mask
+    away = jnp.square(inputs.logprobs - inputs.old_logprobs)
+    each = (away - inputs.logprobs * inputs.advantages) * inputs.mask
     means = inputs.entropy * inputs.mask / inputs.lengths
     return (each / inputs.lengths).sum() / inputs.num_sequences, {"mean": means.sum() / inputs.num_sequences}
+def requires(config):
+    return Requirements(old_logprobs=True)
+algorithm = Algorithm("mine", __doc__, "rollouts", AlgoConfig(), loss, requires, advantages)
 """
 
 

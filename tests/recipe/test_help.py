@@ -98,9 +98,10 @@ def test_help_all_shows_every_key_with_its_doc():
 def test_help_on_a_file_without_docs(tmp_path, capsys):
     mine = tmp_path / "mine.py"
     mine.write_text(
-        "from dataclasses import dataclass\nfrom jaxrl_llm.algos.contract import AlgoConfig\n"
-        'INPUT = "tokens"\n@dataclass(frozen=True)\nclass Config(AlgoConfig):\n    x: float = 1.0\n'
+        "from dataclasses import dataclass\nfrom jaxrl_llm.algos.contract import AlgoConfig, Algorithm\n"
+        "@dataclass(frozen=True)\nclass Config(AlgoConfig):\n    x: float = 1.0\n"
         "def loss(inputs, config): ...\n"
+        'algorithm = Algorithm("mine", "", "tokens", Config(), loss)\n'
     )
     text = printed(capsys, "--algo", str(mine), "--help", "algo")
     assert "    --algo.x 1.0\n        A number.\n" in text

@@ -228,11 +228,12 @@ def test_a_recipe_that_cannot_be_read_or_named(tmp_path, monkeypatch):
 ALGO = """
 from dataclasses import dataclass
 from jaxrl_llm.algos.config import AlgoConfig
-INPUT = "tokens"
+from jaxrl_llm.algos.contract import Algorithm
 @dataclass(frozen=True)
 class Config(AlgoConfig):
     sharpness: float = 2.0
 def loss(inputs, config): ...
+algorithm = Algorithm("mine", "", "tokens", Config(), loss)
 """
 
 
