@@ -1,9 +1,13 @@
-"""Parts that other installed packages add, found by their entry points."""
+"""Installed packages that need not be there: those that extend this one, and those of its extras."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+from types import ModuleType
 from typing import Any
+
+from jaxrl_llm.errors import UserError
 
 
 def load_extensions(group: str) -> list[Any]:
@@ -15,3 +19,22 @@ def load_extensions(group: str) -> list[Any]:
     """
     points = importlib.metadata.entry_points(group=f"jaxrl_llm.{group}")
     return [point.load() for point in sorted(points, key=lambda point: point.name)]
+
+
+def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
+    """Import a package of an extra of pyproject.toml.
+
+    Args:
+        needed_by: what cannot work without it, for the message.
+
+    Raises:
+        UserError: it is not installed; gives the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:  # it is installed, and lacks something
+            raise
+        fix = f"pip install 'jaxrl-llm[{extra}]'"
+        raise UserError(f"{needed_by} needs {package.replace('_', '-')}: {fix}") from None

@@ -1,10 +1,10 @@
 """Write launch/locks/pythonX.Y.txt: the versions of this environment that the package and its extras need.
 
 Command:   .venv/bin/python scripts/lock.py
-           python3.13 -m pip install --dry-run --ignore-installed --report report.json '.[gguf,tasks]'
+           python3.13 -m pip install --dry-run --ignore-installed --report report.json '.[gguf,tasks,data]'
            .venv/bin/python scripts/lock.py report.json    (for another Python: what pip chose)
 
-The file is one of pip's constraints: pip install -c launch/locks/python3.11.txt '.[gguf,tasks]'
+The file is one of pip's constraints: pip install -c launch/locks/python3.11.txt '.[gguf,tasks,data]'
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 LOCKS = Path(__file__).parents[1] / "launch" / "locks"
-EXTRAS = ("gguf", "tasks")
+EXTRAS = ("gguf", "tasks", "data")
 
 
 def needed(package: str, extras: tuple[str, ...]) -> dict[str, str]:

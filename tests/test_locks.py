@@ -39,7 +39,7 @@ def test_there_is_a_lock_for_each_supported_python():
 def test_a_lock_pins_what_the_package_needs_within_its_bounds(lock):
     pinned, environment = pins(lock), {"python_version": python_of(lock)}
     extras = PROJECT["optional-dependencies"]
-    for text in (*PROJECT["dependencies"], *extras["gguf"], *extras["tasks"]):
+    for text in (*PROJECT["dependencies"], *extras["gguf"], *extras["tasks"], *extras["data"]):
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate(environment):
             version = pinned[canonicalize_name(requirement.name)]
@@ -80,7 +80,7 @@ def test_the_container_installs_with_the_lock_of_its_python_and_runs_the_command
 def test_the_install_of_the_container_resolves_with_the_lock_of_this_python(tmp_path):
     """The engine is not needed: its RUN step, in an empty target, for this Python; nothing is installed."""
     (install,) = [argument for name, argument in instructions() if name == "RUN"]
-    command = install.replace("${EXTRAS}", "gguf,tasks").replace("3.13.txt", f"{HERE}.txt")
+    command = install.replace("${EXTRAS}", "gguf,tasks,data").replace("3.13.txt", f"{HERE}.txt")
     words = [sys.executable, "-m", *command.replace('"', "").split(), "--dry-run", "--ignore-installed"]
     report = tmp_path / "report.json"
     words += ["--quiet", "--report", str(report)]

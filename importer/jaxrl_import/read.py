@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from jaxrl_import.commands import SCRIPTS, flags_of, hydra_overrides, program_of
 from jaxrl_import.python_file import read_python
 from jaxrl_import.shell import Script, Word
 from jaxrl_import.systems import SYSTEMS
 from jaxrl_import.values import Setting, SourceSettings, printable, unknown, yaml_value
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.extensions import import_extra
 
 MARKS = {  # beginnings of keys that one system alone has, in YAML
     "verl": ("actor_rollout_ref.", "trainer.total_epochs", "trainer.nnodes", "model.partial_pretrain"),
@@ -240,6 +239,7 @@ def _load_yaml(text: str, file: Path) -> dict[str, Setting]:
     Raises:
         UserError: it is no YAML mapping; names the line.
     """
+    yaml = import_extra("yaml", "import", needed_by=str(file))
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
@@ -274,15 +274,13 @@ def _is_larger(value: Any, limit: int) -> bool:
     return count > limit
 
 
-def _flatten(
-    node: yaml.MappingNode, values: dict[Any, Any], prefix: str, name: str, settings: dict[str, Setting]
-) -> None:
+def _flatten(node: Any, values: dict[Any, Any], prefix: str, name: str, settings: dict[str, Setting]) -> None:
     if len(settings) > MAX_KEYS:
         raise UserError(f"{name}: more than {MAX_KEYS} keys, so no config. Give the config itself.")
     children = {key.value: child for key, child in node.value}
     for key, value in values.items():
         child = children.get(str(key), node)  # a key that << merges has no node here
-        if isinstance(value, dict) and isinstance(child, yaml.MappingNode) and value and child is not node:
+        if isinstance(value, dict) and child.id == "mapping" and value and child is not node:
             _flatten(child, value, f"{prefix}{key}.", name, settings)
         else:
             value = None if value == "???" else value

@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import yaml
-
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.extensions import import_extra
 
 UNKNOWN = re.compile("\x00([^\x00]*)\x00")
 """A part of a text that only running the file would tell, such as a shell variable: its name between NULs."""
@@ -200,6 +199,7 @@ def yaml_value(text: str) -> Any:
     """Return text as YAML reads it; text that is no YAML as it is."""
     if "\x00" in text:
         return text
+    yaml = import_extra("yaml", "import", needed_by="import-config")
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import importlib
-import importlib.util
 import itertools
 import json
 import logging
@@ -20,6 +18,7 @@ from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.preference import judgement, read_example
 from jaxrl_llm.data.rows import Damage, Example, RowError, RowFile
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.extensions import import_extra
 from jaxrl_llm.ranges import LARGEST
 
 MAX_REPORTS = 5  # bad rows named one by one
@@ -198,9 +197,7 @@ class GymSource:
     num_bad, unanswered = 0, ()
 
     def __init__(self, config: SourceConfig, seed: int):
-        if importlib.util.find_spec("reasoning_gym") is None:
-            raise UserError(f"{config.path} needs reasoning-gym: pip install 'jaxrl-llm[tasks]'")
-        gym = importlib.import_module("reasoning_gym")
+        gym = import_extra("reasoning_gym", "tasks", needed_by=config.path)
         name, options = config.path.removeprefix("gym:"), _options(config)
         self._size = options.pop("size", 20_000)
         if type(self._size) is not int or not 1 <= self._size <= LARGEST:

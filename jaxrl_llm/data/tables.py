@@ -17,18 +17,26 @@ import numpy as np
 from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import Damage, RowFile, no_rows, role_of
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.extensions import import_extra
 
+EXTRA = "data"
 FILLED = ("tools", "chat_template_kwargs")
 SHORT_FLOATS = {"float": np.float32, "halffloat": np.float16}
 """Arrow type -> type whose shortest decimal number is what was written."""
 
 
+def library_of(path: str) -> str:
+    """Return the package of the extra `data` that reads a source; "" = none is needed."""
+    if path.startswith("hub:"):
+        return "datasets"
+    return "pyarrow" if path.endswith((".parquet", ".arrow")) else ""
+
+
 def parquet_file(path: Path) -> RowFile:
     """Read a Parquet file by its row groups."""
-    import pyarrow.parquet
-
+    parquet = import_extra("pyarrow.parquet", EXTRA, needed_by=str(path))
     try:
-        file = pyarrow.parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+        file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
     except Exception as error:  # pyarrow raises half a dozen types for damaged files
         return _unreadable(path, error)
@@ -46,8 +54,7 @@ def arrow_file(path: Path) -> RowFile:
 
     The file format is a stream between two marks, so one that lacks its end is read as a stream.
     """
-    import pyarrow
-
+    pyarrow = import_extra("pyarrow", EXTRA, needed_by=str(path))
     try:
         mapped = pyarrow.memory_map(str(path))
         is_file = mapped.read(8) == b"ARROW1\0\0"
@@ -114,8 +121,7 @@ def _table_rows(path: Path, parts: Sequence[Any]) -> RowFile:
 
 def saved_rows(path: Path, split: str) -> list[RowFile]:
     """Return the rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-    import datasets
-
+    datasets = import_extra("datasets", EXTRA, needed_by=str(path))
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # the library raises all kinds for damaged files
@@ -140,8 +146,7 @@ def _damaged_dataset(path: Path, split: str, error: Exception) -> list[RowFile]:
 
 def hub_rows(config: SourceConfig) -> RowFile:
     """Return a dataset of the Hugging Face hub, from the local cache where it is there."""
-    import datasets
-
+    datasets = import_extra("datasets", EXTRA, needed_by=config.path)
     name = config.path.removeprefix("hub:")
     try:
         loaded = datasets.load_dataset(name, config.subset or None, split=config.split)

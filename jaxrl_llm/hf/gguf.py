@@ -17,6 +17,7 @@ from uuid import uuid4
 import numpy as np
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.extensions import import_extra
 from jaxrl_llm.hf.config import ORIGINAL, read_config, to_hf_config
 from jaxrl_llm.hf.export import plan_files, write_description, write_safetensors
 from jaxrl_llm.hf.folder import shorten_names
@@ -348,15 +349,10 @@ class _GgufModel:
 
 
 def _open(file: Path) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise UserError(
-            f"{file}: reading GGUF files needs the extra `gguf`: pip install 'jaxrl-llm[gguf]'"
-        ) from error
+    gguf = import_extra("gguf", "gguf", needed_by=str(file))
     try:
         with working(f"reading {file.name}"):  # seconds for each 100,000 tokens of its tokenizer
-            return GGUFReader(file)
+            return gguf.GGUFReader(file)
     except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
         raise UserError(f"{file}: truncated, damaged, or no GGUF file ({error})") from error
 

@@ -26,6 +26,7 @@ from jaxrl_llm import models
 from jaxrl_llm.builders.exports import kept_exports
 from jaxrl_llm.builders.pin import map_models
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.data.tables import EXTRA, library_of
 from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
 from jaxrl_llm.errors import UserError
@@ -290,6 +291,8 @@ def needed_packages(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     sources = (*config.data.sources("train"), *config.data.sources("eval"), *config.warm_start.sources)
     gym = [source.path for source in sources if source.path.startswith("gym:")]
     yield from (("reasoning_gym", "tasks", path) for path in gym[:1])
+    libraries = {source.path: library_of(source.path) for source in sources}
+    yield from ((library, EXTRA, path) for path, library in libraries.items() if library)
     rewards = {_reward_of(name, source.path) for name in config.reward.used for source in sources}
     yield from ((LIBRARIES[name], "tasks", f"reward {name}") for name in sorted(rewards & LIBRARIES.keys()))
     yield from (("gguf", "gguf", name) for name in model_names(config) if name.endswith(SUFFIX))

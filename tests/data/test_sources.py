@@ -414,6 +414,23 @@ def test_gym_that_changes_between_processes_warns(caplog):
     assert "set PYTHONHASHSEED=0" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("path", "module"),
+    [("a.parquet", "pyarrow"), ("a.arrow", "pyarrow"), ("saved", "datasets"), ("hub:org/a", "datasets")],
+)
+def test_missing_libraries_of_tables_name_the_extra(monkeypatch, tmp_path, path, module):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/state.json").write_text("{}")
+    for name in ("a.parquet", "a.arrow"):
+        (tmp_path / name).touch()
+    for name in ("datasets", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    where = path if ":" in path else str(tmp_path / path)
+    with pytest.raises(UserError) as refused:
+        opened(where)
+    assert str(refused.value) == f"{where} needs {module}: pip install 'jaxrl-llm[data]'"
+
+
 def test_missing_reasoning_gym_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxrl-llm\[tasks\]'"):

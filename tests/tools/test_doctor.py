@@ -90,13 +90,25 @@ def test_a_model_whose_size_is_not_known(quick, tmp_path, monkeypatch):
         (("--data.path", "gym:chain_sum"), "reasoning_gym", "tasks"),
         (("--reward.name", "math"), "math_verify", "tasks"),
         (("--data.path", "hub:org/math-500"), "math_verify", "tasks"),
+        (("--data.path", "hub:org/rows"), "datasets", "data"),
+        (("--data.path", "rows.parquet"), "pyarrow", "data"),
         (("--env.tools", "mcp:server"), "mcp", "mcp"),
         (("--reference.path", "org/model/m.gguf", "--algo.kl_coef", "0.1"), "gguf", "gguf"),
     ],
 )
 def test_extras_that_a_recipe_needs(quick, monkeypatch, capsys, flags, module, extra):
     config = recipe(*flags)
-    installed = {"wandb", "mlflow", "swanlab", "reasoning_gym", "math_verify", "mcp", "gguf"}
+    installed = {
+        "wandb",
+        "mlflow",
+        "swanlab",
+        "reasoning_gym",
+        "math_verify",
+        "mcp",
+        "gguf",
+        "datasets",
+        "pyarrow",
+    }
     monkeypatch.setattr(checks, "is_installed", lambda name: name in installed)
     findings = list(checks.check_extras(checks.needed_packages(config)))
     assert [finding.status for finding in findings] == ["ok"] and module in findings[0].text
