@@ -59,7 +59,7 @@ SecondsOrZero = Annotated[float, Range(0.0, 1e9)]
 
 
 def problems(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield (field, what is wrong with it) of one Config, nested Configs left out."""
+    """Yield (field, problem) of one Config, nested Configs left out."""
     in_range = True
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

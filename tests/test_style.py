@@ -18,10 +18,11 @@ FOLDERS = ("jaxrl_llm", "kernels", "importer", "configs", "examples", "benchmark
 each_folder = pytest.mark.parametrize("folder", FOLDERS)
 
 MAX_LINES = {"jaxrl_llm": 400, "importer": 400, "configs": 400, "examples": 400, "scripts": 400}
+"""Lines of a file, without comment lines."""
 MAX_TEST_LINES = 600  # of kernels, benchmarks and tests
 MAX_FUNCTION_LINES = 50  # without the docstring and comment lines
 MAX_UNDIVIDED_LINES = 25  # of code without a comment line that heads a phase
-WITH_PHASES = ("kernels",)
+WITH_PHASES = ("kernels", "jaxrl_llm/algos", "jaxrl_llm/models")
 
 RIDDLES = {"What", "Who", "Whose", "Where", "How", "Which", "Whether", "Why"}
 NO_VERBS = RIDDLES | {
@@ -160,7 +161,8 @@ def test_files_are_small_plain_and_well_named(folder):
     for file in files_of(folder):
         text = file.read_text()
         assert text.isascii(), f"{name_of(file)}: {next(x for x in text.splitlines() if not x.isascii())}"
-        assert len(text.splitlines()) <= limit, f"{name_of(file)} has more than {limit} lines"
+        lines = len(text.splitlines()) - len(own_comments(file))
+        assert lines <= limit, f"{name_of(file)} has {lines} lines, more than {limit}"
         hides = file.stem in sys.stdlib_module_names
         assert not hides, f"{name_of(file)} hides a module of the standard library"
 

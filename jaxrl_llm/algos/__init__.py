@@ -1,6 +1,6 @@
 """Table of the algorithms by name, and the loader of a user's own file (`--algo path/to/my_algo.py`).
 
-Imports no jax: names and first lines are for the command line, an algorithm is imported when it is used.
+Imports no jax: the command line reads names and first lines; an algorithm is imported when it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxrl_llm.user_file import import_user_file
 
 
 class Algorithms(Mapping[str, Algorithm]):
-    """Algorithms by name, each imported with its module, and jax, when it is looked up.
+    """Algorithms by name. Looking one up imports its module, and with it jax.
 
     Args:
         modules: module of jaxrl_llm.algos -> the algorithms that it defines, with spaces between.
@@ -93,7 +93,7 @@ def of(config: AlgoConfig) -> Algorithm:
 
 
 def is_known(config: AlgoConfig) -> bool:
-    """Return whether these are settings of an algorithm, as NAME.Config(...) makes them."""
+    """Return whether an algorithm's NAME.Config(...) made these settings."""
     return config.algorithm in _KNOWN
 
 
@@ -121,7 +121,7 @@ def load_algorithm(name: str) -> Algorithm:
     The file defines `algorithm = Algorithm(...)` (docs/algorithms.md, "Your own").
 
     Raises:
-        UserError: neither a known name nor a file, or the file raises or lacks a part.
+        UserError: the name is neither known nor a file, or the file raises or lacks a part.
     """
     if name in ALGOS:
         return ALGOS[name]

@@ -1,7 +1,7 @@
-"""Advantages of responses: a score each, compared with the others of its group or batch.
+"""Advantages of responses: each score is compared with its group or batch.
 
-[N] scores, those with valid 0 may be anything (NaN included), take no part and get 0; `group` numbers the
-prompts in [0, N).
+Scores are [N]. A score with valid 0 may be anything (even NaN), does not count and gets advantage 0. `group`
+numbers the prompts in [0, N).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl_llm.algos.config import Scale
 class GroupMoments(NamedTuple):
     """Statistics of each group number; zeros for numbers not used."""
 
-    size: Float[Array, "N"]  # members, those without a valid reward among them
+    size: Float[Array, "N"]  # members, including members without a valid reward
     count: Float[Array, "N"]  # members with a valid reward
     mean: Float[Array, "N"]
     square: Float[Array, "N"]  # sum of squared deviations from the mean
@@ -28,7 +28,7 @@ class GroupMoments(NamedTuple):
 def group_moments(
     rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
 ) -> GroupMoments:
-    """Return the statistics of each group's valid rewards."""
+    """Compute the statistics of each group's valid rewards."""
     ones = jnp.ones_like(rewards)
     count = group_sum(ones, group, valid)
     mean = group_sum(rewards, group, valid) / jnp.maximum(count, 1.0)
@@ -50,11 +50,11 @@ def less_baseline(
     baseline: Float[Array, "N"],
     moments: GroupMoments,
 ) -> Float[Array, "N"]:
-    """Return reward - baseline; exactly 0 where the valid rewards of the group are all equal.
+    """Return reward - baseline; exactly 0 if all valid rewards of the group are equal.
 
-    The difference would be a rounding error, which `spread` enlarges: in float32 the mean of seven times 0.7
-    is 0.70000005. One response to a prompt keeps its reward; the last one that failed rewards have left of a
-    group gets 0, as it has nothing to compare with.
+    Otherwise the difference would be a rounding error, which `spread` enlarges: in float32 the mean of seven
+    times 0.7 is 0.70000005. The only response to a prompt keeps its reward. If all other rewards of a group
+    failed, the remaining response gets 0: it has nothing to compare with.
     """
     out = jnp.where(moments.differs[group], rewards - baseline, 0.0)
     out = jnp.where(moments.size[group] == 1, rewards, out)
@@ -100,7 +100,7 @@ def spread(
 def batch_moments(
     rewards: Float[Array, "N"], valid: Float[Array, "N"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return (mean, unbiased variance) of the valid rewards; of equal ones exactly (their value, 0)."""
+    """Return (mean, unbiased variance) of the valid rewards; exactly (value, 0) if all are equal."""
     total = valid.sum()
     mean = jnp.sum(jnp.where(valid > 0, rewards, 0.0)) / jnp.maximum(total, 1.0)
     largest = jnp.max(rewards, where=valid > 0, initial=-jnp.inf)

@@ -20,7 +20,7 @@ from jaxrl_llm.structs import LossInputs, Metrics
 def clipped_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return max(-A r, -A clip(r, 1 - low, 1 + high)) + kl_coef KL - entropy_coef entropy, aggregated.
 
-    r = exp(logprobs - old_logprobs), PPO (arXiv 1707.06347, eq. 7); 1 where a step has one update.
+    r = exp(logprobs - old_logprobs), PPO (arXiv 1707.06347, eq. 7); r is 1 if a step has one update.
     clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476, eq. 10).
     """
     ratio = jnp.exp(log_ratio(inputs.logprobs, inputs.old_logprobs))
@@ -31,7 +31,7 @@ def clipped_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array
 def clip(
     ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], config: ClippedConfig
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Return the clipped surrogate of each token, and where a bound took its gradient away.
+    """Return the clipped surrogate of each token, and whether a bound removed its gradient.
 
     `dual_clip` c bounds the loss of a negative advantage by -A c (arXiv 1912.09729, eq. 5).
     """

@@ -1,6 +1,5 @@
-"""Configs that several algorithms share: the base of all, policy gradients, PPO's clip, the critic.
-
-They are data: `--help` reads them without jax, which arithmetic needs.
+"""Configs that several algorithms share: the base of all, policy gradients, PPO's clip, the critic. Imports
+no jax, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Advantage = Literal[
 Aggregation = Literal["token", "sequence", "sequence_sum", "token_sum"]
 """Sums over tokens and their denominators, see `reduce.aggregate`."""
 PolicyAggregation = Literal[Aggregation, "constant"]
-"""Those of policy gradients, which have a `constant` to divide by."""
+"""Aggregations of policy gradients, which have a `constant` to divide by."""
 Bound = Annotated[float, Range(0.0, math.inf)]
 """Distance of a ratio or log-ratio from 1 or 0; inf = no bound."""
 Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
@@ -53,7 +52,7 @@ class AlgoConfig:
 
     @property
     def initial_entropy_coef(self) -> tuple[float, float] | None:
-        """State that the entropy controller starts with: (coefficient, applied); None = there is none."""
+        """State that the entropy controller starts with: (coefficient, applied); None = no controller."""
         return None
 
 
@@ -83,8 +82,8 @@ class Correction:
     Nats; for k1 a ratio rollout / old, for tv a probability. Such as token_k1 0.8 1.25 seq_mean_k3 0 0.02."""
 
     reject_only: Literal["all", "negative"] = "all"
-    """Apply `reject` to all tokens, or only where the advantage is negative. The off-policy sequence mask of
-    DeepSeek-V3.2 (arXiv 2512.02556) is of "policy", reject seq_mean_k1 0.001 exp(delta), negative."""
+    """Apply `reject` to all tokens, or only to tokens with a negative advantage. The off-policy sequence mask
+    of DeepSeek-V3.2 (arXiv 2512.02556) is of "policy", reject seq_mean_k1 0.001 exp(delta), negative."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it) of rules across fields."""
@@ -115,7 +114,7 @@ class PolicyConfig(AlgoConfig):
     lam: Fraction = 1.0
     """GAE's lambda: 1 = returns minus values, 0 = one-step."""
     whiten: Literal["auto", "none", "unbiased", "biased"] = "auto"
-    """Whiten advantages over the step's tokens; auto: where the estimator's paper does."""
+    """Whiten advantages over the step's tokens; auto: if the estimator's paper does."""
     value_beta: Positive = 0.5
     """Temperature beta of the optimal value: V = beta log mean exp(r / beta) over the group (A*-PO)."""
     component_weights: tuple[Finite, ...] = ()
@@ -138,7 +137,7 @@ class PolicyConfig(AlgoConfig):
     constant: Positive = 1024.0
     """Tokens that "constant" aggregation divides by."""
     kl_coef: Weight = 0.0
-    """Weight of KL(policy || reference); 0 = no reference model at all."""
+    """Weight of KL(policy || reference); 0 = no reference model."""
     kl: Estimator = "k3"
     """Estimator of the KL; k1+ and k3+ have the (unbiased) gradient of k2."""
     kl_in: KLPlace = "loss"
@@ -151,20 +150,20 @@ class PolicyConfig(AlgoConfig):
     kl_horizon: Positive = 10000.0
     """Trajectories over which the adaptive coefficient moves."""
     top_entropy: Annotated[float, Range(0.0, 1.0, open_low=True, usual="0.2 is usual")] = 1.0
-    """Share of the step's tokens that keep their advantage, those of highest entropy before the first update
-    (arXiv 2506.01939); 1 = all. The others still count in denominators."""
+    """Share of the step's tokens that keep their advantage: the tokens of highest entropy before the first
+    update (arXiv 2506.01939); 1 = all. Other tokens still count in denominators."""
     entropy_coef: Finite = 0.0
-    """Weight of the entropy bonus; below 0 a penalty. With `entropy_target` where it starts."""
+    """Weight of the entropy bonus; below 0 a penalty. With `entropy_target`, the initial weight."""
     entropy_target: Positive | None = None
     """Adapt entropy_coef to hold this entropy, nats a token: it rises by entropy_delta after an update below
     the target, falls after others, and is not applied after one above the target (Skywork-OR1)."""
     entropy_delta: Positive = 0.005
     """Step of the adaptive coefficient (arXiv 2505.22312)."""
     old: Old = "auto"
-    """Old log-probs. "policy": the policy's before this step's updates, by a forward pass only if there are
-    several; "recompute": the same, always by a forward pass; "rollout": those that the rollout reported;
-    "auto": the rollout's where older weights may have generated tokens and no correction is on, else the
-    policy's. "policy" and "recompute" count stale tokens as on-policy unless a correction is on."""
+    """Old log-probs. "policy": log-probs before this step's updates, computed by a forward pass only if a
+    step has several updates; "recompute": the same, always by a forward pass; "rollout": the log-probs that
+    the rollout reported; "auto": "rollout" if older weights may have generated tokens and no correction is
+    on, else "policy". "policy" and "recompute" count stale tokens as on-policy unless a correction is on."""
     correction: Correction = field(default_factory=Correction)
     """Importance weights and rejection for tokens of another engine, or of older weights."""
 
@@ -197,7 +196,7 @@ class PolicyConfig(AlgoConfig):
         return None if self.entropy_target is None else (self.entropy_coef, 0.0)
 
     def present_kl_coef(self, x: Any) -> Any:
-        """Return kl_coef, or the KL controller's present coefficient: that of Rollouts or LossInputs x."""
+        """Return kl_coef, or the KL controller's present coefficient in x (Rollouts or LossInputs)."""
         return self.kl_coef if self.kl_target is None else x.kl_coef
 
 
@@ -210,7 +209,7 @@ class ClippedConfig(PolicyConfig):
     clip_high: Bound = 0.2
     """The ratio may rise to 1 + clip_high (DAPO: 0.28)."""
     dual_clip: Annotated[float, Range(1.0, math.inf, open_low=True, usual="3 is usual")] | None = None
-    """Bound on the ratio where the advantage is negative (3.0 is usual); None = none."""
+    """Bound on the ratio of tokens with a negative advantage (3.0 is usual); None = no bound."""
 
 
 @dataclass(frozen=True)

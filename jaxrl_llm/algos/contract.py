@@ -3,17 +3,17 @@
     input         "rollouts"   responses of the policy itself, with rewards
                   "tokens"     examples to imitate
                   "pairs"      a chosen and a rejected response to each prompt
-                  "labels"     single responses, each with a label
-    requires      config -> Requirements: the arrays and models that have to be computed
-    loss          (LossInputs, config) -> (Float[Array, ""], Metrics)
-    advantages    (Rollouts, config) -> Float[Array, "N R"], where input is "rollouts"
+                  "labels" single responses, each with a label requires config -> Requirements: the arrays and
+                  models to compute
+    loss (LossInputs, config) -> (Float[Array, ""], Metrics) advantages (Rollouts, config) -> Float[Array, "N
+    R"], if input is "rollouts"
     returns       (Rollouts, config) -> Float[Array, "N R"], the critic's targets
     select        (Rollouts in numpy, config, rng) -> int [M], the trajectories that are learned from
     baseline      (LossInputs, config) -> Float[Array, "*shape"], a micro-batch's part of one number of the
                   whole mini-batch, before its update
 
-Metrics are sums over the tokens at hand divided by the global denominators, so that micro-batches add up to
-the mean of the mini-batch; a key that ends in "/max" or "/max_abs" is combined by max.
+Metrics are sums over the micro-batch's tokens divided by the global denominators, so that micro-batches add
+up to the mean of the mini-batch; keys that end in "/max" or "/max_abs" are combined by max.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class Requirements:
     old_logprobs: bool = False
     """Old log-probs before the first update: `advantages` or `baseline` reads them."""
     old_logprobs_source: OldSource = "auto"
-    """Old log-probs are those of the policy before this step's updates, or those that the rollout reported.
-    auto: the rollout's where older weights may have generated tokens, unless `corrected`; or the policy's."""
+    """Old log-probs come from the policy before this step's updates, or from the rollout. auto: from the
+    rollout if older weights may have generated tokens, unless `corrected`; else the policy."""
     corrected: bool = False
-    """The loss weighs or rejects tokens by policy / rollout, so that old log-probs need not."""
+    """The loss itself weighs or rejects tokens by policy / rollout, so old log-probs need not come from
+    there."""
     ref_logprobs: bool = False
-    """Log-probs of the frozen reference model, or of the teachers in its place."""
+    """Log-probs of the frozen reference model, or of the teachers instead."""
     values: bool = False
     """A value head on the trained model."""
     critic: bool = False
@@ -79,11 +80,11 @@ class Requirements:
     old_entropy: bool = False
     """Entropy of the policy before the first update: `advantages` reads it."""
     rewards: bool = True
-    """Rewards of the responses, where it learns from responses."""
+    """Rewards of the responses; only for algorithms that learn from responses."""
     greedy: bool = False
     """A greedy response to every prompt, and its reward."""
     components: bool = False
-    """The rewards that are summed, each by itself: dynamic sampling compares these."""
+    """The separate rewards, not only their sum; dynamic sampling compares them."""
     draws: int = 1
     """Batches of prompts that may be rolled out for one step; with several, only groups whose rewards differ
     are kept, until the step is full (DAPO's dynamic sampling)."""
@@ -103,10 +104,10 @@ class Algorithm:
 
     name: str
     doc: str
-    """Name, paper and formula; lists show the first line."""
+    """Name, paper and formula; `--list` shows the first line."""
     input: Input
     config: AlgoConfig
-    """Its Config with its defaults."""
+    """The algorithm's Config with its defaults."""
     loss: Callable[[LossInputs, Any], tuple[Any, Metrics]]
     requires: Callable[[Any], Requirements] = _policy_alone
     advantages: Callable[[Rollouts, Any], Any] | None = None
@@ -114,7 +115,7 @@ class Algorithm:
     select: Callable[[Rollouts, Any, np.random.Generator], np.ndarray] | None = None
     baseline: Callable[[LossInputs, Any], Any] | None = None
     data: str = ""
-    """Rows that it reads of a dataset, where `input` is not enough: "steps", "teachers"; "" = `input`."""
+    """Kind of dataset rows, if `input` does not determine it: "steps", "teachers"; "" = `input`."""
     group_size: int = 1
     """Sequences that stay side by side in a packed row; 2: chosen, rejected, chosen, ..."""
 
@@ -132,7 +133,7 @@ class Algorithm:
             object.__setattr__(self, name, value)
 
     def Config(self, **settings: Any) -> Any:
-        """Return its defaults with these settings: `grpo.Config(kl_coef=0.0)`."""
+        """Return the algorithm's defaults with these settings: `grpo.Config(kl_coef=0.0)`."""
         return replace(self.config, **settings)
 
     @property
@@ -144,16 +145,17 @@ class Algorithm:
 def choose_old_logprobs(
     algorithm: Algorithm, requires: Requirements, updates: int, on_policy: bool = True
 ) -> Literal["policy", "recompute", "rollout"]:
-    """Return where the old log-probs of a step come from.
+    """Return the source of a step's old log-probs.
 
     Args:
-        updates: that this step makes; from the second on the policy is no longer the old one.
-        on_policy: the weights before the first of them generated every token. False for asynchronous and
-            partial rollouts: against the policy's own log-probs stale tokens would have ratio 1 and no clip.
+        updates: updates of this step; from the second on, the policy differs from the old policy.
+        on_policy: the weights before the first update generated every token. False for asynchronous and
+            partial rollouts: with the policy's log-probs as old ones, stale tokens would have ratio 1 and no
+            clip.
 
     Returns:
-        "policy": the policy's own in the update, the ratio is 1. "recompute": a forward pass before the
-        first update. "rollout": those that the rollout engine reported.
+        "policy": the policy's log-probs in the update, so the ratio is 1. "recompute": a forward pass before
+            the first update. "rollout": the log-probs that the rollout engine reported.
     """
     stale = algorithm.on_rollouts and not on_policy and not requires.corrected
     if requires.old_logprobs_source == "rollout" or (requires.old_logprobs_source == "auto" and stale):
@@ -169,5 +171,5 @@ def renamed(error: Exception) -> str:
 
 
 def ignores_staleness(algorithm: Algorithm, requires: Requirements) -> bool:
-    """Return True where tokens of older weights are taken for the policy's own, which is no default."""
+    """Return True if off-policy tokens are treated as on-policy (never the default)."""
     return algorithm.on_rollouts and requires.old_logprobs_source == "policy" and not requires.corrected

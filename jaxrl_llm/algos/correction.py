@@ -1,8 +1,8 @@
 """Rollout correction: importance weights, rejection and diagnostics of trainer against rollout log-probs.
 
-The ratio is exp(old_logprobs - rollout_logprobs): trainer over rollout, before this step's updates.
-Weights are per token or per sequence, so that micro-batches add up; the one number of a batch, its mean
-weight, is computed on [N, R] arrays (`mean_weight`).
+The ratio is exp(old_logprobs - rollout_logprobs): trainer over rollout, before this step's updates. Weights
+are per token or per sequence, so that micro-batches add up. The mean weight of a batch is computed on [N, R]
+arrays (`mean_weight`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def accepted(
     segments: Int[Array, "B T"],
     config: Correction,
 ) -> Bool[Array, "B T"]:
-    """Return True where a token, and its sequence, passes every rule in `config.reject`.
+    """Return True for each token that, with its sequence, passes every rule in `config.reject`.
 
     With d = old_logprobs - rollout_logprobs, k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d estimate
     KL(rollout || old); tv and binary_kl are of the distribution {this token, any other} (arXiv 2602.04879).
@@ -102,8 +102,8 @@ def _sequence_max(
 def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"], Metrics]:
     """Return (weight of each token's policy loss, metrics). No gradient flows through the weights.
 
-    A rejected token weighs 0 and the denominators stay (veRL shrinks them; OpenRLHF does not). The effective
-    sample size, as a fraction, is is/weight^2 / is/weight_square of the mini-batch.
+    A rejected token weighs 0 but stays in the denominators (veRL removes it; OpenRLHF does not). The
+    effective sample size, as a fraction, is is/weight^2 / is/weight_square of the mini-batch.
     """
     if inputs.rollout_logprobs is None:
         assert not config.active, "a correction needs the rollout's log-probs"
@@ -112,6 +112,7 @@ def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"]
     metrics = diagnostics(old_logprobs, inputs)
     if not config.active:
         return inputs.mask, metrics
+    # Importance weights, bounded as configured; the unbounded ratios are for metrics alone.
     ids = inputs.segments
     weights = importance_weights(old_logprobs - inputs.rollout_logprobs, inputs.mask, ids, config)
     if config.weight != "none":
@@ -123,6 +124,7 @@ def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"]
             "is/low_fraction": token_mean((ratio < config.floor).astype(ratio.dtype), inputs),
             "is/high_fraction": token_mean((ratio > config.cap).astype(ratio.dtype), inputs),
         }
+    # Rejection sets weights to 0 by token or by sequence.
     if config.reject:
         keep = accepted(old_logprobs, inputs.rollout_logprobs, inputs.mask, ids, config)
         if config.reject_only == "negative":
@@ -133,7 +135,7 @@ def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"]
 
 
 def diagnostics(old_logprobs: Float[Array, "B T"], inputs: LossInputs) -> Metrics:
-    """Return distances of the rollout's distribution from the trainer's; all add up over micro-batches.
+    """Return distances between the rollout's and the trainer's distribution; all add up over micro-batches.
 
     kl and k3_kl estimate KL(rollout || old), nats a token; ppl_ratio is the mean over sequences of the
     trainer's perplexity over the rollout's; chi2 is E[ratio^2] - 1 of tokens and of sequences.

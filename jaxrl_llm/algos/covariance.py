@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: tokens whose advantage and log-prob covary most cost most entropy."""
+"""Clip-Cov and KL-Cov: tokens whose advantage and log-prob covary most reduce entropy most."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClipCovConfig(ClippedConfig):
     """Options of Clip-Cov."""
 
     fraction: Fraction = 2e-4
-    """Tokens dropped, of all."""
+    """Fraction of tokens dropped."""
     covariance_low: Unbounded = 1.0
     """Only tokens of a larger covariance are dropped."""
     covariance_high: Unbounded = 5.0
@@ -40,7 +40,7 @@ class KLCovConfig(PolicyConfig):
     """Options of KL-Cov."""
 
     fraction: Fraction = 2e-4
-    """Tokens penalised, of all."""
+    """Fraction of tokens penalised."""
     penalty: Weight = 1.0
     """Weight of |logprobs - old_logprobs| there (veRL: 0.1)."""
 
@@ -57,7 +57,7 @@ def covariance(inputs: LossInputs) -> Float[Array, "B T"]:
 
 
 def hash_uniform(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return a number in [0, 1) for each x, pseudo-random and a function of x alone, not of its place."""
+    """Return a pseudo-random number in [0, 1) for each x, which depends on x but not on its index."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     for shift in (16, 15):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(0x45D9F3B)
@@ -102,9 +102,8 @@ def kl_cov_loss(inputs: LossInputs, config: KLCovConfig) -> tuple[Float[Array, "
 
 
 def largest(x: Float[Array, "B T"], mask: Float[Array, "B T"], fraction: float) -> Bool[Array, "B T"]:
-    """Return the `fraction` of masked places where x ranks highest, rounded down, at least one.
-
-    Of equal ones the first are taken: a bound on x would take all of them.
+    """Return the `fraction` of tokens in the mask with the largest x, rounded down, at least one. Of equal
+    values the first are taken: a threshold on x would take all of them.
     """
     order = jnp.argsort(jnp.where(mask > 0, x, -jnp.inf).ravel(), descending=True)
     rank = jnp.zeros(order.shape, jnp.int32).at[order].set(jnp.arange(len(order), dtype=jnp.int32))

@@ -24,10 +24,10 @@ class TeacherConfig(AlgoConfig):
     """Teachers of a distillation."""
 
     teachers: tuple[str, ...] = ()
-    """Folders of the teachers; a source of data names its own by place (--data.train.0.teacher 1)."""
+    """Folders of the teachers; a dataset selects its teacher by index (--data.train.0.teacher 1)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         if not self.teachers:
             yield "teachers", "is empty: set the Hugging Face folder or hub name of a teacher."
 

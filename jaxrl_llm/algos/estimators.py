@@ -33,7 +33,7 @@ def length_weighted(
 ) -> Float[Array, "N"]:
     """Return reward - sum(length reward) / sum(length) of its group, OPO (arXiv 2505.23585, eq. 7).
 
-    The baseline of least variance where the squared gradient of a response grows with its length.
+    The baseline of least variance if the squared gradient of a response grows with its length.
     """
     weight = group_sum(lengths, group, valid)
     baseline = group_sum(lengths * rewards, group, valid) / jnp.maximum(weight, 1.0)
@@ -66,7 +66,7 @@ def best_over_second(
 ) -> Float[Array, "N"]:
     """Return best - second best for the best of its group, 0 for others: pass@k (arXiv 2503.19595, eq. 9).
 
-    The best of n counts only by what it adds over the rest; a tie adds nothing, nor does a group of one.
+    The best response counts by its lead over the second; a tie or a group of one gets 0.
     """
     top = lambda x: jax.ops.segment_max(x, group, rewards.shape[0])[group]
     scored = jnp.where(valid > 0, rewards, -jnp.inf)
@@ -86,14 +86,14 @@ def decoupled(
 ) -> Float[Array, "N"]:
     """Return the weighted sum of each reward normalised in its group: GDPO (arXiv 2601.05242, eq. 4 and 5).
 
-    A reward that is NaN takes no part: the response counts by its others.
+    A reward that is NaN is left out: the response counts by its other rewards.
 
     Args:
         components: the separate rewards.
-        weights: one a reward; empty = all 1.
+        weights: one per reward; empty = all 1.
 
     Raises:
-        UserError: another number of weights than rewards.
+        UserError: the numbers of weights and rewards differ.
     """
     number = components.shape[1]
     if weights and len(weights) != number:
@@ -114,7 +114,8 @@ WHITENED = {"gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"}  # by their 
 
 
 def less_greedy(returns: Float[Array, "N R"], r: Rollouts) -> Float[Array, "N R"]:
-    """Return returns - reward of the greedy response (ReMax, arXiv 2310.10505); 0 where that failed."""
+    """Return returns - reward of the greedy response (ReMax, arXiv 2310.10505); 0 if the greedy reward
+    failed."""
     greedy = r.greedy if r.greedy_process is None else r.greedy + r.greedy_process
     return jnp.where(jnp.isfinite(greedy)[:, None], returns - greedy[:, None], 0.0)
 

@@ -41,12 +41,12 @@ class RAFTConfig(AlgoConfig):
 
 
 def nll_loss(inputs: LossInputs, config: SFTConfig | RAFTConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return -log p(token), averaged over the tokens whose mask is 1."""
+    """Return the mean of -log p(token) over tokens with mask 1."""
     return aggregate(-inputs.logprobs, inputs, config.aggregation), {}
 
 
 def sft_loss(inputs: LossInputs, config: SFTConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return the negative log-likelihood, of dft with each token weighed by its probability."""
+    """Return the negative log-likelihood; dft weighs each token by its probability."""
     if config.loss == "nll":
         return nll_loss(inputs, config)
     weight = jnp.exp(jax.lax.stop_gradient(inputs.logprobs))

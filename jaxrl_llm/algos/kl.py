@@ -13,7 +13,7 @@ MAX_LOG_RATIO = 20.0  # nats
 
 
 def clamp(x: Array, low: Array | float, high: Array | float) -> Array:
-    """Return x within [low, high]; its gradient at a bound is 1, as torch.clamp's, where jnp.clip has 1/2."""
+    """Clip x to [low, high]. The gradient at a bound is 1, as in torch.clamp; jnp.clip has 1/2."""
     return jnp.where((x >= low) & (x <= high), x, jnp.clip(x, low, high))
 
 
@@ -29,13 +29,12 @@ def kl(
 
     With d = logprobs - ref_logprobs:
 
-    k1   d              unbiased
-    k2   d^2 / 2        biased, but its gradient is that of the KL
-    k3   e^-d - 1 + d   unbiased, never negative; its gradient is that of the reverse KL
+    k1 d unbiased k2 d^2 / 2 biased, but with the gradient of the KL k3 e^-d - 1 + d unbiased, never negative;
+    with the gradient of the reverse KL
     abs  |d|
 
-    A name with + has the value without it and the gradient of k2 (arXiv 2512.21852). d is clipped to +-20 so
-    that k3 stays finite (veRL also clips k3 to +-10).
+    k1+ and k3+ have the value of k1 and k3, and the gradient of k2 (arXiv 2512.21852). d is clipped to +-20
+    so that k3 stays finite (veRL also clips k3 to +-10).
     """
     d = log_ratio(logprobs, ref_logprobs)
     if how.endswith("+"):
@@ -51,7 +50,7 @@ def _value(d: Float[Array, "*shape"], how: str) -> Float[Array, "*shape"]:
         return 0.5 * d * d
     if how == "k3":
         return jnp.expm1(-d) + d
-    return d * jnp.sign(d)  # the gradient of jnp.abs at 0 is 1, where policy and reference are equal
+    return d * jnp.sign(d)  # jnp.abs has gradient 1 at 0, if policy and reference are equal
 
 
 def next_kl_coef(
@@ -59,7 +58,7 @@ def next_kl_coef(
 ) -> Float[Array, ""]:
     """Return coef (1 + e n / kl_horizon), the adaptive controller of arXiv 1909.08593, section 2.2.
 
-    e is the proportional error KL / kl_target - 1, clipped to +-0.2; without a kl_target coef stays.
+    e is the proportional error KL / kl_target - 1, clipped to +-0.2; without kl_target, coef is returned.
 
     Args:
         metrics: of the update: "kl" is its mean over tokens, nats.

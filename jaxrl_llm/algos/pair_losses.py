@@ -31,7 +31,7 @@ class PairSettings(NamedTuple):
     """Numbers of the losses of a pair."""
 
     beta: float
-    smoothing: float  # share of pairs taken to be labelled the wrong way round
+    smoothing: float  # assumed share of pairs with swapped labels
     tau: float  # temperature of discopop's blend
 
 
@@ -60,8 +60,8 @@ def over_pairs(x: Float[Array, "B H"], inputs: LossInputs) -> Float[Array, ""]:
 
 
 def sigmoid_loss(logits: Float[Array, "B H"], label_smoothing: float = 0.0) -> Float[Array, "B H"]:
-    """Return -log sigmoid(logits), where a share `label_smoothing` of the pairs is taken to be labelled the
-    wrong way round (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
+    """Return -log sigmoid(logits), assuming that a share `label_smoothing` of the pairs has swapped labels
+    (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
     right, wrong = -jax.nn.log_sigmoid(logits), -jax.nn.log_sigmoid(-logits)
     return (1 - label_smoothing) * right + label_smoothing * wrong
 
@@ -106,7 +106,7 @@ PAIR_LOSSES: dict[str, Callable[[Array, Array, PairSettings], Array]] = {
 }
 """Loss -> function of (c, r, settings)."""
 OF_DIFFERENCE = ("sigmoid", "ipo", "hinge", "exo", "robust", "discopop")
-"""Losses of h alone: an f-divergence needs one, for only there its normaliser cancels."""
+"""Losses of h alone: an f-divergence needs such a loss, in which its normaliser cancels."""
 SMOOTHED = ("sigmoid", "exo", "robust")
 """Losses that read the share of wrong labels."""
 
@@ -129,7 +129,7 @@ def transform_ratio(
 
 
 def sequence_alignment(inputs: LossInputs) -> Float[Array, "B H"]:
-    """Return the weight of each pair, the smaller the further off policy (WPO, arXiv 2406.11827).
+    """Return the weight of each pair, smaller for pairs further off policy (WPO, arXiv 2406.11827).
 
     w(y) = exp(mean over the tokens of log p - log sum over the vocabulary of p^2); the weight is
     min(w(chosen) w(rejected), 1), without gradient.
@@ -142,12 +142,12 @@ def sequence_alignment(inputs: LossInputs) -> Float[Array, "B H"]:
 def tail_weights(inputs: LossInputs, coef: float) -> Float[Array, "B T"]:
     """Return 1 at the first n trained tokens of each response, `coef` after them (LD-DPO, arXiv 2409.06411).
 
-    n is the length of the shorter response of the pair, which segments 2 k + 1 and 2 k + 2 of a row are.
+    n is the length of the pair's shorter response; segments 2 k + 1 and 2 k + 2 of a row are a pair.
     """
     lengths = segment_sums(jnp.ones_like(inputs.mask), inputs.segments, inputs.mask)  # [B, T]
     here = jnp.maximum(inputs.segments - 1, 0)
     before = jnp.take_along_axis(jnp.cumsum(lengths, axis=1) - lengths, here, axis=1)
-    place = jnp.cumsum(inputs.mask, axis=1) - before  # 1, 2, ... over the trained tokens of a response
+    place = jnp.cumsum(inputs.mask, axis=1) - before  # 1, 2, ... over the response's trained tokens
     partner = jnp.minimum(jnp.bitwise_xor(here, 1), lengths.shape[1] - 1)
     own, other = (jnp.take_along_axis(lengths, i, axis=1) for i in (here, partner))
     return jnp.where(place <= jnp.minimum(own, other), 1.0, coef)

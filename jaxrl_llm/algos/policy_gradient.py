@@ -19,7 +19,7 @@ from jaxrl_llm.structs import Rollouts
 
 
 def policy_algorithm(name: str, doc: str, config: PolicyConfig, loss: Callable, **others: Any) -> Algorithm:
-    """Return the algorithm that has this loss and its defaults, and all else in common with its siblings."""
+    """Return the policy-gradient algorithm with this loss and these defaults."""
     common = dict(requires=requires, advantages=advantages, returns=returns, select=select)
     return Algorithm(name, doc, "rollouts", config, loss, **common | others)
 
@@ -77,7 +77,7 @@ def returns(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
 
 
 def select(rollouts: Rollouts, config: PolicyConfig, rng: np.random.Generator) -> np.ndarray:
-    """Return the trajectories with a reward, without the truncated ones where they are dropped."""
+    """Return the trajectories with a reward, without truncated ones if `drop_truncated`."""
     kept = np.asarray(rollouts.valid) > 0
     if config.drop_truncated:
         kept &= np.asarray(rollouts.truncated) == 0

@@ -1,7 +1,7 @@
 """Preference losses: DPO, SimPO, CPO and ORPO on pairs, online DPO on the policy's own, KTO on single labels.
 
-Segments 1, 2 | 3, 4 | ... of a row are chosen and rejected of one prompt; of KTO the responses and their
-mismatched counterparts.
+Segments 1, 2 | 3, 4 | ... of a row are the chosen and the rejected response to a prompt; for KTO, a response
+and its mismatched counterpart.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ def chosen_nll(inputs: LossInputs) -> Float[Array, ""]:
 
 
 def share_above_zero(margin: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return 1 where a margin is positive, 0 where it is negative, 1/2 at 0: neither side is preferred."""
+    """Return 1 for a positive margin, 0 for a negative one, 1/2 for 0: neither side is preferred."""
     return (jnp.sign(margin) + 1) / 2
 
 
 def pair_metrics(chosen: Float[Array, "B H"], rejected: Float[Array, "B H"], inputs: LossInputs) -> Metrics:
-    """Return the rewards of both sides, their margin, how often the chosen one has more; a tie is half."""
+    """Return the mean rewards of both sides, their margin, and how often the chosen reward is larger (ties:
+    1/2)."""
     return {
         "chosen_reward": over_pairs(chosen, inputs),
         "rejected_reward": over_pairs(rejected, inputs),
@@ -74,7 +75,7 @@ class DPOConfig(AlgoConfig):
     """Loss of a pair: sigmoid (DPO), ipo, hinge (SLiC), exo, nca, robust, bco, sppo, apo_zero, apo_down or
     discopop."""
     label_smoothing: Smoothing = 0.0
-    """Share of pairs taken to be labelled the wrong way round, below 0.5 (sigmoid: cDPO; robust; exo)."""
+    """Assumed share of pairs with swapped labels, below 0.5 (sigmoid: cDPO; robust; exo)."""
     divergence: FDivergence = "reverse_kl"
     """f-divergence to the reference (f-DPO), of the losses of the difference alone."""
     alpha: Annotated[float, Range(0.0, 10.0, usual="0.5 is usual")] = 0.5
@@ -86,9 +87,9 @@ class DPOConfig(AlgoConfig):
     weighted: bool = False
     """Weigh each pair by the probability of its responses under the policy (WPO)."""
     length_normalized: bool = False
-    """Means over the tokens of a response instead of sums."""
+    """Average over the tokens of a response instead of summing."""
     reference_free: bool = False
-    """Leave the reference out: no reference model at all."""
+    """Use no reference model."""
     nll_coef: Weight = 0.0
     """Weight of the chosen response's mean -log p(token)."""
 
@@ -249,7 +250,7 @@ class CPOConfig(AlgoConfig):
     beta: Positive = 0.1
     """Reward of one nat of the summed log-prob."""
     label_smoothing: Smoothing = 0.0
-    """Share of pairs taken to be labelled the wrong way round, below 0.5 (sigmoid only)."""
+    """Assumed share of pairs with swapped labels, below 0.5 (sigmoid only)."""
     loss: Literal["sigmoid", "hinge"] = "sigmoid"
     """Preference term: -log sigmoid(h), or max(0, 1 - h) (SLiC)."""
     nll_coef: Weight = 1.0
@@ -294,7 +295,7 @@ class ORPOConfig(AlgoConfig):
 
 
 def log_odds(logprob: Float[Array, "B H"]) -> Float[Array, "B H"]:
-    """Return log(p / (1 - p)) from log p, without cancellation where p is near 1."""
+    """Return log(p / (1 - p)) from log p, without cancellation for p near 1."""
     logprob = jnp.minimum(logprob, MAX_LOGPROB)
     return logprob - jnp.log(-jnp.expm1(logprob))
 
@@ -340,7 +341,7 @@ class KTOConfig(AlgoConfig):
     undesirable_weight: Weight = 1.0
     """Weight of undesirable responses."""
     baseline: Literal["mismatched", "other_label"] = "mismatched"
-    """Mean log-ratio that z is: of mismatched sequences, or of the responses of the other label."""
+    """Baseline z: the mean log-ratio of mismatched sequences, or of the responses of the other label."""
 
 
 def kto_baseline(inputs: LossInputs, config: KTOConfig) -> Float[Array, "*shape"]:
@@ -368,7 +369,7 @@ def kto_loss(inputs: LossInputs, config: KTOConfig) -> tuple[Float[Array, ""], M
     signed = jnp.where(desirable, 2.0, -2.0) * config.beta * ratio
     metrics = {
         "reward_mean": over_pairs(config.beta * ratio, inputs),
-        "margin": over_pairs(signed, inputs),  # of desirable over undesirable, as much of each
+        "margin": over_pairs(signed, inputs),  # desirable minus undesirable, equally weighted
         "accuracy": over_pairs(share_above_zero(gain), inputs),
         "desirable_fraction": over_pairs(desirable.astype(gain.dtype), inputs),
         "mismatched_kl": over_pairs(pair_sums(inputs.old_logprobs - inputs.ref_logprobs, inputs)[1], inputs),

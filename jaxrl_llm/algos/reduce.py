@@ -11,7 +11,7 @@ from jaxrl_llm.structs import LossInputs
 
 
 def masked_sum(x: Float[Array, "..."], mask: Float[Array, "..."]) -> Float[Array, ""]:
-    """Return the sum of x where mask is not 0. Masked places may be NaN or Inf: they are selected away."""
+    """Return the sum of x over the mask. Values outside the mask may be NaN or Inf: they are not read."""
     return jnp.sum(jnp.where(mask > 0, x * mask, 0.0))
 
 

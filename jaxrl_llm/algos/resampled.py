@@ -1,4 +1,4 @@
-"""PF-PPO: responses drawn again by their reward before they are learned from."""
+"""PF-PPO: responses are resampled by their reward before the update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FilteredConfig(ClippedConfig):
 
 
 def resample(rollouts: Rollouts, config: FilteredConfig, rng: np.random.Generator) -> np.ndarray:
-    """Return as many trajectories as there are, drawn with replacement by their reward."""
+    """Draw as many trajectories as were given, with replacement, by their reward."""
     kept = select(rollouts, config, rng)
     if not len(kept):
         return kept

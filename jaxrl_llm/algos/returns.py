@@ -1,7 +1,7 @@
-"""Advantages and returns of tokens, [N, R]: one trajectory a row, padded and with gaps.
+"""Advantages and returns of tokens, [N, R]: one trajectory per row, padded and with gaps.
 
-Tokens with mask 0 (padding, a tool's output) are skipped as if they were absent, so that a reward reaches
-the tokens before a tool call undiminished. Arrays there may hold anything finite.
+Tokens with mask 0 (padding, a tool's output) are skipped as if they were absent, so that a reward reaches the
+tokens before a tool call undiminished. Values outside the mask may be any finite number.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def whiten(
     count = mask.sum()
     kept = jnp.where(mask > 0, x, 0.0)
     largest = jnp.max(x, where=mask > 0, initial=-jnp.inf)
-    differs = largest > jnp.min(x, where=mask > 0, initial=jnp.inf)  # else std is the mean's rounding error
+    differs = largest > jnp.min(x, where=mask > 0, initial=jnp.inf)  # if not, std is a rounding error of the mean
     deviation = jnp.where((mask > 0) & differs, x - kept.sum() / jnp.maximum(count, 1.0), 0.0)
     square = jnp.sum(deviation**2)
     if how == "unbiased":
@@ -92,33 +92,37 @@ def optimal_token_baseline(
     ratio: Float[Array, "N R"] | None = None,
     zero_tail: bool = False,
 ) -> Float[Array, "N R"]:
-    """Return G_t - B_t, B_t = sum(G_t W_t) / sum(W_t) over the group's responses at their t-th own token.
+    """Return G_t - B_t, B_t = sum(G_t W_t) / sum(W_t) over the group's responses at their t-th masked-in
+    token.
 
     W_t is the running sum of 1 - 2 p + sum(p^2), the squared gradient of the logits: a baseline of least
-    variance for each token (veRL's optimal_token_baseline). A group of one has no baseline; the last
-    response that failed rewards have left of a group gets 0.
+    variance for each token (veRL's optimal_token_baseline). A group of one has no baseline. If all other
+    rewards of a group failed, the remaining response gets 0.
 
     Args:
         returns: reward-to-go G.
         logprobs: of the chosen tokens, nats.
         sum_pi_squared: sum over the vocabulary of p^2.
         ratio: importance weights rho of the tokens; W then sums rho^2 times the above.
-        zero_tail: no baseline where the longest response of a group is the only one left (else its advantage
+        zero_tail: no baseline at tokens that only the longest response of a group reaches (else the advantage
             is 0 there).
     """
+    # The weight of each token: the squared gradient of the logits, summed up to it.
     own = mask > 0
     p = jnp.exp(logprobs)
-    energy = (1.0 - p) ** 2 + jnp.maximum(sum_pi_squared - p**2, 0.0)  # also where p is of older weights
+    energy = (1.0 - p) ** 2 + jnp.maximum(sum_pi_squared - p**2, 0.0)  # max: p may be of older weights
     if ratio is not None:
         energy = energy * ratio**2
     weight = jnp.where(own, jnp.cumsum(jnp.where(own, energy, 0.0), axis=1), 0.0)
+    # Sums over the group by rank: the t-th tokens of its responses are compared, wherever gaps are.
     rank = jnp.maximum(jnp.cumsum(own, axis=1) - 1, 0)
     table = group[:, None], rank
     by_rank = lambda x: jnp.zeros_like(weight).at[table].add(jnp.where(own, x, 0.0))[table]
     largest = jnp.full_like(weight, -jnp.inf).at[table].max(jnp.where(own, returns, -jnp.inf))[table]
     smallest = jnp.full_like(weight, jnp.inf).at[table].min(jnp.where(own, returns, jnp.inf))[table]
     baseline = by_rank(returns * weight) / (by_rank(weight) + 1e-8)
-    baseline = jnp.where(largest == smallest, returns, baseline)  # exactly 0 is left of equal returns
+    baseline = jnp.where(largest == smallest, returns, baseline)  # equal returns: exactly 0
+    # Single responses and, with `zero_tail`, tokens past all other responses have no baseline.
     count = lambda rows: jax.ops.segment_sum(rows.astype(weight.dtype), group, mask.shape[0])[group][:, None]
     size, members = count(jnp.ones(len(mask))), count(own.any(axis=1))
     tail = (by_rank(jnp.ones_like(weight)) == 1) & (members > 1)

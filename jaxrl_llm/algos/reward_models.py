@@ -24,20 +24,20 @@ class RewardModelLossConfig(AlgoConfig):
     margin: bool = True
     """Use the margins of the data; pairs without one have 0."""
     label_smoothing: Smoothing = 0.0
-    """Share of pairs taken to be labelled the wrong way round, below 0.5."""
+    """Assumed share of pairs with swapped labels, below 0.5."""
     center_coef: Weight = 0.0
     """Weight of (v(chosen) + v(rejected))^2: rewards stay around 0 (arXiv 2312.09244; 0.01 is usual)."""
 
 
 def last_values(inputs: LossInputs) -> Pair:
-    """Return the value at the last position, which has read all tokens, of chosen and rejected sequences."""
+    """Return the value at the last position (which has seen all tokens) of chosen and rejected sequences."""
     following = jnp.pad(inputs.segments[:, 1:], ((0, 0), (0, 1)))
     is_last = (inputs.segments != following).astype(inputs.mask.dtype)  # padding, segment 0, has no sum
     return pair_sums(inputs.values, replace(inputs, mask=is_last))
 
 
 def reward_model_loss(inputs: LossInputs, config: RewardModelLossConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return the mean over pairs."""
+    """Return the Bradley-Terry loss, averaged over pairs."""
     chosen, rejected = last_values(inputs)
     logits = chosen - rejected
     if config.margin and inputs.labels is not None:

@@ -1,4 +1,4 @@
-"""Policy losses with other surrogates than PPO's clip: of each a Config, a token's loss and the algorithm."""
+"""Policy losses with surrogates other than PPO's clip: a Config, a loss and an Algorithm each."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Exponent = Annotated[float, Range(0.0, 1000.0)]
 def reinforce_loss(inputs: LossInputs, config: PolicyConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return -w A log pi with w = sg[min(exp(logprobs - old_logprobs), max(correction.cap, 1))].
 
-    w is 1 where the policy is the old one, whatever the cap. With a correction whose numerator is the policy
-    (`correction.of`) it is 1 everywhere, since `correct` applies that weight.
+    w is 1 if the policy equals the old policy, whatever the cap. With a correction whose numerator is the
+    policy (`correction.of`), w is 1 everywhere, since `correct` applies the weight.
     """
     weight = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.logprobs, inputs.old_logprobs)))
     weight = jnp.minimum(weight, max(config.correction.cap, 1.0))
@@ -131,9 +131,9 @@ class SAPOConfig(PolicyConfig):
     """Options of SAPO."""
 
     tau_positive: Positive = 1.0
-    """Steepness of the gate where the advantage is positive."""
+    """Steepness of the gate for positive advantages."""
     tau_negative: Positive = 1.05
-    """Steepness of the gate elsewhere."""
+    """Steepness of the gate for other advantages."""
     aggregation: PolicyAggregation = "sequence"
 
 
@@ -199,13 +199,13 @@ class VESPOConfig(PolicyConfig):
     """Options of VESPO."""
 
     k_positive: Exponent = 2.0
-    """Power of W where the advantage is not negative."""
+    """Power of W for nonnegative advantages."""
     lambda_positive: Exponent = 3.0
-    """Decay in W where the advantage is not negative."""
+    """Decay in W for nonnegative advantages."""
     k_negative: Exponent = 3.0
-    """Power of W where the advantage is negative."""
+    """Power of W for negative advantages."""
     lambda_negative: Exponent = 2.0
-    """Decay in W where the advantage is negative."""
+    """Decay in W for negative advantages."""
 
 
 def vespo_loss(inputs: LossInputs, config: VESPOConfig) -> tuple[Float[Array, ""], Metrics]:
@@ -264,7 +264,7 @@ def dppo_loss(inputs: LossInputs, config: DPPOConfig) -> tuple[Float[Array, ""],
 
 
 def trusted(logprobs: Float[Array, "B T"], inputs: LossInputs, config: DPPOConfig) -> Bool[Array, "B T"]:
-    """Return True where the divergence is small enough, or the advantage reduces it."""
+    """Return True for tokens whose divergence is small enough, or whose advantage reduces it."""
     now, before = jnp.exp(logprobs), jnp.exp(inputs.old_logprobs)
     if config.divergence_of == "tv":
         far = jnp.abs(now - before)

@@ -75,7 +75,7 @@ class SourceConfig:
         return self.path.startswith(GENERATED)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it) for rules across fields."""
+        """Yield (field, problem) for rules across fields."""
         if self.options:
             if not self.is_generated:
                 yield "options", f"is {self.options!r}: only task: and gym: sources have options."
@@ -117,7 +117,7 @@ class ChatConfig:
     """True: plain-text prompts are rendered already, so '<|im_start|>' in them is the control token."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it) for rules across fields."""
+        """Yield (field, problem) for rules across fields."""
         if problem := template_options_problem(self.template_options):
             yield "template_options", problem
         if self.date and not is_date(self.date):
@@ -159,7 +159,7 @@ class DataConfig:
     """Rows that cannot be read, rendered or tokenized: skip and count, or stop with an error."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it) for rules across fields."""
+        """Yield (field, problem) for rules across fields."""
         if not self.path and not (self.train and all(source.path for source in self.train)):
             yield (
                 "path",

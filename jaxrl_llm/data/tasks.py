@@ -53,7 +53,7 @@ class ArithmeticOptions:
     size: Count = 1_000_000  # problems of an epoch
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         yield from _operator_problems(self.operators, at_least=1)
 
 
@@ -68,7 +68,7 @@ class CountdownOptions:
     size: Count = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         yield from _operator_problems(self.operators, at_least=2)
 
 
@@ -82,7 +82,7 @@ class MaximumOptions:
     size: Count = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         if self.count > 10**self.digits:
             yield "count", f"is {self.count}: it must be at most 10 ** digits, as there are no more numbers."
 
@@ -97,7 +97,7 @@ class ReverseOptions:
     size: Count = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         if len(set(self.letters)) < 2 or not self.letters.isprintable():
             yield "letters", f"is {self.letters!r}: it must be two or more different letters."
 
@@ -122,7 +122,7 @@ class CalculateOptions:
     size: Count = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         yield from _operator_problems(self.operators, at_least=1)
 
 

@@ -85,7 +85,7 @@ class EnvConfig:
     """Settings of the built-in tools."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         if self.name and self.tools:
             yield (
                 "name",

@@ -3,7 +3,7 @@
 params = init(config, key)
 hidden = params(tokens, positions, segments)  # logits = hidden @ params.head.T
 
-The configs are data; the functions are imported at their first use, with jax and Flax.
+Configs are data; the functions are imported on first use, and with them jax and Flax.
 """
 
 import importlib

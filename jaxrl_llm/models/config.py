@@ -42,18 +42,18 @@ class RopeConfig:
     mscale: Annotated[float, Range(0.0, 1e6)] | None = None
     """Weight of log(factor) in the numerator of the attention factor (yarn; DeepSeek checkpoints)."""
     mscale_all_dim: Annotated[float, Range(0.0, 1e6)] | None = None
-    """The same in the denominator; both must be set to count."""
+    """Weight of log(factor) in the denominator; used only if `mscale` is set too."""
     truncate: bool = True
     """Round the bounds between kept and interpolated pairs outwards to integers (yarn)."""
     low_freq_factor: Factor = 1.0
     """Frequencies of wavelengths above original length / this are divided by `factor` (llama3)."""
     high_freq_factor: Factor = 4.0
-    """Wavelengths below original length / this stay as they are (llama3)."""
+    """Wavelengths below original length / this are unchanged (llama3)."""
     partial_rotary: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
-    """Fraction of the dims of a head that is rotated, the first ones (HF `partial_rotary_factor`)."""
+    """Fraction of a head's dims that RoPE rotates, from the first on (HF `partial_rotary_factor`)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong) for borders in the wrong order."""
+        """Yield (field, problem) for frequency bounds in the wrong order."""
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             yield (
                 "high_freq_factor",
@@ -68,11 +68,11 @@ class MoEConfig:
     num_experts: Annotated[int, Range(2, 2**16)] = 8
     """Experts of a layer."""
     experts_per_token: Annotated[int, Range(1, 2**8)] = 2
-    """Experts that a token passes."""
+    """Experts per token."""
     expert_size: Size = 768
     """Width inside each expert."""
     shared_size: Annotated[int, Range(0, 2**24)] = 0
-    """Width of the shared expert, which every token passes; 0 = none."""
+    """Width of the shared expert, which computes every token; 0 = none."""
     normalize: bool = True
     """Divide the router's scores of the chosen experts by their sum."""
     shared_gate: bool = True
@@ -83,9 +83,9 @@ class MoEConfig:
     scale: Annotated[float, Range(0, 1e6, open_low=True, usual="1 to 2.5 is usual")] = 1.0
     """Multiplies the weights of the chosen experts (HF `routed_scaling_factor`)."""
     groups: Annotated[int, Range(1, 2**16)] = 1
-    """Groups of consecutive experts; a token chooses among those of groups_kept (arXiv 2412.19437)."""
+    """Groups of consecutive experts; a token chooses experts in `groups_kept` groups (arXiv 2412.19437)."""
     groups_kept: Annotated[int, Range(1, 2**16)] = 1
-    """Groups whose two best experts have the largest sum; not used with one group."""
+    """Groups kept: the groups whose two best experts have the largest sum; not used with one group."""
     selection_bias: bool = False
     """Add a bias to the scores by which experts are chosen, not to their weights (arXiv 2408.15664)."""
     bias: bool = False
@@ -94,12 +94,12 @@ class MoEConfig:
     """c: an expert computes g sigmoid(swiglu_alpha g) (u + 1) with its gate g up to c and its up projection u
     within -c and c (gpt-oss); None = activation(g) u."""
     swiglu_alpha: Factor = 1.702
-    """Factor inside the sigmoid, where swiglu_limit is set."""
+    """Factor inside the sigmoid, if swiglu_limit is set."""
     dense_layers: Annotated[int, Range(0, 10_000)] = 0
-    """Leading layers that have the feed-forward of a dense model, of width mlp_size, and no experts."""
+    """Leading layers with a dense feed-forward of width mlp_size instead of experts."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong) for more experts of a token than there are, and for uneven groups."""
+        """Yield (field, problem) for too many experts per token, and for uneven groups."""
         if self.experts_per_token > self.num_experts:
             yield (
                 "experts_per_token",
@@ -132,11 +132,11 @@ class MLAConfig:
     kv_rank: Size = 512
     """Size of the latent of a token's keys and values (HF `kv_lora_rank`)."""
     q_rank: Annotated[int, Range(0, 2**24)] = 1536
-    """Size of the latent of its queries (HF `q_lora_rank`); 0 = none."""
+    """Size of the latent of a token's queries (HF `q_lora_rank`); 0 = none."""
     nope_dim: Size = 128
-    """Dims of a head of queries and keys that RoPE leaves as they are, the first ones."""
+    """Leading dims of a head of queries and keys, which RoPE does not rotate."""
     rope_dim: Size = 64
-    """Dims that RoPE rotates, the last ones; all heads of keys share them."""
+    """Last dims of a head, which RoPE rotates; all heads share these dims of the key."""
     value_dim: Size = 128
     """Dims of a head of values."""
     interleaved: bool = True
@@ -158,7 +158,7 @@ class TransformerConfig:
     mlp_size: Size = 3072
     """Width inside the gated feed-forward of layers without experts."""
     moe: MoEConfig | None = None
-    """Experts in place of the feed-forward, but in leading dense layers; None = a dense model."""
+    """Experts instead of the feed-forward, except in leading dense layers; None = a dense model."""
     num_layers: Annotated[int, Range(1, 10_000)] = 28
     """Decoder layers."""
     num_heads: Annotated[int, Range(1, 2**16)] = 16
@@ -178,7 +178,7 @@ class TransformerConfig:
     qk_norm: bool = True
     """RMSNorm over head_dim of queries and keys before RoPE (Qwen3)."""
     qk_norm_over_heads: bool = False
-    """`qk_norm` is over all heads together, before they are split, not over each (OLMoE)."""
+    """`qk_norm` normalises all heads together, before the split, instead of each head (OLMoE)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     """Activation of the feed-forward gate."""
     norm_eps: Annotated[float, Range(0.0, 1.0, usual="1e-6 is usual")] = 1e-6
@@ -190,17 +190,17 @@ class TransformerConfig:
     max_position: Count = 40_960
     """Maximum sequence length (HF `max_position_embeddings`)."""
     sliding_window: Count | None = None
-    """Tokens that a token attends to, itself included; None = all before it."""
+    """Tokens that a token attends to, including itself; None = all earlier tokens."""
     window_layers: tuple[bool, ...] | None = None
     """True for each layer that uses the sliding window; None = all layers."""
     attention_sinks: bool = False
-    """A learnt score a head in the denominator of attention's softmax (gpt-oss)."""
+    """A learnt score per head in the denominator of attention's softmax (gpt-oss)."""
     attention_softcap: Factor | None = None
     """c: attention scores become c tanh(score / c) (Gemma 2)."""
     logit_softcap: Factor | None = None
     """c: logits become c tanh(logit / c). Applied where log-probs are computed, not in the decoder."""
     value_head: bool = False
-    """A scalar per token: critics, reward models, a policy with a shared critic."""
+    """Add a head with one scalar per token: for critics, reward models, a policy with a shared critic."""
     initializer_range: Annotated[float, Range(0.0, 10.0, usual="0.02 is usual")] = 0.02
     """Standard deviation of random weights."""
 
@@ -212,14 +212,16 @@ class TransformerConfig:
         return int(self.head_dim * self.rope.partial_rotary)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong) for sizes that do not go together."""
+        """Yield (field, problem) for sizes that do not match."""
         if self.mla:
             yield from self._latent_problems(self.mla)
+        # Attention heads.
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
         if self.qk_norm_over_heads and not self.qk_norm:
             yield "qk_norm_over_heads", "is True: it says which norm qk_norm is, so that must be True, too."
-        in_range = 0 < self.rope.partial_rotary <= 1  # or its own range is reported
+        # Rotary dims and windows.
+        in_range = 0 < self.rope.partial_rotary <= 1  # else its range is reported
         rotary = self.rotary_dim if in_range else 4
         if rotary % 2 or not rotary:
             part = f", of which partial_rotary {self.rope.partial_rotary} is {rotary}"
@@ -232,6 +234,7 @@ class TransformerConfig:
             )
         if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
+        # Experts.
         if self.moe and self.mlp_bias:
             yield "mlp_bias", "is true: with moe it must be false; the biases of experts are moe.bias."
         if self.moe and self.moe.dense_layers >= self.num_layers:
@@ -259,7 +262,7 @@ DENSE = "dense_layers"
 
 
 def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
-    """Return name -> architecture of each stack of equal layers, in order; those of a stack are one scan."""
+    """Return name -> architecture of each stack of equal layers, in order; each stack is one scan."""
     count = c.moe.dense_layers if c.moe else 0
     if not count:
         return {"layers": c}
@@ -275,13 +278,13 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
 TARGETS = {f"{ours}_proj": ours for ours in ("q", "k", "v", "o", "gate", "up", "down")}
 """Hugging Face's names of the linear layers -> ours."""
 LATENT_TARGETS = {"q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b"}
-"""Those of latent attention, in place of k_proj and v_proj, and with `q_rank` of q_proj."""
+"""Linear layers of latent attention, instead of k_proj and v_proj, and with `q_rank` also of q_proj."""
 MLP = ("gate", "up", "down")
-"""Those of the feed-forward: of the shared expert and of each expert where there are experts."""
+"""Linear layers of the feed-forward, or of the shared expert and of each expert."""
 
 
 def linear_layers(c: TransformerConfig) -> dict[str, str]:
-    """Return Hugging Face's names of an architecture's linear layers -> ours; experts have those of MLP."""
+    """Return Hugging Face's names of linear layers -> ours; each expert has the names of MLP."""
     if not c.mla:
         return TARGETS
     absent = ("k_proj", "v_proj", *(("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")))
@@ -290,7 +293,7 @@ def linear_layers(c: TransformerConfig) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters that are trained in place of the weights, which stay as they are."""
+    """Adapters, which are trained instead of the frozen weights."""
 
     rank: Annotated[int, Range(0, 2**14, usual="8 to 64 are usual")] = 0
     """Inner size R of each adapter; 0 = no adapters, all weights are trained."""
@@ -302,9 +305,9 @@ class LoraConfig:
     """Linear layers that get adapters: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, of latent
     attention also q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj, or all."""
     quantize: Quantize = "none"
-    """Keep all linear layers' frozen weights in 8 bits (int8) or 4 (nf4, QLoRA, arXiv 2305.14314)."""
+    """Store frozen weights of linear layers in 8 bits (int8) or 4 bits (nf4, QLoRA, arXiv 2305.14314)."""
     expert_rank: Annotated[int, Range(1, 2**14)] | None = None
-    """R of the adapters of experts; None = rank / experts of a token, at least 1 (LoRA Without Regret)."""
+    """R of the experts' adapters; None = rank / experts per token, at least 1 (LoRA Without Regret)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for layers that no model has, and for quantized weights without adapters."""
@@ -332,7 +335,7 @@ class LoraConfig:
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """Our names of the adapted layers, of those that a model has."""
+        """Our names of the layers to adapt; a model may lack some."""
         known = TARGETS | LATENT_TARGETS
         return tuple(ours for name, ours in known.items() if {"all", name} & {*self.targets})
 
@@ -346,7 +349,7 @@ class QuantizedConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class AdaptedConfig(TransformerConfig):
-    """A decoder whose linear layers have adapters, which are trained in place of its weights."""
+    """A decoder whose linear layers have adapters, which are trained instead of its weights."""
 
     lora: LoraConfig = LoraConfig(rank=8)
 
@@ -370,10 +373,10 @@ class AdaptedConfig(TransformerConfig):
 
 
 def check_lora_config(lora: LoraConfig, where: str) -> None:
-    """Refuse adapters that no model can have, for a LoraConfig that does not come from a recipe.
+    """Refuse an invalid LoraConfig that does not come from a recipe.
 
     Args:
-        where: file that it was read from, for the message.
+        where: file of the config, for the message.
 
     Raises:
         UserError: one line that names every bad field.
@@ -383,10 +386,10 @@ def check_lora_config(lora: LoraConfig, where: str) -> None:
 
 
 def check_model_config(config: TransformerConfig, where: str) -> None:
-    """Refuse a TransformerConfig that no model can have, for configs that do not come from a recipe.
+    """Refuse an invalid TransformerConfig that does not come from a recipe.
 
     Args:
-        where: file or argument that it was read from, for the message.
+        where: file or argument of the config, for the message.
 
     Raises:
         UserError: one line that names every bad field.

@@ -1,9 +1,8 @@
 """Incremental decoding: the rollout's weights, the ring KV cache, prefill and decode.
 
-The layers are the `block` that training runs. Models of up to MAX_UNROLLED_LAYERS are unrolled, with
-separate arrays for each layer: on a CPU a scan copies every weight and every cache out of its stack for every
-token, which takes a third more time. Deeper models are scanned, as in training: compile time does not grow
-with depth.
+The layers are the `block` of training. Models of up to MAX_UNROLLED_LAYERS are unrolled, with separate arrays
+for each layer: on a CPU, a scan copies every weight and cache out of its stack for every token, which takes a
+third longer. Deeper models are scanned, as in training, so that compile time does not grow with depth.
 """
 
 from __future__ import annotations
@@ -79,9 +78,9 @@ def is_unrolled(c: TransformerConfig) -> bool:
 def decode_weights(
     params: Transformer, dtype: DTypeLike, out_shardings: DecodeWeights | None = None
 ) -> DecodeWeights:
-    """Copy the weights for decoding in the types in which the forward pass reads them (`cast_weights`).
+    """Copy the weights for decoding, in the types that the forward pass reads (`cast_weights`).
 
-    Always a copy, so that the trainer may donate its own.
+    Always copies, so that the trainer may donate its arrays.
 
     Args:
         out_shardings: `decode_shardings` of the copy. Stacked layers are then resharded one at a time:
@@ -155,7 +154,7 @@ def prefill(
     """Compute keys and values of left-padded prompts.
 
     Args:
-        tokens: row b holds its prompt in the last lengths[b] places.
+        tokens: row b has its prompt in the last lengths[b] columns.
 
     Returns: ((k, v), arrays of the layout of `RingCache`, routes of the tokens); padding holds arbitrary
         numbers. Routes (`moe.route_spec`) are None without experts.
@@ -211,10 +210,10 @@ def decode_ring(
 def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):
     """Apply `layer(config, carry, weights, window, array, index) -> (carry, out, routing)` to all layers.
 
-    The cache of a layer is `arrays[array][index]`: array = 0, 1, ... and index () where the layers are
-    unrolled; array 0 and index (i,) where they are scanned. The config is that of the layer's stack.
+    The cache of a layer is `arrays[array][index]`: array = 0, 1, ... and index () for unrolled layers; array
+    0 and index (i,) for scanned layers. `config` is the config of the layer's stack.
 
-    Returns: (carry, outs, routes): a list with an out per layer, or with one stack of all.
+    Returns: (carry, outs, routes): a list with one out per layer, or with one stack of all outs.
     """
     outs, start = [], 0
     stacks = layer_stacks(c).values()
@@ -234,7 +233,7 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
 
         indices = start + jnp.arange(config.num_layers)
         inputs = weights, jnp.asarray(window_sizes(config)), indices
-        carry, (out, chosen) = jax.lax.scan(one, carry, inputs)  # experts are in the last stack
+        carry, (out, chosen) = jax.lax.scan(one, carry, inputs)  # only the last stack has experts
         outs.append(out)
         start += config.num_layers
     outs = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)] if len(outs) > 1 else outs

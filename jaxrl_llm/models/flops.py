@@ -16,7 +16,7 @@ Number = int | float
 
 
 def layer_weights(c: TransformerConfig) -> int:
-    """Return the number of weights in the matrix products of all layers that a token passes."""
+    """Return the number of weights that a token is multiplied with in all layers."""
     return sum(stack.num_layers * _one_layer(stack) for stack in layer_stacks(c).values())
 
 
@@ -54,7 +54,7 @@ def _key_and_value_dims(c: TransformerConfig) -> int:
 
 
 def matrix_flops(c: TransformerConfig, tokens: Number) -> float:
-    """Return the FLOPs of the layers' matrix products with weights, those of adapters included."""
+    """Return the FLOPs of the layers' matrix products with weights, including adapters."""
     return 2.0 * tokens * (layer_weights(c) + adapter_weights(c))
 
 
@@ -64,7 +64,7 @@ def forward_flops(c: TransformerConfig, tokens: Number, context: Number) -> floa
 
 
 def frozen_flops(c: TransformerConfig, tokens: Number, logits: bool) -> float:
-    """Return the FLOPs that a backward pass saves where only adapters are trained: gradients of weights."""
+    """Return the FLOPs of weight gradients, which a backward pass saves if only adapters are trained."""
     if c.lora is None:
         return 0.0
     return 2.0 * tokens * layer_weights(c) + head_flops(c, tokens) * logits
@@ -78,7 +78,7 @@ RECOMPUTED: dict[str, Callable[[TransformerConfig, Number, Number], float]] = {
     "offload": forward_flops,
 }
 """`--model.remat` -> FLOPs of matrix products that the backward pass recomputes: none for "dots", which
-recomputes elementwise operations only; all but attention for "attention"."""
+recomputes elementwise operations only; all except attention for "attention"."""
 
 
 def update_flops(
@@ -86,11 +86,11 @@ def update_flops(
 ) -> float:
     """Return the FLOPs of forward, backward (twice the forward) and recomputation.
 
-    With adapters there are no gradients of frozen weights (`frozen_flops`).
+    With adapters, frozen weights have no gradients (`frozen_flops`).
 
     Args:
         remat: key of RECOMPUTED.
-        with_logits: True where the loss needs log-probs, whose logits are recomputed too.
+        with_logits: True if the loss needs log-probs, whose logits are recomputed too.
     """
     layers = 3 * forward_flops(c, tokens, context) + RECOMPUTED[remat](c, tokens, context)
     return layers + 4 * head_flops(c, tokens) * with_logits - frozen_flops(c, tokens, with_logits)
@@ -98,7 +98,7 @@ def update_flops(
 
 @functools.lru_cache
 def adapter_weights(c: TransformerConfig) -> int:
-    """Return the number of weights of the adapters that a token passes; 0 = there are none."""
+    """Return the number of adapter weights that a token is multiplied with; 0 without adapters."""
     if c.lora is None:
         return 0
     sizes = {name: math.prod(leaf.shape) for name, leaf in named_leaves(abstract(c)) if MARK in name}
@@ -108,15 +108,15 @@ def adapter_weights(c: TransformerConfig) -> int:
 
 
 def sequence_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = True) -> float:
-    """Return the model FLOPs of a forward pass over sequences, each causal and of its own length.
+    """Return the model FLOPs of a forward pass over causal sequences of these lengths.
 
-    2 (W + A) a token for the W weights of the layers and the A of adapters, 4 heads x head_dim for each key
-    that a query of a layer attends to, 2 hidden x vocab a token for the logits: arXiv 2204.02311, appendix B,
-    where a query attends to all positions.
+    A token counts 2 (W + A) for W weights of layers and A of adapters, 4 heads x head_dim for each key that a
+    query of a layer attends to, and 2 hidden x vocab for the logits, as in arXiv 2204.02311, appendix B,
+    except that queries attend to earlier positions only.
 
     Args:
         lengths: tokens of each sequence.
-        logits: False for a model without LM head, or where no logits are computed.
+        logits: False if no logits are computed.
     """
     lengths = list(lengths)
     layers = Counter(window_sizes(c))
@@ -128,7 +128,7 @@ def sequence_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = 
 def training_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = True) -> float:
     """Return the model FLOPs of forward and backward pass: three times the forward pass; no recomputation.
 
-    With adapters there are no gradients of frozen weights (`frozen_flops`).
+    With adapters, frozen weights have no gradients (`frozen_flops`).
     """
     lengths = list(lengths)
     return 3 * sequence_flops(c, lengths, logits) - frozen_flops(c, sum(lengths), logits)

@@ -12,10 +12,10 @@ from jaxrl_llm.models.config import TransformerConfig
 
 
 class Initializer:
-    """Initialises the stacked weights of `Layers`, each with a key of its own.
+    """Initialise the stacked weights of `Layers`, each from a separate key.
 
     Args:
-        depth: layers of the model, of which those of `config` may be a part.
+        depth: layers of the whole model; `config` may describe only a part.
     """
 
     def __init__(self, key: jax.Array, config: TransformerConfig, depth: int):
@@ -63,5 +63,5 @@ def matrix_dims(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]
             groups[-1] += (dim,)
         else:
             groups.append((dim,))
-    assert len(groups) <= 2, f"{axes} is no matrix: give its other dims a rule here"
+    assert len(groups) <= 2, f"{axes} is not a matrix: give its other dims a rule here"
     return (groups[0], groups[1]) if len(groups) == 2 else None

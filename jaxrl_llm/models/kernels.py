@@ -37,7 +37,7 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
 def can_share_prefixes(config: TransformerConfig, dtype: str, mesh: Mesh) -> bool:
     """Return whether a model can read rows whose sequences share prefixes.
 
-    Dynamic RoPE reads the length of a sequence, and cuDNN has no such mask.
+    Dynamic RoPE needs the length of each sequence, and cuDNN does not support the mask.
     """
     with jax.set_mesh(mesh):
         name, _ = choose("flash_attention", config.head_dim, dtype, config.attention_softcap)
@@ -45,7 +45,7 @@ def can_share_prefixes(config: TransformerConfig, dtype: str, mesh: Mesh) -> boo
 
 
 def turing_warning(dtypes: dict[str, str], mesh: Mesh) -> str:
-    """Return a warning of bfloat16 on GPUs without units for it; "" where there is nothing to warn of.
+    """Return a warning about bfloat16 on GPUs without bfloat16 units, or "".
 
     Args:
         dtypes: key -> type, such as {"--model.dtype": "bfloat16"}.
@@ -63,7 +63,7 @@ def check_kernels_setting() -> None:
     """Refuse a bad JAXRL_KERNELS in the environment.
 
     Raises:
-        UserError: it is neither "auto" nor "jax".
+        UserError: the value is neither "auto" nor "jax".
     """
     try:
         kernels_setting()

@@ -1,4 +1,4 @@
-"""Linear layers of one layer, with the bias, adapter and codes that they may have, and RMSNorm."""
+"""Linear layers of one decoder layer, with optional bias, adapter and quantization, and RMSNorm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T *I"]):
-    """Apply a linear layer, with the bias and the adapter that it has."""
+    """Apply a linear layer with its bias and adapter, if it has them."""
     if c.lora and getattr(w, name).get_metadata("axes")[1] == "embed":
         x = scatter_gradient(x)
     y = multiply(w, name, x)
@@ -32,17 +32,17 @@ def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B 
 
 
 def adapter_of(w: Layers, name: str) -> tuple[Array, Array] | None:
-    """Return A [*I, R] and B [R, *O] of a weight's adapter, of experts with a leading dim X; None = none."""
+    """Return A [*I, R] and B [R, *O] of a weight's adapter, or None; experts have a leading dim X."""
     if not hasattr(w, f"{name}_lora_a"):
         return None
     return getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
 
 
 def multiply(w: Layers, name: str, x: Float[Array, "B T *I"]) -> Float[Array, "B T *O"]:
-    """Multiply x by a weight of a layer, which is dequantized here, alone, if it is quantized.
+    """Multiply x by a weight of a layer. A quantized weight is dequantized here, for this product only.
 
-    The backward pass dequantizes it again: kept, it would be a stack of all layers. The barrier keeps XLA
-    from dequantizing all layers before a loop over tokens. fsdp gathers codes.
+    The backward pass dequantizes it again: saving it would mean a stack of all layers. The barrier keeps XLA
+    from dequantizing all layers before a loop over tokens. With fsdp, the codes are gathered.
     """
     weight, scale = getattr(w, name), getattr(w, name + SCALE, None)
     if scale is None:
@@ -58,7 +58,7 @@ def multiply(w: Layers, name: str, x: Float[Array, "B T *I"]) -> Float[Array, "B
 
 
 def read_weight(w: Layers, name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return a weight that only decoding reads as it is, dequantized to the type of x if it is quantized.
+    """Return a weight that decoding reads directly, dequantized to the type of x if it is quantized.
 
     Args:
         x: activations, for the barrier of `multiply`.
@@ -73,9 +73,9 @@ def read_weight(w: Layers, name: str, x: Float[Array, "..."]) -> Float[Array, ".
 def project(x: Float[Array, "B T *I"], w: Float[Array, "*I_and_O"]) -> Float[Array, "B T *O"]:
     """Multiply x w, contracting all dims of x but B and T; the other dims of w follow.
 
-    On one device B and T are merged first, and so are the other dims: with several, XLA's CPU backend copies
-    the transpose of every output gradient, and a weight's gradient takes 1.8 times as long. On several
-    devices they stay separate, since each may be sharded.
+    On one device B and T are merged first, and so are the other dims: otherwise XLA's CPU backend copies the
+    transpose of every output gradient, and a weight's gradient takes 1.8 times as long. On several devices
+    the dims stay separate, since each may be sharded.
     """
     inner, outer = x.ndim - 2, x.shape[:2]
     mesh = jax.sharding.get_abstract_mesh()
@@ -86,7 +86,8 @@ def project(x: Float[Array, "B T *I"], w: Float[Array, "*I_and_O"]) -> Float[Arr
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
-    """Compute x / sqrt(mean x^2 + eps) * weight (Zhang & Sennrich 2019) in float32; returns the type of x."""
+    """Compute x / sqrt(mean x^2 + eps) * weight (Zhang & Sennrich 2019) in float32; the result has the type
+    of x."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * weight).astype(x.dtype)

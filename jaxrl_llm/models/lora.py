@@ -34,7 +34,7 @@ MARK = "_lora_"  # in the names of adapters
 
 
 def with_lora(config: TransformerConfig, lora: LoraConfig) -> TransformerConfig:
-    """Return the architecture with these adapters; itself where their rank is 0."""
+    """Return the architecture with these adapters; unchanged if their rank is 0."""
     return AdaptedConfig(**vars(config), lora=lora) if lora.rank else config
 
 
@@ -45,13 +45,14 @@ def base_config(config: TransformerConfig) -> TransformerConfig:
 
 
 def frozen_config(config: TransformerConfig, quantize: Quantize | None = None) -> TransformerConfig:
-    """Return the architecture without adapters, its weights quantized; None = as they are."""
+    """Return the architecture without adapters, with weights quantized as `quantize`; None = as in
+    `config`."""
     kind, base = quantize or config.quantize, base_config(config)
     return base if kind == "none" else QuantizedConfig(**vars(base), quantize=kind)
 
 
 def add_adapters(params: Params, config: TransformerConfig, key: jax.Array) -> Params:
-    """Return the model with new adapters: A uniform as in PEFT, B zero, so that its outputs are the same.
+    """Return the model with new adapters: A uniform as in PEFT, B zero, so that the outputs do not change.
 
     Args:
         params: a model without adapters, with the heads of `config`.
@@ -64,7 +65,7 @@ def add_adapters(params: Params, config: TransformerConfig, key: jax.Array) -> P
 
 
 def replace_weights(params: Params, weights: Mapping[str, np.ndarray]) -> Params:
-    """Return the model with other values of the named weights, which keep their sharding."""
+    """Return the model with the named weights replaced; they keep their sharding."""
 
     def put(name, x):
         if name not in weights:
@@ -75,12 +76,13 @@ def replace_weights(params: Params, weights: Mapping[str, np.ndarray]) -> Params
 
 
 def is_trained(name: str, config: TransformerConfig) -> bool:
-    """Return whether a weight is trained: every weight; where there are adapters, they and the value head."""
+    """Return whether a weight is trained: all weights, or with adapters only the adapters and the value
+    head."""
     return config.lora is None or MARK in name or name == "value"
 
 
 def split_params(params: Params) -> tuple[Params, Params]:
-    """Return (trained, frozen) weights: two trees of the model, with None for the weights of the other."""
+    """Return (trained, frozen): two trees of the model, each with None for the weights of the other."""
     config = params.config
     trained = _map_named(lambda name, x: x if is_trained(name, config) else None, params)
     frozen = _map_named(lambda name, x: None if is_trained(name, config) else x, params)
@@ -93,7 +95,7 @@ def join_params(trained: Params, frozen: Params) -> Params:
 
 
 def trained_state(state: TrainState) -> TrainState:
-    """Return the state with its trained weights alone, and the same of its critic: what checkpoints hold."""
+    """Return the state with only the trained weights, also of its critic, as checkpoints store it."""
     return dataclasses.replace(
         state, params=split_params(state.params)[0], critic=state.critic and trained_state(state.critic)
     )
@@ -105,13 +107,13 @@ def with_frozen(state: TrainState, frozen: Params) -> TrainState:
 
 
 def with_frozen_of(state: TrainState, other: TrainState) -> TrainState:
-    """Return the state of `trained_state` with the frozen weights of another state, its critic's too."""
+    """Return the state of `trained_state` with the frozen weights of another state, also of its critic."""
     critic = state.critic and with_frozen_of(state.critic, other.critic)
     return dataclasses.replace(with_frozen(state, split_params(other.params)[1]), critic=critic)
 
 
 def frozen_fingerprint(params: Params) -> str:
-    """Return a checksum of the frozen weights, the same for every sharding; "" where none is frozen."""
+    """Return a checksum of the frozen weights, the same for every sharding; "" if no weight is frozen."""
     if params.config.lora is None:
         return ""
     sums = jax.device_get(_checksums(split_params(params)[1]))
@@ -148,12 +150,13 @@ def share_frozen(params: Params, other: Params) -> Params:
 
 
 def base(params: Params) -> Params:
-    """Return the model without the effect of its adapters: the same arrays, but zeros for each B."""
+    """Return the model with zeros for each B, so that its adapters have no effect; other arrays are
+    shared."""
     return _map_named(lambda name, x: jnp.zeros_like(x) if name.endswith(f"{MARK}b") else x, params)
 
 
 def without_adapters(params: Params) -> Params:
-    """Return the model without its adapters: the same arrays."""
+    """Return the model without its adapters; other arrays are shared."""
     plain, weights = abstract(base_config(params.config)), dict(named_leaves(params))
     return jax.tree.unflatten(jax.tree.structure(plain), [weights[name] for name, _ in named_leaves(plain)])
 
@@ -165,10 +168,10 @@ def scale_b(params: Params, factors: Mapping[str, float]) -> Params:
 
 
 def with_random_b(params: Params, size: float) -> Params:
-    """Return the model with random numbers for each B, the same at every call: its outputs differ visibly.
+    """Return the model with fixed random numbers for each B, so that its outputs differ visibly.
 
-    A x is of order 1 where A is new and x normalised, so B of standard deviation size / (scale * sqrt(R))
-    adds numbers of order `size` to the outputs, which are of order 1.
+    A x is of order 1 for a new A and normalised x, so B with standard deviation size / (scale * sqrt(R)) adds
+    numbers of order `size` to outputs of order 1.
     """
     rng, values, b = np.random.default_rng(0), {}, f"{MARK}b"
     adapters = named_adapters(params.config)
@@ -187,23 +190,23 @@ def named_adapters(config: TransformerConfig) -> dict[str, tuple[int, float]]:
 
 
 def rank_of_experts(config: TransformerConfig) -> int | None:
-    """Return the rank of the adapters of experts; None where these have none."""
+    """Return the rank of the experts' adapters; None without such adapters."""
     adapters = config.adapters if config.lora else {}
     return next((rank for name, (rank, _) in adapters.items() if name.startswith("expert_")), None)
 
 
 def adapter_scale(config: TransformerConfig, name: str) -> float:
-    """Return the factor of the output of the adapter of a weight ("layers.q"); 0 where it has none."""
+    """Return the factor of the output of a weight's adapter ("layers.q"); 0 without an adapter."""
     return named_adapters(config).get(name, (0, 0.0))[1]
 
 
 def merged_weight(weights: Mapping[str, jax.Array], name: str, scale: float) -> jax.Array:
     """Return W + scale * A B of one weight [L, ...] or [L, X, ...], dequantized and added in float32.
 
-    A weight that has no adapter and is not quantized is returned as it is.
+    A weight without adapter and quantization is returned unchanged.
 
     Args:
-        weights: names -> weights; those of `merged_names(name)` are read, if they are there.
+        weights: names -> weights; reads the `merged_names(name)` in it.
     """
     weight, scales, a, b = (weights.get(part) for part in merged_names(name))
     if scales is not None:
@@ -222,6 +225,6 @@ def merged_names(name: str) -> tuple[str, str, str, str]:
 
 
 def _map_named(f: Callable[[str, Any], Any], params: Params) -> Params:
-    """Return the tree of f(name, weight); f may return None for a weight that is left out."""
-    leaves = [f(name, leaf) for name, leaf in named_leaves(params)]  # None of those that are left out already
+    """Return the tree of f(name, weight); f may return None to leave a weight out."""
+    leaves = [f(name, leaf) for name, leaf in named_leaves(params)]  # skips weights that are None already
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=lambda x: x is None), leaves)

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1; DeepSeek-V3, arXiv 2412.19437, 2.1.1).
 
-A token has one latent for the keys and values of all heads, and one key of the dims that RoPE rotates.
-Training, prefill and strict mode expand them to keys and values of each head. Decoding keeps both in the
-cache in place of keys and values, and moves the expansion to queries and outputs, which gives the same sums.
+A token has one latent for the keys and values of all heads, and one rotated key that all heads share.
+Training, prefill and strict mode expand both to keys and values of each head. Decoding caches both instead of
+keys and values, and moves the expansion to queries and outputs, which gives the same sums.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DecodeLatents(NamedTuple):
 
 
 def cache_dims(c: TransformerConfig, strict: bool = False) -> tuple[int, int]:
-    """Return (heads, size) of what the KV cache holds of a token: its keys, or its latent and rotated key."""
+    """Return (heads, size) of a token's entry in the KV cache: its keys, or its latent and rotated key."""
     if c.mla and not strict:
         return 1, c.mla.kv_rank + c.mla.rope_dim
     return c.num_kv_heads, c.head_dim
@@ -67,9 +67,8 @@ def expand_latents(
 ) -> tuple[
     Float[Array, "B T H E"], Float[Array, "B T H E"], Float[Array, "B T H E"], Float[Array, "B T 1 C"]
 ]:
-    """Return queries, keys and values of each head, and what a cache of latents holds of the tokens.
-
-    Values are padded with zeros to the size of keys, since kernels take one size.
+    """Return (q, k, v, latents): queries, keys and values of each head, and the tokens' entries in a cache of
+    latents. Values are padded with zeros to the size of keys, since kernels support only equal sizes.
     """
     mla = c.mla
     q, latent, rotated = _project(c, w, h, rope)
@@ -83,10 +82,10 @@ def expand_latents(
 def decode_latents(
     c: TransformerConfig, w: Layers, h: Float[Array, "S T D"], rope: Rope, attention_fn: DecodeLatents
 ) -> tuple[Float[Array, "S T H V"], Any]:
-    """Return (attention of new tokens over the cache of latents, the cache with the tokens).
+    """Return (attention of new tokens over the cache of latents, cache with the new tokens).
 
-    With keys W_k c and values W_v c of a latent c, q W_k c = (W_k^T q) c, and a sum of W_v c is W_v times
-    the sum of c: neither keys nor values are computed. Both factors of an adapter of W are absorbed likewise.
+    With keys W_k c and values W_v c of a latent c, q W_k c = (W_k^T q) c, and a sum of W_v c is W_v times the
+    sum of c: neither keys nor values are computed. Both factors of an adapter of W are absorbed the same way.
     """
     mla = c.mla
     q, latent, rotated = _project(c, w, h, rope)
@@ -98,7 +97,7 @@ def decode_latents(
 
 
 def _absorb_keys(c: TransformerConfig, w: Layers, q: Float[Array, "S T H N"]) -> Float[Array, "S T H R"]:
-    """Return (W_k + scale A B_k)^T q of each head, without the sum in the brackets."""
+    """Return (W_k + scale A B_k)^T q of each head without computing the sum in brackets."""
     out = jnp.einsum("sthn,rhn->sthr", q, read_weight(w, "kv_b", q)[..., : c.mla.nope_dim])
     if not (adapter := adapter_of(w, "kv_b")):
         return out
@@ -109,7 +108,7 @@ def _absorb_keys(c: TransformerConfig, w: Layers, q: Float[Array, "S T H N"]) ->
 def _expand_values(
     c: TransformerConfig, w: Layers, latents: Float[Array, "S T H R"]
 ) -> Float[Array, "S T H V"]:
-    """Return (W_v + scale A B_v) c of each head's sum c of latents, without the sum in the brackets."""
+    """Return (W_v + scale A B_v) c of each head's sum c of latents without computing the sum in brackets."""
     out = jnp.einsum("sthr,rhv->sthv", latents, read_weight(w, "kv_b", latents)[..., c.mla.nope_dim :])
     if not (adapter := adapter_of(w, "kv_b")):
         return out
@@ -120,7 +119,7 @@ def _expand_values(
 def _project(
     c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: Rope
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B T R"], Float[Array, "B T 1 rope"]]:
-    """Return queries, the normalised latent of keys and values, and the key that all heads share, rotated."""
+    """Return queries, the normalised latent of keys and values, and the rotated key that all heads share."""
     mla = c.mla
     if mla.q_rank:
         q = apply_linear(c, w, "q_b", rms_norm(apply_linear(c, w, "q_a", h), w.q_a_norm[...], LATENT_EPS))

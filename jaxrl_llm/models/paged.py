@@ -32,21 +32,21 @@ from jaxrl_llm.models.transformer import block, final_norm_fn, per_token_call, r
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
 
 NULL_PAGE = 0
-"""The page that inactive slots write to, and that pads page tables; never read."""
+"""The page that inactive slots write to and that pads page tables; it is never read."""
 NO_PAGE = 2**30
-"""The target of a copy that is none: behind all pages, where nothing is written."""
+"""Target of a copy that is skipped: an index past all pages, so that nothing is written."""
 
 
 class PagedCache(NamedTuple):
     """Pages of all layers. X = num_shards L P: each shard of the slots has P pages per layer, page n of layer
     l at l P + n.
 
-    R is head_dim, on TPU rounded up to LANES: memory is padded to that anyway, and without it the compiler
-    would now and then lay out the pages with other dims last, and copy them all for the kernels.
+    R is head_dim, on TPU rounded up to LANES: memory is padded to LANES anyway, and otherwise the compiler
+    sometimes lays out the pages with other dims last, and copies them all for the kernels.
     """
 
     k: Num[Array, "X K page R"]
-    v: Num[Array, "X K page R"] | None  # None: k holds latents (`models.mla`), which are the values, too
+    v: Num[Array, "X K page R"] | None  # None: k holds latents (`models.mla`), which also serve as values
     k_scales: Float[Array, "X K page"] | None  # of 8-bit pages
     v_scales: Float[Array, "X K page"] | None
 
@@ -56,7 +56,7 @@ def init_paged_cache(
 ) -> PagedCache:
     """Return zeros for `num_pages` pages of `page_size` tokens, counted over all shards of the slots.
 
-    A strict cache holds no latents.
+    A strict cache holds keys and values instead of latents.
     """
     lanes = LANES if device()[0] == "tpu" else 1
     heads, size = cache_dims(c, strict)
@@ -77,7 +77,7 @@ def decode_paged(
     positions: Int[Array, "S T"],
     strict: bool = False,
 ) -> tuple[Float[Array, "S T D"], PagedCache, UInt[Array, "S T sparse chosen"] | None]:
-    """Feed T tokens per slot through the model, behind those that the paged cache holds.
+    """Feed T tokens per slot through the model, after the tokens in the paged cache.
 
     Args:
         table: pages of each slot, in order, counted within its shard.
@@ -140,7 +140,7 @@ def copy_pages(
 ) -> PagedCache:
     """Copy page sources[i] to targets[i] in every layer; target NO_PAGE = no copy.
 
-    X = num_shards N: the first N copies are those of the first shard, whose pages they count.
+    X = num_shards N: the first N copies belong to the first shard; page numbers count within a shard.
     """
     return _shard_mapped(c, _copy, cache, (), sources, targets)
 
@@ -148,12 +148,14 @@ def copy_pages(
 def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, window):
     """Write the new keys and values, then attend to the pages of each slot; returns ((out, lse), cache).
 
-    In strict mode the sinks are in the result, and there is no lse.
+    In strict mode the result includes the sinks, and lse is None.
     """
+    # The page of each new token; padding goes to NULL_PAGE.
     (q, *new), page_size = new, cache.k.shape[2]
     table = table + layer * _pages_per_layer(c, cache)
     at, page_of = jnp.maximum(positions, 0), jnp.minimum(positions // page_size, table.shape[1] - 1)
     pages = jnp.where(positions >= 0, jnp.take_along_axis(table, page_of, axis=1, mode="clip"), NULL_PAGE)
+    # Write the tokens: one token per slot by the kernel, else by scatter.
     new, scale = _to_storage(cache, new), attention_scale(c)
     if q.shape[1] == 1 and not strict:
         implementation, _ = choose("decode_attention", q[:, 0], cache.k, table)
@@ -162,6 +164,7 @@ def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, w
     else:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new)
         cache = reference.write_token(cache, flat, pages.ravel(), (at % page_size).ravel())
+    # Attend to the pages, which now hold the new tokens.
     k, k_scales = cache.k, cache.k_scales
     v, v_scales = (k, k_scales) if cache.v is None else (cache.v, cache.v_scales)
     if strict:
@@ -213,7 +216,7 @@ def _pad_head_dim(x: Float[Array, "*B E"], cache: PagedCache) -> Float[Array, "*
 
 
 def quantize(x: Float[Array, "*R E"], dtype: DTypeLike) -> tuple[Num[Array, "*R E"], Float[Array, "*R"]]:
-    """Quantize each row to 8 bits with a scale of its own, absmax / largest value of the type.
+    """Quantize each row to 8 bits with the scale absmax / largest value of the type.
 
     Returns: (x in `dtype`, float32 scales): x is about quantized * scale.
     """
@@ -226,7 +229,7 @@ def quantize(x: Float[Array, "*R E"], dtype: DTypeLike) -> tuple[Num[Array, "*R 
 
 
 def _shard_mapped(c, fn, cache: PagedCache, new: tuple, *rest):
-    """Call `fn(c, cache, new, *rest)` on each device with its own pages, slots and heads."""
+    """Call `fn(c, cache, new, *rest)` on each device with the device's pages, slots and heads."""
     spec = current_spec(("batch", "kv_heads"), cache.k.shape[:2], ROLLOUT)
     if spec is None:
         return fn(c, cache, new, *rest)

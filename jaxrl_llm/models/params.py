@@ -61,10 +61,10 @@ def shardings(config: TransformerConfig, mesh: Mesh, rules: Rules) -> Params:
 
 
 def to_host(params: Params) -> Params:
-    """Return weights, of which some may be missing (None), in host memory, each with its sharding.
+    """Return weights in host memory, each with its sharding; some may be missing (None).
 
-    Norms and biases stay on the devices: a TPU cannot read one layer of their stack in host memory. The
-    abstract weights of a plan remain abstract.
+    Norms and biases stay on the devices: a TPU cannot read a single layer of a stack in host memory. Abstract
+    weights stay abstract.
     """
     leaves, tree = jax.tree.flatten(params)
     present = [param.get_metadata("axes") for _, param in _named_params(params) if jax.tree.leaves(param)]
@@ -86,7 +86,7 @@ def _finite(params: Params) -> list[jax.Array]:
 
 
 def with_heads(params: Params, config: TransformerConfig) -> Params:
-    """Return the same decoder with the heads of `config`; a new value head is zero."""
+    """Return the decoder with the heads of `config`; a new value head is zero."""
     shapes = abstract(config)
     leaves = dict(named_leaves(params))
     new = [

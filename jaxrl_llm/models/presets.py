@@ -98,9 +98,11 @@ PRESETS: dict[str, TransformerConfig] = {
     "meta-llama/Llama-3.1-8B": replace(_LLAMA_8B, **_LONG),
     "meta-llama/Llama-3.1-70B": replace(_LLAMA_70B, **_LONG),
 }
-"""From their config.json; a suffix such as -Instruct or -Base changes nothing but QWEN3_BASE."""
+"""Hub name -> architecture, from config.json. A suffix such as -Instruct or -Base does not matter, except for
+QWEN3_BASE."""
 QWEN3_BASE = 32_768
-"""`max_position` of Qwen3's base models, of which `plan` else lets rows pass that `train` refuses."""
+"""`max_position` of Qwen3's base models: with the others' value `plan` would accept rows that `train`
+refuses."""
 
 
 def preset(name: str) -> TransformerConfig | None:

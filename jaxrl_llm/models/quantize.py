@@ -23,12 +23,12 @@ TILE = 64
 CODES = {"int8": jnp.int8, "nf4": jnp.uint4}
 """`--lora.quantize` -> type of the codes; two uint4 share a byte on TPU and GPU, but not on a CPU."""
 QWIX = {"int8": (jnp.int8, f"absmax,{127.5 / 127}"), "nf4": ("nf4", "absmax")}
-"""The same -> qwix's type and calibration. Its default for int8 makes the largest weight 127.5 scales, a tie
-that the last bit of a division decides."""
+"""`--lora.quantize` -> qwix's type and calibration. qwix's default for int8 makes the largest weight 127.5
+scales, and rounding this tie depends on the last bit of a division."""
 
 
 def tile_size(dim: int) -> int:
-    """Return the inputs that share a scale: TILE, or the largest divisor of the dim below it."""
+    """Return the number of inputs that share a scale: TILE, or the largest smaller divisor of the dim."""
     return next(size for size in range(min(TILE, dim), 0, -1) if dim % size == 0)
 
 
@@ -36,13 +36,13 @@ def tile_size(dim: int) -> int:
 def quantize_weight(
     weight: Float[Array, "*dims"], kind: str, axis: int
 ) -> tuple[Integer[Array, "*dims"], Float[Array, "*tiles"]]:
-    """Return (codes, scales) of a weight. Compiled, for the same bits wherever it is called.
+    """Return (codes, scales) of a weight. Compiled, so that all callers get the same bits.
 
     Args:
         kind: key of CODES.
         axis: dim that is divided into tiles, an input of the matrix.
 
-    A tile at a time under `vmap`: qwix flattens its argument, which would gather a sharded one.
+    Quantizes tiles under `vmap`: qwix flattens its argument, which would gather a sharded weight.
     """
     qtype, calibration = QWIX[kind]
 
@@ -61,8 +61,8 @@ def dequantize_weight(
 ) -> Float[Array, "*dims"]:
     """Return the weight of these codes and scales, multiplied in float32 and rounded to `dtype`.
 
-    Equal to `qwix.dequantize`, which flattens nf4 codes and looks each of them up: that would gather a
-    sharded weight, and a gather of single numbers is slow.
+    Equal to `qwix.dequantize`, which flattens nf4 codes and looks up each: flattening would gather a sharded
+    weight, and looking up single numbers is slow.
     """
     values = _nf4_levels(codes) if codes.dtype == jnp.uint4 else codes.astype(jnp.float32)
     for axis, (size, tiles) in enumerate(zip(codes.shape, scale.shape, strict=True)):
@@ -71,7 +71,7 @@ def dequantize_weight(
 
 
 def _nf4_levels(codes: Integer[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """Return the levels of codes by a tree of selections, one for each bit."""
+    """Return the levels of codes, by a tree of selections with one level per bit."""
     table = qwix.dequantize(qwix.QArray(jnp.arange(16).astype(jnp.uint4), jnp.ones(1), None, "nf4"))
     levels = [table[i] for i in range(16)]
     codes = codes.astype(jnp.uint8)

@@ -1,4 +1,4 @@
-"""Rematerialization: what the backward pass keeps of a layer."""
+"""Rematerialization: which results of a layer are saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ REMAT = {
         offload_dst=HOST,
     ),
 }
-"""Name -> policy of what is saved of a layer besides its input, most memory first.
-"offload" saves the input itself in host memory."""
+"""Name -> policy that saves results of a layer besides its input, most memory first. "offload" saves the
+input itself in host memory."""

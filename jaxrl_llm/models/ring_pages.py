@@ -1,7 +1,7 @@
 """Copies of a slot's keys and values between the ring cache and pages.
 
-A copy is of the slot's size, whatever the size of the cache: the loops run once for each slot or page that is
-copied, and update the cache in place. Bits are copied, so what is read later is what was written.
+A copy takes time for the slot's size, not the cache's: the loops run once for each copied slot or page, and
+update the cache in place. Copies keep every bit.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ def _write(c, ring: RingCache, pages: PagedCache, start, copies, counts) -> Page
 
 
 def _shard_mapped(copy, result: int, ring: RingCache, pages: PagedCache, *rest):
-    """Call `copy(ring, pages, *rest)` on each device with its own slots, pages and heads.
+    """Call `copy(ring, pages, *rest)` on each device with the device's slots, pages and heads.
 
     Args:
-        result: 0 = it returns a ring, 1 = pages.
+        result: 0 = `copy` returns a ring, 1 = pages.
     """
     spec = current_spec(("batch", "kv_heads"), pages.k.shape[:2], ROLLOUT)
     if spec is None:

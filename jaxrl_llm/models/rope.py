@@ -22,9 +22,8 @@ def rope_tables(
     Args:
         config: its `rope`, rotary_dim and max_position.
         positions: of each token in its trajectory, 0-based.
-        lengths: tokens of the trajectory so far, for "dynamic" scaling, whose frequencies depend on the
-            length once that exceeds max_position. Each token uses the length of its own trajectory, so
-            packing changes nothing. None = none is longer (rollout refuses those: the keys in its cache
+        lengths: tokens of each token's trajectory, for "dynamic" scaling, whose frequencies depend on lengths
+            above max_position. None = no trajectory is longer (rollout refuses longer ones, since cached keys
             cannot be rotated again).
 
     Returns: (cos, sin), times the attention factor for "yarn".
@@ -42,7 +41,7 @@ def rope_tables(
 def trajectory_lengths(
     c: TransformerConfig, positions: Int[Array, "B T"], segments: Int[Array, "B T"]
 ) -> Int[Array, "B T"] | None:
-    """Return the length of each token's trajectory within these rows; None where RoPE does not need it."""
+    """Return the length of each token's trajectory within these rows; None if RoPE does not need it."""
     if c.rope.scaling != "dynamic":
         return None
     last = jax.vmap(lambda row, ids: jax.ops.segment_max(row, ids, row.size + 1))(positions, segments)
@@ -72,7 +71,7 @@ def apply_rope(
 
 
 def rope_frequencies(config: TransformerConfig) -> tuple[np.ndarray, float]:
-    """Return radians a position for each of rotary_dim / 2 pairs (float64), and the factor on cos and sin.
+    """Return radians per position for each of rotary_dim / 2 pairs (float64), and the factor on cos and sin.
 
     Sources: linear (kaiokendev), yarn (arXiv 2309.00071, section 3), llama3 (Llama 3.1), each as HF
     defines it. "dynamic" has the default frequencies up to max_position.
@@ -111,8 +110,8 @@ def _yarn(rope: RopeConfig, frequencies: np.ndarray, original: int) -> np.ndarra
 def attention_scale(config: TransformerConfig) -> float:
     """Return the factor of attention scores: 1 / sqrt(head_dim).
 
-    Latent attention with yarn multiplies by the square of its magnitude at mscale_all_dim, as transformers
-    has it (`yarn_apply_mscale`).
+    Latent attention with yarn multiplies by the square of yarn's magnitude at mscale_all_dim, as transformers
+    does (`yarn_apply_mscale`).
     """
     scale, rope = 1 / math.sqrt(config.head_dim), config.rope
     if config.mla and rope.scaling == "yarn" and rope.mscale_all_dim:
@@ -141,6 +140,7 @@ def _llama3(rope: RopeConfig, frequencies: np.ndarray, original: int) -> np.ndar
 
 
 def _dynamic_stretch(config: TransformerConfig, lengths: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return the NTK-aware stretch: theta grows by its (E / (E - 2))-th power, the slowest pair by 1 / it."""
+    """Return the NTK-aware stretch s: theta grows by s^(E / (E - 2)), the slowest pair's frequency falls by
+    s."""
     excess = jnp.maximum(lengths.astype(jnp.float32) / config.max_position, 1.0) - 1
     return 1 + config.rope.factor * excess

@@ -1,4 +1,4 @@
-"""The decoder: one forward for training, scoring and rollout; model families are configs of it."""
+"""The decoder: one forward function for training, scoring and rollout; a model family is a config."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class Layers(nnx.Module):
     def __init__(self, config: TransformerConfig, key: jax.Array, depth: int):
         c, init = config, Initializer(key, config, depth)
         d = c.hidden_size
+        # Attention.
         self.attention_norm = init.ones((d,), ("norm",))
         if c.mla:
             add_latent_weights(self, c, init)
@@ -68,6 +69,7 @@ class Layers(nnx.Module):
             self.o_bias = init.zeros((d,), ("norm",))
         if c.attention_sinks:
             self.sinks = init.zeros((c.num_heads,), ("heads",))
+        # Feed-forward, dense or experts.
         self.mlp_norm = init.ones((d,), ("norm",))
         if size := c.moe.shared_size if c.moe else c.mlp_size:
             self.gate = init.normal((d, size), ("embed", "mlp"))
@@ -79,6 +81,7 @@ class Layers(nnx.Module):
             self.down_bias = init.zeros((d,), ("norm",))
         if c.moe:
             self._add_experts(c.moe, d, init)
+        # Adapters and codes come last, beside the weights that they belong to.
         if c.quantize != "none":
             for name in (*linear_layers(c).values(), *(f"expert_{name}" for name in MLP)):
                 if hasattr(self, name):
@@ -120,7 +123,7 @@ class Layers(nnx.Module):
             self.shared_gate = init.normal((d, 1), ("router", "router"))
 
     def _quantize(self, name: str, kind: str) -> None:
-        """Replace a weight by its codes, with their scales beside it."""
+        """Replace a weight by its codes, and add their scales."""
         weight = getattr(self, name)
         axes = weight.get_metadata("axes")
         codes, scale = quantize_weight(weight[...], kind, matrix_dims(axes)[0][-1])
@@ -128,11 +131,11 @@ class Layers(nnx.Module):
         setattr(self, name + SCALE, nnx.Param(scale, axes=axes))
 
     def _add_adapter(self, name: str, rank: int, init: Initializer) -> None:
-        """Add A, uniform as in PEFT, and B, zero, beside a weight: the sum starts as the weight's output."""
+        """Add A, uniform as in PEFT, and B, zero, for a weight, so that outputs are unchanged at first."""
         weight = getattr(self, name)
         axes, shape = weight.get_metadata("axes")[1:], weight.shape[1:]
         inner = matrix_dims(weight.get_metadata("axes"))[0]
-        first, end = inner[0] - 1, inner[-1]  # behind the experts, if there are some
+        first, end = inner[0] - 1, inner[-1]  # after the dim of experts, if any
         bound = 1 / math.sqrt(math.prod(shape[first:end]))
         a = init.uniform((*shape[:end], rank), (*axes[:end], "rank"), bound)
         b = (*shape[:first], rank, *shape[end:]), (*axes[:first], "rank", *axes[end:])
@@ -164,7 +167,7 @@ class Transformer(nnx.Module):
         return fetch((self.embed if self.config.tie_embeddings else self.lm_head)[...])
 
     def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """Return the value head's output for final hidden states, float32."""
+        """Apply the value head to final hidden states, in float32."""
         return hidden.astype(jnp.float32) @ fetch(self.value[...])[0]
 
     def __call__(self, *args, **settings) -> Float[Array, "B T D"]:
@@ -184,24 +187,24 @@ class Transformer(nnx.Module):
         sequence_parallel: ContextParallel = "ring",
         strict: bool = False,
     ) -> tuple[Float[Array, "B T D"], RoutingSums | None, UInt[Array, "B T L K"] | None]:
-        """Compute hidden states after the final norm. A token attends to the earlier ones of its own segment,
-        and of those that it continues.
+        """Compute hidden states after the final norm. A token attends to earlier tokens of its segment, and
+        of the segments that it continues.
 
         Equal layers are scanned: compile time does not grow with depth.
 
         Args:
             tokens, positions: ids and their positions in the trajectory (0-based).
-            segments: number of each token's trajectory, or of a part of it that others share: 1, 2, ... in
-                the order of the row, 0 = padding; None = one a row.
-            last: number of the last segment that continues each token's (`flash_attention`); None = none
-                continues another.
-            routes: experts that tokens pass (`moe.route_spec`); None = those that the routers choose.
+            segments: number of each token's trajectory, or of a prefix that several trajectories share: 1, 2,
+                ... in the order of the row, 0 = padding; None = one per row.
+            last: number of the last segment that continues each token's segment (`flash_attention`); None =
+                no segment continues another.
+            routes: experts of each token (`moe.route_spec`); None = the routers choose.
             dtype: of activations and products; norms, softmax and RoPE are float32.
-            remat: what the backward pass keeps: "none" = everything; "dots" = layer inputs, attention outputs
+            remat: results saved for the backward pass: "none" = all; "dots" = layer inputs, attention outputs
                 and matrix products; "attention" = layer inputs and attention outputs; "full" = layer inputs;
                 "offload" = layer inputs, in host memory.
-            sequence_parallel: method of context parallelism where the mesh shards the tokens of a row.
-            strict: every bit of a token depends on its trajectory alone, and equals that of decoding
+            sequence_parallel: method of context parallelism if the mesh shards the tokens of a row.
+            strict: a token's bits depend only on its trajectory, and equal the bits of decoding
                 (`jaxrl_kernels.batch_invariant`); one device.
 
         Returns: (hidden states, sums of the routing, routes); the last two are None without experts.
@@ -214,6 +217,7 @@ class Transformer(nnx.Module):
             raise ValueError("dynamic RoPE takes no shared prefixes (`last`)")
         if segments is None:
             segments = jnp.ones_like(tokens)
+        # Context parallelism may reorder the tokens of a row, so that devices have equal work.
         method = context_parallel(tokens.shape[1], sequence_parallel)
         rows = tokens, positions, segments, last, window_spans(c, segments, last, positions)
         tokens, positions, segments, last, spans = jax.tree.map(lambda x: reorder_tokens(x, method), rows)
@@ -256,11 +260,11 @@ def make_attention_fn(
     method: ContextParallel = "none",
     strict: bool = False,
 ):
-    """Return the `attention_fn` of `block` for causal attention within segments; kv are those of the row.
+    """Return the `attention_fn` of `block` for causal attention within the segments of a row.
 
     Args:
-        window: tokens of its sequence that a token attends to, itself included.
-        spans: tokens of the row that these are among (`row_windows`); None = the same number.
+        window: tokens of its sequence that a token attends to, including itself.
+        spans: tokens of the row that contain the window (`row_windows`); None = the same number.
     """
     settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
 
@@ -280,7 +284,7 @@ def make_attention_fn(
 
 
 def sinks_of(w: Layers) -> Float[Array, "H"] | None:
-    """Return the attention sinks of a layer, None where it has none."""
+    """Return the attention sinks of a layer, or None."""
     return w.sinks[...] if hasattr(w, "sinks") else None
 
 
@@ -298,13 +302,13 @@ def block(
     """Compute one decoder layer. Returns (x, kv, routing); the last is None without experts.
 
     Args:
-        w: its weights, cast to the type of x by `cast_weights`.
+        w: the layer's weights, cast to the type of x by `cast_weights`.
         rope: (cos, sin) of every position.
         attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache. DecodeLatents
-            for a cache of latents; the kv of other calls are then latents, too, but in strict mode.
+            for a cache of latents. With latent attention, kv are latents except in strict mode.
         strict: batch-invariant.
-        valid: tokens that are no padding: the others pass no expert; None = all.
-        rules: by which the experts are divided.
+        valid: False = padding, which no expert computes; None = all tokens are valid.
+        rules: sharding of the experts.
         routes: see `sparse_mlp`.
     """
 
@@ -329,6 +333,7 @@ def block(
         return y + (jax.nn.sigmoid(linear(w, "shared_gate", h)) * out if c.moe.shared_gate else out)
 
     per_token = per_token_call(strict)
+    # Strict mode computes the steps between attention and experts token by token.
     with jax.named_scope("attention"):
         if isinstance(attention_fn, DecodeLatents):
             out, kv = decode_latents(c, w, norm(x, w.attention_norm[...]), rope, attention_fn)
@@ -348,7 +353,7 @@ def block(
 
 
 def project_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope):
-    """Return queries, keys and values of each head, and None, for there are no latents."""
+    """Return (q, k, v, None); the last is the MLA latents."""
     q, k, v = (apply_linear(c, w, name, h) for name in "qkv")
     if c.qk_norm:
         q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
@@ -361,7 +366,7 @@ def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) ->
 
 
 def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Apply the gated feed-forward that every token passes."""
+    """Apply the dense gated feed-forward."""
     gate, up = apply_linear(c, w, "gate", h), apply_linear(c, w, "up", h)
     hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
     return apply_linear(c, w, "down", hidden)
@@ -383,7 +388,7 @@ def final_norm_fn(c: TransformerConfig):
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except those that the forward pass reads in float32, and codes.
+    """Cast weights to `dtype`, except codes and weights that the forward pass reads in float32.
 
     Weights in host memory are copied to the devices.
     """

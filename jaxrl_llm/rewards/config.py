@@ -44,7 +44,7 @@ class RewardModelConfig(PlacementConfig):
     """Divides its scores."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         yield from super().problems()
         if not self.path:
             yield "path", "is empty: set the folder or hub name of a reward model."
@@ -100,7 +100,7 @@ class RewardConfig:
     OPENAI_API_KEY."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         if problem := name_problem(self.name):
             yield "name", problem
         for name, _ in self.shaping:

@@ -63,7 +63,7 @@ class SamplingConfig:
         return self.top_k if self.kept_sets else 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         if self.kept_sets and not 1 <= self.top_k <= MAX_KEPT:
             yield (
                 "kept_sets",

@@ -71,7 +71,7 @@ class PlacementConfig:
     """Devices: all, or a range such as 0:4 (devices 0 to 3 of each process); "" = those of the policy."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
+        """Yield (field, problem)."""
         if self.devices:
             yield from device_problems(self.devices)
 

@@ -1,6 +1,6 @@
 """Mixture of experts: the router, and the feed-forward of each token by the experts that it chooses.
 
-Choosing experts and weighing them are apart: weights can be computed for any choice, with their gradient.
+Choosing and weighing experts are separate steps: weights, with gradients, can be computed for any choice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Activation = Callable[[Array], Array]
 SELECTION_BIAS = "router_bias"
-"""Weight that is added to the scores by which experts are chosen; its gradient is 0."""
+"""Name of the bias that is added to the scores when experts are chosen; its gradient is 0."""
 SMALLEST_SUM = 1e-20
 """Added to the sum of scores, as in transformers: sigmoids may all be 0."""
 
@@ -44,23 +44,23 @@ class Routing(NamedTuple):
 
     logits: Float[Array, "B T X"]
     chosen: Int[Array, "B T K"]  # ascending
-    own: Int[Array, "B T K"] | None = None  # what the router chooses, where other choices are replayed
+    own: Int[Array, "B T K"] | None = None  # the router's choice, if other choices are replayed
     is_replayed: Bool[Array, "B T"] | None = None
 
 
 class RoutingSums(NamedTuple):
-    """Sums over tokens, padding not among them, of all L layers with experts; they add over micro-batches."""
+    """Sums over tokens without padding, for all L layers with experts; sums of micro-batches add up."""
 
     load: Int[Array, "*L X"]  # assignments to each expert
-    scores: Float[Array, "*L X"]  # the router's scores; those of a token sum to 1
+    scores: Float[Array, "*L X"]  # the router's scores, which sum to 1 for each token
     replayed: Int[Array, "*L"] | None = None  # replayed assignments
-    agreed: Int[Array, "*L"] | None = None  # those of them that the router would have chosen
+    agreed: Int[Array, "*L"] | None = None  # replayed assignments that the router would have chosen
 
 
 def copy_dtype(name: str, dtype: DTypeLike) -> DTypeLike:
     """Return the type of a weight in copies, files and pushes of type `dtype`.
 
-    The bias that chooses experts is float32 in all of them: bfloat16 would lose the steps in which it moves.
+    The bias that chooses experts is always float32: bfloat16 would round away its small steps.
     """
     return jnp.float32 if SELECTION_BIAS in name else dtype
 
@@ -72,7 +72,7 @@ def reads_float32(name: str) -> bool:
 
 
 def route_spec(c: TransformerConfig) -> jax.ShapeDtypeStruct:
-    """Return shape [L, K] and type of the routes of a token: experts that it chose in each layer with any.
+    """Return shape [L, K] and type of a token's routes: the experts that it chose in each layer with experts.
 
     The largest value of the type is `unknown_route`.
     """
@@ -81,7 +81,7 @@ def route_spec(c: TransformerConfig) -> jax.ShapeDtypeStruct:
 
 
 def unknown_route(dtype: DTypeLike) -> int:
-    """Return the value in a route that leaves the choice to the router."""
+    """Return the route value that leaves the choice to the router."""
     return int(jnp.iinfo(dtype).max)
 
 
@@ -99,9 +99,9 @@ def router_logits(w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:
 def choose_experts(
     moe: MoEConfig, logits: Float[Array, "B T X"], bias: Float[Array, " X"] | None = None
 ) -> Int[Array, "B T K"]:
-    """Return the experts of largest scores, by number; of equal ones the lower number. No gradient.
+    """Return the numbers of the experts with the largest scores; ties go to the lower number. No gradient.
 
-    With groups only the experts of the groups kept count (group-limited routing, arXiv 2412.19437, 2.1.2).
+    With groups, only experts of the kept groups count (group-limited routing, arXiv 2412.19437, 2.1.2).
 
     Args:
         bias: added to the scores (`selection_bias`).
@@ -137,8 +137,8 @@ def expert_weights(
 def routing_sums(moe: MoEConfig, routing: Routing, readers: Int[Array, "B T"]) -> RoutingSums:
     """Return the load of the experts and the sums of the router's scores, which carry its gradient.
 
-    A token counts once for each of the sequences that it is part of, its `readers`; padding has none. Scores
-    are probabilities, or sigmoids over their sum (DeepSeek-V3, arXiv 2412.19437, equations 18 to 20).
+    A token counts once for each sequence that contains it (`readers`); padding counts 0 times. Scores are
+    probabilities, or sigmoids over their sum (DeepSeek-V3, arXiv 2412.19437, equations 18 to 20).
     """
     valid, readers = readers > 0, readers[..., None]
     logits = jnp.where(valid[..., None], routing.logits, 0.0)
@@ -171,13 +171,14 @@ def sparse_mlp(
 
     Args:
         h: normalised hidden states.
-        valid: False = padding, which passes no expert and gets 0; None = all tokens are valid.
-        rules: by which the experts are divided (`sharding.rules`).
-        strict: batch-invariant. The gradient is that of the plain computation with the experts chosen here.
-        routes: experts to pass in place of the router's choice, but for `unknown_route`. They are weighted
-            by the router's logits, which get the gradient (arXiv 2510.11370).
+        valid: False = padding, which gets 0 without computation; None = all tokens are valid.
+        rules: sharding of the experts (`sharding.rules`).
+        strict: batch-invariant. The gradient comes from the plain computation with the same experts.
+        routes: experts to use instead of the router's choice, except `unknown_route`. The router's logits
+            weigh them and get the gradient (arXiv 2510.11370).
     """
 
+    # Strict mode computes every expert in a fixed order; its gradient is the gradient of `plain`.
     def choose(w, logits):
         bias = w.router_bias[...] if c.moe.selection_bias else None
         return choose_experts(c.moe, logits, bias)
@@ -192,6 +193,7 @@ def sparse_mlp(
     def exact(w, h, chosen, valid):
         return _all_experts(c, w, h, chosen, activation)
 
+    # The choice, by the router or replayed.
     valid = jnp.ones(h.shape[:2], bool) if valid is None else valid
     logits = router_logits(w, h)
     if strict:
@@ -209,7 +211,7 @@ def sparse_mlp(
 
 
 def weights_of_experts(c: TransformerConfig, w: Layers) -> ExpertWeights:
-    """Return the weights of a layer's experts, with the biases, adapters and codes that they have."""
+    """Return the weights of a layer's experts, with biases, adapters and codes if they exist."""
 
     def one(name):
         if not hasattr(w, name):
@@ -230,7 +232,7 @@ def _all_experts(
     chosen: Int[Array, "B T K"],
     activation: Activation,
 ) -> Float[Array, "B T D"]:
-    """Return the weighted sum over all experts in the order of their numbers; those not chosen add 0."""
+    """Return the weighted sum over all experts in order of their numbers; unchosen experts add 0."""
     weights = expert_weights(c.moe, router_logits(w, h), chosen)
     is_chosen = chosen[..., None] == jnp.arange(c.moe.num_experts)
     dense = jnp.sum(jnp.where(is_chosen, weights[..., None], 0.0), axis=-2)  # [B, T, X]
@@ -249,7 +251,7 @@ def _all_experts(
 
 
 def gate_fn(moe: MoEConfig, activation: Activation) -> Gate:
-    """Return the function of an expert's gate and up projection that gives its hidden state."""
+    """Return the function (gate, up) -> hidden state of an expert."""
     if moe.swiglu_limit is None:
         return lambda gate, up: activation(gate) * up
 
