@@ -1,4 +1,4 @@
-"""Attention under the current mesh: shards rows, heads and the tokens of a row (context parallelism).
+"""Attention under the current mesh, sharded over rows, heads and tokens of a row (context parallelism).
 
 Kernels are opaque to XLA's partitioner, so they run under `shard_map`.
 """
@@ -33,8 +33,8 @@ QUERY_AXES = ("batch", "sequence", "heads", "head_dim")
 
 
 def context_parallel(length: int, method: ContextParallel) -> ContextParallel:
-    """Return the method for rows of `length` tokens under the current mesh: "none" if it does not shard them,
-    or not evenly."""
+    """Return the method for rows of `length` tokens under the current mesh: "none" if the mesh does not shard
+    them evenly."""
     mesh = jax.sharding.get_abstract_mesh()
     shards = 1 if mesh.empty else num_shards("sequence", mesh.shape)
     chunks = 2 * shards if method == "ring" else shards
@@ -69,12 +69,12 @@ def sharded_attention(
 
     Args:
         segments, last, window: of `flash_attention`.
-        windows: all values that a traced `window` of all tokens may have; cuDNN compiles each.
+        windows: all possible values of a traced `window`; cuDNN compiles each.
         sinks: the score of one more key of value 0 for each head; None = none.
-        method: of `context_parallel`; what has tokens is in its order (`reorder_tokens`).
+        method: of `context_parallel`; arrays of tokens are in its order (`reorder_tokens`).
 
     Raises:
-        UserError: Ulysses with heads that its devices do not divide.
+        UserError: Ulysses, if the number of devices does not divide the heads.
     """
     spec = current_spec(QUERY_AXES, q.shape, REPLICATED_SEQUENCE if method == "none" else TRAIN)
     if spec is None:
@@ -86,7 +86,7 @@ def sharded_attention(
     ulysses_shards = head_shards * num_shards("sequence", mesh.shape)
     if method == "ulysses" and q.shape[2] % ulysses_shards:
         raise UserError(heads_problem(q.shape[2], ulysses_shards))
-    # A key head is repeated only until every device has one: its query heads are then all of one group.
+    # Repeat a key head only until every device has one: its query heads then belong to one group.
     repeats = head_shards // math.gcd(k.shape[2], head_shards)
     k, v = (x if repeats == 1 else jnp.repeat(x, repeats, axis=2) for x in (k, v))
     name, _ = choose("flash_attention", q.shape[3], q.dtype, softcap)
@@ -101,7 +101,7 @@ def heads_problem(heads: int, parts: int) -> str:
     """Return the message for query heads that Ulysses cannot divide among `parts` devices."""
     return (
         f"--mesh.sequence_parallel ulysses divides the {heads} query heads among tensor x sequence = {parts} "
-        f"devices, and {heads} is no multiple of {parts}. Set --mesh.sequence_parallel ring, or a smaller "
+        f"devices, and {heads} is not a multiple of {parts}. Set --mesh.sequence_parallel ring, or a smaller "
         "--mesh.sequence."
     )
 
@@ -114,7 +114,8 @@ class _Static(NamedTuple):
     partition: PartitionSpec
 
     def shard_map(self, function, inputs: str, outputs: str):
-        """Map `function` over shards; a letter an array: r = like q, l = lse, s = segments, w = a scalar."""
+        """Map `function` over shards; one letter per array: r = like q, l = lse, s = segments, w = a
+        scalar."""
         batch, sequence, heads, _ = self.partition
         specs = {
             "r": self.partition,

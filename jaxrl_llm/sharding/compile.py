@@ -17,17 +17,17 @@ from jaxrl_kernels.chips import TPU_KINDS
 
 MAX_THREADS = 16  # each holds the memory of a compilation
 LAYOUT = {"tpu7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}}
-"""TPU generation -> options. Without it the compiler tiles 16-bit weights by 16 rows within a program and by
-8 rows where they enter it, so that decoding, prefill and scoring begin with a copy of all of them (libtpu
-0.0.50; docs/fit.md)."""
+"""TPU generation -> options. Without this option the compiler tiles 16-bit weights by 16 rows within a
+program and by 8 rows as arguments, so that decoding, prefill and scoring begin with a copy of all weights
+(libtpu 0.0.50; docs/fit.md)."""
 GATHER = {
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
     "xla_tpu_assign_all_reduce_scatter_layout": True,
     "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
     "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
 }
-"""Weights are gathered before their product, and gradients reduce-scattered. By default 8 shards or more of a
-weight are multiplied one by one, and their sum is read and written for each (docs/fit.md)."""
+"""Gather weights before their product, and reduce-scatter gradients. By default, if a weight has 8 or more
+shards, they are multiplied one by one, and their sum is read and written each time (docs/fit.md)."""
 SPARSECORE = {
     "xla_sc_disable_megacore_partitioning": True,
     "xla_sc_enable_instruction_fusion": False,
@@ -48,8 +48,8 @@ SPARSECORE = {
 MaxText's recipes for these generations."""
 HAVE_SPARSECORES = ("v5p", "v6e", "tpu7x")
 GATHER_ON_GPU = {"xla_gpu_experimental_collective_cse_distance_threshold": 1_000_000}
-"""A tied table is gathered once for the lookup and the head: XLA makes one of equal collectives that are at
-most so many instructions apart."""
+"""Gather a tied table once for the lookup and the head: XLA merges equal collectives that are at most so many
+instructions apart."""
 FLAGS_IN_ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ log = logging.getLogger(__name__)
 def compiler_options(mesh: Mesh, gathers_weights: bool = False) -> dict[str, Any] | None:
     """Return the `compiler_options` of `jax.jit` for programs that run a model on these devices.
 
-    An option that the environment's flags name is left to them. One that this version of the compiler does
-    not have is left out, with a warning.
+    Options that the environment's flags set are left out, and so are, with a warning, options that this
+    version of the compiler lacks.
 
     Args:
         gathers_weights: the program gathers sharded weights layer by layer, as training and scoring do.
@@ -79,7 +79,7 @@ def compiler_options(mesh: Mesh, gathers_weights: bool = False) -> dict[str, Any
 
 @functools.cache
 def known_options(device: jax.Device, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """Return the compiler options that the compiler of a device has: they differ between its versions."""
+    """Return the options that this version of the device's compiler knows."""
     place = SingleDeviceSharding(device)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
 
@@ -105,7 +105,7 @@ class ParallelCompiler:
     others.
 
     A later call with arrays of the same shapes, types and shardings compiles nothing. Leaving the context
-    waits for all programs, and raises what one of them raised.
+    waits for all programs, and raises the error of a failed one.
 
         with jax.set_mesh(mesh), ParallelCompiler() as compiler:
             hidden = compiler.start(forward, params, jax.ShapeDtypeStruct((8, 128), jnp.int32))
@@ -126,14 +126,14 @@ class ParallelCompiler:
                 compiled.result()
 
     def start(self, function: Callable, *args: Any, **static: Any) -> Any:
-        """Start to compile a program, unless that was done before.
+        """Start to compile a program, unless it was started before.
 
         Args:
             function: made by `jax.jit`.
-            args: of one call: arrays, `jax.ShapeDtypeStruct` in their place, or static values.
+            args: arguments of one call: arrays or `jax.ShapeDtypeStruct`, or static values.
 
         Returns:
-            Shapes, types and shardings of its results.
+            Shapes, types and shardings of the results.
         """
         leaves, tree = jax.tree.flatten((args, static))
         key = function, tree, tuple(map(_signature, leaves))
@@ -144,5 +144,5 @@ class ParallelCompiler:
 
 
 def _signature(x: Any) -> Any:
-    """Return what tells the programs of two calls apart."""
+    """Return the key of an argument that selects the compiled program."""
     return (x.shape, x.dtype, getattr(x, "sharding", None)) if hasattr(x, "dtype") else x

@@ -13,30 +13,31 @@ from jaxrl_llm.ranges import Range
 ALL_DEVICES = "all"
 DEVICE_RANGE = re.compile(r"(\d{1,6}):(\d{1,6})")
 POLICY, ROLLOUT_ENGINE, REFERENCE, CRITIC, TEACHER = "", "rollout.", "reference.", "critic.", "teacher."
-"""Roles of models: keys of `TrainConfig.placements`. Reward models have one each, `reward_role`."""
+"""Roles of models: keys of `TrainConfig.placements`. Each reward model has a role, `reward_role`."""
 AXES = ("data", "fsdp", "expert", "tensor", "sequence")
 AxisSize = Annotated[int, Range(-1, 2**20)]
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes; their product is the number of devices; one may be -1 (all that remain)."""
+    """Sizes of the mesh axes; their product is the number of devices; one may be -1 (all remaining
+    devices)."""
 
     data: AxisSize = 1
-    """Data parallelism: replicas of the model, each with rows of its own."""
+    """Data parallelism: replicas of the model, each with different rows."""
     fsdp: AxisSize = -1
-    """Fully sharded data parallelism: parameters, gradients and optimizer are sharded; rows too."""
+    """Fully sharded data parallelism: shards parameters, gradients and optimizer state, and rows."""
     expert: AxisSize = 1
-    """Expert parallelism: experts are divided; all else as under fsdp."""
+    """Expert parallelism: shards experts; everything else as fsdp."""
     tensor: AxisSize = 1
-    """Tensor parallelism: heads, feed-forward and vocabulary are sharded; tokens between blocks too."""
+    """Tensor parallelism: shards heads, feed-forward and vocabulary, and the tokens between blocks."""
     sequence: AxisSize = 1
-    """Context parallelism: tokens of a row are sharded; parameters, gradients and optimizer too."""
+    """Context parallelism: shards the tokens of a row, and parameters, gradients and optimizer state."""
     sequence_parallel: Literal["ring", "ulysses"] = "ring"
     """Attention under context parallelism: ring, or Ulysses (all-to-all between tokens and heads)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong) for sizes that make no mesh."""
+        """Yield (field, problem) for sizes that are not a mesh."""
         for name, size in self.sizes.items():
             if size == 0:
                 yield name, "is 0: it must be at least 1, or -1 for all remaining devices."
@@ -52,7 +53,8 @@ class MeshConfig:
         return {name: getattr(self, name) for name in AXES}
 
     def resolved_sizes(self, num_devices: int) -> dict[str, int]:
-        """Return axis -> size on `num_devices`, -1 replaced by what the other axes leave (at least 1)."""
+        """Return axis -> size on `num_devices`; -1 becomes the devices that the other axes leave, at least
+        1."""
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         return {
             name: max(num_devices // max(fixed, 1), 1) if size == -1 else size
@@ -62,13 +64,13 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """Devices of a model, and its mesh over them; by default those of the policy."""
+    """Devices of a model, and its mesh over them; by default the policy's."""
 
     mesh: MeshConfig | None = None
-    """Mesh over its devices; None = the axis sizes of the policy's mesh. Once a size is set, the others have
-    their own defaults: fsdp -1, all else 1."""
+    """Mesh over the devices; None = the axis sizes of the policy's mesh. Once a size is set, the others have
+    the defaults of a mesh: fsdp -1, all others 1."""
     devices: str = ""
-    """Devices: all, or a range such as 0:4 (devices 0 to 3 of each process); "" = those of the policy."""
+    """Devices: all, or a range such as 0:4 (devices 0 to 3 of each process); "" = the policy's devices."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""
@@ -77,7 +79,7 @@ class PlacementConfig:
 
     @property
     def is_own(self) -> bool:
-        """True where mesh or devices are set, so that they may differ from the policy's."""
+        """True if mesh or devices are set, so that they may differ from the policy's."""
         return self.mesh is not None or bool(self.devices)
 
 

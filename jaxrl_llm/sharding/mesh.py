@@ -18,11 +18,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, f
     """Return the mesh (data, fsdp, expert, tensor, sequence) over devices of all processes.
 
     Args:
-        devices: others than `jax.devices()`.
+        devices: default `jax.devices()`.
         flag: prefix of the config's keys, for the message.
 
     Raises:
-        UserError: the sizes do not multiply to the number of devices; it names the flag to change and how.
+        UserError: the sizes do not multiply to the number of devices; the message names a flag and its value.
     """
     devices = open_devices() if devices is None else devices
     for name, problem in config.problems():
@@ -39,12 +39,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, f
 
 
 def _fix(config: MeshConfig, num_devices: int, flag: str) -> str:
-    """Name one flag that makes the product right, if changing one is enough."""
+    """Return the fix: one flag and its value, if changing one flag is enough."""
     for name in ("fsdp", "data", "tensor", "sequence"):
         size, others = config.sizes[name], [s for n, s in config.sizes.items() if n != name]
         room, left = divmod(num_devices, math.prod(map(abs, others)))
         if left == 0 and size != -1:
-            if -1 in others:  # which takes what this one leaves
+            if -1 in others:  # the axis -1 takes the devices that this one leaves
                 room = max(n for n in range(1, min(size, room) + 1) if room % n == 0)
             return f"Set {flag}.{name} {room}."
     divisors = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)

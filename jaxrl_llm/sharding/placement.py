@@ -1,7 +1,7 @@
-"""Placement: the devices and mesh of each model of a run, and arrays moved between meshes.
+"""Placement: the devices and mesh of each model of a run, and moving arrays between meshes.
 
-A range of devices counts those of each process (`0:4` = the first four of every process), so that every
-process has devices in every mesh: it can give rows to each model, and read its outputs.
+A range counts the devices of each process (`0:4` = the first four of every process), so that every process
+has devices in every mesh: it can give rows to each model, and read its outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxrl_llm.sharding.config import PlacementConfig, device_bounds, device_pro
 from jaxrl_llm.sharding.mesh import make_mesh
 
 Device = TypeVar("Device")
-"""A `jax.Device`, of this machine or of a topology that is compiled for."""
+"""A `jax.Device` of this machine, or of a topology to compile for."""
 
 
 def place(
@@ -28,13 +28,13 @@ def place(
     """Return the mesh of a model.
 
     Args:
-        role: prefix of its keys, such as "rollout."; "" = the policy.
-        policy: placement of the policy, which that of others defaults to.
+        role: prefix of the model's keys, such as "rollout."; "" = the policy.
+        policy: placement of the policy, the default of the others.
         devices: all devices of all processes.
 
     Raises:
-        UserError: a range that some process lacks devices for, or sizes that do not multiply to the number
-            of devices; it names the key and the fix.
+        UserError: a process lacks devices of the range, or the sizes do not multiply to the number of
+            devices; the message names the key and the fix.
     """
     own, text = bool(placement.devices), placement.devices or policy.devices
     chosen = select_devices(text, devices, f"--{role if own else ''}devices")
@@ -42,10 +42,10 @@ def place(
 
 
 def select_devices(text: str, devices: Sequence[Device], flag: str) -> list[Device]:
-    """Return the devices of "all" or of a range, in order: the same part of each process's devices.
+    """Return the devices of "all" or of a range, in order: the same range of each process's devices.
 
     Raises:
-        UserError: no range, or one that a process lacks devices for.
+        UserError: the text is not a range, or a process lacks devices of it.
     """
     for _, problem in device_problems(text):
         raise UserError(f"{flag} {problem}")
@@ -65,7 +65,7 @@ def select_devices(text: str, devices: Sequence[Device], flag: str) -> list[Devi
 
 
 def device_ranges(chosen: Iterable[Device], devices: Sequence[Device]) -> str:
-    """Return the ranges of each process's devices that these are: "0:2" or "0:2,6:8"."""
+    """Return chosen devices as ranges of each process's devices: "0:2" or "0:2,6:8"."""
     chosen = set(chosen)
     first = next(iter(_by_process(devices).values()))
     inside = [False, *(device in chosen for device in first), False]
@@ -74,7 +74,7 @@ def device_ranges(chosen: Iterable[Device], devices: Sequence[Device]) -> str:
 
 
 def placement_of(mesh: Mesh, devices: Sequence[Device]) -> dict[str, Any]:
-    """Return devices, as ranges of each process's, and axis sizes of a mesh."""
+    """Return the devices (as ranges of each process's devices) and axis sizes of a mesh."""
     return {"devices": device_ranges(mesh.devices.flat, devices), **mesh.shape}
 
 
@@ -85,16 +85,16 @@ def format_placement(placement: Mapping[str, Any]) -> str:
 
 
 def devices_of(tree: Any) -> frozenset[jax.Device]:
-    """Return the devices of the arrays' shardings; arrays of the host have none."""
+    """Return the devices of the arrays' shardings; host arrays have none."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "sharding")]
     return frozenset(device for array in arrays for device in array.sharding.device_set)
 
 
 def reshard(tree: Any, shardings: Any) -> Any:
-    """Return the arrays with these shardings, on the same or other devices. A collective.
+    """Move arrays to these shardings, on the same or other devices. A collective.
 
-    Arrays that have their sharding already are returned themselves, and others may share memory with the
-    arrays passed in: donate neither while the other is used.
+    An array that has its sharding already is returned unchanged, and others may share memory with their
+    source: donate neither while the other is used.
 
     Args:
         shardings: a tree of the same structure, on a mesh in which every process has devices.
@@ -114,10 +114,11 @@ def _reshard_array(x: jax.Array, target: NamedSharding) -> jax.Array:
 
 
 def _reshard_by_process(x: jax.Array, target: NamedSharding) -> jax.Array:
-    """Move an array of several processes to other devices of theirs, which `jax.device_put` does not do.
+    """Move an array of several processes to other devices of the same processes, which `jax.device_put`
+    cannot.
 
-    First each process gets the whole array, divided among its devices of the old mesh; then it copies the
-    shards of the new mesh from one of its devices to another. Waits, so that one array at a time is whole.
+    First each process gathers the whole array, sharded over its devices of the old mesh; then it copies the
+    shards of the new mesh between its devices. Waits, so that only one array at a time is gathered.
     """
     sources = _by_process(x.sharding.mesh.devices.flat)
     grid = Mesh(np.array([sources[index] for index in sorted(sources)]), ("process", "local"))

@@ -1,8 +1,8 @@
 """Ring attention (arXiv 2310.01889): context parallelism in which keys and values rotate around the devices.
 
-A row is 2n chunks on n devices, in zigzag order: device i holds chunks i and 2n - 1 - i. So every device
-has the same causal work at every step of the ring, two products of chunks (three at the first, its own
-two diagonals among them), whereas in the natural order the first device would wait for the last.
+A row is 2n chunks on n devices, in zigzag order: device i holds chunks i and 2n - 1 - i. So every device has
+the same causal work at every step of the ring: two products of chunks (three at the first step, including two
+diagonal ones). In the natural order, the first device would wait for the last.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PAIRS = ((0, 0), (1, 0), (1, 1))
 class RingAttention(NamedTuple):
     """`forward` and `backward` of the attention contract for a device's shard of a row, under `shard_map`.
 
-    Queries, keys and segments are one device's two chunks; of the mask only the window is read. Pairs of
-    chunks that are fully masked are skipped.
+    Queries, keys and segments are the device's two chunks. Reads only the mask's window. Fully masked pairs
+    of chunks are skipped.
     """
 
     implementation: Any
     """Module with `forward` and `backward` of the contract, for one chunk of queries and one of keys."""
     axis: str
-    """Mesh axis that the row is sharded over."""
+    """Mesh axis that shards the row."""
 
     def forward(self, spec: AttentionSpec, q, k, v, q_segments, kv_last, mask: DynamicMask):
         """Compute (out, lse) of the local queries over the keys of all devices."""
@@ -70,10 +70,11 @@ class RingAttention(NamedTuple):
         d_out,
         d_lse=None,
     ):
-        """Compute (dq, dk, dv); dk and dv rotate with their keys, one step behind, in float32."""
+        """Compute (dq, dk, dv); dk and dv rotate with their keys, one step later, in float32."""
         d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse
         results = list(zip(_halves(out), _halves(lse, 2), _halves(d_out), _halves(d_lse, 2), strict=True))
 
+        # One step: gradients of the visible pairs of chunks, added to the gradients that have arrived.
         def compute(operands, result):
             gradients = self.implementation.backward(spec, *operands, *result)
             return [x.astype(jnp.float32) for x in gradients]
@@ -92,13 +93,14 @@ class RingAttention(NamedTuple):
             d_q_part, *d_kv_part = [jnp.concatenate(part, axis=1) for part in parts]
             return following, jax.tree.map(jnp.add, arrived, d_kv_part), d_q + d_q_part
 
+        # After the last step, dk and dv are one device short of the device of their keys.
         d_q, *d_kv = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
         _, d_kv, d_q = self._all_steps(step, ((k, v, kv_last), d_kv, d_q))
         d_k, d_v = self._rotate(d_kv)  # to the devices of their keys
         return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
     def _all_steps(self, step, carry):
-        """Run all steps of the ring; XLA drops the rotation of the last one, which is unused."""
+        """Run all steps of the ring; XLA drops the unused rotation of the last step."""
         last = jax.lax.axis_size(self.axis) - 1
         return step(last, jax.lax.fori_loop(0, last, step, carry))
 
@@ -112,7 +114,7 @@ class RingAttention(NamedTuple):
         n, device = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
         length = q.shape[1] // 2
         start = lambda i, chunk: length * (2 * n - 1 - i if chunk else i)
-        whole = jnp.ndim(mask.window) == 0  # one window for all, which cuDNN compiles
+        whole = jnp.ndim(mask.window) == 0  # a single window, which cuDNN compiles
         windows = (mask.window, mask.window) if whole else _halves(mask.window)
         queries = list(zip(_halves(q), _halves(q_segments), windows, strict=True))
         keys = list(zip(*[_halves(x) for x in kv], strict=True))
@@ -142,13 +144,13 @@ def from_zigzag(x: Shaped[Array, "B T ..."], axis: str) -> Shaped[Array, "B T ..
 
 
 def _moves(axis: str, half: int) -> list[tuple[int, int]]:
-    """Return (source, target) of the chunks 2i + half of all devices i: no two have the same target."""
+    """Return (source, target) of the chunks 2i + half of all devices i; all targets differ."""
     n = jax.lax.axis_size(axis)
     return [(i, min(2 * i + half, 2 * n - 1 - 2 * i - half)) for i in range(n)]
 
 
 def _swap_on_odd(a, b, axis: str):
-    """Swap on devices of odd index, which hold an odd early chunk and an even late one."""
+    """Swap a and b on devices of odd index, which hold an odd early chunk and an even late one."""
     odd = jax.lax.axis_index(axis) % 2 == 1
     return jnp.where(odd, b, a), jnp.where(odd, a, b)
 

@@ -25,7 +25,7 @@ TRAIN: Rules = {
     "sequence": "sequence",
     "residual": ("sequence", "tensor"),  # tokens between the blocks of a layer
     "hidden": None,
-    "copies": "data",  # rows, where devices have all that read their copy of a weight
+    "copies": "data",  # rows, if every reader of a copy of a weight is on its devices
     # weights
     "layers": None,
     "embed": ("fsdp", "sequence", "expert"),
@@ -43,37 +43,37 @@ TRAIN: Rules = {
     "norm": None,
     "rank": None,
 }
-"""Training and scoring: weights sharded over fsdp, sequence, expert and tensor, rows over data, fsdp and
-expert. Experts are divided over expert, and each of them over the other axes."""
+"""Training and scoring: weights are sharded over fsdp, sequence, expert and tensor; rows over data, fsdp and
+expert. Experts are divided over expert, and each expert's matrices over the other axes."""
 
 GATHERED: Rules = {**TRAIN, **{"embed": None, "latent": None, "expert_embed": None}}
-"""Weights of training and scoring as products read them: gathered over all axes but tensor and expert."""
+"""Weights of training and scoring in a product: gathered over all axes except tensor and expert."""
 
 ROLLOUT: Rules = {
     **TRAIN,
     **{"embed": None, "latent": None},
     **{"experts": ("data", "fsdp", "sequence", "expert"), "expert_embed": None},
 }
-"""Decoding reads every weight for every token: each replica holds all of them, sharded over tensor only.
-Experts are divided among all replicas: a token is sent to those that it chooses."""
+"""Decoding reads every weight for every token: each replica holds all weights, sharded over tensor only.
+Experts are divided among all replicas, and tokens are sent to the experts that they choose."""
 
 
 def num_shards(axis: str, sizes: Mapping[str, int], rules: Rules = TRAIN) -> int:
-    """Return into how many shards a logical axis is divided.
+    """Return the number of shards of a logical axis.
 
     Args:
-        axis: "batch" for the replicas that have rows of their own, "sequence" for the degree of context
-            parallelism, "heads" for that of tensor parallelism, or another key of `rules`.
-        sizes: mesh axis -> size: `mesh.shape`, or `MeshConfig.resolved_sizes` before there is a mesh.
+        axis: "batch" for the number of replicas with different rows, "sequence" for the degree of context
+            parallelism, "heads" for the degree of tensor parallelism, or another key of `rules`.
+        sizes: mesh axis -> size: `mesh.shape`, or `MeshConfig.resolved_sizes` before a mesh exists.
     """
     return math.prod(sizes[name] for name in axes_of(rules[axis]))
 
 
 def partition_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
-    """Return the PartitionSpec of an array whose dims carry these logical axes.
+    """Return the PartitionSpec of an array whose dims have these logical axes.
 
     Raises:
-        ValueError: an axis that the table lacks, or a mesh axis used for two dims.
+        ValueError: an axis is not in the table, or a mesh axis shards two dims.
     """
     unknown = [a for a in axes if a is not None and a not in rules]
     if unknown:
@@ -91,8 +91,8 @@ def sharding_for(
     """Return the sharding of one array; a dim that its mesh axes do not divide evenly is replicated (2 kv
     heads on tensor=4).
 
-    Mesh axes that do not divide the experts (60 on fsdp=8) divide the hidden states of each in their place,
-    or else its inputs and outputs (60 of 1,408 on fsdp=256), which are gathered for a layer.
+    Mesh axes that do not divide the number of experts (60 on fsdp=8) shard each expert's hidden states
+    instead, or else its inputs and outputs (60 of 1,408 on fsdp=256), which are gathered for a layer.
     """
     return NamedSharding(mesh, dividing_spec(mesh.shape, axes, shape, rules))
 
@@ -128,11 +128,11 @@ def constrain(x: jax.Array, *axes: str | None, rules: Rules = TRAIN) -> jax.Arra
 
 
 def constrain_residual(x: jax.Array) -> jax.Array:
-    """Constrain the residual stream [B, T, D]: its tokens are divided over tensor, too, where that is even.
+    """Constrain the residual stream [B, T, D]: tokens are also sharded over tensor, if they divide evenly.
 
     Sequence parallelism of Megatron (arXiv 2205.05198): the sum after a row-parallel product is a
-    reduce-scatter, and an all-gather of the norm's output precedes a column-parallel one. A step of
-    decoding, whose rows have one token, is left as it is.
+    reduce-scatter, and an all-gather of the norm's output precedes a column-parallel one. Decoding steps,
+    whose rows have one token, are unchanged.
     """
     mesh = jax.sharding.get_abstract_mesh()
     is_even = not mesh.empty and x.shape[1] % num_shards("residual", mesh.shape) == 0
@@ -143,18 +143,18 @@ def constrain_residual(x: jax.Array) -> jax.Array:
 def gather_tokens(x: jax.Array) -> jax.Array:
     """Gather the output of a norm [B, T, D] for the products that read all tokens.
 
-    Its gradient is reduce-scattered. Without the first constraint a cast to the type of x may be made after
-    the gather, whose bytes are then those of the wider type.
+    Its gradient is reduce-scattered. Without the first constraint, XLA may cast to the type of x only after
+    the gather, and gather the wider type.
     """
     return constrain(constrain_residual(x), "batch", "sequence", "hidden")
 
 
 @jax.custom_vjp
 def scatter_gradient(x: jax.Array) -> jax.Array:
-    """Return x [B, T, D], gathered tokens that one product reads; its gradient is reduce-scattered.
+    """Return x [B, T, D], the gathered tokens that one product reads, and reduce-scatter its gradient.
 
-    That of the sum of several products' gradients is enough, unless the gradients of adapters or a barrier
-    stand between them: XLA then all-reduces each.
+    Several products may share one reduce-scatter of their summed gradient, unless gradients of adapters or a
+    barrier separate them: XLA then all-reduces each.
     """
     return x
 
@@ -169,12 +169,12 @@ scatter_gradient.defvjp(lambda x: (x, None), _scatter_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
-    """Return the rows of the embedding that the tokens name, rounded to `dtype`.
+    """Return the embeddings of the tokens, rounded to `dtype`.
 
-    The gradients of equal tokens are added in float32: in bfloat16 the sum of a frequent token stops growing
-    at some 256 times one of them. The sum has the sharding of the weight: devices then exchange the gradients
-    of tokens, in `dtype`. That of a gathered table would be an all-reduce of tables. Without the first
-    constraint the cast to `dtype` may be made after the gather, whose bytes are then those of the wider type.
+    Gradients of equal tokens are added in float32: in bfloat16, the sum of a frequent token stops growing at
+    about 256 times one gradient. The sum has the sharding of the weight: devices exchange the gradients of
+    tokens, in `dtype`, instead of an all-reduce of whole tables. Without the first constraint, XLA may cast
+    to `dtype` only after the gather, and gather the wider type.
     """
     table = constrain(rounded(table, dtype), "vocab", "embed")
     return constrain(table, "vocab", "hidden")[tokens]
@@ -186,7 +186,7 @@ def _look_up_forward(table, tokens, dtype):
 
 def _look_up_backward(dtype, residuals, gradient):
     table, tokens = residuals
-    gradient = constrain(gradient, "copies", None, "embed")  # sent before it becomes float32
+    gradient = constrain(gradient, "copies", None, "embed")  # sent in the narrower type, then cast to float32
     total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(gradient.astype(jnp.float32))
     return constrain(total, "vocab", "embed").astype(table.dtype), None
 
@@ -226,7 +226,7 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
     host = sharding.with_memory_kind(HOST)
     if host.memory_kind:
         return host
-    # GPUs that are only compiled for list no memories: on them the kind would be dropped in silence.
+    # GPUs of a compile-only topology list no memories: JAX would silently drop the memory kind.
     return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
 
 
@@ -236,7 +236,7 @@ def on_device(sharding: NamedSharding) -> NamedSharding:
 
 
 def fetch(x: jax.Array) -> jax.Array:
-    """Copy an array that is in host memory to the devices, within a jitted function; others stay."""
+    """Copy an array from host memory to the devices, within a jitted function; other arrays are unchanged."""
     is_on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host else x
 
@@ -246,13 +246,13 @@ def bytes_per_device(
     memory: Literal["device", "pinned_host"] = "device",
     devices: Collection[jax.Device] | None = None,
 ) -> int:
-    """Return the bytes of abstract or host arrays that belong to one device, padding not counted.
+    """Return the bytes of abstract or host arrays on one device, without padding.
 
     An array without a sharding is replicated. Two 4-bit integers share a byte, but not on a CPU.
 
     Args:
-        memory: which arrays count: those on the devices, or those that `on_host` keeps off them.
-        devices: arrays that are sharded over none of these are left out; None = all arrays count.
+        memory: count arrays in this memory: on the devices, or on the host (`on_host`).
+        devices: count only arrays sharded over one of these devices; None = all arrays.
     """
 
     def one(x) -> int:

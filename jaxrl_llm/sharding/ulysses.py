@@ -15,15 +15,15 @@ from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask
 class UlyssesAttention(NamedTuple):
     """`forward` and `backward` of the attention contract for a device's shard of a row, under `shard_map`.
 
-    All-to-all turns a shard of the tokens with all heads into all tokens with a shard of the heads, and back;
-    of the mask only the window is read. Fewer key heads than devices are repeated until each device has one,
-    so that no device receives a head that it does not read.
+    All-to-all turns a shard of the tokens with all heads into all tokens with a shard of the heads, and back.
+    Reads only the mask's window. If there are fewer key heads than devices, they are repeated until each
+    device has one, so that no device receives a head that it does not read.
     """
 
     implementation: Any
     """Module with `forward` and `backward` of the contract, for the whole row."""
     axis: str
-    """Mesh axis that the row is sharded over; its size divides the number of query heads."""
+    """Mesh axis that shards the row; its size divides the number of query heads."""
 
     def forward(self, spec: AttentionSpec, q, k, v, q_segments, kv_last, mask: DynamicMask):
         """Compute (out, lse) of the local queries over the keys of all devices."""
@@ -67,8 +67,8 @@ class UlyssesAttention(NamedTuple):
     def _gather(
         self, q: Shaped[Array, "B t"], kv: Shaped[Array, "B t"], mask: DynamicMask
     ) -> tuple[Array, Array, DynamicMask]:
-        """Return the segments and the mask of whole rows; one array of segments where both are the same, as
-        cuDNN needs to know."""
+        """Return the segments and the mask of whole rows. Returns the same array twice if both segments are
+        the same, since `cudnn` compares them by identity."""
         gather = lambda x: jax.lax.all_gather(x, self.axis, axis=1, tiled=True)
         whole = gather(q)
         mask = mask if jnp.ndim(mask.window) == 0 else mask._replace(window=gather(mask.window))
@@ -80,6 +80,6 @@ class UlyssesAttention(NamedTuple):
 
 
 def _sum_repeated(d, x):
-    """Return the gradient of x [B, t, K, E] from that of its repeated heads, summed in float32."""
+    """Return the gradient of x [B, t, K, E]: the gradients of its repeated heads, summed in float32."""
     batch, length, heads, dim = x.shape
     return d.reshape(batch, length, heads, -1, dim).sum(axis=3, dtype=jnp.float32).astype(x.dtype)

@@ -178,7 +178,7 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         (
             dict(mesh=MeshConfig(tensor=3, sequence=4, sequence_parallel="ulysses")),
             "--mesh.sequence_parallel ulysses divides the 16 query heads among tensor x sequence = 12 "
-            "devices, and 16 is no multiple of 12. Set --mesh.sequence_parallel ring, or a smaller "
+            "devices, and 16 is not a multiple of 12. Set --mesh.sequence_parallel ring, or a smaller "
             "--mesh.sequence.",
         ),
         (

@@ -1,10 +1,11 @@
-"""Dropless dispatch of tokens to experts that are divided over the mesh.
+"""Dropless dispatch of tokens to experts that are sharded over the mesh.
 
-Every device gathers the tokens of the axes that divide the experts, computes those that chose its experts by
-grouped matrix products, and the sums are scattered back: all-gather and reduce-scatter, of static shapes. If
-the matrices of an expert are sharded, too, each device gathers its experts, and their gradient is scattered.
-An axis that does not divide the number of experts divides their hidden states, which is the same sum. Of the
-gathered assignments a device has few, and computes these in parts: buffers are of a part, not of all.
+Every device gathers the tokens along the axes that shard the experts, computes the tokens that chose its
+experts by grouped matrix products, and the sums are scattered back: all-gather and reduce-scatter, with
+static shapes. If the matrices of an expert are sharded too, each device gathers its experts, and their
+gradient is scattered. An axis that does not divide the number of experts shards the hidden states of experts
+instead, which gives the same sum. A device owns few of the gathered assignments and computes them in chunks,
+so that buffers have the size of a chunk.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from jaxrl_llm.models.experts.weights import (
 from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
 
 GATHERED_EXPERTS = "gathered_experts"
-"""Name of the weights of experts that are gathered for a layer: no rematerialization keeps them."""
+"""Name of the gathered weights of a layer's experts; no rematerialization policy saves them."""
 NamesOfDims = tuple[tuple[str, ...], ...]
 MIN_PART = 1024
-"""Rows from which on a part is worth a loop (`_in_parts`)."""
+"""Minimum rows of a chunk: fewer are not worth the loop (`_in_parts`)."""
 
 
 def sharded_experts(
@@ -57,13 +58,14 @@ def sharded_experts(
     """Return the weighted sum of the chosen experts' outputs under the current mesh.
 
     Args:
-        chosen: numbers of experts; the number of experts itself = none.
+        chosen: numbers of experts; X (the number of experts) = none.
         weights: float32.
         rules: the experts' logical axes are "experts", "expert_embed" and "expert_mlp".
     """
     rows = current_spec(("batch", "sequence", "hidden"), h.shape)
     if rows is None:
         return grouped_experts(h, chosen, weights, experts, gated).astype(h.dtype)
+    # The mesh axes of experts and of their dims, and the axes along which tokens are gathered.
     shape = jax.tree.leaves(experts.gate)[0].shape
     owners, embed, mlp = current_spec(("experts", "expert_embed", "expert_mlp"), shape, rules)
     expert_axes, mlp_axes = axes_of(owners), axes_of(mlp)
@@ -75,12 +77,12 @@ def sharded_experts(
     expert_specs = _specs_of_experts(experts, owners, embed, mlp)
 
     def local(h, chosen, weights, experts):
-        if embed:  # the transpose is a reduce-scatter; that of a gather by the partitioner is an all-reduce
+        if embed:  # its transpose is a reduce-scatter; the partitioner's gather would have an all-reduce
             experts = jax.tree.map(functools.partial(_gather, axes=embed), experts, expert_specs)
         gather = lambda x: _over_dims(_all_gather, gathered, x)
         first = jax.lax.axis_index(expert_axes) * experts.count if expert_axes else 0
         chosen = gather(chosen) - first
-        if mlp_axes and experts.down_bias is not None:  # or the sum over them would have it several times
+        if mlp_axes and experts.down_bias is not None:  # else the sum over devices would add it several times
             is_first = jax.lax.axis_index(mlp_axes) == 0
             experts = experts._replace(down_bias=jnp.where(is_first, experts.down_bias, 0))
         devices = math.prod(map(jax.lax.axis_size, expert_axes))
@@ -102,7 +104,7 @@ def _over_dims(
     names_of_dims: NamesOfDims,
     x: Array,
 ) -> Array:
-    """Return x after the collective over the mesh axes of each of its first dims."""
+    """Apply the collective to each of the first dims of x, over the dim's mesh axes."""
     for dim, names in enumerate(names_of_dims):
         x = collective(x, names, dim) if names else x
     return x
@@ -110,9 +112,9 @@ def _over_dims(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _scattered(x: Float[Array, "B T D"], names_of_dims: NamesOfDims, dtype: DTypeLike) -> Array:
-    """Return float32 sums over devices, scattered over the mesh axes of each of the first dims, as `dtype`.
+    """Sum over devices in float32, scatter the first dims over their mesh axes, and return `dtype`.
 
-    The backward pass gathers gradients of that type; XLA would gather float32 where a loop reads them next.
+    The backward pass gathers gradients of type `dtype`; XLA would gather float32 if a loop reads them next.
     """
     scatter = lambda x, names, dim: jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
     return _over_dims(scatter, names_of_dims, x).astype(dtype)
@@ -130,14 +132,14 @@ _scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
 def _gather(x: Array, spec: PartitionSpec, axes: str | tuple[str, ...]) -> Array:
-    """Return the shards of an array over these mesh axes, joined."""
+    """Gather the shards of an array over these mesh axes."""
     if axes not in spec:
         return x
     return checkpoint_name(jax.lax.all_gather(x, axes, axis=spec.index(axes), tiled=True), GATHERED_EXPERTS)
 
 
 def _divide_tiles(matrix: ExpertMatrix, inputs: Any) -> ExpertMatrix:
-    """Return matrices with smaller tiles of the same scales, if the shards of their inputs need them."""
+    """Split quantization tiles, repeating their scales, if the shards of the inputs are smaller."""
     if isinstance(matrix, AdaptedMatrices):
         return dataclasses.replace(matrix, weight=_divide_tiles(matrix.weight, inputs))
     if not isinstance(matrix, QuantizedMatrices):
@@ -149,8 +151,8 @@ def _divide_tiles(matrix: ExpertMatrix, inputs: Any) -> ExpertMatrix:
 
 
 def _specs_of_experts(experts: ExpertWeights, owners: Any, embed: Any, mlp: Any) -> ExpertWeights:
-    """Return how the experts are sharded: over `owners`, their inputs and outputs over `embed`, hidden states
-    over `mlp`."""
+    """Return the PartitionSpecs of the experts: experts over `owners`, their inputs and outputs over `embed`,
+    hidden states over `mlp`."""
 
     def matrix(weight: ExpertMatrix, inner, outer):
         spec = PartitionSpec(owners, inner, outer)
@@ -180,12 +182,12 @@ def grouped_experts(
 ) -> Float[Array, "B T D"]:
     """Return the weighted sum of the outputs of these experts, float32; numbers outside [0, X) add 0.
 
-    Assignments are sorted by expert, so that each expert's tokens are rows of one grouped product. Where many
-    devices divide the experts, the rows are computed in parts (`_in_parts`). Without a kernel for grouped
-    products tiles of rows pass all of an expert at a time (`experts_in_tiles`).
+    Assignments are sorted by expert, so that each expert's tokens are rows of one grouped product. If many
+    devices share the experts, the rows are computed in chunks (`_in_parts`). Without a kernel for grouped
+    products, an expert computes a tile of rows at a time (`experts_in_tiles`).
 
     Args:
-        devices: that divide the experts, and so the assignments.
+        devices: devices that share the experts, and so the assignments.
     """
     count, per_token = experts.count, chosen.shape[-1]
     tokens, shares = h.reshape(-1, h.shape[-1]), weights.reshape(-1)
@@ -212,7 +214,7 @@ def _sorted_rows(
 ) -> Float[Array, "M D"]:
     """Return rows of x, each copied `copies` times, in this order.
 
-    The gradient reads them back by `places`, the inverse of the order, and sums the copies in float32; XLA's
+    The gradient gathers by `places`, the inverse of the order, and sums the copies in float32; XLA's gradient
     would be a scatter into zeros.
     """
     return x[order // copies]
@@ -237,7 +239,7 @@ def _outputs(
     experts: ExpertWeights,
     gated: Gate,
 ) -> Float[Array, "M D"]:
-    """Return the outputs of these experts, float32, each for as many rows as `sizes` has; of others 0."""
+    """Return the outputs of these experts, float32; expert x computes sizes[x] rows, further rows are 0."""
     inside = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     expert_of_row = jnp.minimum(numbers, experts.count - 1)
     product = functools.partial(_product, sizes=sizes)
@@ -245,7 +247,7 @@ def _outputs(
     def biased(y, bias):
         if bias is None:
             return y
-        bias = bias.astype(jnp.float32)  # before the lookup, so that its gradient is summed in float32
+        bias = bias.astype(jnp.float32)  # before the lookup, so that the gradient is summed in float32
         return jnp.where(inside, add_bias(y, bias[expert_of_row]), 0)
 
     gate = biased(product(rows, experts.gate), experts.gate_bias)
@@ -254,7 +256,7 @@ def _outputs(
 
 
 def _part_length(rows: int, devices: int) -> int:
-    """Return the rows of a part, twice those of an even load: mostly one is computed. 0 = no parts."""
+    """Return the chunk size: twice a balanced load, so one chunk usually suffices; 0 disables chunking."""
     length = -(-2 * rows // devices)
     return length if MIN_PART <= length < rows else 0
 
@@ -271,10 +273,10 @@ def _in_parts(
     numbers: Int[Array, " M"],
     sizes: Int[Array, " X"],
 ) -> Float[Array, "T D"]:
-    """Return `grouped_experts` of sorted assignments, `length` at a time and only as many as there are.
+    """Compute `grouped_experts` of sorted assignments in chunks of `length`, only for assigned rows.
 
-    All of them at once would be buffers for every assignment of the devices that divide the experts, of which
-    this device has few. The backward pass computes a part again, so none is kept.
+    Without chunks, buffers would hold every assignment of all devices that share the experts, of which this
+    device has few. The backward pass recomputes each chunk, so none is saved.
     """
 
     def add(total, picks, sizes):
@@ -292,7 +294,7 @@ def _for_each_part(
     order: Int[Array, " N"],
     sizes: Int[Array, " X"],
 ) -> Any:
-    """Apply `step(carry, assignments, how many of them each expert has)` to as many parts as there are."""
+    """Apply `step(carry, assignments, number of assignments of each expert)` to each chunk."""
     ends = jnp.cumsum(sizes)
 
     def apply(i, carry):
@@ -336,7 +338,7 @@ _in_parts.defvjp(_in_parts_forward, _in_parts_backward)
 def _product(
     rows: Float[Array, "M I"], matrix: ExpertMatrix, sizes: Int[Array, "X"], dtype: DTypeLike | None = None
 ) -> Float[Array, "M O"]:
-    """Return the grouped product of the rows with the matrices, and their adapters, of type `dtype`."""
+    """Return the grouped product of the rows with the matrices and their adapters, as `dtype`."""
 
     def multiply(rows, matrix, dtype):
         if isinstance(matrix, QuantizedMatrices):
@@ -351,7 +353,7 @@ def _quantized_product(
     rows: Float[Array, "M I"], matrix: QuantizedMatrices, sizes: Int[Array, "X"], dtype: DTypeLike | None
 ) -> Float[Array, "M O"]:
     """Return `_product` with dequantized matrices. The backward pass dequantizes them again, whatever the
-    rematerialization of a layer keeps: kept, they would be a stack of all layers."""
+    rematerialization policy: saved, they would be a stack of all layers."""
     return grouped_matmul(rows, dense_matrices(matrix, rows), sizes, preferred_element_type=dtype)
 
 

@@ -1,7 +1,8 @@
-"""The experts of a layer in plain JAX: a tile of an expert's rows passes all of it while it is in the cache.
+"""The experts of a layer in plain JAX: an expert computes a whole tile of rows while the tile is in the
+cache.
 
-Three grouped products would each read a tile of rows, mask it, and read the expert's matrix for every tile;
-on a CPU that takes as long as the products.
+With three grouped products, each would read a tile of rows, mask it, and read the expert's matrix for every
+tile; on a CPU this takes as long as the products.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def experts_in_tiles(
     """Return the sum over the assignments of each token of share x output of the expert, float32.
 
     Args:
-        per_token: assignments of a token: assignment m is of token m // per_token.
-        shares: of the assignments.
-        order: assignments sorted by expert; those of no expert last.
+        per_token: assignments per token: assignment m belongs to token m // per_token.
+        shares: weight of each assignment.
+        order: assignments sorted by expert; assignments without an expert are last.
         sizes: assignments of each expert.
     """
     out, _ = _forward(per_token, gated, (tokens, shares, experts, order, sizes), keep=False)
@@ -85,6 +86,7 @@ def _experts_backward(per_token, gated, residuals, gradient):
         write = lambda stack, total: stack.at[group.number].set(total.astype(stack.dtype))
         return d_rows, d_shares, jax.tree.map(write, of_experts, sums)
 
+    # Quantized matrices have no gradient.
     rows, trained = len(padded), without_codes(experts, experts)
     zeros = jnp.zeros((rows, tokens.shape[-1])), jnp.zeros(rows), jax.tree.map(jnp.zeros_like, trained)
     d_rows, d_shares, of_experts = for_each_group(sizes, step, zeros)
@@ -99,7 +101,7 @@ experts_in_tiles.defvjp(_experts_forward, _experts_backward)
 def _forward(
     per_token: int, gated: Gate, operands: tuple, keep: bool
 ) -> tuple[Float[Array, "N D"], Projections | tuple[()]]:
-    """Return the outputs of the sorted rows, N = M + a tile, and the projections if they are kept."""
+    """Return the outputs of the sorted rows, N = M + a tile, and the projections if `keep`."""
     tokens, shares, experts, order, sizes = operands
     tile = rows_of_tile(len(order), len(sizes))
     padded = jnp.pad(order, (0, tile))
@@ -123,9 +125,8 @@ def _forward(
 
 
 def _sum_by_token(rows: Float[Array, "N D"], places: Int[Array, " M"], per_token: int) -> Float[Array, "T D"]:
-    """Return the sum over the assignments of each token, whose rows are at `places`, float32.
-
-    One gather for each, as `sum` over an axis of so few is slow on a CPU.
+    """Return each token's sum over its assignments, whose rows are at `places`, float32. Gathers once per
+    assignment of a token, since `sum` over so short an axis is slow on a CPU.
     """
     places = places.reshape(-1, per_token)
     return sum((rows[places[:, k]] for k in range(1, per_token)), rows[places[:, 0]])

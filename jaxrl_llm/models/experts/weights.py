@@ -43,7 +43,7 @@ ExpertMatrix = Float[Array, "X _ _"] | QuantizedMatrices | AdaptedMatrices
 
 
 class ExpertWeights(NamedTuple):
-    """The projections of each expert, [X, D, F] and down [X, F, D], and their biases where it has them."""
+    """The projections of each expert, [X, D, F] and down [X, F, D], and optional biases."""
 
     gate: ExpertMatrix
     up: ExpertMatrix
@@ -59,9 +59,8 @@ class ExpertWeights(NamedTuple):
 
 
 def dense_matrices(matrix: Array | QuantizedMatrices, x: Array) -> Array:
-    """Return matrices in the type of x, which the product reads next, dequantized if they are codes.
-
-    The barrier keeps XLA from dequantizing those of all layers before a loop over layers or tokens.
+    """Return matrices; codes are dequantized to the type of x, the other factor of the product. The barrier
+    keeps XLA from dequantizing all layers before a loop over layers or tokens.
     """
     if not isinstance(matrix, QuantizedMatrices):
         return matrix
@@ -76,13 +75,13 @@ def dense_expert(expert: ExpertWeights, like: Array) -> ExpertWeights:
 
 
 def without_codes(experts: ExpertWeights, values: Any) -> Any:
-    """Return the values of weights that have a gradient: those of codes are None."""
+    """Return `values` with None in place of codes, which have no gradient."""
     is_codes = lambda x: isinstance(x, QuantizedMatrices)
     return jax.tree.map(lambda x, value: None if is_codes(x) else value, experts, values, is_leaf=is_codes)
 
 
 def merge_codes(values: Any, experts: ExpertWeights) -> ExpertWeights:
-    """Return `experts` with the values that `without_codes` left."""
+    """Return `experts` with the values of `without_codes`."""
     return jax.tree.map(
         lambda x, other: other if x is None else x, values, experts, is_leaf=lambda x: x is None
     )
@@ -91,7 +90,7 @@ def merge_codes(values: Any, experts: ExpertWeights) -> ExpertWeights:
 def adapted_product(
     multiply: Callable[[Array, Any, DTypeLike | None], Array], x: Array, matrix: Any, dtype: DTypeLike | None
 ) -> Array:
-    """Return `multiply(x, matrix, dtype)`, with the change by its adapter if the matrix has one."""
+    """Return `multiply(x, matrix, dtype)`, plus the output of the matrix's adapter if it has one."""
     if not isinstance(matrix, AdaptedMatrices):
         return multiply(x, matrix, dtype)
     change = multiply(multiply(x, matrix.a, None), matrix.b, dtype)
@@ -104,12 +103,12 @@ def product_with(
     bias: Float[Array, "..."] | None = None,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "... O"]:
-    """Return the product with a dense matrix of one expert and its adapter of type `dtype`, plus the bias."""
+    """Return the product with a dense matrix of one expert and its adapter, as `dtype`, plus the bias."""
     multiply = lambda x, matrix, dtype: jnp.dot(x, matrix, preferred_element_type=dtype)
     y = adapted_product(multiply, x, matrix, dtype)
     return y if bias is None else add_bias(y, bias)
 
 
 def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return y + bias, of the type of y. The gradient of a bias of a narrower type is summed in float32."""
+    """Return y + bias in the type of y. The gradient of a narrower bias is summed in float32."""
     return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
