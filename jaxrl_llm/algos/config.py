@@ -86,7 +86,7 @@ class Correction:
     of DeepSeek-V3.2 (arXiv 2512.02556) is of "policy", reject seq_mean_k1 0.001 exp(delta), negative."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it) of rules across fields."""
+        """Yield (field, problem) of rules across fields."""
         if not self.floor < self.cap:
             yield "floor", f"is {self.floor:g}: it must be below cap, {self.cap:g}."
         for rule, low, high in self.reject:
@@ -168,7 +168,7 @@ class PolicyConfig(AlgoConfig):
     """Importance weights and rejection for tokens of another engine, or of older weights."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it) of rules across fields."""
+        """Yield (field, problem) of rules across fields."""
         if self.old == "rollout" and self.correction.active and self.correction.of == "old":
             yield (
                 "old",

@@ -75,7 +75,7 @@ def whiten(
     count = mask.sum()
     kept = jnp.where(mask > 0, x, 0.0)
     largest = jnp.max(x, where=mask > 0, initial=-jnp.inf)
-    differs = largest > jnp.min(x, where=mask > 0, initial=jnp.inf)  # if not, std is a rounding error of the mean
+    differs = largest > jnp.min(x, where=mask > 0, initial=jnp.inf)  # else std is rounding error
     deviation = jnp.where((mask > 0) & differs, x - kept.sum() / jnp.maximum(count, 1.0), 0.0)
     square = jnp.sum(deviation**2)
     if how == "unbiased":

@@ -142,7 +142,7 @@ class RolloutConfig(PlacementConfig):
     experiment in how much mismatch between rollout and trainer an algorithm tolerates."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong), for rules across fields."""
+        """Yield (field, problem), for rules across fields."""
         yield from super().problems()
         if self.engine == "sglang" and self.is_own:
             yield (
@@ -245,7 +245,7 @@ class SGLangConfig:
     bfloat16, 0.4 with quantization fp8."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong), for rules across fields."""
+        """Yield (field, problem), for rules across fields."""
         try:
             shlex.split(self.flags)
         except ValueError as error:
