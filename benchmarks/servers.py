@@ -34,7 +34,7 @@ from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.probe import make_score, tolerance_of
 from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_description

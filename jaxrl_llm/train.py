@@ -98,10 +98,10 @@ def execute(
     with contextlib.closing(PhaseClock("import", began)) as clock:
         start_host()
         with contextlib.ExitStack() as closing, watched_processes():  # left before anything is closed
-            return execute_together(resolved, argv, reward, closing, clock)
+            return run_on_all_processes(resolved, argv, reward, closing, clock)
 
 
-def execute_together(
+def run_on_all_processes(
     resolved: ResolvedRecipe,
     argv: Sequence[str],
     reward: Callable | None,
@@ -122,7 +122,7 @@ def execute_together(
     clock.begin("loggers")
     log = RunLog(run_dir, config.log, run.total, start or -1, run.devices, config.profiled, clock)
     closing.enter_context(contextlib.closing(log))
-    introduce(log, run, describe_run(run.config, resolved.recipe, list(argv), pins), start)
+    log_start(log, run, describe_run(run.config, resolved.recipe, list(argv), pins), start)
     clock.begin("weights")
     with Stop(config.max_runtime) as stop:
         ended = train(run, checkpoints, log, state, start, stop)
@@ -222,7 +222,7 @@ def restore(run: Run, checkpoints: Checkpointer) -> tuple[TrainState | None, int
     return (run.complete(*restored[1:]), restored[0]) if restored else (None, 0)
 
 
-def introduce(log: RunLog, run: Run, description: dict, start: int) -> None:
+def log_start(log: RunLog, run: Run, description: dict, start: int) -> None:
     """Write config.json, and print model, devices, kernels, sizes and data of the run."""
     log.config(description)
     for line in start_lines(run, start):

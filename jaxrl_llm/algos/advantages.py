@@ -43,7 +43,7 @@ def group_sum(x: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, 
     return jax.ops.segment_sum(jnp.where(valid > 0, x, 0.0), group, x.shape[0])
 
 
-def less_baseline(
+def subtract_baseline(
     rewards: Float[Array, "N"],
     group: Int[Array, "N"],
     valid: Float[Array, "N"],
@@ -75,7 +75,7 @@ def group_advantages(
             (ddof 1), or "none" (Dr. GRPO, arXiv 2503.20783).
     """
     moments = group_moments(rewards, group, valid)
-    centred = less_baseline(rewards, group, valid, moments.mean[group], moments)
+    centred = subtract_baseline(rewards, group, valid, moments.mean[group], moments)
     return centred / spread(rewards, group, valid, scale, eps)
 
 
@@ -126,4 +126,4 @@ def leave_one_out(
     moments = group_moments(rewards, group, valid)
     total = (moments.count * moments.mean)[group]
     others = (total - rewards) / jnp.maximum(moments.count - 1, 1.0)[group]
-    return less_baseline(rewards, group, valid, others, moments)
+    return subtract_baseline(rewards, group, valid, others, moments)

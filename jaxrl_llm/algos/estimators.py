@@ -18,8 +18,8 @@ from jaxrl_llm.algos.advantages import (
     group_moments,
     group_sum,
     leave_one_out,
-    less_baseline,
     spread,
+    subtract_baseline,
 )
 from jaxrl_llm.algos.config import AlgoConfig, Scale
 from jaxrl_llm.algos.correction import importance_weights
@@ -37,7 +37,7 @@ def length_weighted(
     """
     weight = group_sum(lengths, group, valid)
     baseline = group_sum(lengths * rewards, group, valid) / jnp.maximum(weight, 1.0)
-    return less_baseline(rewards, group, valid, baseline[group], group_moments(rewards, group, valid))
+    return subtract_baseline(rewards, group, valid, baseline[group], group_moments(rewards, group, valid))
 
 
 def rescaled(

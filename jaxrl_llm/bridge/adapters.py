@@ -35,7 +35,7 @@ from jaxrl_llm.bridge.push import (
     push_metrics,
 )
 from jaxrl_llm.bridge.servers import WEIGHTS, Json, Receiver, ServerLike, parsing_reply
-from jaxrl_llm.bridge.transports.over_http import request_pieces
+from jaxrl_llm.bridge.transports.http_weights import request_pieces
 from jaxrl_llm.bridge.transports.torch_pickle import pickle_bucket
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf.gather import gather_tensors
@@ -198,7 +198,7 @@ class AdapterPublisher:
     def __init__(self, publisher: Publisher, dtype: str):
         self.publisher, self.dtype, self.problem = publisher, dtype, publisher.problem
         self.pool, self.score, self.tolerance = publisher.pool, publisher.score, publisher.tolerance
-        self.served = publisher.served
+        self.served_params = publisher.served_params
         self.base: str = publisher.on_first(lambda: PREFIX + uuid.uuid4().hex[:8])
         self._push: Push | None = None  # of the base; each publish starts it anew
         self._test: Adapter | None = None

@@ -51,7 +51,7 @@ class WeightTransport(Protocol):
 
     session: bool
     """True if `send` needs a weight-update session of the server around it."""
-    lasting: bool
+    can_resend: bool
     """True if parts can be sent again later, to a server that comes back."""
 
     def parts(self, params: Params, label: str) -> Iterator[Part]:
@@ -79,7 +79,7 @@ class Publisher:
         on_first: runs a function in process 0; every process gets its result, or its error.
         wait_for_servers: returns when servers that are being started reply.
         problem: of a server's reply to /server_info.
-        served: the trainer's weights -> those that servers compute with.
+        served_params: the trainer's weights -> those that servers compute with.
 
     Attributes:
         base: label of a base that stays on the servers: "", since all weights are pushed.
@@ -96,11 +96,11 @@ class Publisher:
         on_first: Callable[[Callable[[], Any]], Any],
         wait_for_servers: Callable[[], None] = lambda: None,
         problem: Problem = lambda info: "",
-        served: Callable[[Params], Params] = lambda params: params,
+        served_params: Callable[[Params], Params] = lambda params: params,
     ):
         self.pool, self.transport, self.pause, self.tolerance = pool, transport, pause, tolerance
         self.score, self.on_first, self.wait_for_servers = score, on_first, wait_for_servers
-        self.problem, self.served = problem, served
+        self.problem, self.served_params = problem, served_params
         self.base = ""
         self.probe_ids = probe_tokens(model)
 
@@ -131,7 +131,7 @@ class Publisher:
         Args:
             label: of the weights that the server is to hold. adapter: name that its request gives; "" = none.
         """
-        expected = self.score(self.served(params), self.probe_ids, 1.0)
+        expected = self.score(self.served_params(params), self.probe_ids, 1.0)
         return Probe(self.probe_ids, expected, label, self.tolerance, adapter)
 
 
@@ -256,7 +256,7 @@ class Push:
         self._task = asyncio.create_task(self.pool.update_all(update, label, servers))
 
     async def _put(self, part: Part | None) -> None:
-        if self.transport.lasting and part:
+        if self.transport.can_resend and part:
             self._sent.append(part)
         await asyncio.gather(*(inbox.put(part) for inbox in self._inboxes.values()))
 

@@ -49,9 +49,9 @@ def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -
 
     loaders = {"train": loader(opened=holdout and holdout.train)}
     if warm.steps and warm.sources:
-        own = replace(data, train=warm.sources, path="", holdout=0.0)
-        opened = holdout and holdout.without_held_out(open_sources(own, "train", config.seed))
-        loaders["warm_start"] = loader(own, opened=opened)
+        warm_data = replace(data, train=warm.sources, path="", holdout=0.0)
+        opened = holdout and holdout.without_held_out(open_sources(warm_data, "train", config.seed))
+        loaders["warm_start"] = loader(warm_data, opened=opened)
     elif warm.steps:
         loaders["warm_start"] = loader(opened=holdout and holdout.train)
     if config.eval.every:

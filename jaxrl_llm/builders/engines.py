@@ -18,7 +18,7 @@ from jaxrl_llm.bridge.probe import make_score, tolerance_of
 from jaxrl_llm.bridge.push import Problem, Publisher, WeightTransport
 from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport, weight_folder
-from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.hf.config import read_config
@@ -81,11 +81,11 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
     rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
     if stored is not None:
         _check_names(WeightSource(base, rollout.dtype, sglang.bucket_bytes), base, stored)
-    eight_bits, encode, served = sglang.quantization == "fp8", None, lambda params: params
+    eight_bits, encode, served_params = sglang.quantization == "fp8", None, lambda params: params
     if eight_bits:
         fp8.check_architecture(base)
         encode = fp8.quantized_tensors
-        served = functools.partial(fp8.rounded_params, dtype=rollout.dtype)
+        served_params = functools.partial(fp8.rounded_params, dtype=rollout.dtype)
     source = WeightSource(base, rollout.dtype, sglang.bucket_bytes, encode)
     local = rollout.launch > 0
     folder = closing.enter_context(weight_folder(run_dir, sglang.folder, local, source.num_bytes))
@@ -112,7 +112,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         on_first,
         wait_until_ready,
         problem,
-        served,
+        served_params,
     )
     if model.lora:
         publisher = adapters.AdapterPublisher(publisher, rollout.dtype)

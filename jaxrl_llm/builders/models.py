@@ -114,10 +114,10 @@ def scoring_model(
 
 def step_of(config: TrainConfig, step: StepConfig, role: str, mesh: Mesh) -> StepConfig:
     """Return the policy's settings with the micro-batch of another role."""
-    own = replace(config, mesh=config.mesh_of(role))
-    sizes = derived(own, mesh.size)
+    role_config = replace(config, mesh=config.mesh_of(role))
+    sizes = derived(role_config, mesh.size)
     rows = {"rows": sizes["rows_per_microbatch"], "score_rows": sizes["rows_per_scored_microbatch"]}
-    return replace(step, **rows, sequence_parallel=own.mesh.sequence_parallel)
+    return replace(step, **rows, sequence_parallel=role_config.mesh.sequence_parallel)
 
 
 def check_own_algorithm(stage: Stage) -> None:

@@ -28,7 +28,9 @@ def make_meshes(config: TrainConfig, devices: Sequence[jax.Device] | None = None
             have.
     """
     devices, placements = jax.devices() if devices is None else devices, config.placements
-    meshes = {role: place(role, own, placements[POLICY], devices) for role, own in placements.items()}
+    meshes = {
+        role: place(role, placement, placements[POLICY], devices) for role, placement in placements.items()
+    }
     _check_asynchronous(config, meshes)
     return meshes
 

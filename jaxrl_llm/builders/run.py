@@ -98,7 +98,7 @@ class Run:
     @property
     def devices(self) -> list[jax.Device]:
         """Devices of all models, once each."""
-        return sorted({d for own in self.meshes.values() for d in own.devices.flat}, key=lambda d: d.id)
+        return sorted({d for mesh in self.meshes.values() for d in mesh.devices.flat}, key=lambda d: d.id)
 
     @property
     def mesh(self) -> Mesh:
@@ -195,7 +195,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     tokenizer.end_ids = ends = generation_end_ids(folder) if folder else ()
     check_vocabularies(config, tokenizer)
     check_critic_files(config)
-    check_model(config, {role: own.shape for role, own in meshes.items()}, model)
+    check_model(config, {role: mesh.shape for role, mesh in meshes.items()}, model)
     model = trained_config(model, config)
     adapter = load_adapter(expand_home(config.model.adapter), model) if config.model.adapter else {}
     env = make_conversations(config.env, tokenizer, config.data.chat)
@@ -241,8 +241,8 @@ def load_reward_models(
         role = reward_role(i)
         compares = config.eval.judge == GENERATIVE and model.kind == GENERATIVE
         if model.weight or config.eval.every:
-            own = step_of(config, step, role, meshes[role])
-            texts = (own, meshes[role], tokenizer, config.data.chat, 1 + compares)
+            role_step = step_of(config, step, role, meshes[role])
+            texts = (role_step, meshes[role], tokenizer, config.data.chat, 1 + compares)
             loaded.append(load_reward_model(model, *texts))
     return loaded
 

@@ -49,4 +49,4 @@ def kept_logprobs(
         return map_chunks(one, config.chunk, hidden, targets, kept)
 
     args = hidden, params.head, batch.targets, batch.kept
-    return batch_invariant.with_gradient_of(plain, exact, *args) if config.strict else plain(*args)
+    return batch_invariant.straight_through(plain, exact, *args) if config.strict else plain(*args)

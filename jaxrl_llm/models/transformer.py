@@ -278,7 +278,7 @@ def make_attention_fn(
         where = ring if last is None else batch_invariant.RowKeys(segments, last)
         return batch_invariant.invariant_attention(q, k, v, where, positions, window, sinks=sinks, **settings)
 
-    attend = functools.partial(batch_invariant.with_gradient_of, plain, exact) if strict else plain
+    attend = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
     rest = segments, last, spans, positions, jnp.asarray(window), sinks_of(w)
     return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
 

@@ -31,7 +31,7 @@ KEYS = 32
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def with_gradient_of(plain: Callable[..., Any], exact: Callable[..., Any], *args: Any) -> Any:
+def straight_through(plain: Callable[..., Any], exact: Callable[..., Any], *args: Any) -> Any:
     """Return exact(*args), with the gradient of plain(*args), which is equal up to rounding."""
     return exact(*args)
 
@@ -44,7 +44,7 @@ def _backward(plain, exact, args, cotangents):
     return jax.vjp(plain, *args)[1](cotangents)
 
 
-with_gradient_of.defvjp(_forward, _backward)
+straight_through.defvjp(_forward, _backward)
 
 
 def map_tokens(f: Callable[..., Any], weights: Any, *xs: Any, plain: Callable[..., Any] | None = None) -> Any:
@@ -55,7 +55,7 @@ def map_tokens(f: Callable[..., Any], weights: Any, *xs: Any, plain: Callable[..
         xs: trees of arrays [B, T, ...]; f gets [1, TILE, ...] of each.
         plain: the same up to rounding, of all tokens at once, for the gradient; None = f.
     """
-    return with_gradient_of(plain or f, functools.partial(_in_tiles, f), weights, *xs)
+    return straight_through(plain or f, functools.partial(_in_tiles, f), weights, *xs)
 
 
 def _in_tiles(f, weights, *xs):
@@ -249,7 +249,7 @@ def linear_logprob(
         return logprobs, entropy if with_entropy else None
 
     plain = functools.partial(plain_linear_logprob, **settings)
-    return with_gradient_of(plain, exact, hidden, head, targets, mask)
+    return straight_through(plain, exact, hidden, head, targets, mask)
 
 
 def rounded(x: Float[Array, "*dims"], dtype: DTypeLike) -> Float[Array, "*dims"]:

@@ -26,7 +26,7 @@ from sglang_shared import (
 from jaxrl_llm.bridge.adapters import fit_lora, lora_flags, server_problem
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.builders.engines import max_adapter_versions
 from jaxrl_llm.errors import ServerError, UnreachableError, UserError
 from jaxrl_llm.hf import export

@@ -11,7 +11,7 @@ from sglang_shared import GREEDY, KEY, ids, native, one_device, requests, until,
 
 from jaxrl_llm.bridge.adapters import lora_flags
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.models.lora import with_lora

@@ -18,7 +18,7 @@ from test_sglang_real import requests
 from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import SamplingConfig

@@ -20,7 +20,7 @@ from jaxrl_llm.bridge import fp8
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.probe import make_score
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.builders import engines
 from jaxrl_llm.config import TrainConfig
@@ -155,7 +155,10 @@ def engine_on(server, transport, served):
     group = transport == "group"
     made = GroupTransport(source, sys.executable, "gloo", 30.0) if group else HttpTransport(source)
     engine = engine_for([server.url], made, SERVED)
-    engine.publisher.score, engine.publisher.served = make_score(SERVED, "float32", one_device()), served
+    engine.publisher.score, engine.publisher.served_params = (
+        make_score(SERVED, "float32", one_device()),
+        served,
+    )
     yield engine
     if group:
         made.close()
@@ -214,7 +217,7 @@ def test_the_engine_of_a_run_pushes_blocks_and_probes_rounded_weights(server, tm
     with contextlib.ExitStack() as closing:
         engine = make(closing)
         difference = engine.publish(params, 1)["bridge/probe_mean_abs"]
-        served = engine.publisher.served(params)
+        served = engine.publisher.served_params(params)
         expected = engine.publisher.score(served, engine.publisher.probe_ids, 1.0)
     plain = make_score(SERVED, "bfloat16", one_device())(params, engine.publisher.probe_ids)
     assert difference < np.abs(expected - plain).mean() / 3

@@ -18,7 +18,7 @@ from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.probe import make_score
 from jaxrl_llm.bridge.push import make_receiver
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
 
 pytestmark = NEEDED
@@ -45,7 +45,10 @@ def engine_by(launched, transport, folder):
     engine = engine_on(servers.urls, made, model, probe_tolerance=TOLERANCE)
     engine.publisher.problem = fp8.quantization_problem
     served = functools.partial(fp8.rounded_params, dtype="bfloat16")
-    engine.publisher.score, engine.publisher.served = make_score(model, "bfloat16", one_device()), served
+    engine.publisher.score, engine.publisher.served_params = (
+        make_score(model, "bfloat16", one_device()),
+        served,
+    )
     yield engine
     if transport == "group":
         made.close()
@@ -60,7 +63,7 @@ def test_two_pushes_and_servers_compute_with_the_rounded_weights(launched, trans
             params = models.init(launched[0], jax.random.key(seed))
             difference = engine.publish(params, seed)["bridge/probe_mean_abs"]
             ids = engine.publisher.probe_ids
-            effect = np.abs(plain(engine.publisher.served(params), ids) - plain(params, ids)).mean()
+            effect = np.abs(plain(engine.publisher.served_params(params), ids) - plain(params, ids)).mean()
             print(transport, f"probe {difference:.2g}, effect of rounding {effect:.2g}")
             assert difference < TOLERANCE and difference < effect / 3
 

@@ -12,7 +12,7 @@ from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, req
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport, shared_gpus
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport, Relay, address_towards
 from jaxrl_llm.builders import engines
 from jaxrl_llm.errors import RunError, ServerError

@@ -37,7 +37,7 @@ class IpcTransport:
     """
 
     session = True
-    lasting = False
+    can_resend = False
 
     def __init__(self, source: WeightSource, devices: Sequence[str] = ()):
         self.source, self.devices = source, devices

@@ -38,7 +38,7 @@ class DiskTransport:
     """
 
     session = False
-    lasting = True
+    can_resend = True
 
     def __init__(self, folder: Path, dtype: str, tokenizer: Any = None, encode: Encode | None = None):
         self.folder, self.dtype, self.tokenizer, self.encode = folder, dtype, tokenizer, encode

@@ -87,7 +87,7 @@ class GroupTransport:
     """
 
     session = True
-    lasting = False
+    can_resend = False
 
     def __init__(self, source: WeightSource, python: str, backend: str, timeout: float):
         self.source, self.python, self.backend, self.timeout = source, python, backend, timeout

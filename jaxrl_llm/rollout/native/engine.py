@@ -22,9 +22,9 @@ from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, eos_ids_of, text_of
 from jaxrl_llm.rollout.native.compile import CompiledCalls, call_all, largest_calls
 from jaxrl_llm.rollout.native.conversations import TurnQueue
+from jaxrl_llm.rollout.native.decode_threads import divide, num_decode_threads, run_decode_threads
 from jaxrl_llm.rollout.native.drafts import DraftMemory
 from jaxrl_llm.rollout.native.kept import kept_programs, make_programs
-from jaxrl_llm.rollout.native.lanes import divide, num_lanes, run_lanes
 from jaxrl_llm.rollout.native.paged_cache import (
     check_pages,
     pages_in_free_memory,
@@ -170,7 +170,7 @@ class NativeEngine:
                 scheduler.run(sampling, detokenize, before_chunk)
             return scheduler
 
-        schedulers = run_lanes(divide(responses, shapes.lanes), run, before_chunk)
+        schedulers = run_decode_threads(divide(responses, shapes.decode_threads), run, before_chunk)
         for response in responses:
             response.versions = [version] * len(response.ids)
         drafts = schedulers[0].drafts.finish() if shapes.draft_tokens else {}
@@ -257,19 +257,19 @@ class NativeEngine:
     def _make_shapes(
         self, max_prompt: int, max_response: int, turns: bool, divided: bool = True
     ) -> ProgramShapes:
-        """Return the shapes of a lane; there is one where conversations or responses share pages.
+        """Return the shapes of a decode thread; one decodes where conversations or responses share pages.
 
         Args:
-            divided: into lanes, as a run is.
+            divided: among decode threads, as a run is.
         """
         num_shards, config = self.programs.num_shards, self.config
         self._limits = max_prompt, max_response, turns
         alone = turns or self.programs.page_size or not divided
-        lanes = 1 if alone else num_lanes(self.mesh, config.slots)
+        decode_threads = 1 if alone else num_decode_threads(self.mesh, config.slots)
         lengths, drafts = (max_prompt, max_response), (config.draft_tokens, config.draft_slots)
-        slots = -(-config.slots // lanes)
+        slots = -(-config.slots // decode_threads)
         shapes = make_shapes(*lengths, slots, num_shards, config.prefill_tokens, turns, *drafts)
-        shapes = dataclasses.replace(shapes, lanes=lanes)
+        shapes = dataclasses.replace(shapes, decode_threads=decode_threads)
         paged = self.programs if self.programs.page_size else None
         if paged is None and turns:
             paged = kept_programs(self.programs, max_prompt + max_response)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.models import TransformerConfig, flops, ring_pages
+from jaxrl_llm.models import TransformerConfig, cache_copies, flops
 from jaxrl_llm.models.decode import RingCache
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.config import RolloutConfig
@@ -39,11 +39,11 @@ class KeptPrograms(Programs):
 
     def _read(self, ring: RingCache, pages: PagedCache, *slots) -> RingCache:
         self.compile_count += 1
-        return ring_pages.read_pages(self.config, ring, pages, *slots)
+        return cache_copies.read_pages(self.config, ring, pages, *slots)
 
     def _write(self, ring: RingCache, pages: PagedCache, *copies) -> PagedCache:
         self.compile_count += 1
-        return ring_pages.write_pages(self.config, ring, pages, *copies)
+        return cache_copies.write_pages(self.config, ring, pages, *copies)
 
 
 def make_programs(
@@ -77,7 +77,7 @@ class KeptTurnsManager(PagedCacheManager):
         self.written = np.zeros(num_slots, np.int32)  # tokens of a slot that its pages hold
         self.starts = np.zeros(num_slots, np.int32)  # positions before the last chunk
         self.steps: jax.Array | int = 0  # of the last chunk
-        self.copies: list[list[tuple[int, int, int]]] = [[] for _ in self.pools]  # `ring_pages.write_pages`
+        self.copies: list[list[tuple[int, int, int]]] = [[] for _ in self.pools]  # `cache_copies.write_pages`
 
     def allocate(
         self,

@@ -329,20 +329,20 @@ class Scheduler:
         return int(self.slots.active.reshape(self.programs.num_shards, -1).sum(axis=1).max())
 
 
-def throughput(lanes: Sequence[Scheduler], seconds: float) -> Metrics:
+def throughput(schedulers: Sequence[Scheduler], seconds: float) -> Metrics:
     """Return the metrics of schedulers that have run at the same time.
 
     Args:
         seconds: wall time of all.
     """
-    total = lambda name: sum(getattr(lane, name) for lane in lanes)
-    tokens, accepted = total("tokens"), sum(lane.drafts.accepted for lane in lanes)
+    total = lambda name: sum(getattr(scheduler, name) for scheduler in schedulers)
+    tokens, accepted = total("tokens"), sum(scheduler.drafts.accepted for scheduler in schedulers)
     seconds = max(seconds, 1e-9)
     return {
         "rollout/tokens": tokens,
         "rollout/seconds": seconds,
         "rollout/tokens_per_second": tokens / seconds,
-        "rollout/prefill_share": total("prefill_seconds") / len(lanes) / seconds,
+        "rollout/prefill_share": total("prefill_seconds") / len(schedulers) / seconds,
         "rollout/prefill_tokens": total("prefill_tokens"),
         "rollout/reused_tokens": total("reused_tokens"),
         "rollout/slot_occupancy": (tokens - accepted) / max(total("slot_steps"), 1),

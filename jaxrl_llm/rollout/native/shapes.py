@@ -34,8 +34,8 @@ class ProgramShapes:
     """Draft tokens that a slot reads with its last one (`drafts.py`); 0 = none."""
     draft_slots: int = 0
     """Largest number of slots that are decoded with drafts."""
-    lanes: int = 1
-    """Schedulers that run at once, each in these shapes (`lanes.py`)."""
+    decode_threads: int = 1
+    """Schedulers that run at once, each in these shapes (`decode_threads.py`)."""
 
     @property
     def max_prefill_length(self) -> int:

@@ -195,24 +195,24 @@ class SGLangEngine:
             return []
         pending = self.on_first(lambda: self.pool.run(self._samples()))
         compared = [*choose_compared(trajectories, self._version), *pending]
-        own = []
-        served = self.publisher.served(params) if compared else params
+        trainer_logprobs = []
+        served_params = self.publisher.served_params(params) if compared else params
         for each in compared:
             tokens = np.concatenate([each.prompt_ids, each.response_ids])
-            logprobs = self.publisher.score(served, tokens, temperature, each.routes)
-            own.append(logprobs[len(each.prompt_ids) - 1 :])
+            logprobs = self.publisher.score(served_params, tokens, temperature, each.routes)
+            trainer_logprobs.append(logprobs[len(each.prompt_ids) - 1 :])
         tolerance = self.publisher.tolerance / min(temperature, 1.0)
-        false = self.on_first(lambda: self._find_false(compared, own, tolerance))
+        false = self.on_first(lambda: self._find_false(compared, trainer_logprobs, tolerance))
         return [i for i, t in enumerate(trajectories) if not false.isdisjoint({t.server, *t.server.split()})]
 
     def _find_false(
-        self, trajectories: Sequence[Trajectory], own: Sequence[np.ndarray], tolerance: float
+        self, trajectories: Sequence[Trajectory], trainer_logprobs: Sequence[np.ndarray], tolerance: float
     ) -> set[str]:
         """Return the `server`s with false log-probs; leave out those that are in the pool."""
         in_place = self.sglang.pause == "in_place"
         gaps = [
             logprob_differences(trajectory, logprobs, self._version, in_place)
-            for trajectory, logprobs in zip(trajectories, own, strict=True)
+            for trajectory, logprobs in zip(trajectories, trainer_logprobs, strict=True)
         ]
         known = {server.url for server in self.pool.servers}
         false, alone = self._mismatch.find_mismatches(trajectories, gaps, tolerance, known)

@@ -1,4 +1,4 @@
-"""Mismatch: log-probs that servers report for their responses, against the trainer's own of the same weights.
+"""Mismatch: log-probs that servers report for their responses, against the trainer's of the same weights.
 
 Log-probs can be possible and false: of another temperature or type, or of a model that differs where the
 probe's fixed tokens do not reach. They would bias every importance ratio.
@@ -15,18 +15,22 @@ from jaxrl_llm.structs import Trajectory
 MIN_TOKENS = 24  # of a mean that is compared: as many as the probe has
 
 
-def logprob_differences(trajectory: Trajectory, own: np.ndarray, version: int, in_place: bool) -> np.ndarray:
-    """Return |own - reported|, nats, of the tokens that rest on the weights of `version` alone, float64 [n].
+def logprob_differences(
+    trajectory: Trajectory, trainer_logprobs: np.ndarray, version: int, in_place: bool
+) -> np.ndarray:
+    """Return |trainer - reported|, nats, of tokens that rest on the weights of `version` alone, float64 [n].
 
     Args:
-        own: the trainer's log-probs of the response, [R'], under the weights of `version` and at the
-            sampling temperature; what is not finite is not compared.
+        trainer_logprobs: log-probs of the response, [R'], under the weights of `version` and at the sampling
+            temperature; what is not finite is not compared.
         in_place: whether weights change in place: then tokens after a change rest on older keys and values.
     """
     same = trajectory.versions == version
     if in_place and not same.all():
         return np.zeros(0)
-    gaps = np.abs(np.asarray(own, np.float64) - trajectory.logprobs)[same & (trajectory.mask > 0)]
+    gaps = np.abs(np.asarray(trainer_logprobs, np.float64) - trajectory.logprobs)[
+        same & (trajectory.mask > 0)
+    ]
     return gaps[np.isfinite(gaps)]
 
 

@@ -13,7 +13,7 @@ from test_sglang_train import rows
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.builders.models import WITHOUT_SERVED_ROUTES
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf.export import save_model

@@ -19,7 +19,7 @@ class HttpTransport:
     """Sends one payload to all servers, once for each rank of tensor parallelism: SGLang reads it so."""
 
     session = True
-    lasting = False
+    can_resend = False
 
     def __init__(self, source: WeightSource):
         self.source = source

@@ -1,4 +1,4 @@
-"""Lanes on one CPU device: the same responses, nothing compiled after warm-up, one error ends all."""
+"""Decode threads on a CPU: the same responses, nothing compiled after warm-up, one error ends all."""
 
 import itertools
 import os
@@ -11,12 +11,12 @@ import pytest
 from small_engine import EOS, KEY, LIMIT, MODEL, new_engine, params, requests
 
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
-from jaxrl_llm.rollout.native import lanes
+from jaxrl_llm.rollout.native import decode_threads
+from jaxrl_llm.rollout.native.decode_threads import divide, num_decode_threads, run_decode_threads
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.native.lanes import divide, num_lanes, run_lanes
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
-SLOTS = 16  # two lanes of eight
+SLOTS = 16  # two threads of eight
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def test_items_are_divided_in_order_into_parts_of_equal_length():
 
 def test_lanes_are_for_two_cores_of_one_cpu_and_slots_enough(two_cores, monkeypatch):
     one, eight = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]), make_mesh(MeshConfig())
-    assert [num_lanes(one, slots) for slots in (1, 8, 15, 16, 64, 512)] == [1, 1, 1, 2, 2, 2]
-    assert eight.size == 8 and num_lanes(eight, 64) == 1
+    assert [num_decode_threads(one, slots) for slots in (1, 8, 15, 16, 64, 512)] == [1, 1, 1, 2, 2, 2]
+    assert eight.size == 8 and num_decode_threads(eight, 64) == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    assert num_lanes(one, 64) == 1
+    assert num_decode_threads(one, 64) == 1
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert num_lanes(one, 64) == 2
+    assert num_decode_threads(one, 64) == 2
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
@@ -52,12 +52,12 @@ def test_two_lanes_generate_what_one_does(two_cores, monkeypatch, strict):
     config, mesh = RolloutConfig(slots=SLOTS, chunk=8), make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     outputs = []
     for most in (2, 1):
-        monkeypatch.setattr(lanes, "MAX_LANES", most)
+        monkeypatch.setattr(decode_threads, "MAX_DECODE_THREADS", most)
         one = NativeEngine(config, MODEL, mesh, eos_ids=[EOS], strict=strict)
         one.publish(params(), 3)
         outputs.append((one.generate(requests(), SamplingConfig(), KEY), one.metrics, one._shapes))
     (two, metrics, shapes), (alone, metrics_alone, _) = outputs
-    assert shapes.lanes == 2 and shapes.slot_counts[-1] == SLOTS // 2
+    assert shapes.decode_threads == 2 and shapes.slot_counts[-1] == SLOTS // 2
     for got, expected in zip(two, alone, strict=True):
         np.testing.assert_array_equal(got.response_ids, expected.response_ids)
         np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=0 if strict else 2e-5, rtol=0)
@@ -75,10 +75,10 @@ def test_lanes_compile_nothing_after_warm_up(two_cores):
     assert one.compile_count() == before
 
 
-def test_conversations_and_pages_have_one_lane(two_cores):
-    assert new_engine(slots=SLOTS)._make_shapes(40, LIMIT, False).lanes == 2
-    assert new_engine(slots=SLOTS)._make_shapes(40, LIMIT, True).lanes == 1
-    assert new_engine(slots=SLOTS, cache="paged")._make_shapes(40, LIMIT, False).lanes == 1
+def test_conversations_and_pages_have_one_decode_thread(two_cores):
+    assert new_engine(slots=SLOTS)._make_shapes(40, LIMIT, False).decode_threads == 2
+    assert new_engine(slots=SLOTS)._make_shapes(40, LIMIT, True).decode_threads == 1
+    assert new_engine(slots=SLOTS, cache="paged")._make_shapes(40, LIMIT, False).decode_threads == 1
 
 
 def test_lanes_run_at_once_on_the_device_of_their_caller():
@@ -90,8 +90,8 @@ def test_lanes_run_at_once_on_the_device_of_their_caller():
 
     device = jax.devices()[3]
     with jax.default_device(device):
-        assert run_lanes(["a", "b"], run, nothing) == [("a", device), ("b", device)]
-    assert run_lanes(["alone"], lambda part, _: (part, threading.current_thread()), nothing) == [
+        assert run_decode_threads(["a", "b"], run, nothing) == [("a", device), ("b", device)]
+    assert run_decode_threads(["alone"], lambda part, _: (part, threading.current_thread()), nothing) == [
         ("alone", threading.current_thread())
     ]
 
@@ -108,13 +108,13 @@ def test_the_error_of_a_lane_ends_the_others_and_is_raised():
             time.sleep(0.01)
 
     with pytest.raises(ValueError, match="its own"):
-        run_lanes(["goes on", "fails"], run, nothing)
+        run_decode_threads(["goes on", "fails"], run, nothing)
     number = len(chunks)
     time.sleep(0.05)
     assert len(chunks) == number
 
 
-def test_what_ends_a_call_ends_its_lanes():
+def test_what_ends_a_call_ends_its_threads():
     def run(part, before_chunk):
         while True:
             before_chunk()
@@ -124,10 +124,10 @@ def test_what_ends_a_call_ends_its_lanes():
         raise RuntimeError("closed")
 
     with pytest.raises(RuntimeError, match="closed"):
-        run_lanes("ab", run, closed)
+        run_decode_threads("ab", run, closed)
 
 
-def test_an_interrupt_of_the_waiting_thread_ends_the_lanes(monkeypatch):
+def test_an_interrupt_of_the_waiting_thread_ends_the_threads(monkeypatch):
     ended = []
 
     def run(part, before_chunk):
@@ -141,7 +141,7 @@ def test_an_interrupt_of_the_waiting_thread_ends_the_lanes(monkeypatch):
     def interrupted(futures):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lanes, "as_completed", interrupted)
+    monkeypatch.setattr(decode_threads, "as_completed", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_lanes("ab", run, nothing)
+        run_decode_threads("ab", run, nothing)
     assert sorted(ended) == ["a", "b"]

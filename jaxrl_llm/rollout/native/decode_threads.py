@@ -1,8 +1,8 @@
-"""Lanes: schedulers that share the slots of one call, each in a thread of its own.
+"""Decode threads: schedulers that share the slots of one call.
 
-On a CPU a decoding step is many short operations, most of which run on one core. Two lanes, each with half of
-the slots and a cache of its own, keep two cores busy: on two cores a rollout of a small model takes 0.75 of
-the time. On an accelerator half of the slots take about as long as all, so there is one lane.
+On a CPU a decoding step is many short operations, most of which run on one core. Two threads, each with half
+of the slots and a separate cache, keep two cores busy: on two cores a rollout of a small model takes 0.75 of
+the time. On an accelerator half of the slots take about as long as all, so one thread decodes.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.errors import RunError
 
-MAX_LANES = 2
+MAX_DECODE_THREADS = 2
 """More were not measured."""
-MIN_SLOTS = 8  # of a lane
+MIN_SLOTS = 8  # of a thread
 
 T, R = TypeVar("T"), TypeVar("R")
 
 
-def num_lanes(mesh: Mesh, slots: int) -> int:
-    """Return the lanes that so many slots are divided into."""
+def num_decode_threads(mesh: Mesh, slots: int) -> int:
+    """Return the number of threads that so many slots are divided among."""
     if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, MAX_LANES, slots // MIN_SLOTS))
+    return max(1, min(cores, MAX_DECODE_THREADS, slots // MIN_SLOTS))
 
 
 def divide(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Return the items in so many runs of neighbours, of equal length up to 1."""
+    """Split the items into contiguous slices whose lengths differ by at most one."""
     ends = [len(items) * i // parts for i in range(parts + 1)]
     return [items[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def run_lanes(
+def run_decode_threads(
     parts: Sequence[T], run: Callable[[T, Callable[[], None]], R], before_chunk: Callable[[], None]
 ) -> list[R]:
-    """Return `run(part, before_chunk)` of all parts, each in a thread of its own.
+    """Return `run(part, before_chunk)` of all parts, each in a separate thread.
 
     After an error in one of them, or in the thread that waits, the others end before their next chunk.
 
@@ -60,13 +60,13 @@ def run_lanes(
     def check() -> None:
         before_chunk()
         if ended.is_set():
-            raise RunError("rollout: another lane has ended with an error")
+            raise RunError("rollout: another decode thread has ended with an error")
 
     def start(part: T) -> R:
         with jax.default_device(device):  # as the caller's: the setting is a thread's
             return run(part, check)
 
-    with ThreadPoolExecutor(len(parts), "lane") as pool:
+    with ThreadPoolExecutor(len(parts), "decode") as pool:
         futures = [pool.submit(start, part) for part in parts]
         try:
             for done in as_completed(futures):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_decode import LATENTS, TINY, WINDOWED
 
-from jaxrl_llm.models import decode, paged, ring_pages
+from jaxrl_llm.models import cache_copies, decode, paged
 
 SLOTS, LENGTH, PAGE, PAGES = 3, 16, 4, 9
 
@@ -34,11 +34,11 @@ def test_tokens_survive_the_way_through_pages(config, lanes, scanned, monkeypatc
     pages = paged.init_paged_cache(config, PAGES, PAGE, jnp.float32)
     ring, numbers = random_ring(config, cursor=5), [4, 2, 6]
     copies = np.array([[2, page, PAGE * i - 7] for i, page in enumerate(numbers)] + [[0, 0, 0]], np.int32)
-    write = jax.jit(lambda *args: ring_pages.write_pages(config, *args))
+    write = jax.jit(lambda *args: cache_copies.write_pages(config, *args))
     pages = write(ring, pages, np.int32(5 - 3), copies, np.array([3], np.int32))
     table = np.zeros((SLOTS, 4), np.int32)
     table[1, :3] = numbers
-    read = jax.jit(lambda *args: ring_pages.read_pages(config, *args))
+    read = jax.jit(lambda *args: cache_copies.read_pages(config, *args))
     other = random_ring(config, cursor=13)
     found = read(other, pages, table, np.full(SLOTS, 10, np.int32), np.arange(SLOTS) == 1)
     for one, expected in zip(tokens_of(found, 1, 10), tokens_of(ring, 2, 10), strict=True):
