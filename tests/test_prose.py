@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from test_style import ROOT, comments, docstrings
 
-CHECKED = ("kernels", "jaxrl_llm/algos", "jaxrl_llm/models", "jaxrl_llm/sharding")
+CHECKED = ("kernels", "jaxrl_llm/algos", "jaxrl_llm/models", "jaxrl_llm/sharding", "jaxrl_llm/hf")
 """Folders and documents whose rates are within the limits."""
 
 

@@ -91,7 +91,7 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
 }
-"""`rope_type` -> the fields of RopeConfig that it reads. HF's names are the same, but for ORIGINAL."""
+"""`rope_type` -> the fields of RopeConfig that it reads. HF's names are the same, except ORIGINAL."""
 ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 
 SAME = {
@@ -108,13 +108,13 @@ _FIXED = {"clip_qkv": None, "is_causal": True, "per_layer_config": None}
 """Keys of every family that have one supported value."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 BIAS_FLAG = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
-"""Families whose attention has biases where `attention_bias` says so."""
+"""Families whose attention has biases if `attention_bias` is true."""
 DEQUANTIZE = {
     "fp8": "; convert the fp8 weights to bf16 with the model's own script first",
     "mxfp4": "; dequantize them once: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, "
     "quantization_config=transformers.Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)",
 }
-"""Kinds of quantized weights -> how to get plain ones, for the message."""
+"""Kind of quantized weights -> how to get unquantized weights, for the message."""
 
 _REQUIRED = {
     **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
@@ -125,18 +125,19 @@ _REQUIRED = {
 def read_config(folder: Path | str | dict) -> TransformerConfig:
     """Return the TransformerConfig of an HF folder, or of the content of its config.json.
 
-    A key that is absent means what it means to transformers for that `model_type`.
+    An absent key has the default of transformers for the `model_type`.
 
     Raises:
-        UserError: no or broken config.json; a key of a wrong type or outside its range; a model type,
-            activation, RoPE type or quantization that the decoder does not have. The message names the file,
-            the key, its value and what is supported.
+        UserError: config.json is missing or broken; a key has a wrong type or is out of range; the decoder
+            does not support a model type, activation, RoPE type or quantization. The message names the file,
+            the key, its value and the supported values.
     """
     raw = folder if isinstance(folder, dict) else read_json(Path(folder) / "config.json")
     file = "config.json" if isinstance(folder, dict) else str(Path(folder) / "config.json")
     family = JsonKeys(raw, file, {}).one_of("model_type", DEFAULTS)
     keys = JsonKeys(raw, file, DEFAULTS[family])
     _check_supported(keys, family)
+    # Sizes and heads; keys that only some families have.
     sizes = {ours: keys.integer(hf, LARGEST[hf]) for ours, hf in SAME.items()}
     heads = sizes["num_heads"]
     biased = keys.flag("attention_bias") and family in BIAS_FLAG
@@ -150,6 +151,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
     head_dim = mla.nope_dim + mla.rope_dim if mla else head_dim
     if not head_dim:
         raise keys.wrong("hidden_size", sizes["hidden_size"], f"is less than num_attention_heads={heads}")
+    # Family switches, then keys with a default.
     config = TransformerConfig(
         family=family,
         **sizes,
@@ -180,7 +182,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
 
 
 def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str, Any]:
-    """Return the content of a config.json that transformers 4 and 5 read alike.
+    """Return the content of a config.json that transformers 4 and 5 read the same way.
 
     RoPE and dtype are written in both spellings. Soft-caps get Gemma's names: this project reads them back,
     transformers ignores them for these families.
@@ -208,6 +210,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         **_write_rope(config),
         **write_windows(config),
     }
+    # Keys of some families only: transformers would warn of others.
     raw |= {"attention_bias": config.qkv_bias} if family in BIAS_FLAG else {}
     raw |= {"qkv_bias": config.qkv_bias} if family == "qwen2_moe" else {}
     raw |= {"use_qk_norm": config.qk_norm} if family == "glm4_moe" else {}
@@ -223,7 +226,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
 
 
 def _check_supported(keys: JsonKeys, family: str) -> None:
-    """Refuse a model that would load and then compute something else."""
+    """Refuse a model that would load but compute other results."""
     if method := keys.get("quantization_config"):
         method = method.get("quant_method") if isinstance(method, dict) else None
         known = "only bf16, fp16 and fp32 weights are read"
@@ -247,7 +250,7 @@ def _has_value_head(keys: JsonKeys) -> bool:
     """Return whether it is a sequence (or token) classifier with one label.
 
     Raises:
-        UserError: it has several labels: a score is one number.
+        UserError: the model has several labels, but a score is one number.
     """
     names = keys.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -263,7 +266,7 @@ def _has_value_head(keys: JsonKeys) -> bool:
 
 
 def _as_classifier(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a language model as that of a classifier of its family with one label."""
+    """Turn the config.json of a language model into a classifier of the same family with one label."""
     name = raw["architectures"][0].replace(LANGUAGE, CLASSIFIER)
     labels = {"id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}, "num_labels": 1}
     return {**raw, "architectures": [name], **labels}
@@ -275,6 +278,7 @@ def _read_rope(keys: JsonKeys, max_position: int, family: str) -> RopeConfig:
     rope = keys.section(name)
     if any(isinstance(value, dict) for value in rope.raw.values()):
         raise keys.wrong(name, rope.raw, ": one RoPE for all layers is supported, not one a layer type")
+    # The type and its required keys.
     key = "rope_type" if "rope_type" in rope.raw else "type"
     kind = rope.one_of(key, ROPE_FIELDS, "default")
     partial = rope.number(PARTIAL, None, 1e-9, 1.0) or keys.number(PARTIAL, 1.0, 1e-9, 1.0)
@@ -282,7 +286,8 @@ def _read_rope(keys: JsonKeys, max_position: int, family: str) -> RopeConfig:
         raise keys.wrong(PARTIAL, partial, f"is not supported for {family}; supported: 1.0")
     missing = [key for key in _REQUIRED.get(kind, ()) if key not in rope.raw]
     if missing:
-        raise UserError(f"{keys.file}: rope_type={kind!r} needs {missing[0]!r}; there are {sorted(rope.raw)}")
+        raise UserError(f"{keys.file}: rope_type={kind!r} needs {missing[0]!r}; found {sorted(rope.raw)}")
+    # The fields of this type; the original length may also be a top-level key.
     fields: dict[str, Any] = {"partial_rotary": partial}
     for field in set(ROPE_FIELDS[kind]) & rope.raw.keys():
         fields[field] = (
@@ -314,7 +319,7 @@ def _write_rope(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _canonical(config: TransformerConfig) -> TransformerConfig:
-    """Return the same model with settings that have no effect at their defaults: a config.json lacks them."""
+    """Reset settings without effect to their defaults, since a config.json lacks them."""
     kept = {name: getattr(config.rope, name) for name in ROPE_FIELDS[config.rope.scaling]}
     if "original_max_position" in kept:
         kept["original_max_position"] = kept["original_max_position"] or config.max_position

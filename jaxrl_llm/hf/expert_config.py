@@ -115,7 +115,7 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""HF's defaults of families with experts, beside those of their dense relatives."""
+"""HF's defaults of families with experts, in addition to their dense relatives' defaults."""
 LARGEST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), 2**16),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 10**6),
@@ -123,7 +123,7 @@ LARGEST = {
     **dict.fromkeys(("num_experts_per_tok", "n_shared_experts"), 2**8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"), 10**7),
 }
-"""Sizes beyond those of any model."""
+"""Upper limits of sizes, above any model."""
 GROUPED = ("deepseek_v3", "glm4_moe")
 """Families whose routers have groups, sigmoid scores and a selection bias."""
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -134,7 +134,7 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     """Return the experts of a family that has them.
 
     Raises:
-        UserError: some of its layers are dense, or its router has noise.
+        UserError: some layers are dense, or the router has noise.
     """
     if family not in EXPERT_DEFAULTS:
         return None
@@ -165,7 +165,7 @@ def _read_grouped(keys: JsonKeys) -> MoEConfig:
     """Return the experts of DeepSeek-V3 and its relatives.
 
     Raises:
-        UserError: another way of choosing experts, or dense layers among sparse ones.
+        UserError: experts are chosen in another way, or dense layers follow sparse ones.
     """
     integer = lambda key: keys.integer(key, LARGEST[key])
     for key, supported in FIXED.items():
@@ -189,7 +189,7 @@ def _read_grouped(keys: JsonKeys) -> MoEConfig:
 
 
 def _clamped(keys: JsonKeys) -> dict[str, Any]:
-    """Return what the experts of gpt-oss have and those of others lack."""
+    """Return the MoEConfig fields that only gpt-oss sets."""
     defaults = {key: EXPERT_DEFAULTS["gpt_oss"][key] for key in ("swiglu_limit", "swiglu_alpha")}
     limits = {key: keys.number(key, value, low=1e-6, high=1e6) for key, value in defaults.items()}
     return {"score": "softmax_of_chosen", "bias": True, **limits}
@@ -199,7 +199,7 @@ def read_latent_attention(keys: JsonKeys, family: str, heads: int) -> MLAConfig 
     """Return the latent attention of a family that has it.
 
     Raises:
-        UserError: fewer key heads than query heads.
+        UserError: the model has fewer key heads than query heads.
     """
     if family != "deepseek_v3":
         return None
@@ -223,7 +223,7 @@ def write_latent_attention(config: TransformerConfig) -> dict[str, Any]:
     if mla is None:
         return {}
     return {
-        "head_dim": mla.rope_dim,  # as transformers has it
+        "head_dim": mla.rope_dim,  # as in transformers
         "kv_lora_rank": mla.kv_rank,
         "q_lora_rank": mla.q_rank or None,
         "qk_nope_head_dim": mla.nope_dim,
@@ -238,6 +238,7 @@ def write_experts(config: TransformerConfig) -> dict[str, Any]:
     moe = config.moe
     if moe is None:
         return {}
+    # The keys differ by family.
     common = {"num_experts_per_tok": moe.experts_per_token, "output_router_logits": False}
     if config.family in GROUPED:
         return {

@@ -41,8 +41,8 @@ _EXPORTED = {
     ),
     "adapter_config.json": re.compile(r"adapter_config\.json|adapter_model\.safetensors"),
 }
-"""File by which an earlier export is known -> names of the files of such an export, which may be replaced."""
-_TEMPLATES = "additional_chat_templates"  # folder that transformers writes where a tokenizer has several
+"""File that marks an earlier export -> names of the export's files, which may be replaced."""
+_TEMPLATES = "additional_chat_templates"  # folder that transformers writes for several templates
 
 
 def save_model(
@@ -54,24 +54,25 @@ def save_model(
     max_shard_bytes: int = 4 * 2**30,
     encode: Encode | None = None,
 ) -> Path:
-    """Write the folder that `transformers` and this project load; an earlier export there is replaced.
+    """Write a folder that `transformers` and this project load; replaces an earlier export.
 
-    One tensor at a time, or a layer's experts, is gathered to the host, while the one before is written. The
-    folder is written beside its place and renamed, so it is never half there. In a multi-process run every
-    process calls this and the first one writes.
+    Tensors (or a layer's experts) are gathered to the host one at a time, while the previous one is written.
+    The folder is written under another name and then renamed, so it is never incomplete. In a multi-process
+    run every process calls this and process 0 writes.
 
-    Baichuan is written as Llama, q, k and v apart: the same decoder, and loads without the folder's own code.
+    Baichuan is written as Llama, with separate q, k and v: the decoder is the same, and the folder needs no
+    custom code.
 
     Args:
         params: of any sharding; adapters are merged, quantized weights dequantized (`hf.gather`).
         tokenizer: of transformers; None = weights and config only.
         dtype: of the weights in the files.
-        max_shard_bytes: of a file; a larger tensor gets a file of its own.
-        encode: of tensors that are not in `dtype`; None = all are.
+        max_shard_bytes: maximum size of a file; a larger tensor gets a separate file.
+        encode: encoding of tensors that are not stored in `dtype`; None = all tensors are.
 
     Raises:
-        UserError: unknown dtype, a config the family cannot express, no space on the disk, or a folder that
-            holds something other than an earlier export.
+        UserError: unknown dtype, a config that the family cannot express, no space on the disk, or a folder
+            that holds anything but an earlier export.
         RunError: weights that are NaN or Inf in `dtype`; names them. An earlier export stays.
         OSError: the disk fails or fills up. An earlier export stays.
     """
@@ -97,13 +98,13 @@ def write_folder(
     write_rest: Callable[[Path], None],
     config_name: str = "config.json",
 ) -> None:
-    """Write a folder of safetensors beside its place and rename it: complete or absent. A collective.
+    """Write a folder of safetensors under another name and rename it: complete or absent. A collective.
 
     Args:
         folder: absolute.
-        files: name -> tensors, one of which, or a layer's experts, is gathered at a time.
+        files: name -> tensors; one tensor, or a layer's experts, is gathered at a time.
         write_rest: writes the other files to a folder, on process 0.
-        config_name: the file by which an earlier export is known: "config.json" or "adapter_config.json".
+        config_name: the file that marks an earlier export: "config.json" or "adapter_config.json".
 
     Raises:
         UserError, RunError, OSError: as `save_model`.
@@ -115,19 +116,19 @@ def write_folder(
         for name, tensors in files.items():
             _write_shard(partial / name, tensors, params, dtype)
         on_first(lambda: (write_rest(partial), _replace(partial, folder)))
-    finally:  # a full disk must not keep an export that cannot be used
+    finally:  # an incomplete export must not fill the disk
         if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_export_folder(folder: Path, config_name: str = "config.json") -> None:
-    """Refuse a place for an export that has something else, hours before the export.
+    """Refuse an export folder that holds anything else, hours before the export.
 
     Args:
         config_name: as for `write_folder`.
 
     Raises:
-        UserError: names what is there.
+        UserError: the message names the files.
     """
     if problem := _export_problem(folder.absolute(), 0, config_name):
         raise UserError(problem)
@@ -144,7 +145,7 @@ def save_description(
 
 
 def export_config(config: TransformerConfig) -> TransformerConfig:
-    """Return the config of the folder: Baichuan becomes Llama, q, k and v apart."""
+    """Return the config of the folder: Baichuan becomes Llama, with separate q, k and v."""
     return dataclasses.replace(config, family="llama") if config.family == "baichuan" else config
 
 
@@ -177,7 +178,7 @@ def _make_partial(folder: Path, partial: Path, size: int, config_name: str) -> N
 
 
 def _export_problem(folder: Path, size: int, config_name: str) -> str | None:
-    """Return why `size` bytes cannot be exported to `folder`; None = they can."""
+    """Return why `size` bytes cannot be exported to `folder`, or None."""
     if folder.exists() and not folder.is_dir():
         return f"{folder}: a file; the export needs a folder"
     if Path.cwd().is_relative_to(folder.resolve()):
@@ -186,7 +187,7 @@ def _export_problem(folder: Path, size: int, config_name: str) -> str | None:
     foreign = [path.name for path in inside if not _is_exported(path, config_name)]
     if inside and (foreign or not (folder / config_name).is_file()):
         what = foreign[0] if foreign else inside[0].name
-        return f"{folder}: holds {what}, which is no part of an export; choose another folder"
+        return f"{folder}: holds {what}, which is not part of an export; choose another folder"
     parent = next(path for path in folder.parents if path.exists())
     if not os.access(parent, os.W_OK):
         return f"{parent}: cannot be written to; choose another folder for the export"
@@ -197,7 +198,7 @@ def _export_problem(folder: Path, size: int, config_name: str) -> str | None:
 
 
 def _is_exported(path: Path, config_name: str) -> bool:
-    """Return whether a file is one that an export writes, or the folder of several chat templates."""
+    """Return whether an export writes this file, or the folder of several chat templates."""
     if path.is_dir():
         templates = path.name == _TEMPLATES and config_name == "config.json"
         return templates and all(file.is_file() and file.suffix == ".jinja" for file in path.iterdir())
@@ -205,7 +206,7 @@ def _is_exported(path: Path, config_name: str) -> bool:
 
 
 def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str) -> None:
-    """Write one file of weights. Every process gathers them; process 0 writes.
+    """Write one file of weights. Every process gathers the weights; process 0 writes.
 
     Raises:
         RunError: tensors are not finite.
@@ -235,7 +236,7 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
 
 
 def write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[np.ndarray], dtype: str) -> None:
-    """Write a safetensors file tensor by tensor; the library's writer needs all of them in memory."""
+    """Write a safetensors file tensor by tensor; the library's writer needs all tensors in memory."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
         own = stored_dtype(tensor, dtype)
@@ -267,7 +268,7 @@ def write_description(folder: Path, raw: dict[str, Any], shards, tokenizer: Any)
 
 
 def _replace(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`. What was there goes aside first: a rename cannot replace a full folder."""
+    """Rename `new` to `folder`. An old folder is first renamed: a rename cannot replace a nonempty folder."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

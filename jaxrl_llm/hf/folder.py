@@ -23,16 +23,16 @@ SINGLE = "model.safetensors"
 EMBEDDING, HEAD, SCORE = (TABLE[ours][0] for ours in ("embed", "lm_head", "value"))
 LFS_POINTER = b"version https://git-lfs"
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
-"""Types of weights that are read, in the spelling of safetensors, and their bytes an element."""
+"""Supported types of weights in the spelling of safetensors -> bytes per element."""
 
-_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers that old checkpoints carry along
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old checkpoints
 FUSED_EXPERTS = {
     "layers.router": ("gate.weight", 0, 1),
     "layers.expert_gate": ("experts.gate_up_proj", 0, 2),
     "layers.expert_up": ("experts.gate_up_proj", 1, 2),
     "layers.expert_down": ("experts.down_proj", 0, 1),
 }
-"""Our weights -> name in a fused MLP; index and number of an expert's parts, one after the other."""
+"""Our weight -> (module of the fused experts, index of the part, number of parts), concatenated by rows."""
 _SHOWN = 8
 _COMPARED_ROWS = 4096  # of two vocabularies, at once
 MAX_PREDICTORS = 64  # of any model
@@ -45,17 +45,17 @@ class StoredTensor(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str  # "BF16", ...
-    source: str = ""  # name in the file, where that is another one
+    source: str = ""  # name in the file, if it differs
     expert: int | None = None  # of a tensor of all experts of a layer
     start: int = 0  # first row
 
 
 def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTensor]:
-    """Return the weights of the folder, which are those of the model in name, shape and type.
+    """Return the weights of the folder; check that names, shapes and types match the model.
 
     Raises:
         UserError: see `_weight_files`, `read_header`, `_check_tied_head`; or tensors are missing, unexpected,
-            of another shape or quantized: all of them in one message.
+            of another shape or quantized: one message lists all of them.
     """
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
@@ -73,7 +73,7 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     if problem := list_mismatches(stored, expected, "config.json", ignored):
         what = f"not the weights that its {config.family} config.json describes"
         raise UserError(f"{folder}: {what}; {problem}")
-    if config.tie_embeddings and HEAD in stored and SCORE not in stored:  # a classifier has no use for it
+    if config.tie_embeddings and HEAD in stored and SCORE not in stored:  # a classifier does not use it
         _check_tied_head(stored[HEAD], stored[EMBEDDING])
     if unused:
         print_on_first(f"{folder}: {len(unused)} weights of multi-token prediction are not used")
@@ -81,10 +81,10 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
 
 
 def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
-    """Refuse a head beside tied embeddings that is not theirs: transformers 5 uses it, 4 does not.
+    """Refuse a head that differs from tied embeddings: transformers 5 uses it, 4 does not.
 
     Raises:
-        UserError: they differ.
+        UserError: head and embedding differ.
     """
     equal = head.shape == embedding.shape and head.dtype in FLOATS
     for start in range(0, head.shape[0], _COMPARED_ROWS) if equal else ():
@@ -102,10 +102,9 @@ def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
 
 
 def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -> dict[str, StoredTensor]:
-    """Return the tensors, those of all experts of a layer as one of each expert, under their usual names.
-
-    Transformers 5 fuses experts in memory, and so does `save_pretrained(..., save_original_format=False)` in
-    files.
+    """Split tensors that hold all experts of a layer into one tensor per expert, under the usual names.
+    Transformers 5 fuses experts in memory, and `save_pretrained(..., save_original_format=False)` writes
+    fused experts.
     """
     model = [tensor for tensor in hf_tensors(config) if tensor.parts[0][0] in FUSED_EXPERTS]
     if any(tensor.name in stored for tensor in model if ".experts." in tensor.name):
@@ -140,15 +139,16 @@ def list_mismatches(
     source: str,
     ignored: Collection[str] = (),
 ) -> str:
-    """Return how the tensors of files differ from the expected ones in name, shape and type; "" = not at all.
+    """Return how the stored tensors differ from the expected ones in name, shape and type; "" if they match.
 
     Args:
         expected: name -> shape.
-        source: what gives the expected shapes.
-        ignored: names that need not be expected.
+        source: origin of the expected shapes, for the message.
+        ignored: names that may be present without being expected.
     """
     extra = [name for name in stored if name not in expected and name not in ignored]
     both = [name for name in expected if name in stored]
+    # One entry for each kind of difference.
     problems = [
         _list("missing", [f"{n} {list(expected[n])}" for n in expected if n not in stored]),
         _list("unexpected", [f"{n} {list(stored[n].shape)} in {stored[n].file.name}" for n in extra]),
@@ -173,12 +173,12 @@ def list_mismatches(
 
 
 def refuse_remote_code(folder: Path) -> None:
-    """Refuse a folder whose config.json names Python code of its own: no code of a folder is ever run.
+    """Refuse a folder whose config.json names custom Python code, which is never run.
 
-    Baichuan and DeepSeek-V3 always have code; their decoders are built in here, so config.json may name it.
+    Baichuan and DeepSeek-V3 always name code; it is not needed here, since their decoders are built in.
 
     Raises:
-        UserError: config.json names classes of the folder's own Python files.
+        UserError: config.json names classes of Python files in the folder.
     """
     raw = read_json(folder / "config.json")
     if raw.get("auto_map") and raw.get("model_type") not in ("baichuan", "deepseek_v3"):
@@ -189,14 +189,15 @@ def refuse_remote_code(folder: Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: those its index names, or the single one.
+    """Return the safetensors files of a folder: the files of its index, or the single file.
 
-    `save_pretrained` over an earlier folder leaves an index without its files beside a single one.
+    `save_pretrained` over an earlier folder may leave a stale index without its files beside a single file.
 
     Raises:
-        UserError: none, pickle files only, one that is missing, a path that leads out of the folder, or both
-            a single file and others that an index names.
+        UserError: no files, only pickle files, a missing file, a path that leads out of the folder, or both a
+            single file and an index with other files.
     """
+    # An index names the files, unless it is stale.
     has_single = (folder / SINGLE).exists()
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
@@ -208,7 +209,7 @@ def _weight_files(folder: Path) -> list[Path]:
         is_stale = has_single and SINGLE not in names
         if is_stale and any((folder / name).exists() for name in names):
             raise UserError(
-                f"{folder}: both {SINGLE}, which transformers reads, and {INDEX} with files of its own "
+                f"{folder}: both {SINGLE}, which transformers reads, and {INDEX} with other files "
                 f"({names[0]}); one is stale. Remove {SINGLE}, or the index and its files."
             )
         if not is_stale:
@@ -225,14 +226,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check_name(folder: Path, name: str) -> None:
-    """Refuse a name of an index that is no name of a safetensors file in its folder."""
+    """Refuse an index entry that is not the name of a safetensors file in the folder."""
     is_plain = Path(name).name == name and Path(name).suffix == ".safetensors" and name.isprintable()
     if not is_plain or len(os.fsencode(name)) > MAX_NAME:
-        raise UserError(f"{folder / INDEX}: {name[:80]!r} is no name of a safetensors file in this folder")
+        raise UserError(f"{folder / INDEX}: {name[:80]!r} is not a safetensors file of this folder")
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Return the file of this name, if that is a plain one and no link out of the folder (or hub cache)."""
+    """Return the file of this name; refuse a link that leads out of the folder (or hub cache)."""
     path = folder / name
     home = folder.resolve()
     allowed = [home]
@@ -257,13 +258,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 f"{file}: a pointer of git-lfs, not the weights. Run: git -C {file.parent} lfs pull"
             ) from error
         raise UserError(
-            f"{file}: truncated or damaged ({error}); its {file.stat().st_size:,} bytes are not what its "
-            "header says. Copy or download it again."
+            f"{file}: truncated or damaged ({error}); its {file.stat().st_size:,} bytes "
+            "do not match its header. Copy or download it again."
         ) from error
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Return whether a file is what git checks out without git-lfs, in place of a large one."""
+    """Return whether a file is a git-lfs pointer, which git checks out instead of a large file."""
     with file.open("rb") as opened:
         return opened.read(len(LFS_POINTER)) == LFS_POINTER
 

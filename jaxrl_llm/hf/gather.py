@@ -19,7 +19,8 @@ from jaxrl_llm.structs import Params
 
 
 def group_by_size(tensors: Sequence[HFTensor], itemsize: int, limit: int) -> list[list[HFTensor]]:
-    """Return the tensors in order, in groups of at most `limit` bytes; a larger one is a group of its own."""
+    """Split the tensors, in order, into groups of at most `limit` bytes; a larger tensor is a separate
+    group."""
     groups: list[list[HFTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -33,7 +34,7 @@ def group_by_size(tensors: Sequence[HFTensor], itemsize: int, limit: int) -> lis
 
 
 def stacked_runs(tensors: Sequence[HFTensor]) -> list[list[HFTensor]]:
-    """Return the tensors in order, in runs that follow one another in our stacks: a layer's experts."""
+    """Split the tensors, in order, into runs that are contiguous in our stacks: a layer's experts."""
     runs: list[list[HFTensor]] = []
     for tensor in tensors:
         if runs and tensor.parts == _next_parts(runs[-1][-1]):
@@ -52,13 +53,13 @@ def gather_tensors(
 ) -> Iterator[list[np.ndarray] | list[jax.Array]]:
     """Yield the tensors of each group, whole and of type `dtype` (`stored_dtype`), on the host.
 
-    While one group is used the next one is on its way to the host, so two of them are in memory. A layer's
-    experts that follow one another in a group are gathered at once and cut on the host. Adapters are
-    merged and quantized weights dequantized, in float32, a layer of a weight at a time. In a multi-process
-    run a collective: every process iterates.
+    While one group is used, the next is copied to the host, so two groups are in memory. Contiguous experts
+    of a layer are gathered at once and split on the host. Adapters are merged and quantized weights
+    dequantized in float32, one layer of a weight at a time. In a multi-process run a collective: every
+    process iterates.
 
     Args:
-        replicated: the tensors stay on the devices, every one of which holds them whole.
+        replicated: the tensors stay on the devices, and every device holds whole tensors.
     """
     for gathered in gather_checked(params, groups, dtype, replicated):
         yield [array for array, _ in gathered]
@@ -70,10 +71,10 @@ def gather_checked(
     dtype: str,
     replicated: bool = False,
 ) -> Iterator[list[tuple[Any, Any]]]:
-    """Yield as `gather_tensors`, each tensor with a bool: all its numbers are finite."""
+    """Yield each tensor of `gather_tensors` with a bool: all its numbers are finite."""
     leaves = dict(named_leaves(params))
     on_host = list if replicated else np.asarray
-    scale_of = lambda tensor: adapter_scale(params.config, tensor.parts[0][0])  # the same of all its parts
+    scale_of = lambda tensor: adapter_scale(params.config, tensor.parts[0][0])  # all parts share it
     current: list[tuple[Any, Any]] = []
     for group in [*groups, []]:
         following = [
@@ -88,7 +89,7 @@ def gather_checked(
 def _start(
     run: list[HFTensor], leaves: dict, scale: float, form: Encoding | str, replicated: bool
 ) -> tuple[Any, Any]:
-    """Dispatch the work for the tensors of a run: the devices do it while the host continues.
+    """Dispatch the work for the tensors of a run to the devices, while the host continues.
 
     Returns: the tensors [N, ...], and which of them are finite [N]; `replicated`: tuples of N arrays.
     """
@@ -96,7 +97,7 @@ def _start(
     weights = {part: leaves[part] for name in names for part in merged_names(name) if part in leaves}
     first = weights[names[0]]
     if isinstance(first, np.ndarray) and index:
-        # or the whole stack would go to the device each time
+        # otherwise each call would copy the whole stack to the device
         part = (*(slice(i, i + 1) for i in index[:-1]), slice(index[-1], index[-1] + len(run)))
         weights, index = {name: weight[part] for name, weight in weights.items()}, (0,) * len(index)
     sharding = getattr(first, "sharding", None)

@@ -1,7 +1,7 @@
 """GGUF files (llama.cpp), converted once to a Hugging Face folder in the user's cache.
 
-All that follows reads a folder, so a GGUF file needs no second path through loading, tokenizers, export or
-servers. Weights are dequantized to float32: values of a quantized type are exact there, and not in bfloat16.
+Loading, tokenizers, export and servers then read the folder and need no separate code for GGUF. Weights are
+dequantized to float32, which represents quantized values exactly, unlike bfloat16.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of `general.architecture` that are read; files of Mistral models say "llama"."""
 
 _FORMAT = 4
-"""Version of conversions; those of 1, without a number, lack tokens that begin a text, 2 settings of RoPE, 3
-cut text into other tokens than llama.cpp."""
+"""Version of conversions. Version 1 (without a number) lacked tokens that begin a text, 2 lacked settings of
+RoPE, 3 split text into other tokens than llama.cpp."""
 _SHARD_BYTES = 4 * 2**30
 _PARTIAL = ".partial"  # ends the names of folders that are being written
 _SIZES = {
@@ -55,8 +55,7 @@ _NEUTRAL = {
     **{"attention.causal": True, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_attn_factor": 1},
     **{"rope.scaling.yarn_ext_factor": 1, "rope.scaling.yarn_log_multiplier": 0},
 }
-"""Keys that change the computation in ways that the decoder of these architectures does not have, and the
-value of each that changes nothing."""
+"""Keys that change the computation in unsupported ways -> the value that changes nothing."""
 _YARN = {ORIGINAL: "original_context_length", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 _ROPE_FACTORS = "rope_freqs.weight"
 _KINDS = {int: "a whole number", float: "a number", str: "text"}
@@ -64,14 +63,14 @@ _KINDS = {int: "a whole number", float: "a number", str: "text"}
 
 
 def convert_gguf(file: Path) -> Path:
-    """Return the Hugging Face folder of a GGUF file, which is converted at its first use.
+    """Return the Hugging Face folder of a GGUF file, which is converted on first use.
 
     The folder is named by the SHA-256 of the file and the version of conversions, in
     $XDG_CACHE_HOME/jaxrl_llm/gguf (~/.cache by default).
 
     Raises:
-        UserError: the extra `gguf` is not installed, a damaged file, one that is a part of several, another
-            architecture, a RoPE or quantization that is not supported, or no space.
+        UserError: the extra `gguf` is not installed; the file is damaged or one of several parts;
+            architecture, RoPE or quantization is not supported; or the disk is full.
     """
     folder = converted_folder(file)
     if (folder / "config.json").is_file():
@@ -79,7 +78,7 @@ def convert_gguf(file: Path) -> Path:
     model = _GgufModel(file, _open(file))
     try:
         with cache_lock(folder.parent) as alone:
-            for left in folder.parent.glob(f".*{_PARTIAL}") if alone else ():  # by a process that was killed
+            for left in folder.parent.glob(f".*{_PARTIAL}") if alone else ():  # left by a killed process
                 shutil.rmtree(left, ignore_errors=True)
             if not (folder / "config.json").is_file():  # another process may have been faster
                 _convert(model, folder)
@@ -110,14 +109,14 @@ def _convert(model: _GgufModel, folder: Path) -> None:
         raw = to_hf_config(model.config, "float32") | special_ids(tokenizer)
         write_description(partial, raw, shards, tokenizer)
         write_json(partial / "generation_config.json", model.generation_config())
-        if not folder.exists():  # where there are no locks
+        if not folder.exists():  # another process may win on filesystems without locks
             partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def converted_folder(file: Path) -> Path:
-    """Return the folder of a GGUF file's conversion, which is there or will be."""
+    """Return the folder of a GGUF file's conversion, whether it exists or not."""
     status = file.stat()
     digest = _digest(file, status.st_size, status.st_mtime_ns)[:16]
     return gguf_cache() / f"{file.stem}-{digest}-{_FORMAT}"
@@ -125,7 +124,7 @@ def converted_folder(file: Path) -> Path:
 
 @functools.cache
 def _digest(file: Path, size: int, changed: int) -> str:
-    """Return the SHA-256 of a file, which is read once for each size and time of its last change."""
+    """Return the SHA-256 of a file; cached by size and modification time."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -163,14 +162,14 @@ class _GgufModel:
             kind: int, float (any number) or str; None = values of all types.
 
         Raises:
-            UserError: a value of another type, or text that is not UTF-8.
+            UserError: the value has another type, or text is not UTF-8.
         """
         if key not in self.fields:
             return default
         try:
             value = self.fields[key].contents()
         except UnicodeDecodeError as error:
-            raise self.wrong(f"damaged: {key} is no text ({error.reason})") from error
+            raise self.wrong(f"damaged: {key} is not text ({error.reason})") from error
         allowed = (int, float) if kind is float else kind
         if kind and (isinstance(value, bool) or not isinstance(value, allowed)):
             raise self.wrong(f"{key}={value!r:.80} is not supported; supported: {_KINDS[kind]}")
@@ -187,7 +186,7 @@ class _GgufModel:
         """Return the content of config.json.
 
         Raises:
-            UserError: a key is missing, or asks for what the decoder does not have.
+            UserError: a key is missing, or the decoder does not support its value.
         """
         for key, neutral in _NEUTRAL.items():
             if self.own(key, neutral) != neutral:
@@ -215,7 +214,7 @@ class _GgufModel:
         }
 
     def _head_dim(self, raw: dict[str, Any]) -> int:
-        """Return the size of a head, of which keys, values and RoPE have one."""
+        """Return the size of a head, which must be the same for keys, values and RoPE."""
         rotary = self.own("rope.dimension_count", kind=int)
         split = raw["hidden_size"] // max(1, raw["num_attention_heads"])
         size = self.own("attention.key_length", kind=int) or rotary or split
@@ -227,8 +226,8 @@ class _GgufModel:
     def _rope_scaling(self) -> dict[str, Any] | None:
         """Return `rope_scaling` of config.json.
 
-        A factor without a type is linear, as llama.cpp reads it. Llama 3 has a table of frequency factors in
-        place of settings; they are found by comparison.
+        A factor without a type is linear, as in llama.cpp. For Llama 3, the file has a table of frequency
+        factors instead of settings; the settings are found by comparison.
         """
         kind = self.own("rope.scaling.type", "linear", kind=str)
         factors = (self.own(f"rope.{key}", kind=float) for key in ("scaling.factor", "scale_linear"))
@@ -249,8 +248,9 @@ class _GgufModel:
     def _llama3_scaling(self, factors: np.ndarray) -> dict[str, Any]:
         """Return the settings that give the file's factors; llama.cpp divides the frequencies by them.
 
-        The original length follows from any factor between 1 and the largest one, at waves for which the two
-        scalings are mixed. Without one, every length that gives the factors is the same: 8192, if it does.
+        Any factor between 1 and the largest one, where the two scalings are mixed, determines the original
+        length. Without such a factor, any length that reproduces the factors is equivalent: use 8192 if it
+        does.
         """
         theta, low, high = self.own("rope.freq_base", 10_000.0, kind=float), 1.0, 4.0
         waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
@@ -268,7 +268,7 @@ class _GgufModel:
         return {"rope_type": "llama3", **settings, "original_max_position_embeddings": original}
 
     def check_tensors(self) -> list[HFTensor]:
-        """Return the tensors of the folder, all of which are in the file with their shapes.
+        """Return the tensors of the folder; check that the file has each with its shape.
 
         Raises:
             UserError: tensors are missing, unexpected, of another shape, or of a type without dequantizer.
@@ -300,7 +300,7 @@ class _GgufModel:
 
     @functools.cached_property
     def _names(self) -> Any:
-        """Table of names of the architecture, the library's."""
+        """The gguf library's table of names of the architecture."""
         from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
         arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == self.family)
@@ -322,7 +322,7 @@ class _GgufModel:
         """Return the file's tokenizer with its chat template.
 
         Raises:
-            UserError: the file has none, or one that is not supported.
+            UserError: the file has no tokenizer, or an unsupported one.
         """
         if self.value("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.fields:
             print_on_first(
@@ -333,16 +333,16 @@ class _GgufModel:
         return self._of_tokenizer(make_gguf_tokenizer)
 
     def generation_config(self) -> dict[str, Any]:
-        """Return generation_config.json: a chat model may end a response in several ways."""
+        """Return the content of generation_config.json: a chat model may have several end tokens."""
         return {"eos_token_id": self._of_tokenizer(end_ids)}
 
     def _of_tokenizer(self, function: Callable[[Read], Any]) -> Any:
-        """Return what the function makes of the tokenizer's metadata."""
+        """Call the function with a reader of the tokenizer's metadata; turn its errors into UserErrors."""
         try:
             return function(lambda key, default=None: self.value(f"tokenizer.{key}", default))
         except UserError as error:
             raise self.wrong(str(error)) from error
-        except BaseException as error:  # all kinds, for metadata of other types; of Rust, no Exception
+        except BaseException as error:  # also Rust panics, which are no Exceptions
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise self.wrong(f"its tokenizer cannot be read ({type(error).__name__}: {error})") from error
@@ -363,7 +363,7 @@ def gguf_cache() -> Path:
 
 
 def _can_dequantize(stored: Any) -> bool:
-    """Return whether the library has the type, from one row."""
+    """Return whether the gguf library can dequantize the type, by trying one row."""
     from gguf import dequantize
 
     try:
@@ -374,11 +374,11 @@ def _can_dequantize(stored: Any) -> bool:
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows of q or k with the halves of RoPE's pairs apart; llama.cpp stores them interleaved."""
+    """Reorder the rows of q or k from interleaved RoPE pairs (llama.cpp) to half-split pairs."""
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _shortest(value: Any) -> Any:
-    """Return a float32 of the file as the shortest decimal that means it: 1e-05, not 9.99999975e-06."""
+    """Return a float32 as the shortest decimal with the same float32 value: 1e-05, not 9.99999975e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,9 +1,9 @@
-"""Tokenizers of GGUF files, with the token ids that llama.cpp gives.
+"""Tokenizers of GGUF files, with the same token ids as llama.cpp.
 
 A GGUF file has the tokens of a tokenizer and their merges or scores, but only a name (`tokenizer.ggml.pre`)
-for the rules by which text is cut before merging. The table below has the rules of each name: those of the
-models' own tokenizer.json, from which those of llama.cpp are adapted. Those of "tekken" and "gpt-4o" differ
-for combining marks after letters, and for upper and lower case outside ASCII.
+for the rules that split text before merging. The table below maps names to rules, taken from the models'
+tokenizer.json, which llama.cpp adapted too. llama.cpp's rules for "tekken" and "gpt-4o" differ from it for
+combining marks after letters, and for upper and lower case outside ASCII.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _CASED = (
     "\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
     "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""Letters that DeepSeek LLM's tokenizer takes together: the cased ones of an old version of Unicode, without
-mathematical ones."""
+"""Letters that DeepSeek LLM's tokenizer groups: cased letters of an old version of Unicode, without
+mathematical letters."""
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 class _Rules(NamedTuple):
-    """Rules by which text is cut before merging, and what llama.cpp does besides for their name."""
+    """Rules that split text before merging, and llama.cpp's other settings for their name."""
 
-    splits: tuple[str, ...]  # regular expressions; each cuts the pieces of the one before
+    splits: tuple[str, ...]  # regular expressions; each splits the pieces of the previous one
     ignore_merges: bool = False  # a piece that is a token is that token
     add_bos: bool = False
 
@@ -113,14 +113,14 @@ _FILE_TEXTS = {
     "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep_token_id": ("<|file_sep|>",),
 }
-"""Marks of code models between files; a response ends there, too."""
+"""Marks of code models between files, which also end a response."""
 
 
 def make_gguf_tokenizer(read: Read) -> Any:
     """Return the tokenizer of a GGUF file, a `PreTrainedTokenizerFast`, with its chat template.
 
     Raises:
-        UserError: another kind of tokenizer, unknown rules, or tables that do not belong together.
+        UserError: the kind of tokenizer or the rules are unknown, or the tables do not match.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -149,7 +149,7 @@ def make_gguf_tokenizer(read: Read) -> Any:
 
 
 def end_ids(read: Read) -> list[int]:
-    """Return the ids that end a response, as llama.cpp finds them: by key, and by the text of the token."""
+    """Return the ids that end a response, found as in llama.cpp: by key, and by the text of the token."""
     ids = {token: number for number, token in enumerate(_tokens(read))}
     ends = {_special_ids(read, list(ids))["eos_token"], *(read(f"ggml.{key}") for key in _END_KEYS)}
     for key, texts in _FILE_TEXTS.items():
@@ -169,7 +169,7 @@ def _tokens(read: Read) -> list[str]:
 
 
 def _byte_level(read: Read, tokens: list[str]) -> tuple[Any, bool]:
-    """Return a byte-level tokenizer without its special tokens, and whether a text begins with bos."""
+    """Return a byte-level tokenizer without special tokens, and whether a text begins with bos."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     rules = _rules(read("ggml.pre", "default"))
@@ -199,9 +199,9 @@ def _halves(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(read: Read, tokens: list[str]) -> tuple[Any, bool]:
-    """Return a SentencePiece tokenizer without its special tokens, and that a text begins with bos.
+    """Return a SentencePiece tokenizer without special tokens, and whether a text begins with bos.
 
-    A text, and each part of it after a special token, begins with a space if the file does not say otherwise.
+    A text, and each part of it after a special token, begins with a space unless the file says otherwise.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -229,7 +229,7 @@ def _special_ids(read: Read, tokens: list[str]) -> dict[str, int | None]:
     """Return the ids of special tokens; None = the tokenizer lacks the token.
 
     Raises:
-        UserError: an id that no token has.
+        UserError: an id is not in the vocabulary.
     """
     ids: dict[str, int | None] = {}
     for name, (key, default) in _SPECIAL.items():
@@ -241,10 +241,10 @@ def _special_ids(read: Read, tokens: list[str]) -> dict[str, int | None]:
 
 
 def _add_whole_tokens(backend: Any, read: Read, tokens: list[str]) -> None:
-    """Make the tokenizer find control tokens, and tokens of the user, in a text before it cuts the rest.
+    """Make the tokenizer find control tokens and user-defined tokens in a text before it splits the rest.
 
     As in llama.cpp, tokens that end a response are control tokens even if the file has another type for them.
-    But what merges make of text stays text: "</s>" in the vocabularies of Qwen.
+    A token that merges can produce stays text: "</s>" in the vocabularies of Qwen.
     """
     from tokenizers import AddedToken
 
@@ -261,10 +261,10 @@ def _add_whole_tokens(backend: Any, read: Read, tokens: list[str]) -> None:
 
 
 def _around_texts(used: dict[str, tuple[str, int]]) -> Any:
-    """Return what puts tokens around a text.
+    """Return the processor that adds tokens before and after a text.
 
     Args:
-        used: "bos_token", "eos_token" -> (token, its id); those that are put there.
+        used: "bos_token", "eos_token" -> (token, id) of each token to add.
     """
     from tokenizers.processors import TemplateProcessing
 

@@ -30,15 +30,15 @@ class HubName(NamedTuple):
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """Return the parts of a hub name; None = it is no such name."""
+    """Parse a hub name; None if the text is not a hub name."""
     match = _HUB_NAME.fullmatch(name) if len(name) <= MAX_NAME else None
-    if match is None or match["repo"].endswith(SUFFIX):  # a GGUF file that is not there
+    if match is None or match["repo"].endswith(SUFFIX):  # a missing local GGUF file
         return None
     return HubName(match["repo"], match["revision"], match["file"] and match["file"][1:])
 
 
 def hub_spelling(name: str) -> str:
-    """Return how a link to the hub, or llama.cpp's ORG/MODEL:TAG, is written here; "" = it is neither."""
+    """Return the hub name for a link to the hub or llama.cpp's ORG/MODEL:TAG; "" if the text is neither."""
     match = _LINK.fullmatch(name) if len(name) <= MAX_NAME else None
     if match is None or not (match["site"] or match["tag"]):
         return ""

@@ -20,14 +20,14 @@ LARGEST = {
     "num_attention_heads": 10**5,
     "max_position_embeddings": 2**31 - 1,
 }
-"""Sizes beyond those of any model: nonsense rather than hours of making a list of weights."""
+"""Upper limits of sizes, above any model: a nonsensical size would take hours to list its weights."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file.
 
     Raises:
-        UserError: missing, unreadable, not JSON, or not an object; names the file.
+        UserError: the file is missing, unreadable, not JSON, or not an object; the message names the file.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; a Hugging Face model folder has one")
@@ -42,11 +42,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class JsonKeys:
-    """The content of a JSON file, read key by key: each has a type and a range.
+    """The content of a JSON file, read key by key with checks of type and range.
 
     Args:
         raw: the object.
-        file: its name, for messages.
+        file: name of the file, for messages.
         defaults: values of absent keys.
     """
 
@@ -54,7 +54,7 @@ class JsonKeys:
         self.raw, self.file, self.defaults = raw, file, defaults
 
     def get(self, key: str) -> Any:
-        """Return the value as it stands; None = absent without a default, or null."""
+        """Return the unchecked value; None = absent without a default, or null."""
         return self.raw.get(key, self.defaults.get(key))
 
     def integer(self, key: str, high: int, low: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face folders, streamed in a matrix of a weight at a time."""
+"""Weights of Hugging Face folders, loaded one matrix at a time."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _EXPONENT = {
     "float16": np.uint16(0x7C00),
     "bfloat16": np.uint16(0x7F80),
 }
-"""Bits of the exponent, all of them set in NaN and Inf."""
+"""Bits of the exponent, which are all set in NaN and Inf."""
 
 
 class PretrainedModels(Protocol):
-    """Pretrained models by the names that recipes give them; `plan` has shapes in their place."""
+    """Pretrained models by the names in recipes; `plan` uses shapes instead."""
 
     def config(self, path: str) -> TransformerConfig:
         """Return the model's config."""
 
     def params(self, path: str, config: TransformerConfig, shardings: Params, dtype: DTypeLike) -> Params:
-        """Return its weights."""
+        """Return the model's weights."""
 
 
 class _HubAndFolders:
@@ -64,22 +64,22 @@ def load_params(
     shardings: Params | None = None,
     dtype: jnp.dtype = jnp.float32,
 ) -> Params:
-    """Return the weights of an HF folder, each device's shard read straight from the files.
+    """Load the weights of an HF folder; each device's shard is read directly from the files.
 
-    Beyond the weights themselves the host holds one layer of one weight at a time, of experts one of each
-    shard: at most 1.2 times the largest tensor, or so many experts. In a multi-process run each process reads
-    only what its own devices hold.
+    Besides the weights, host memory holds one layer of one weight at a time, or one expert of each shard: at
+    most 1.2 times the largest tensor, or so many experts. In a multi-process run each process reads only the
+    shards of its devices.
 
     Args:
         folder: config.json and safetensors, one file or sharded; bf16, fp16 or fp32.
-        config: of the model, as `read_config(folder)` gives it; weights of linear layers are quantized, a
-            layer at a time, if it says so (`models.lora.frozen_config`).
+        config: of the model, as `read_config(folder)` returns it; if it is quantized
+            (`models.lora.frozen_config`), weights of linear layers are quantized one layer at a time.
         shardings: tree of `models.shardings`; None = all on one device.
-        dtype: of the weights that are not quantized; those that `reads_float32` names stay float32.
+        dtype: of the weights that are not quantized; weights of `reads_float32` stay float32.
 
     Raises:
-        UserError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder;
-            NaN or Inf; the folder needs its own code.
+        UserError: weights are missing, unexpected, misshapen, damaged, pickled, outside the folder, NaN or
+            Inf; or the folder needs custom code.
     """
     folder = Path(folder)
     refuse_remote_code(folder)
@@ -87,6 +87,7 @@ def load_params(
     one_device = SingleDeviceSharding(jax.local_devices()[0])
     layouts = dict.fromkeys(parts, one_device) if shardings is None else dict(named_leaves(shardings))
     axes, leaves, weights = logical_axes(shapes), dict(named_leaves(shapes)), {}
+    # Quantized stacks, other stacks, and single weights.
     for name, rows in parts.items():
         if not rows:  # scales come with their codes
             continue
@@ -109,13 +110,13 @@ def load_params(
 def _fill(
     stored, parts: list[TensorRows], stacks: list[jax.Array], dtype, convert: Callable[..., Sequence[Any]]
 ) -> list[jax.Array]:
-    """Return the stacks of one weight, filled matrix by matrix in place: no second copy of it exists.
+    """Fill the stacks of one weight matrix by matrix, in place, so that no second copy exists.
 
-    Where the devices divide the experts, one of each device's own is read at a time.
+    If experts are sharded, one expert of each device is read at a time.
 
     Args:
         stacks: zeros, which are donated; the first has the weight's shape.
-        convert: returns of some matrices of the weight, [shards, ...] of type `dtype`, those of each stack.
+        convert: maps matrices of the weight, [shards, ...] of type `dtype`, to the matrices of each stack.
     """
     dims, shape, sharding = len(parts[0].index), stacks[0].shape, stacks[0].sharding
     of_device = sharding.shard_shape(shape)[dims - 1]
@@ -123,7 +124,7 @@ def _fill(
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[dims - 1 :]))
     at_once: dict[tuple[int, ...], list[TensorRows]] = {}
-    for part in parts:  # those of a group in the order of the shards
+    for part in parts:  # a group is in the order of the shards
         at_once.setdefault((*part.index[:-1], part.index[-1] % of_device), []).append(part)
     for index, group in at_once.items():
         matrices = convert(_read_group(stored, group, shape[dims:], sharding, dtype))
@@ -137,7 +138,7 @@ def _fill(
 def _read_group(
     stored, parts: Sequence[TensorRows], shape: tuple[int, ...], sharding: Sharding, dtype
 ) -> jax.Array:
-    """Return matrices of one shape as one array [matrices, ...]; its devices hold one or all of them."""
+    """Return matrices of one shape as one array [matrices, ...]; each device holds one or all of them."""
 
     def read(bounds):
         (first, stop), *rest = bounds
@@ -155,8 +156,8 @@ def _read_global(stored, part: TensorRows, shape, sharding: Sharding, dtype) -> 
 def _read_sharded(
     read: Callable[[tuple[tuple[int, int], ...]], np.ndarray], shape: tuple[int, ...], sharding: Sharding
 ) -> jax.Array:
-    """Return an array of which each process reads the shards of its devices, each once."""
-    shards: dict[tuple, np.ndarray] = {}  # devices that hold the same shard share one reading
+    """Return an array; each process reads the shards of its devices, each shard once."""
+    shards: dict[tuple, np.ndarray] = {}  # devices with the same shard share one read
 
     def of(index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
@@ -165,7 +166,7 @@ def _read_sharded(
         return shards[bounds]
 
     array = jax.make_array_from_callback(shape, sharding, of)
-    return array.block_until_ready()  # or reading would run ahead of the transfers, filling the host
+    return array.block_until_ready()  # else reading would overtake the transfers and fill host memory
 
 
 def read_slice(
@@ -175,14 +176,14 @@ def read_slice(
     bounds: tuple[tuple[int, int], ...],
     dtype: jnp.dtype,
 ) -> np.ndarray:
-    """Return part of one layer of a weight, [start, stop) of each of our dims, from its HF tensor's file.
+    """Read part of one layer of a weight, [start, stop) of each of our dims, from its HF tensor's file.
 
-    Rows are read a few at a time and the file is unmapped in between, so that hardly more than the result
-    is in memory.
+    Rows are read a few at a time and the file is unmapped in between, so that memory holds little more than
+    the result.
     """
     dims, groups = parse_layout(part.layout)
     size, bound = dict(zip(dims, shape, strict=True)), dict(zip(dims, bounds, strict=True))
-    # HF's dim (h e) is read for whole heads h, its first dim; the slice of e is cut out afterwards.
+    # HF's dim (h e) is read for whole heads h; the slice of e is taken afterwards.
     lead = [group[0] for group in groups]
     inner = [int(np.prod([size[dim] for dim in group[1:]])) for group in groups]
     columns = tuple(slice(bound[d][0] * n, bound[d][1] * n) for d, n in zip(lead[1:], inner[1:], strict=True))
@@ -220,7 +221,7 @@ def _all_finite(block: np.ndarray) -> bool:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """Return np.empty at a multiple of 64 bytes: on CPU JAX takes such memory over instead of copying it."""
+    """Return np.empty aligned to 64 bytes: on CPU, JAX uses such memory without a copy."""
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     offset = -raw.ctypes.data % 64
@@ -234,7 +235,8 @@ def _make_zeros(sharding: Sharding):
 
 @functools.cache
 def _make_set_matrices(sharding: Sharding, shards: int):
-    """Return the function that writes a matrix of each shard of the last stacked dim at its index there."""
+    """Return the function that writes one matrix per shard of the last stacked dim, at an index in the
+    shard."""
 
     def set_matrices(stack: jax.Array, matrices: jax.Array, index: tuple[int, ...]) -> jax.Array:
         *outer, at = index

@@ -1,8 +1,8 @@
-"""Our weights <-> Hugging Face's: one table of names and layouts, and the layout of one layer both ways.
+"""Our weights <-> Hugging Face's: one table of names and layouts, used in both directions.
 
-Ours are stacked over equal layers, those of experts over experts, too, and keep heads apart ("layers.q" is
-[L, D, H, E]; "dense_layers.q" the same of leading dense layers); HF has one matrix a layer and
-expert, [outputs, inputs] ("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).
+Our weights are stacked over equal layers (and over experts) and have a separate dim of heads ("layers.q" is
+[L, D, H, E]; "dense_layers.q" the same for leading dense layers). HF has one matrix per layer and expert,
+[outputs, inputs] ("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         for ours in ("gate", "up", "down")
     },
 }
-"""HF names of families that depart from TABLE."""
+"""HF names of families that differ from TABLE."""
 FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
     "gpt_oss": {
         "layers.expert_gate": "x d f -> x d f",
@@ -95,22 +95,22 @@ FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
         "layers.expert_down": "x f d -> x f d",
     },
 }
-"""Layouts of families that depart from TABLE: a layout with x is that of all experts of a layer."""
+"""Layouts of families that differ from TABLE: a layout with x is for all experts of a layer."""
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
 }
-"""HF matrices that hold several of ours, their rows one after the other."""
+"""HF matrices that concatenate the rows of several of our weights."""
 INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt_oss": {
         "model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up"),
         "model.layers.{}.mlp.experts.gate_up_proj_bias": ("layers.expert_gate_bias", "layers.expert_up_bias"),
     },
 }
-"""HF tensors that hold several of ours, interleaved along the last dim."""
+"""HF tensors that interleave several of our weights along the last dim."""
 
 
 Index = tuple[int, ...]
-"""Of a matrix in one of our stacks: (), (layer,) or (layer, expert)."""
+"""Index of a matrix in one of our stacks: (), (layer,) or (layer, expert)."""
 
 
 class TensorRows(NamedTuple):
@@ -127,20 +127,21 @@ class TensorRows(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """Stored form of a tensor other than its numbers rounded to the type of all."""
+    """Stored form of a tensor that is not just rounded to the common type."""
 
     dtype: str
     apply: Callable[[jax.Array], jax.Array]  # to one HF matrix
 
 
 Join = Literal["rows", "columns", "ranks", "blocks"]
-"""Arrangement of the parts of a tensor: one after the other; alternating along the last dim; and of adapters
-of all experts of a layer as A of a rank that is the sum of theirs, [(experts parts rank), inputs], and as B,
-block diagonal in that rank, [(outputs parts), (parts rank experts)]: the parts alternate in the outputs."""
+"""Arrangement of a tensor's parts: "rows" concatenates them; "columns" interleaves them along the last dim.
+For adapters of all experts of a layer, the ranks add up: "ranks" is A, [(experts parts rank), inputs], and
+"blocks" is B, block diagonal in this rank, [(outputs parts), (parts rank experts)], with interleaved
+outputs."""
 
 
 class HFTensor(NamedTuple):
-    """A tensor of an HF folder, and our weights that it is made of."""
+    """A tensor of an HF folder, and the weights of ours in it."""
 
     name: str
     shape: tuple[int, ...]
@@ -151,11 +152,11 @@ class HFTensor(NamedTuple):
 
 
 Encode = Callable[[list[HFTensor]], list[HFTensor]]
-"""Tensors of a model -> the same with encodings, and more tensors that decoding needs."""
+"""Tensors of a model -> the tensors with encodings, and additional tensors for decoding."""
 
 
 def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
-    """Return our names, in the order of the leaves -> rows of HF tensors, an entry a matrix."""
+    """Return our names, in the order of the leaves -> rows of HF tensors, one entry per matrix."""
     by_name = {ours: [] for ours in _shapes(config)}
     for tensor in hf_tensors(config):
         start, step = 0, len(tensor.parts) if tensor.join == "columns" else 1
@@ -167,7 +168,7 @@ def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
 
 
 def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
-    """Return all tensors of the model's HF folder, layer by layer; a tied head has none of its own."""
+    """Return all tensors of the model's HF folder, layer by layer; a tied head is not among them."""
     stacks = {stack: _groups(config, stack) for stack in ("", *layer_stacks(config))}
     tensors = []
     for layer, (stack, i) in enumerate([("", None), *_places(config)], -1):
@@ -211,7 +212,7 @@ def stack_dims(ours: str, family: str = "") -> int:
 
 
 def _row(ours: str) -> str:
-    """Return the key of a weight in TABLE: leading dense layers have those of the others."""
+    """Return the key of a weight in TABLE; leading dense layers use the keys of the other layers."""
     return "layers" + ours.removeprefix(DENSE) if ours.startswith(DENSE) else ours
 
 
@@ -221,7 +222,7 @@ def _places(config: TransformerConfig) -> list[tuple[str, int]]:
 
 
 def _groups(config: TransformerConfig, stack: str) -> list[tuple[tuple[str, ...], str]]:
-    """Return (our names, HF name) of each matrix of a layer of a stack; those outside the layers for ""."""
+    """Return (our names, HF name) of each matrix of a layer of a stack; "" = weights outside the layers."""
     names, joined = _shapes(config), {}
     if stack:
         joined = FUSED.get(config.family, {}) | INTERLEAVED.get(config.family, {})
@@ -233,7 +234,7 @@ def _groups(config: TransformerConfig, stack: str) -> list[tuple[tuple[str, ...]
 
 
 def _indices(config: TransformerConfig, ours: str, layer: int | None) -> list[Index]:
-    """Return the indices of a layer's matrices in its stack; of a weight outside the layers the empty one."""
+    """Return the indices of a layer's matrices in its stack; [()] for a weight outside the layers."""
     if stack_dims(ours, config.family) == 2:
         return [(layer, expert) for expert in range(config.moe.num_experts)]
     return [() if layer is None else (layer,)]
@@ -242,10 +243,10 @@ def _indices(config: TransformerConfig, ours: str, layer: int | None) -> list[In
 def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
     """Return the tensors of a PEFT adapter, layer by layer: lora_A [R, inputs], lora_B [outputs, R].
 
-    Of experts that are one tensor, A of all of them is one, and B (`Join`): PEFT's adapters of parameters
-    (`target_parameters`). Gate and up, which share an A there, have the first and the last half of its rank.
-
-    A value head, which is trained beside adapters, comes last, as PEFT's `modules_to_save` has it.
+    If all experts of a layer are one tensor, their A are one tensor and their B another (`Join`): PEFT's
+    adapters of parameters (`target_parameters`). Gate and up share such an A: gate has the first half of its
+    rank, up the second. A value head, which is trained with adapters, comes last, as in PEFT's
+    `modules_to_save`.
 
     Args:
         config: with adapters.
@@ -275,7 +276,7 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
 def _adapted(config: TransformerConfig) -> list[tuple[tuple[str, ...], str]]:
     """Return (weights, PEFT's name of their adapter) of each matrix with an adapter.
 
-    Adapters of two parameters of one module are nested there: that of the last one, down_proj, is outside.
+    PEFT nests adapters of two parameters of one module: the adapter of the last one, down_proj, is outside.
     """
     weights = [ours.removesuffix(f"{MARK}a") for ours in _shapes(config) if ours.endswith(f"{MARK}a")]
     groups: dict[tuple[str, str], list[str]] = {}
@@ -292,16 +293,16 @@ def _adapted(config: TransformerConfig) -> list[tuple[tuple[str, ...], str]]:
 
 
 def is_stacked(config: TransformerConfig, ours: str) -> bool:
-    """Return whether a weight of experts is, in files, one tensor of all experts of a layer."""
+    """Return whether files store a weight of all experts of a layer as one tensor."""
     return ".expert_" in ours and stack_dims(ours, config.family) == 1
 
 
 def tensor_layout(ours: str, family: str = "") -> str:
-    """Return the layout of one of our weights, ours -> HF; an adapter's follows from that of its weight.
+    """Return the layout of one of our weights, ours -> HF. The layout of an adapter follows from its weight.
 
-    "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> (d) r"; those of all
-    experts, "x d f -> x d f", have A "x d r -> x r d" and B "x r f -> f (r x)". No weight has a dim r of its
-    own.
+    "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> (d) r". A weight of
+    all experts, "x d f -> x d f", has A "x d r -> x r d" and B "x r f -> f (r x)". Weights never name a dim
+    r.
     """
     weight, _, matrix = ours.partition(MARK)
     layout = FAMILY_LAYOUTS.get(family, {}).get(weight, TABLE[_row(weight)][1])
@@ -339,7 +340,7 @@ def parse_layout(layout: str) -> tuple[list[str], list[list[str]]]:
 
 
 def join_parts(parts: list[jax.Array], join: Join, shape: tuple[int, ...]) -> jax.Array:
-    """Return N tensors from their parts, [N, ...] each, in HF's layout; `shape` is that of the result."""
+    """Join parts in HF's layout, [N, ...] each, into N tensors; `shape` is the shape of the result."""
     if join == "rows":
         return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
     if join == "ranks":

@@ -36,16 +36,16 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
     """Write the model's adapters, float32, as a folder that PEFT and this project load.
 
-    An earlier export there is replaced. The folder is written beside its place and renamed, so it is never
-    half there. A value head is written as PEFT writes that of a sequence classifier. In a multi-process run
-    every process calls this and the first one writes.
+    Replaces an earlier export. The folder is written under another name and then renamed, so it is never
+    incomplete. A value head is written as PEFT writes the head of a sequence classifier. In a multi-process
+    run every process calls this and process 0 writes.
 
     Args:
         params: with adapters; of any sharding.
         base_name: hub name or folder of the base model, whose weights are not written.
 
     Raises:
-        UserError: no space on the disk, or a folder that holds something other than an earlier export.
+        UserError: no space on the disk, or a folder that holds anything but an earlier export.
         RunError: adapters that are NaN or Inf; names them. An earlier export stays.
         OSError: the disk fails or fills up. An earlier export stays.
     """
@@ -58,9 +58,9 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
 
 
 def unread_by_peft(config: AdaptedConfig) -> str:
-    """Return a line on adapters that PEFT leaves out of the model, "" if it reads all.
+    """Return a line about adapters that PEFT does not load, or "".
 
-    peft 0.21 lacks the names of Qwen2-MoE's experts in transformers 5, warns and goes on.
+    peft 0.21 does not know the names of Qwen2-MoE's experts in transformers 5; it warns and continues.
     """
     if config.family != "qwen2_moe" or not any(name.startswith("expert_") for name in config.adapters):
         return ""
@@ -71,19 +71,20 @@ def unread_by_peft(config: AdaptedConfig) -> str:
 
 
 def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndarray]:
-    """Return the weights of a PEFT folder by our names ("layers.q_lora_a" [L, D, R] ...), float32.
+    """Load the weights of a PEFT folder by our names ("layers.q_lora_a" [L, D, R] ...), float32.
 
     Args:
         folder: with bf16, fp16 or fp32 safetensors.
-        config: of the model that gets them, whose `lora` is `read_adapter_config(folder)`. With a value
-            head, the folder has one too.
+        config: of the model that gets the adapters; its `lora` is `read_adapter_config(folder)`. If it has a
+            value head, the folder needs one too.
 
     Raises:
-        UserError: as `read_adapter_config`; adapters of another rank, scale or other layers than `config`
-            has; tensors missing, unexpected, misshapen, damaged, pickled, or outside the folder; NaN or Inf.
+        UserError: as `read_adapter_config`; rank, scale or layers differ from `config`; tensors are missing,
+            unexpected, misshapen, damaged, pickled, outside the folder, NaN or Inf.
     """
     folder = Path(folder)
     check_same_adapters(read_adapter_config(folder, config.moe is not None), config, folder / CONFIG)
+    # The tensors that the file must have: one per matrix, or one for all experts of a layer.
     tensors, file, keys = adapter_tensors(config), _weight_file(folder), read_adapter_keys(folder / CONFIG)
     stored, shared = read_header(file), shares_a(keys)
     stacked = expert_parts(tensors, config, keys) if stacks_experts(keys) and not has_stacked(config) else {}
@@ -96,6 +97,7 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
             f"{file}: not the adapters of this {config.family} model; {problem}. "
             "Give the base model that the adapter was trained on, or another adapter."
         )
+    # Read each and convert it to our layout.
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
     adapter = {ours: np.zeros(shapes[ours], np.float32) for ours in shapes if ours in trained}
     read = functools.lru_cache(4)(lambda name: _read_whole(name, stored[name]))
@@ -118,7 +120,7 @@ def _read_whole(name: str, stored: StoredTensor) -> np.ndarray:
 
 
 def _stored_shape(tensor: HFTensor, shared: bool) -> tuple[int, ...]:
-    """Return the shape of a tensor in a file; `shared`: its parts have one A."""
+    """Return the shape of a tensor in a file; `shared`: its parts share one A."""
     (rows, columns), count = tensor.shape, len(tensor.parts) if shared else 1
     by_join = {"ranks": (rows // count, columns), "blocks": (rows, columns // count)}
     return by_join.get(tensor.join, tensor.shape)
@@ -127,10 +129,10 @@ def _stored_shape(tensor: HFTensor, shared: bool) -> tuple[int, ...]:
 def _split(
     tensor: HFTensor, array: np.ndarray, shared: bool, config: AdaptedConfig, file: Path
 ) -> list[np.ndarray]:
-    """Return the parts of a tensor (`Join`); those with one A in the file get a copy of it each.
+    """Split a tensor into its parts (`Join`); parts that share an A in the file get a copy each.
 
     Raises:
-        UserError: a B that is not the block diagonal that exports have.
+        UserError: a B is not block diagonal, as in exports.
     """
     count = len(tensor.parts)
     if tensor.join == "rows":

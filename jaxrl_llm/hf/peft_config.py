@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT: adapters as it states them, written and read."""
+"""adapter_config.json of PEFT, written and read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxrl_llm.user_file import expand_home
 CONFIG = "adapter_config.json"
 PARAMETER = ".weight"  # ends the names of adapted parameters; modules have none
 GATE_UP, DOWN = STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-"""Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5; they have
-adapters of their own kind in PEFT."""
+"""Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5; PEFT has a
+separate kind of adapter for them."""
 CONVERTED = r".*\.gate_up_proj"
 """Pattern that peft with transformers 5 writes where target modules are gate_proj and up_proj of experts."""
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 HEADS = ("score", "classifier")
-"""PEFT's `modules_to_save` of a classifier; ours is called score, as in every family's Hugging Face model."""
+"""Names of a classifier's head in PEFT's `modules_to_save`; ours is "score", as in Hugging Face's models."""
 
 _DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}  # PEFT's
 _READ = (
@@ -38,21 +38,22 @@ _NO_EFFECT = (
     *("exclude_modules", "layers_pattern"),  # the tensors show which layers have adapters
     *("init_lora_weights", "eva_config"),
 )
-"""Keys that do not change what a trained adapter computes. Any other that is set is refused."""
+"""Keys that do not affect the output of a trained adapter. Any other key that is set is refused."""
 WITHOUT = "train the adapter without it, or merge it (peft: merge_and_unload) and give that model"
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Initialisations that leave the base model as it is."""
+"""Initialisations that do not change the base model."""
 
 
 def read_adapter_config(folder: Path | str, has_experts: bool = False) -> LoraConfig:
-    """Return the adapters that a PEFT folder holds. Dropout, which only training applies, is not read.
+    """Return the adapters' config of a PEFT folder. Dropout, which only training applies, is not read.
 
     Args:
-        has_experts: the model is a mixture of experts, whose adapters have a rank of their own.
+        has_experts: the model is a mixture of experts, whose experts' adapters have a separate rank.
 
     Raises:
-        UserError: no or broken adapter_config.json, or adapters that the decoder does not have (DoRA, ranks a
-            layer, a base changed by PiSSA ...). The message names the file, the key and what is supported.
+        UserError: adapter_config.json is missing or broken, or the decoder does not support the adapters
+            (DoRA, a rank per layer, a base changed by PiSSA ...). The message names the file, the key and the
+            supported values.
     """
     file = Path(folder) / CONFIG
     if not file.is_file():
@@ -85,16 +86,17 @@ def _read_lora(keys: JsonKeys, has_experts: bool) -> LoraConfig:
 def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     """Return the content of adapter_config.json; `base_name` as for `save_adapter`.
 
-    Of a mixture of experts `r` is the rank of its experts: peft with transformers 5, which keeps the experts
-    of a layer in one parameter, reads no rank pattern for them. Other layers have their rank in
-    `rank_pattern`, and in `alpha_pattern` an alpha that gives them the factor of experts: SGLang and vLLM
-    read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B. The
-    parameter of gate and up of gpt-oss has patterns, too, for its rank is that of both together.
+    For a mixture of experts, `r` is the rank of the experts: peft with transformers 5, which keeps the
+    experts of a layer in one parameter, reads no rank pattern for them. Other layers have their rank in
+    `rank_pattern`, and in `alpha_pattern` an alpha that gives them the experts' factor, since SGLang and vLLM
+    ignore patterns and multiply by alpha / r everywhere. `save_adapter` corrects B for this factor. The
+    parameter of gate and up of gpt-oss needs patterns too, since its rank is the sum of both ranks.
 
-    peft with transformers 5 takes every module called gate_proj, up_proj or down_proj for experts. Those of a
-    shared expert and of leading dense layers are therefore parameters to it ("mlp.up_proj.weight"), and no
-    modules; tensors have the same names either way.
+    peft with transformers 5 treats every module called gate_proj, up_proj or down_proj as experts. Therefore
+    the layers of a shared expert and of leading dense layers are listed as parameters ("mlp.up_proj.weight"),
+    not as modules; tensors have the same names either way.
     """
+    # Ranks and alphas of layers other than experts.
     lora, hub = _file_lora(config), parse_hub_name(base_name)
     rank, factors = _file_rank(config), file_factors(config)
     names = {name: _pattern(config, name) for name in named_adapters(config)}
@@ -104,6 +106,7 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     alphas = {name: lora.alpha * r / rank for name, r in ranks.items()}  # with experts they are plain
     if expand_home(base_name).exists():
         hub = None
+    # Which layers are modules, and which are parameters.
     excluded = [name.removesuffix(PARAMETER) for name in parameters if name not in STACKED]
     modules = [_leaf(pattern) for pattern in names.values() if pattern not in STACKED]
     optional = {"target_parameters": parameters, "exclude_modules": excluded}
@@ -134,10 +137,10 @@ def _is_parameter(pattern: str) -> bool:
 
 
 def _file_lora(config: AdaptedConfig) -> LoraConfig:
-    """Return the adapters as a file states them: rank-stabilized ones of experts by their plain alpha.
+    """Return the LoraConfig for a file: rank-stabilized adapters of experts get an equivalent plain alpha.
 
-    peft with transformers 5 makes one matrix of gate and up, of rank 2 R and twice the alpha: the factor
-    alpha / R stays the same, but alpha / sqrt(R) would become sqrt(2) times that.
+    peft with transformers 5 joins gate and up into one matrix with rank 2 R and twice the alpha: the factor
+    alpha / R stays the same, but alpha / sqrt(R) would grow by sqrt(2).
     """
     lora, rank = config.lora, rank_of_experts(config)
     if not (rank and lora.rank_stabilized):
@@ -146,7 +149,7 @@ def _file_lora(config: AdaptedConfig) -> LoraConfig:
 
 
 def _pattern(config: AdaptedConfig, name: str) -> str:
-    """Return the end of a linear layer's HF name that no layer of another rank has, and few others do.
+    """Return a suffix of a linear layer's HF name that matches no layer of another rank, and few others.
 
     "q_proj", "w1"; "shared_expert.up_proj.weight", and "mlp.up_proj.weight" of dense layers among experts.
     """
@@ -163,12 +166,12 @@ def _leaf(pattern: str) -> str:
 
 
 def _file_rank(config: AdaptedConfig) -> int:
-    """Return `r` of adapter_config.json: that of experts where these have adapters."""
+    """Return `r` of adapter_config.json: the experts' rank, if experts have adapters."""
     return rank_of_experts(config) or config.lora.rank
 
 
 def file_factors(config: AdaptedConfig) -> dict[str, float]:
-    """Return weight -> factor of its B in a file, for adapters of another rank than the file's `r`."""
+    """Return weight -> factor of its B in a file, for adapters whose rank is not the file's `r`."""
     lora, rank = config.lora, _file_rank(config)
     if rank == lora.rank:
         return {}
@@ -177,8 +180,8 @@ def file_factors(config: AdaptedConfig) -> dict[str, float]:
 
 
 def stored_factors(keys: JsonKeys, config: AdaptedConfig) -> dict[str, float]:
-    """Return weight -> factor of ours by a file's B, for the weights of `file_factors`: the file's factor of
-    their outputs, by its patterns, over the model's."""
+    """Return weight -> factor from a file's B to our B, for the weights of `file_factors`: the output factor
+    by the file's patterns, divided by the model's."""
     shared, ours = shares_a(keys), peft_config(config, "")["rank_pattern"]
     layers = [key.removesuffix(PARAMETER) for key in ours if not (shared and key == GATE_UP)]
     for name in ("rank_pattern", "alpha_pattern"):
@@ -197,7 +200,7 @@ def stored_factors(keys: JsonKeys, config: AdaptedConfig) -> dict[str, float]:
 
 
 def has_stacked(config: AdaptedConfig) -> bool:
-    """Return whether the experts of a layer are one tensor in files of the family itself (gpt-oss)."""
+    """Return whether the family's files store the experts of a layer as one tensor (gpt-oss)."""
     return any(is_stacked(config, name) for name in named_adapters(config))
 
 
@@ -216,7 +219,7 @@ def stacked_adapters(keys: JsonKeys) -> dict[str, tuple[int, float]]:
 
 
 def shares_a(keys: JsonKeys) -> bool:
-    """Return whether gate and up of an expert have one A, as PEFT makes them, in adapters of parameters.
+    """Return whether gate and up of an expert share one A, as PEFT creates adapters of parameters.
 
     Exports have one of twice the rank, of which gate reads the first half.
 
@@ -235,7 +238,7 @@ def shares_a(keys: JsonKeys) -> bool:
 
 
 def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
-    """Return the one rank or alpha of all layers that are no experts; None = that of the experts."""
+    """Return the common rank or alpha of all layers except experts; None = the experts' value."""
     pattern = keys.raw.get(key)
     if pattern in (None, {}):
         return None
@@ -288,7 +291,7 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
 
 
 def _read_parameters(keys: JsonKeys) -> list[str]:
-    """Return the adapted parameters: weights of linear layers, and those of all experts of a layer."""
+    """Return the adapted parameters: weights of linear layers, and weights of all experts of a layer."""
     names = keys.get("target_parameters") or []
     full = {name.rpartition(".")[2]: name for name in STACKED}
     names = [full.get(name, name) for name in names] if isinstance(names, list) else names

@@ -24,16 +24,16 @@ class ExpertPart(NamedTuple):
     """The part of a tensor of all experts that is A or B of one of them."""
 
     name: str
-    """Of the tensor in the file."""
+    """Name of the tensor in the file."""
     shape: tuple[int, int]
-    """Of that tensor."""
+    """Shape of the tensor in the file."""
     matrix: str
-    """a or b."""
+    """Matrix of the adapter: a or b."""
     expert: int
     rank: int
-    """In the file."""
+    """Rank in the file."""
     model_rank: int
-    """In the model; where that is larger, the rest is 0."""
+    """Rank in the model; a larger rank than the file's is filled with 0."""
     outputs: slice
     """Rows of B."""
 
@@ -48,7 +48,7 @@ class ExpertPart(NamedTuple):
 
 
 def expert_parts(tensors: Sequence[HFTensor], config: AdaptedConfig, keys: JsonKeys) -> dict[str, ExpertPart]:
-    """Return the name of each tensor of an expert's adapter -> where it is in a file of all experts."""
+    """Return the name of each tensor of an expert's adapter -> its part of a file with joined experts."""
     adapters, experts = stacked_adapters(keys), config.moe.num_experts
     both = {"layers.expert_up", "layers.expert_down"} <= named_adapters(config).keys()
     found = {}
@@ -71,6 +71,6 @@ def expert_parts(tensors: Sequence[HFTensor], config: AdaptedConfig, keys: JsonK
 
 
 def is_plain_mlp(tensor: HFTensor) -> bool:
-    """Return whether a tensor is of the MLP of a dense layer or a shared expert: peft makes no adapters of
-    these where it makes those of experts from the names of modules."""
+    """Return whether a tensor belongs to the MLP of a dense layer or a shared expert: peft does not adapt
+    these layers if it adapts experts by the names of modules."""
     return tensor.parts[0][0].partition(MARK)[0].rpartition(".")[2] in MLP

@@ -18,21 +18,22 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def resolve_model(name: str | Path, adapter: bool = False) -> Path:
-    """Return a local model folder, that of a converted GGUF file, else that of a download from the hub.
+    """Return a local model folder: the given folder, a converted GGUF file, or a download from the hub.
 
     Args:
         name: folder, GGUF file or hub name: "org/model", "org/model@revision", "org/model/file.gguf".
-        adapter: it names adapters, a PEFT folder.
+        adapter: the name is of adapters, a PEFT folder.
 
     Raises:
-        UserError: none of them; names all. See `convert_gguf`.
+        UserError: the name is none of these; see also `convert_gguf`.
     """
     try:
         path = expand_home(name)
         is_folder, is_file = path.is_dir(), path.exists()
         is_run = (path / "checkpoints").is_dir() and (path / "metrics.jsonl").is_file()
-    except (OSError, ValueError) as error:  # too long a name, a NUL, a lone surrogate
+    except (OSError, ValueError) as error:  # an overlong name, a NUL, a lone surrogate
         raise UserError(f"{str(name)[:80]!r}: not the name of a folder ({error})") from error
+    # Something local: a folder, a GGUF file, or a path that is neither.
     if is_run:
         raise UserError(_run_directory(path))
     if is_folder and not adapter and (other := other_folder(path)):
@@ -45,6 +46,7 @@ def resolve_model(name: str | Path, adapter: bool = False) -> Path:
         raise UserError(
             f"{path}: a file, but a model is a folder (config.json and *.safetensors) or a GGUF file"
         )
+    # Something on the hub.
     hub = parse_hub_name(str(name))
     if hub is None and (spelling := hub_spelling(str(name))):
         raise UserError(f"{name}: a model of the hub is written {spelling}")
@@ -63,11 +65,11 @@ def _converted(file: Path) -> Path:
 
 
 def other_folder(path: Path) -> str:
-    """Return what a folder without config.json is, and what to give instead; "" = that is not known."""
+    """Return the kind of a folder without config.json, and a replacement to give; "" if unknown."""
     if (path / "config.json").is_file():
         return ""
     if (path / "hf" / "config.json").is_file():
-        return f"no model itself, but has one: {path / 'hf'}"
+        return f"not a model, but contains one: {path / 'hf'}"
     if (path / "adapter_config.json").is_file():
         merged = path.with_name(path.name.replace("adapter", "hf"))
         has_merged = merged != path and (merged / "config.json").is_file()
@@ -77,17 +79,17 @@ def other_folder(path: Path) -> str:
         )
     run = next((parent.parent for parent in (path, *path.parents) if parent.name == "checkpoints"), None)
     if run and (run / "metrics.jsonl").is_file():
-        return f"a checkpoint of the run {run}, no Hugging Face folder: {_export_command(run)}"
+        return f"a checkpoint of the run {run}, not a Hugging Face folder: {_export_command(run)}"
     return ""
 
 
 def pin_revision(name: str) -> str:
-    """Return a hub name with the commit that its revision means now; other names as they are.
+    """Return a hub name with the present commit of its revision; other names unchanged.
 
-    A run keeps the pinned name, so that it continues with the same weights when the hub has new ones.
+    A run keeps the pinned name, so that it continues with the same weights if the hub's change.
     """
     hub = parse_hub_name(name)
-    if hub is None or os.path.exists(expand_home(name)):  # unlike Path.exists, also of too long a name
+    if hub is None or os.path.exists(expand_home(name)):  # unlike Path.exists, accepts overlong names
         return name
     if _COMMIT.fullmatch(hub.revision or ""):
         return str(hub)

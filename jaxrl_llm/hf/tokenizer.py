@@ -1,4 +1,5 @@
-"""Tokenizers of Hugging Face folders, in and out, in files that transformers 4 and 5 read alike."""
+"""Loading and saving tokenizers of Hugging Face folders, in files that transformers 4 and 5 read the same
+way."""
 
 from __future__ import annotations
 
@@ -33,20 +34,21 @@ _MARKS = 8  # control tokens in a sample text
 
 
 def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) -> Any:
-    """Return the tokenizer of a folder, a transformers `PreTrainedTokenizerBase`; none of its code is run.
+    """Load the tokenizer of a folder, a transformers `PreTrainedTokenizerBase`, without running its code.
 
-    Token ids are those of tokenizer.json as it stands, or else of the SentencePiece model: transformers 5 has
-    a pipeline of its own for most classes that a folder may name, and then ignores that of the file. A line
-    says so where that gives other ids, since servers and other programs may read the folder so.
+    Token ids come from tokenizer.json, or else from the SentencePiece model. For most tokenizer classes,
+    transformers 5 builds a pipeline itself and ignores the pipeline in the file. A line is printed if this
+    gives other ids, since servers and other programs may use them.
 
-    Its attribute `end_ids` holds the folder's `generation_end_ids`, for the data: a turn learns its end.
+    The attribute `end_ids` of the tokenizer has the folder's `generation_end_ids`, so that training data can
+    end turns.
 
     Args:
-        config: of the model it is to be used with; None = not known yet.
+        config: of the model to use it with; None = not known yet.
 
     Raises:
-        UserError: no tokenizer there, one that transformers cannot read or that needs its own code,
-            one without an end-of-sequence token, or with ids that the model's vocabulary lacks.
+        UserError: the folder has no tokenizer; transformers cannot read it, or it needs custom code; it has
+            no end-of-sequence token, or ids outside the model's vocabulary.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import
 
@@ -56,6 +58,7 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
             f"{folder}: no tokenizer; looked for {', '.join(_FILES)}. Copy the base model's files here, or "
             "name another tokenizer."
         )
+    # A tokenizer that needs custom code is refused, unless tokenizer.json is there.
     settings = folder / "tokenizer_config.json"
     raw = read_json(settings) if settings.is_file() else {}
     own_code = bool(raw.get("auto_map"))
@@ -64,6 +67,7 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
             f"{settings}: auto_map asks for the folder's own code, which is never run. Put a tokenizer.json "
             "here (save the tokenizer as a fast one with transformers): it needs no code."
         )
+    # Any exception means a damaged tokenizer: the library raises all kinds.
     is_complete = any((folder / name).is_file() for name in _COMPLETE)
     tokenizer_class = PreTrainedTokenizerFast if is_complete else AutoTokenizer
     try:
@@ -74,7 +78,7 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
                 _compare_with_class(folder, tokenizer)
             eos, vocabulary = tokenizer.eos_token_id, vocabulary_of(tokenizer)
             tokenizer.encode("a")
-    except BaseException as error:  # all kinds, for damaged files; of Rust, what is no Exception
+    except BaseException as error:  # damaged files raise all kinds; Rust panics are not Exceptions
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(
@@ -98,14 +102,15 @@ def _compare_with_class(folder: Path, tokenizer: Any) -> None:
     """Add the special tokens that the class has by default, and print whether the class gives other ids."""
     from transformers import AutoTokenizer, __version__, logging
 
+    # Encode sample texts with both; skip the comparison if the class cannot be loaded.
     marks = [str(token) for token in tokenizer.added_tokens_decoder.values()][:_MARKS]
     texts = [*_SAMPLES, "user\n Hi".join(marks)]
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its warnings are about a class that is not used here
+    logging.set_verbosity_error()  # its warnings concern a class that is not used here
     try:
         other = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         theirs = [other.encode(text) for text in texts]
-    except Exception:  # that class may need what this folder does not have
+    except Exception:  # the class may need files that this folder lacks
         return
     finally:
         logging.set_verbosity(verbosity)
@@ -126,7 +131,7 @@ def _compare_with_class(folder: Path, tokenizer: Any) -> None:
 
 @functools.cache
 def _print_once(message: str) -> None:
-    """Print a line for a folder that a command reads several times."""
+    """Print a line once, even if a command reads the folder several times."""
     print_on_first(message)
 
 
@@ -136,7 +141,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def vocabulary_of(tokenizer: Any) -> dict[str, int]:
-    """Return the id of every token, control tokens included."""
+    """Return the id of every token, including control tokens."""
     added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
     return tokenizer.get_vocab() | added
 
@@ -144,8 +149,8 @@ def vocabulary_of(tokenizer: Any) -> dict[str, int]:
 def vocabulary_difference(first: Any, second: Any) -> str:
     """Return how the tokens of two tokenizers differ; "" = both have the same tokens with the same ids.
 
-    Token ids of one are those of the other only then. Further rows of a model's embedding do not matter, nor
-    do the choices of end-of-sequence and padding tokens.
+    Only then do token ids of one mean the same in the other. Extra rows of a model's embedding and the
+    choices of end-of-sequence and padding tokens do not matter.
     """
     ours, theirs = vocabulary_of(first), vocabulary_of(second)
     different = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
@@ -162,17 +167,17 @@ def same_vocabulary(first: Any, second: Any) -> bool:
 
 
 def _check_template(template: Any) -> None:
-    """Refuse a chat template that is neither text nor texts by name."""
+    """Refuse a chat template that is neither a text nor a dict of texts by name."""
     texts = list(template.values()) if isinstance(template, dict) else [template or ""]
     if not all(isinstance(text, str) for text in texts):
         raise UserError(f"chat_template must be text, not {type(template).__name__}")
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer and its chat template, for readers of transformers 4 and 5 alike.
+    """Write the tokenizer and its chat template in files that transformers 4 and 5 can read.
 
-    5 writes a class name, a list of special tokens and a template file that 4 cannot read; both read the
-    older spellings.
+    Version 5 would write a class name, a list of special tokens and a template file that 4 cannot read; both
+    read the older spellings.
     """
     tokenizer.save_pretrained(str(folder))
     path = folder / "tokenizer_config.json"
@@ -187,19 +192,19 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def special_ids(tokenizer: Any) -> dict[str, int]:
-    """Return bos, eos and pad of a tokenizer as config.json names them; those it has."""
+    """Return the bos, eos and pad ids that a tokenizer has, by their keys in config.json."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name, None) is not None}
 
 
 def classifier_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
-    """Return the tokenizer of a classifier's folder: padding is a token that no text ends with.
+    """Return the tokenizer for a classifier's folder, whose padding token is not an end token.
 
-    transformers scores the last token that is no padding (`ForSequenceClassification`), so with the end token
-    as padding it would score the token before the end.
+    transformers scores the last token that is not padding (`ForSequenceClassification`), so with the end
+    token as padding it would score the token before the end.
 
     Args:
-        vocab_size: rows of the model's embedding; where they leave no token, a line says so.
+        vocab_size: rows of the model's embedding; if no token is free, a line is printed.
     """
     ends = text_ends(tokenizer)
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
@@ -225,7 +230,7 @@ def text_ends(tokenizer: Any) -> set[int]:
 
 
 def generation_config(tokenizer: Any) -> dict[str, Any]:
-    """Return the generation_config.json of the folder the tokenizer came from, else its special ids.
+    """Return the generation_config.json of the tokenizer's folder, or else its special ids.
 
     A folder without that file may have several end-of-sequence ids in its config.json.
     """
@@ -238,11 +243,11 @@ def generation_config(tokenizer: Any) -> dict[str, Any]:
 
 
 def generation_end_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a response by generation_config.json, or without that file by config.json: a
-    chat model has several.
+    """Return the ids that end a response, from generation_config.json or else config.json; a chat model has
+    several.
 
     Raises:
-        UserError: they are no ids.
+        UserError: the values are not token ids.
     """
     files = (folder / name for name in (GENERATION, "config.json"))
     file = next((file for file in files if file.is_file()), None)

@@ -9,21 +9,22 @@ from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
 from jaxrl_llm.models.config import TransformerConfig
 
 WINDOWED = ("mistral", "mixtral")
-"""Families whose layers have the sliding window, if there is one: all, or those that `layer_types` names."""
+"""Families with a sliding window in all layers, or in the layers that `layer_types` names."""
 SWITCHED = ("qwen2", "qwen3", "qwen2_moe")
-"""Families whose `layer_types` with windows transformers cannot run while `use_sliding_window` is false."""
+"""Families for which transformers cannot run `layer_types` with windows if `use_sliding_window` is false."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
     """Return (sliding_window, window_layers).
 
-    Llama and Baichuan have none, Mixtral and Qwen3-MoE one in every layer (transformers reads neither
-    `layer_types` nor `max_window_layers` of the latter), and so has Mistral without `layer_types`: with them
-    it is Ministral.
+    Llama and Baichuan have no window. Mixtral and Qwen3-MoE have a window in every layer (for Qwen3-MoE
+    transformers ignores `layer_types` and `max_window_layers`), and so has Mistral without `layer_types`;
+    with `layer_types` it is Ministral.
     """
     largest = LARGEST["max_position_embeddings"]
     kinds = keys.get("layer_types")
+    # Families with one window for all layers, or none.
     if family in WINDOWED and (kinds is None or family == "mixtral"):
         return keys.optional("sliding_window", largest), None
     names_windows = isinstance(kinds, list) and LAYER_TYPES[True] in kinds
@@ -39,6 +40,7 @@ def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | No
         return window, None
     if kinds is None:
         kinds = _default_layer_types(keys, family, num_layers)
+    # A window for the layers that `layer_types` names.
     if not isinstance(kinds, list) or not all(
         isinstance(kind, str) and kind in LAYER_TYPES for kind in kinds
     ):
@@ -50,7 +52,7 @@ def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | No
 
 
 def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[str]:
-    """Return the `layer_types` of a config.json without them."""
+    """Return the default `layer_types` of a family."""
     if family == "gpt_oss":
         return [LAYER_TYPES[i % 2 == 0] for i in range(num_layers)]
     first = keys.integer("max_window_layers", LARGEST["num_hidden_layers"], low=0)

@@ -56,7 +56,7 @@ def test_a_folder_with_a_file_that_no_export_writes_is_kept(params, tmp_path, na
     save_model(params, CONFIG, folder, make_tokenizer())
     (folder / name).write_text("mine")
     before = contents(folder)
-    message = rf"mine: holds {name}, which is no part of an export; choose another folder"
+    message = rf"mine: holds {name}, which is not part of an export; choose another folder"
     with pytest.raises(UserError, match=message):
         save_model(params, CONFIG, folder, make_tokenizer())
     with pytest.raises(UserError, match=message):
@@ -96,7 +96,7 @@ def test_a_folder_that_no_export_writes_is_kept(params, tmp_path, path):
     save_model(params, CONFIG, folder, make_tokenizer())
     (folder / path).parent.mkdir(parents=True)
     (folder / path).write_text("mine")
-    with pytest.raises(UserError, match=f"mine: holds {path.split('/')[0]}, which is no part of an export"):
+    with pytest.raises(UserError, match=f"mine: holds {path.split('/')[0]}, which is not part of an export"):
         save_model(params, CONFIG, folder, make_tokenizer())
     assert (folder / path).read_text() == "mine"
 

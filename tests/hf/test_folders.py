@@ -351,9 +351,9 @@ def test_exports_that_cannot_be(tmp_path, monkeypatch):
         save_model(params, config, tmp_path / "out", dtype="int8")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"mine: holds thesis\.tex, which is no part of an export"):
+    with pytest.raises(ValueError, match=r"mine: holds thesis\.tex, which is not part of an export"):
         save_model(params, config, tmp_path / "mine")
-    with pytest.raises(ValueError, match=r"mine: holds thesis\.tex, which is no part of an export"):
+    with pytest.raises(ValueError, match=r"mine: holds thesis\.tex, which is not part of an export"):
         check_export_folder(tmp_path / "mine")  # before a run
     check_export_folder(tmp_path / "out")
     with pytest.raises(ValueError, match=r"thesis\.tex: a file; the export needs a folder"):
@@ -464,7 +464,7 @@ def test_an_index_may_not_lead_elsewhere(tmp_path, name):
     index = {"weight_map": {tensor.name: name for tensor in hf_tensors(config)}}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model/model.safetensors").touch()
-    with pytest.raises(ValueError, match="is no name of a safetensors file in this folder"):
+    with pytest.raises(ValueError, match="is not a safetensors file of this folder"):
         load_params(tmp_path / "model", config)
 
 

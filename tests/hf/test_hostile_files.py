@@ -452,7 +452,7 @@ def test_folders_of_a_run_that_are_no_models_name_what_to_give(tmp_path):
     for file in ("exports/10/hf/config.json", "exports/10/adapter/adapter_config.json"):
         (tmp_path / file).write_text("{}")
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
-    refused(tmp_path / "exports/10", rf"no model itself, but has one: {tmp_path}/exports/10/hf$")
+    refused(tmp_path / "exports/10", rf"not a model, but contains one: {tmp_path}/exports/10/hf$")
     merged = rf"adapters \(PEFT\) .* --adapter in chat, .*; merged they are {tmp_path}/exports/10/hf$"
     refused(tmp_path / "exports/10/adapter", merged)
     refused(

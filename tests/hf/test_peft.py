@@ -95,11 +95,11 @@ def test_infinite_adapters_are_not_exported(tmp_path):
 def test_an_adapter_does_not_replace_a_model_nor_a_model_an_adapter(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"holds config\.json, which is no part of an export"):
+    with pytest.raises(UserError, match=r"holds config\.json, which is not part of an export"):
         save_adapter(adapted(), tmp_path, "base")
-    with pytest.raises(UserError, match=r"holds config\.json, which is no part of an export"):
+    with pytest.raises(UserError, match=r"holds config\.json, which is not part of an export"):
         check_export_folder(tmp_path, "adapter_config.json")
-    with pytest.raises(UserError, match=r"holds adapter_config\.json, which is no part of an export"):
+    with pytest.raises(UserError, match=r"holds adapter_config\.json, which is not part of an export"):
         check_export_folder(tmp_path)
 
 
