@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
-import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.extensions import load_extensions
 from jaxrl_llm.recipe.keys import (
+    Config,
     ConfigField,
     add_missing,
     has_type,
@@ -31,7 +33,7 @@ ASSIGNMENT = re.compile(r"[+~]*(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTAL
 MIN_LIKENESS = 0.6  # of a key that is suggested: "gguf_file" and "profile" have 0.5
 
 
-def split_arguments(argv: list[str]) -> list[Pair]:
+def split_arguments(argv: Sequence[str]) -> list[Pair]:
     """Return (key, words) pairs: ["--a.b", "1", "--c=2"] -> [("a.b", ["1"]), ("c", ["2"])].
 
     A negative number is a value, and so is what has a space where a key would stand: --sglang.flags "--tp 2".
@@ -53,8 +55,14 @@ def split_arguments(argv: list[str]) -> list[Pair]:
     return pairs
 
 
-def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[str]]:
+def apply_overrides(
+    config: Config, pairs: Iterable[Pair], flags: Sequence[str] = ()
+) -> tuple[Config, list[str]]:
     """Return the config with each key set, in order, and notes about what that implies.
+
+    Args:
+        config: a TrainConfig, or the arguments of a command.
+        flags: other flags of the command, for suggestions.
 
     Raises:
         ConfigError: an unknown key (with the nearest one), a value of the wrong type or one its part refuses.
@@ -70,8 +78,9 @@ def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig
         if not key:
             if row := removed_key(typed[:200]):
                 raise ConfigError(f"--{typed}: this key was removed. {row.instead}")
-            raise ConfigError(f"--{shorten(typed)}: unknown key. {_advice(typed[:200], known, config)}")
-        _refuse_assignments(typed, words or [], known, config)
+            advice = _advice(typed[:200], known, config, flags)
+            raise ConfigError(f"--{shorten(typed)}: unknown key. {advice}")
+        _refuse_assignments(key, words or [], known, config)
         if known[key].is_off_at_zero and (words is None or [word.lower() for word in words] == ["none"]):
             words = ["0"]
         value = parse_words(key, known[key].hint, words)
@@ -86,29 +95,21 @@ def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig
     return config, notes
 
 
-def _refuse_assignments(
-    typed: str, words: list[str], known: dict[str, ConfigField], config: TrainConfig
-) -> None:
+def _refuse_assignments(key: str, words: list[str], known: dict[str, ConfigField], config: Any) -> None:
     """Refuse settings in Hydra's style, KEY=VALUE, among the words after a key.
 
     Raises:
         ConfigError: says how each is written here.
     """
-    for word in words[1:]:
-        if not (found := ASSIGNMENT.fullmatch(word)):
-            continue
-        key = resolve_key(found["key"], known)
-        if (
-            not key
-            and len(words) > 1
-            and known[resolve_key(typed, known)].hint not in (int, float, bool, str)
-        ):
+    for found in filter(None, map(ASSIGNMENT.fullmatch, words[1:])):
+        meant = resolve_key(found["key"], known)
+        if not meant and known[key].hint not in (int, float, bool, str):
             continue  # one of several values
-        advice = f"Write --{key} {found['value']}." if key else _advice(found["key"], known, config)
-        raise ConfigError(f"{short_repr(word)}: a setting is written --KEY VALUE. {shorten(advice, 300)}")
+        advice = f"Write --{meant} {found['value']}." if meant else _advice(found["key"], known, config)
+        raise ConfigError(f"{short_repr(found[0])}: a setting is written --KEY VALUE. {shorten(advice, 300)}")
 
 
-def parse_words(key: str, hint: typing.Any, words: list[str] | None) -> typing.Any:
+def parse_words(key: str, hint: Any, words: list[str] | None) -> Any:
     """Return the words after --key as a value of type `hint`; None is Python's None.
 
     Raises:
@@ -146,7 +147,8 @@ def resolve_key(typed: str, known: Iterable[str]) -> str:
     return inside[0] if len(inside) == 1 else ""
 
 
-def _advice(typed: str, known: dict[str, ConfigField], config: TrainConfig) -> str:
+def _advice(typed: str, known: dict[str, ConfigField], config: Any, flags: Sequence[str] = ()) -> str:
+    """Return what to write in place of an unknown key; `flags` are known beside the fields of the config."""
     key = typed.replace("-", "_")
     if group := sorted(k for k in known if k.startswith(f"{key}.")):
         more = ", ..." if len(group) > 8 else ""
@@ -156,15 +158,17 @@ def _advice(typed: str, known: dict[str, ConfigField], config: TrainConfig) -> s
         return next_entry
     if negated := _negated(key, known):
         return f"Write --{negated} False."
-    if advice := _of_other_algorithms(key, config):
+    is_recipe = isinstance(config, TrainConfig)
+    if is_recipe and (advice := _of_other_algorithms(key, config)):
         return advice
-    near = closest_key(key, known)
-    answers = (translate(key, known) for translate in load_extensions("unknown_keys"))
-    advice = next(filter(None, answers), "") or (near and f"Did you mean --{near}?")
-    return f"{advice} --help all lists the keys.".lstrip()
+    near = closest_key(key, [*known, *flags])
+    of_group = near if _group(key) and _group(key) == _group(near) else ""
+    answers = (translate(key, known) for translate in load_extensions("unknown_keys") if is_recipe)
+    advice = (not of_group and next(filter(None, answers), "")) or (near and f"Did you mean --{near}?")
+    return f"{advice} --help{' all' if is_recipe else ''} lists the keys.".lstrip()
 
 
-def _next_entry(key: str, known: dict[str, ConfigField], config: TrainConfig) -> str:
+def _next_entry(key: str, known: dict[str, ConfigField], config: Any) -> str:
     """Return with which entry a list goes on, where the key is of a later one; "" = it is of none."""
     if empty := next((k for k in known if key.startswith(f"{k}.") and known[k].value == ()), None):
         hint = known[empty].hint
@@ -211,35 +215,45 @@ def _of_other_algorithms(key: str, config: TrainConfig) -> str:
 
 
 def closest_key(key: str, known: Iterable[str]) -> str:
-    """Return the likeliest of `known`: a misspelling, a field of another group, initials (lr), a neighbor.
+    """Return the likeliest of `known`: one of the same group first, then the one with the likest name.
 
     Returns:
         "" where none is like it.
     """
     key = key[:100]
-    parent, _, name = key.rpartition(".")
-    to_name, to_key, to_parent = (difflib.SequenceMatcher(None, b=text) for text in (name, key, parent))
+    scores = {other: _likeness(key, other) for other in known}
+    near = [other for other, (_, like, _) in scores.items() if like >= MIN_LIKENESS]
+    return max(near, key=scores.__getitem__, default="")
 
-    def likeness(other: str) -> float:
-        other_name = other.rpartition(".")[2]
-        if name == other_name:
-            return 1.0
-        if other_name.startswith(name) or name == "".join(word[0] for word in other_name.split("_") if word):
-            return 0.9
-        if name.startswith(f"{other_name}_"):  # stop_strings
-            return 0.95
-        to_name.set_seq1(other_name)
-        to_key.set_seq1(other)
-        return max(to_key.ratio(), 0.95 * to_name.ratio())
 
-    def with_neighbors(other: str) -> tuple[float, float]:
-        """Return the likeness, more for a key of the same group, and the likeness of the groups."""
-        like, group = alike[other], other.rpartition(".")[0]
-        to_parent.set_seq1(group)
-        return max(like, min(like + 0.3, 0.75)) if parent == group else like, to_parent.ratio()
+def _likeness(key: str, other: str) -> tuple[bool, float, float]:
+    """Return whether a key is a misspelling in its group, how alike two keys are, and their groups."""
+    name, other_name = key.rpartition(".")[2], other.rpartition(".")[2]
+    if name == other_name:
+        like = 1.0
+    elif name.startswith(f"{other_name}_"):  # stop_strings
+        like = 0.75
+    elif other_name.startswith(name) or name == "".join(word[:1] for word in other_name.split("_")):
+        like = 0.9
+    else:
+        like = 0.95 * _ratio(other_name, name)
+    is_misspelt = like >= 0.7 and _group(key) == _group(other)
+    return is_misspelt, max(like, _ratio(other, key)), _ratio(_group(other), _group(key))
 
-    alike = {other: like for other in known if (like := likeness(other)) >= MIN_LIKENESS}
-    return max(alike, key=with_neighbors, default="")
+
+def _ratio(text: str, typed: str) -> float:
+    matcher = _matcher(typed)
+    matcher.set_seq1(text)
+    return matcher.ratio()
+
+
+@functools.lru_cache(8)
+def _matcher(typed: str) -> difflib.SequenceMatcher:
+    return difflib.SequenceMatcher(None, b=typed)  # which is analysed once
+
+
+def _group(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def closest_word(word: str, known: Iterable[str]) -> str:
