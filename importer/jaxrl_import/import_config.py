@@ -8,9 +8,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from jaxrl_import.fields import Assumptions, Conversion
 from jaxrl_import.hints import missing_reason
@@ -35,7 +33,7 @@ class ImportArguments:
     """Write a recipe from a config or script of veRL, OpenRLHF, TRL, RL2 or ChatLearn, which is read and
     never run: shell scripts, YAML, and Python with a TRL trainer. What is not carried over is listed."""
 
-    file: Annotated[Path, tyro.conf.Positional]
+    file: Path
     """Shell script, YAML file or Python file."""
     out: Path | None = None
     """Recipe to write; None = the file's name with .py, in the current folder."""
@@ -60,7 +58,7 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a file that cannot be read, with file, line and fix.
     """
-    args = parse_arguments(ImportArguments, argv, "import-config")
+    args = parse_arguments(ImportArguments, argv, "import-config", positional="file")
     out = args.out or Path(f"{args.file.stem}.py".replace("-", "_"))
     _check_out(out, args)
     recipe = import_recipe(dataclasses.replace(args, out=out))

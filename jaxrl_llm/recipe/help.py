@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import os
 import shlex
+import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
@@ -53,6 +55,25 @@ COMMON = (
 """Keys that the overview shows."""
 
 
+def split_help(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Return the other words, and the topics after --help; None = there is no --help."""
+    start = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), None)
+    if start is None:
+        return list(argv), None
+    end = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("-")), len(argv))
+    rest = [word for word in (*argv[:start], *argv[end:]) if word not in ("--help", "-h")]
+    return rest, list(argv[start + 1 : end])
+
+
+def print_and_exit(text: str) -> NoReturn:
+    """Print on stdout and end the command; a reader of stdout that is gone (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)
+
+
 def usage(prog: str) -> str:
     """Return the command's form and its options."""
     return f"""\
@@ -75,15 +96,37 @@ def overview(config: TrainConfig, prog: str, recipes: Sequence[str]) -> str:
     lines = [usage(prog), "keys that most runs set, with their values:"]
     for key in (key for key in COMMON if key in known):
         lines += _row(f"--{key} {_spell(known[key].value)}", _doc(known[key]))
-    lines += ["", "groups of keys (--help GROUP):"]
-    for field in dataclasses.fields(config):
-        if is_config(group := getattr(config, field.name)):
-            lines += _row(field.name, _group_doc(group), column=16)
+    lines += _groups(config)
     names = textwrap.wrap(", ".join(recipes), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
     return "\n".join([*lines, "", "recipes (--list):", *names])
 
 
-def topics_text(config: TrainConfig, topics: Sequence[str]) -> str:
+def arguments_text(args: Any, prog: str, needed: Mapping[str, str]) -> str:
+    """Return usage, what the command does, its flags with docs, types and ranges, and its groups of flags.
+
+    Args:
+        args: a dataclass.
+        needed: field without a default -> how it is written.
+    """
+    lines = [" ".join(["usage:", prog, *needed.values(), "[--KEY VALUE ...]"]), ""]
+    lines += [*inspect.cleandoc(type(args).__doc__ or "").splitlines(), ""]
+    known = {key: field for key, field in iter_fields(args) if "." not in key}
+    for key in [*needed, *(key for key in known if key not in needed)]:
+        head, *doc = _paragraph(key, known[key])
+        lines += [f"{INDENT}{needed[key]}" if key in needed else head, *doc]
+    return "\n".join([*lines, *_groups(args)])
+
+
+def _groups(config: Any) -> list[str]:
+    """Return a row for each group of keys, below a heading."""
+    parts = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
+    rows = [
+        line for name, part in parts if is_config(part) for line in _row(name, _group_doc(part), column=16)
+    ]
+    return ["", "groups of keys (--help GROUP):", *rows] if rows else []
+
+
+def topics_text(config: Any, topics: Sequence[str]) -> str:
     """Return the keys of some topics with their docs, types, ranges and values.
 
     Args:
@@ -95,7 +138,7 @@ def topics_text(config: TrainConfig, topics: Sequence[str]) -> str:
     return "\n".join(line for topic in topics for line in _topic(config, topic))
 
 
-def _topic(config: TrainConfig, topic: str) -> Iterator[str]:
+def _topic(config: Any, topic: str) -> Iterator[str]:
     """Yield the lines of a topic: groups one by one, each with its doc."""
     known = dict(iter_fields(config))
     groups = {prefix.rstrip(".") or RUN: part for prefix, part in iter_configs(config)}

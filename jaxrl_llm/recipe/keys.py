@@ -8,12 +8,21 @@ import operator
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from jaxrl_llm.algos.config import AlgorithmName
 
 Config = TypeVar("Config")
 
+TYPES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "True or False",
+    type(None): "None",
+    Path: "a path",
+}
 MAX_BITS = 1024  # of an int: what a float can hold
 
 
@@ -174,9 +183,8 @@ def short_repr(value: Any) -> str:
 
 def type_words(hint: Any) -> str:
     """Return a type in words: "a whole number or None"."""
-    if hint in (int, float, str, bool, None, type(None)):
-        words = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
-        return words.get(hint, "None")
+    if isinstance(hint, type) and hint in TYPES:
+        return TYPES[hint]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(str(arg) for arg in args)

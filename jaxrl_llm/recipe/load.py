@@ -7,22 +7,21 @@ A recipe is a Python file whose docstring has command, hardware, time and expect
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import importlib.util
 import os
 import re
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.extensions import load_extensions
-from jaxrl_llm.recipe.help import overview, topics_text, usage
+from jaxrl_llm.recipe.help import overview, print_and_exit, split_help, topics_text, usage
 from jaxrl_llm.recipe.idle import without_effect
 from jaxrl_llm.recipe.implied import imply
 from jaxrl_llm.recipe.keys import iter_fields, plain_values, short_repr, shorten
@@ -39,6 +38,8 @@ from jaxrl_llm.removed import removed_field
 from jaxrl_llm.user_file import expand_home, explain, explain_end, import_user_file
 
 PROG = "python -m jaxrl_llm.train"
+FLAGS = ("config", "algo")
+"""Flags that are no keys of a recipe."""
 NOT_PYTHON = "a recipe is a Python file that defines get_config(); --list shows some to start from"
 
 
@@ -50,7 +51,9 @@ class ResolvedRecipe(NamedTuple):
     """Path of the recipe file."""
 
 
-def from_command_line(argv: list[str], prog: str = PROG, writes: bool = True) -> ResolvedRecipe:
+def from_command_line(
+    argv: list[str], prog: str = PROG, *, writes: bool = True, flags: Sequence[str] = ()
+) -> ResolvedRecipe:
     """Return the checked config of `--config RECIPE [--algo A] [--a.b value ...]`. Starts no jax backend.
 
     What the command line implies beyond its own words (dropped settings) is printed on stderr. `--help` and
@@ -58,24 +61,27 @@ def from_command_line(argv: list[str], prog: str = PROG, writes: bool = True) ->
 
     Args:
         writes: whether the run directory is going to be needed.
+        flags: other flags of the command, which may be misspelt.
 
     Raises:
         ConfigError: anything wrong with the recipe, a key, a value or their combination.
     """
     if "--list" in argv:
-        _print_and_exit(f"{list_text()}\n\n{algorithms_text()}")
-    argv, topics = _split_help(argv)
+        print_and_exit(f"{list_text()}\n\n{algorithms_text()}")
+    argv, topics = split_help(argv)
     pairs = split_arguments(argv)
     name = _last(pairs, "config")
+    changes = [pair for pair in pairs if pair[0] not in FLAGS]
     if name is None and topics is None:
+        apply_overrides(TrainConfig(), [p for p in changes if not p[0].startswith("algo.")], [*FLAGS, *flags])
         raise ConfigError(f"--config RECIPE.py is missing.\n\n{usage(prog)}\n{list_text()}")
     path = find_recipe(name) if name is not None else None
     config = load_recipe(path) if path else TrainConfig()
     config, dropped = with_algo(config, _last(pairs, "algo"))
-    config, notes = _changed(config, [pair for pair in pairs if pair[0] not in ("config", "algo")])
+    config, notes = _changed(config, changes, [*FLAGS, *flags])
     if topics is not None:
         recipes = [path.name for path in packaged_recipes()]
-        _print_and_exit(topics_text(config, topics) if topics else overview(config, prog, recipes))
+        print_and_exit(topics_text(config, topics) if topics else overview(config, prog, recipes))
     return _checked(ResolvedRecipe(config, str(path)), dropped + notes, writes)
 
 
@@ -121,9 +127,11 @@ def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) ->
     return resolved._replace(config=dataclasses.replace(resolved.config, run_dir=run_dir))
 
 
-def _changed(recipe: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[str]]:
+def _changed(
+    recipe: TrainConfig, pairs: list[Pair], flags: Sequence[str] = ()
+) -> tuple[TrainConfig, list[str]]:
     """Return `apply_overrides`, and what the given keys imply for the others."""
-    config, notes = apply_overrides(recipe, pairs)
+    config, notes = apply_overrides(recipe, pairs, flags)
     known = dict(iter_fields(config))
     given = {resolve_key(key, known) or key.replace("-", "_") for key, _ in pairs}
     config, implied = imply(recipe, config, given)
@@ -135,36 +143,6 @@ def as_words(value: Any) -> list[str] | None:
     if value is None:
         return None
     return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
-
-
-@contextlib.contextmanager
-def stdout_may_close() -> Iterator[None]:
-    """End the command without an error if the reader of its stdout is gone (`| head`)."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # Python flushes once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
-
-
-def _print_and_exit(text: str) -> NoReturn:
-    """Print on stdout and end the command."""
-    with stdout_may_close():
-        print(text)
-    raise SystemExit(0)
-
-
-def _split_help(argv: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the other words, and the topics after --help; None = there is no --help."""
-    start = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), None)
-    if start is None:
-        return argv, None
-    end = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("-")), len(argv))
-    rest = [word for word in (*argv[:start], *argv[end:]) if word not in ("--help", "-h")]
-    return rest, argv[start + 1 : end]
 
 
 def _last(pairs: list[Pair], key: str) -> str | None:

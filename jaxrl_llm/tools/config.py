@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import LARGEST, Count, CountOrZero, Finite, Positive, Range
+from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.sharding.config import MeshConfig
 
@@ -45,7 +47,7 @@ class GenerateConfig(SamplingConfig):
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """Rows that are written of rewarded responses."""
+    """Rewards of responses, and the rows that are written of them."""
 
     select: Literal["all", "best", "filter", "pairs", "conditional"] = "all"
     """all: a row for each row, every response with its reward. Others need a reward, and write rows to train
@@ -57,3 +59,23 @@ class SelectConfig:
     """best, filter, conditional: lowest reward of a response; pairs: of the chosen one. None = any."""
     margin: Positive = 1e-6
     """pairs: smallest difference of the rewards."""
+    reward: RewardConfig = field(default_factory=lambda: RewardConfig(name="none"))
+    """Rewards, as in training; none by default."""
+
+
+def gives_rewards(config: RewardConfig) -> bool:
+    """Return whether a verifier or a reward model is set."""
+    return config.name != "none" or bool(config.models)
+
+
+def check_selection(config: SelectConfig, rewarded: bool) -> None:
+    """Refuse a selection of responses that nothing rewards.
+
+    Raises:
+        UserError: with the fix.
+    """
+    if config.select != "all" and not rewarded:
+        raise UserError(
+            f"--select {config.select}: nothing rewards the responses. Set a verifier (--reward.name math, "
+            "or my_rewards.py:f) or a reward model (--reward.models.0.path FOLDER)."
+        )

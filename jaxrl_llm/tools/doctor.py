@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxrl_llm.host.waiting import working
 from jaxrl_llm.recipe.load import from_command_line
-from jaxrl_llm.tools.arguments import parse_known_arguments
+from jaxrl_llm.tools.arguments import parse_own
 from jaxrl_llm.tools.devices import Finding
 
 
@@ -36,10 +36,14 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a recipe or flag that cannot be used.
     """
-    if "--help" in argv or "-h" in argv:
-        argv = ["--help"]
-    args, rest = parse_known_arguments(DoctorArguments, argv, "doctor")
-    config = from_command_line(rest, "python -m jaxrl_llm doctor", writes=False).config if rest else None
+    args, rest = parse_own(DoctorArguments, argv, "doctor")
+    config = (
+        from_command_line(
+            rest, "python -m jaxrl_llm doctor", writes=False, flags=[f.name for f in fields(DoctorArguments)]
+        ).config
+        if rest
+        else None
+    )
     from jaxrl_llm.tools.checks import examine  # imports jax: --help and bad flags end before
 
     with working("examining this machine"):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from jaxrl_llm.ranges import Count
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
-from jaxrl_llm.tools.config import GenerateConfig, ModelChoice, SelectConfig
-from jaxrl_llm.tools.reward_flags import check_selection, gives_rewards, split_reward_flags
+from jaxrl_llm.tools.config import GenerateConfig, ModelChoice, SelectConfig, check_selection, gives_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +39,10 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    reward, words = split_reward_flags(argv)
-    args = parse_arguments(GenerateArguments, words, "generate")
-    check_selection(args, gives_rewards(reward))
+    args = parse_arguments(GenerateArguments, argv, "generate")
+    check_selection(args, gives_rewards(args.reward))
     check_output_path(args.out, args.prompts)
     from jaxrl_llm.tools.generation import write_responses  # imports jax: --help and bad flags end before
 
-    write_responses(args, reward)
+    write_responses(args)
     return 0

@@ -18,14 +18,13 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models.kernels import check_kernels_setting
-from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT
 from jaxrl_llm.structs import Trajectory
-from jaxrl_llm.tools.config import GenerateConfig, ModelChoice
+from jaxrl_llm.tools.config import GenerateConfig, ModelChoice, gives_rewards
 from jaxrl_llm.tools.generate import GenerateArguments
 from jaxrl_llm.tools.models import open_model, pick_dtype
 from jaxrl_llm.tools.output import (
@@ -37,7 +36,6 @@ from jaxrl_llm.tools.output import (
     with_date,
 )
 from jaxrl_llm.tools.response_rewards import ResponseRewarder
-from jaxrl_llm.tools.reward_flags import gives_rewards
 from jaxrl_llm.tools.selection import (
     RewardedResponse,
     RewardSummary,
@@ -48,7 +46,7 @@ from jaxrl_llm.tools.selection import (
 )
 
 
-def write_responses(args: GenerateArguments, reward: RewardConfig) -> None:
+def write_responses(args: GenerateArguments) -> None:
     """Write the responses to all prompts, or continue the file of a command that was killed.
 
     Raises:
@@ -59,8 +57,8 @@ def write_responses(args: GenerateArguments, reward: RewardConfig) -> None:
     args = with_date(args)
     with contextlib.ExitStack() as closing:
         generator = Generator(args.model, examples, args, args)
-        rewarder = open_rewarder(args, reward, generator, examples, closing)
-        settings = settings_of(replace(asked, step=generator.model.step), reward, args.prompts)
+        rewarder = open_rewarder(args, generator, examples, closing)
+        settings = settings_of(replace(asked, step=generator.model.step), args.prompts)
         output = ResumableOutput(args.out, settings, args.resume, args.chat.date)
         closing.enter_context(output)
         bar, summary = ProgressBar(len(examples), "prompts", output.rows_done), RewardSummary()
@@ -126,16 +124,15 @@ class Generator:
 
 def open_rewarder(
     args: GenerateArguments,
-    reward: RewardConfig,
     generator: Generator,
     examples: Sequence[Example],
     closing: contextlib.ExitStack,
 ) -> ResponseRewarder | None:
     """Return the rewards of a command, tried on the first rows; None = there are none."""
-    if not gives_rewards(reward):
+    if not gives_rewards(args.reward):
         return None
     rewarder = ResponseRewarder(
-        reward, args.mesh, generator.dtype, args.batch_tokens, args.chat, closing, generator.tokenizer
+        args.reward, args.mesh, generator.dtype, args.batch_tokens, args.chat, closing, generator.tokenizer
     )
     rewarder.open(examples)
     return rewarder

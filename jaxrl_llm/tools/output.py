@@ -22,7 +22,6 @@ from jaxrl_llm.host.files import load_json, replace_text, sync_to_disk
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.report.progress import format_duration
-from jaxrl_llm.rewards.config import RewardConfig
 
 Dated = TypeVar("Dated")
 """Arguments of a command with `chat`, `out` and `resume`."""
@@ -153,10 +152,9 @@ def _partial_date(args: Any) -> str:
     return date if isinstance(date, str) and is_date(date) else ""
 
 
-def settings_of(args: Any, reward: RewardConfig, source: Path) -> dict[str, str]:
+def settings_of(args: Any, source: Path) -> dict[str, str]:
     """Return a hash of each setting that determines the output, and of the size of the input file."""
-    fields = [*iter_fields(args), *((f"reward.{key}", field) for key, field in iter_fields(reward))]
-    names = {key: field.value for key, field in fields if not key.startswith(SPEED_KEYS)}
+    names = {key: field.value for key, field in iter_fields(args) if not key.startswith(SPEED_KEYS)}
     names[INPUT_SIZE] = source.stat().st_size if source.is_file() else 0
     return {key: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for key, value in names.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxrl_llm.host.waiting import working
 from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.recipe.load import from_command_line
-from jaxrl_llm.tools.arguments import check_output_path, parse_known_arguments
+from jaxrl_llm.tools.arguments import check_output_path, parse_own
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a recipe, flag or topology that cannot be used, with the fix (exit code 2).
     """
-    if "--help" in argv or "-h" in argv:
-        argv = ["--help"]  # without the recipe's flags, which the help of training lists
-    args, rest = parse_known_arguments(PlanArguments, argv, "plan")
+    args, rest = parse_own(PlanArguments, argv, "plan")
     topology = parse_topology(args.topology)
     if args.json:
         check_output_path(args.json, flag="--json")
-    config = from_command_line(rest, "python -m jaxrl_llm plan", writes=False).config
+    config = from_command_line(
+        rest, "python -m jaxrl_llm plan", writes=False, flags=[f.name for f in fields(PlanArguments)]
+    ).config
     from jaxrl_llm.plan.advice import advise  # these import jax: --help and bad flags end before
     from jaxrl_llm.plan.plan import make_plan
     from jaxrl_llm.plan.report import print_plan

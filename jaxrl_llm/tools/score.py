@@ -11,8 +11,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import Count, Range
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
-from jaxrl_llm.tools.config import Dtype, ModelChoice, SelectConfig
-from jaxrl_llm.tools.reward_flags import check_selection, gives_rewards, split_reward_flags
+from jaxrl_llm.tools.config import Dtype, ModelChoice, SelectConfig, check_selection, gives_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +57,8 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    reward, words = split_reward_flags(argv)
-    args = parse_arguments(ScoreArguments, words, "score")
-    rewards = gives_rewards(reward)
+    args = parse_arguments(ScoreArguments, argv, "score")
+    rewards = gives_rewards(args.reward)
     check_selection(args, rewards)
     if rewards == bool(args.model):
         problem = "both are given" if rewards else "neither is given"
@@ -74,5 +72,5 @@ def main(argv: list[str]) -> int:
     check_output_path(args.out, args.data)
     from jaxrl_llm.tools.scoring import write_scores  # imports jax: --help and bad flags end before
 
-    write_scores(args, reward)
+    write_scores(args)
     return 0

@@ -22,7 +22,6 @@ from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import check_kernels_setting
-from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools.logprobs import LogprobModel, Sequences
@@ -41,7 +40,7 @@ from jaxrl_llm.tools.selection import (
 NO_SOURCE = SourceConfig()
 
 
-def write_scores(args: ScoreArguments, reward: RewardConfig) -> None:
+def write_scores(args: ScoreArguments) -> None:
     """Write the log-probs of a model, where one is given, else rewards; or continue the file of a command
     that was killed.
 
@@ -56,12 +55,9 @@ def write_scores(args: ScoreArguments, reward: RewardConfig) -> None:
         if args.model:
             model = open_model(args.model, args)
             args = replace(args, step=model.step)
-        settings, args = settings_of(args, reward, args.data), with_date(args)
+        settings, args = settings_of(args, args.data), with_date(args)
         output = ResumableOutput(args.out, settings, args.resume, args.chat.date)
-        if args.model:
-            score = logprob_scores(args, model, rows)
-        else:
-            score = reward_scores(args, reward, rows, closing)
+        score = logprob_scores(args, model, rows) if args.model else reward_scores(args, rows, closing)
         closing.enter_context(output)
         bar = ProgressBar(len(rows), "rows", output.rows_done)
         for start in range(output.rows_done, len(rows), args.window):
@@ -194,12 +190,10 @@ class GivenResponses(NamedTuple):
     kind: str  # "responses", "pair" or "response"
 
 
-def reward_scores(
-    args: ScoreArguments, reward: RewardConfig, rows: RawRows, closing: contextlib.ExitStack
-) -> Scores:
+def reward_scores(args: ScoreArguments, rows: RawRows, closing: contextlib.ExitStack) -> Scores:
     """Return the function that rewards responses; all rows are checked before models are loaded."""
     rewarder = ResponseRewarder(
-        reward, args.mesh, pick_dtype(args.dtype), args.batch_tokens, args.chat, closing
+        args.reward, args.mesh, pick_dtype(args.dtype), args.batch_tokens, args.chat, closing
     )
     rewarder.open(read_responses(*rows[i]).example for i in range(len(rows)))
     summary = RewardSummary()

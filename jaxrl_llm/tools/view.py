@@ -22,8 +22,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.files import load_json, replace_text
 from jaxrl_llm.ranges import Count
@@ -67,7 +65,7 @@ SHOWN = {
 class ViewArguments:
     """Write training runs as one HTML page: curves, evaluation, samples and differences of their configs."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: tuple[Path, ...] = ()
     """Run directories (--run_dir), one or more."""
     out: Path | None = None
     """HTML file to write; by default view.html in the first run directory."""
@@ -93,7 +91,7 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a folder that is no run, or a file that cannot be written, with the fix.
     """
-    args = parse_arguments(ViewArguments, argv, "view")
+    args = parse_arguments(ViewArguments, argv, "view", positional="runs")
     if not args.runs:
         raise UserError(
             "view: no run is given. Give run directories: python -m jaxrl_llm view runs/grpo_tiny"

@@ -19,7 +19,7 @@ from jaxrl_llm.config import (
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.keys import has_type, iter_fields, type_words
 from jaxrl_llm.recipe.load import with_algo
-from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
+from jaxrl_llm.recipe.overrides import apply_overrides, resolve_key, split_arguments
 from jaxrl_llm.recipe.values import parse_value
 from jaxrl_llm.rewards.config import RewardModelConfig
 
@@ -413,3 +413,14 @@ def test_no_algorithm_that_there_is_is_translated():
 def test_a_property_is_no_key(config):
     for name in ("max_tokens", "placements"):
         assert refusal(changed, config, f"--{name} 300").startswith(f"--{name}: unknown key.")
+
+
+def test_a_misspelling_of_each_key_is_answered_with_the_key(config):
+    known = dict(iter_fields(config))
+    for key in sorted(known)[::7]:
+        group, _, name = key.rpartition(".")
+        if len(name) < 4:
+            continue
+        typed = f"{group}.".lstrip(".") + name[:-2] + name[:-3:-1]  # the last two letters in the other order
+        if not resolve_key(typed, known):
+            assert f"Did you mean --{key}?" in refusal(apply_overrides, config, [(typed, ["1"])])

@@ -28,10 +28,10 @@ from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools import generate, score
 from jaxrl_llm.tools import output as output_files
+from jaxrl_llm.tools.arguments import parse_arguments
 from jaxrl_llm.tools.config import SelectConfig
 from jaxrl_llm.tools.output import ResumableOutput, with_date
 from jaxrl_llm.tools.response_rewards import ResponseRewarder
-from jaxrl_llm.tools.reward_flags import split_reward_flags
 from jaxrl_llm.tools.scoring import NO_SOURCE
 from jaxrl_llm.tools.selection import RewardedResponse, base_row, selected_rows
 
@@ -427,13 +427,13 @@ def test_wrong_settings_are_named(write, tmp_path, flags, message):
 
 
 def test_reward_flags_are_those_of_training():
-    config, rest = split_reward_flags(
-        ["--n", "2", "--reward.models.0.path", "a", "--reward.keep_env", "K", "L", "--out=o"]
-    )
-    assert rest == ["--n", "2", "--out=o"]
+    line = ["--model", "m", "--prompts", "p", "--n", "2", "--reward.models.0.path", "a", "--reward.keep_env"]
+    args = parse_arguments(generate.GenerateArguments, [*line, "K", "L", "--out=o"], "generate")
+    assert (args.n, args.out) == (2, Path("o"))
+    config = args.reward
     assert config.models[0].path == "a" and config.keep_env == ("K", "L") and config.name == "none"
     with pytest.raises(ConfigError):
-        split_reward_flags(["--reward.timeout", "soon"])
+        parse_arguments(generate.GenerateArguments, ["--reward.timeout", "soon"], "generate")
 
 
 @pytest.mark.slow

@@ -240,7 +240,9 @@ def test_a_run_talks_in_a_pipe_and_on_a_terminal(tmp_path):
     short = [*command, "--max_tokens", "5"]
     done = subprocess.run(short, input="1+2=\n/undo\n", capture_output=True, text=True, timeout=300)
     assert (
-        done.returncode == 0 and done.stderr.startswith("step 2 of ") and len(done.stdout.rstrip("\n")) <= 75
+        done.returncode == 0
+        and done.stderr.startswith("jaxrl_llm chat: starting\nstep 2 of ")
+        and len(done.stdout.rstrip("\n")) <= 75
     )
     terminal, child = pty.openpty()
     long = [*command, "--max_tokens", "4000", "--context", "5000", "--temperature", "1"]

@@ -102,14 +102,13 @@ def test_a_partial_file_of_one_step_is_not_continued_with_another(runs, tmp_path
     """The newest step, which no flag names, is another one after a save."""
     args = score.ScoreArguments(model=str(runs / "run"), data=tmp_path / "t.jsonl", out=tmp_path / "o.jsonl")
     args.data.write_text('{"tokens": [1, 2]}\n{"tokens": [3, 4]}\n')
-    from jaxrl_llm.rewards.config import RewardConfig
     from jaxrl_llm.tools import scoring
 
     monkeypatch.setattr(scoring.ResumableOutput, "finish", lambda self: None)  # as if it were killed
-    scoring.write_scores(dataclasses.replace(args, step=1), RewardConfig())
-    scoring.write_scores(dataclasses.replace(args, step=1), RewardConfig())
+    scoring.write_scores(dataclasses.replace(args, step=1))
+    scoring.write_scores(dataclasses.replace(args, step=1))
     with pytest.raises(UserError, match=r"partial output of a command with another step"):
-        scoring.write_scores(args, RewardConfig())
+        scoring.write_scores(args)
 
 
 def test_a_run_ends_its_responses_as_its_base_model(runs):
