@@ -33,7 +33,7 @@ from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.drafts import DraftMemory
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 ROWS = [("alpha", 12, "green"), ("beta", 7, "green"), ("gamma", 21, "red"), ("delta", 3, "red")]
 FILE = ",\n".join(f'{{"name": "{name}", "size": {size}, "color": "{color}"}}' for name, size, color in ROWS)

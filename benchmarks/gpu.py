@@ -58,7 +58,7 @@ from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 RESULTS = Path(__file__).parent / "results"
 QWEN = TransformerConfig()  # the shape of Qwen3-0.6B

@@ -45,7 +45,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.sglang.engine import SGLangEngine
 from jaxrl_llm.rollout.sglang.launch import ServerProcesses
 from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 MODEL = TransformerConfig(
     vocab_size=32_000, hidden_size=512, mlp_size=1536, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64,

@@ -21,7 +21,7 @@ from jaxrl_llm.experience.rollouts import generate_responses
 from jaxrl_llm.models import init
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.placement import make_mesh
 
 WARM, STEPS, PROMPTS, TRIES = 500, 40, 64, 4
 

@@ -237,7 +237,7 @@ class TrainState:
     nonfinite: Int[Array, ""]  # updates skipped in a row for NaN or Inf
     kl_coef: Float[Array, ""]  # of the KL controller
     critic: TrainState | None = None  # of the critic, which is trained together with the policy
-    loss_scale: Float[Array, ""] | None = None  # of float16 (`learn.loss_scale`)
+    loss_scale: Float[Array, ""] | None = None  # of float16 (`learn.finite`)
     entropy_coef: Float[Array, "2"] | None = None  # of the entropy controller: its value, what is applied
 
 

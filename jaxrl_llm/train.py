@@ -48,7 +48,7 @@ from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import Stop
 from jaxrl_llm.host.waiting import working
 from jaxrl_llm.host.watch import watched_processes
-from jaxrl_llm.learn.nonfinite import stop_if_nonfinite
+from jaxrl_llm.learn.finite import stop_if_nonfinite
 from jaxrl_llm.learn.optim_states import float32_params
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage

@@ -27,7 +27,7 @@ from jaxrl_llm.hf.config import read_config  # noqa: E402
 from jaxrl_llm.rollout.config import SamplingConfig  # noqa: E402
 from jaxrl_llm.rollout.engine import Request  # noqa: E402
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig  # noqa: E402
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh  # noqa: E402
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh  # noqa: E402
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

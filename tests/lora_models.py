@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl_llm.hf.peft import load_adapter
 from jaxrl_llm.hf.peft_config import read_adapter_config
 from jaxrl_llm.models import LoraConfig, abstract, logical_axes, named_leaves
-from jaxrl_llm.models.initializer import matrix_dims
+from jaxrl_llm.models.linear import matrix_dims
 from jaxrl_llm.models.lora import adapter_scale, add_adapters, base_config, merged_weight, with_lora
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.structs import Params

@@ -16,7 +16,7 @@ from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 MODEL = TransformerConfig(
     vocab_size=128, hidden_size=64, mlp_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16

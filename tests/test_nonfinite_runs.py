@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.learn.config import OptimConfig
-from jaxrl_llm.learn.nonfinite import NonFiniteError, stop_if_nonfinite
+from jaxrl_llm.learn.finite import NonFiniteError, stop_if_nonfinite
 from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.report.progress import format_metrics

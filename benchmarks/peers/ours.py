@@ -33,7 +33,7 @@ from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 
 def model_of(size: Work, family: str) -> TransformerConfig:

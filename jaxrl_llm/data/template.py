@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.data.config import ChatConfig, template_options_problem
+from jaxrl_llm.data.messages import accepted_forms, argument_forms, in_parts, with_null
 from jaxrl_llm.data.parts import ChatPart, Rendered, find_parts, map_strings, mark_parts, strings_of
 from jaxrl_llm.data.rendering import TemplateProcess
 from jaxrl_llm.data.rows import (
@@ -21,7 +22,6 @@ from jaxrl_llm.data.rows import (
     RowError,
     template_columns,
 )
-from jaxrl_llm.data.tool_messages import accepted_forms, argument_forms, in_parts, with_null
 from jaxrl_llm.errors import UserError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -21,7 +21,7 @@ from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, stack_dims, te
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves
 from jaxrl_llm.models.experts.router import reads_float32
-from jaxrl_llm.models.initializer import matrix_dims
+from jaxrl_llm.models.linear import matrix_dims
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.structs import Params
 

@@ -16,11 +16,11 @@ from jax.typing import ArrayLike
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.data.packing import PackItem, counts
-from jaxrl_llm.learn.loss_scale import initial_loss_scale
+from jaxrl_llm.learn.finite import initial_loss_scale
 from jaxrl_llm.learn.moe_losses import balance_weights, routing_metrics
 from jaxrl_llm.learn.optim_states import is_moment, moment_shardings, stored_weights
+from jaxrl_llm.learn.reference import PlacedTeachers, Teachers, teachers_of
 from jaxrl_llm.learn.scoring import Scorer
-from jaxrl_llm.learn.teachers import PlacedTeachers, Teachers, teachers_of
 from jaxrl_llm.learn.update import (
     StepConfig,
     accumulate,

@@ -22,9 +22,8 @@ from jaxrl_llm.data.packing import IN_LOSS, PackItem
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import ROUTES
-from jaxrl_llm.learn.reference import LogprobCache, start_reference, start_teachers
+from jaxrl_llm.learn.reference import LogprobCache, PlacedTeachers, Teachers, start_reference, start_teachers
 from jaxrl_llm.learn.scoring import Scorer
-from jaxrl_llm.learn.teachers import PlacedTeachers, Teachers
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.placement import reshard

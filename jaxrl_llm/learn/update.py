@@ -26,10 +26,16 @@ from jaxrl_llm.algos.contract import Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.kl import next_entropy_coef, next_kl_coef
 from jaxrl_llm.algos.reduce import token_mean
-from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite
-from jaxrl_llm.learn.gradients import add_gradients, new_gradients
+from jaxrl_llm.learn.finite import (
+    UpdateStep,
+    add_gradients,
+    new_gradients,
+    next_loss_scale,
+    scale_loss,
+    update_by_leaf,
+    update_if_finite,
+)
 from jaxrl_llm.learn.kept_sets import kept_logprobs
-from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss
 from jaxrl_llm.learn.moe_losses import ROUTES, ROUTING, Replay, routing_metrics, with_bias_gradient
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.models import lora

@@ -20,11 +20,11 @@ from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.flash_attention.reference import dense_attention
 from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_kernels.flash_attention.spec import AttentionSpec
+from jaxrl_llm.models.attention import attention_scale, rope_fn, sinks_of, window_sizes
 from jaxrl_llm.models.config import TransformerConfig, layer_stacks
 from jaxrl_llm.models.experts.router import join_routes
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
 from jaxrl_llm.models.params import shardings
-from jaxrl_llm.models.rope import attention_scale
 from jaxrl_llm.models.transformer import (
     Layers,
     Transformer,
@@ -33,10 +33,7 @@ from jaxrl_llm.models.transformer import (
     final_norm_fn,
     make_attention_fn,
     per_token_call,
-    rope_fn,
-    sinks_of,
 )
-from jaxrl_llm.models.windows import window_sizes
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
 
 MAX_UNROLLED_LAYERS = 12

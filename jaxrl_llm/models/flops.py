@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from jaxrl_llm.models.attention import window_sizes
 from jaxrl_llm.models.config import TransformerConfig, layer_stacks
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
-from jaxrl_llm.models.windows import window_sizes
 
 Number = int | float
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl_llm.models.attention import apply_rope
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.models.initializer import Initializer
-from jaxrl_llm.models.linear import adapter_of, apply_linear, read_weight, rms_norm
-from jaxrl_llm.models.rope import apply_rope
+from jaxrl_llm.models.linear import Initializer, adapter_of, apply_linear, read_weight, rms_norm
 from jaxrl_llm.sharding.rules import constrain
 
 if TYPE_CHECKING:

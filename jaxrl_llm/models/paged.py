@@ -24,11 +24,11 @@ from jaxrl_kernels.decode_attention.api import decode_attention, write_token
 from jaxrl_kernels.decode_attention.chunks import chunk_attention
 from jaxrl_kernels.dispatch import choose, device
 from jaxrl_kernels.flash_attention.sinks import add_sinks
+from jaxrl_llm.models.attention import attention_scale, rope_fn, sinks_of
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, apply_layers
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
-from jaxrl_llm.models.rope import attention_scale
-from jaxrl_llm.models.transformer import block, final_norm_fn, per_token_call, rope_fn, sinks_of
+from jaxrl_llm.models.transformer import block, final_norm_fn, per_token_call
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
 
 NULL_PAGE = 0

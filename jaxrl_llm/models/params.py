@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.models.initializer import matrix_dims
+from jaxrl_llm.models.linear import matrix_dims
 from jaxrl_llm.models.transformer import Transformer
 from jaxrl_llm.sharding.rules import Rules, on_host, sharding_for, with_shardings
 from jaxrl_llm.structs import Params

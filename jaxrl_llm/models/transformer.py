@@ -15,15 +15,21 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
+from jaxrl_llm.models.attention import (
+    apply_rope,
+    attention_scale,
+    rope_fn,
+    sinks_of,
+    trajectory_lengths,
+    window_sizes,
+    window_spans,
+)
 from jaxrl_llm.models.config import MLP, MoEConfig, TransformerConfig, layer_stacks, linear_layers
 from jaxrl_llm.models.experts.router import RoutingSums, join_routes, reads_float32, routing_sums, sparse_mlp
-from jaxrl_llm.models.initializer import Initializer, matrix_dims
-from jaxrl_llm.models.linear import apply_linear, rms_norm
+from jaxrl_llm.models.linear import Initializer, apply_linear, matrix_dims, rms_norm
 from jaxrl_llm.models.mla import DecodeLatents, add_latent_weights, decode_latents, expand_latents
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
-from jaxrl_llm.models.rope import apply_rope, attention_scale, rope_tables, trajectory_lengths
-from jaxrl_llm.models.windows import window_sizes, window_spans
 from jaxrl_llm.sharding.attention import (
     ContextParallel,
     context_parallel,
@@ -283,11 +289,6 @@ def make_attention_fn(
     return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
 
 
-def sinks_of(w: Layers) -> Float[Array, "H"] | None:
-    """Return the attention sinks of a layer, or None."""
-    return w.sinks[...] if hasattr(w, "sinks") else None
-
-
 def block(
     c: TransformerConfig,
     w: Layers,
@@ -375,11 +376,6 @@ def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Arra
 def per_token_call(strict: bool):
     """Return a function that applies f(weights, *arrays [B, T, ...]) per token: call(f, weights, *arrays)."""
     return batch_invariant.map_tokens if strict else lambda f, weights, *xs: f(weights, *xs)
-
-
-def rope_fn(c: TransformerConfig):
-    """Return `rope_tables` as a function for `per_token_call`."""
-    return lambda _, positions, lengths=None: rope_tables(c, positions, lengths)
 
 
 def final_norm_fn(c: TransformerConfig):

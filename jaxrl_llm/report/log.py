@@ -23,8 +23,7 @@ from jaxrl_llm.host.files import inode, replace_text
 from jaxrl_llm.report import curve, jsonl, loggers
 from jaxrl_llm.report.config import LogConfig
 from jaxrl_llm.report.goodput import FILE as GOODPUT_FILE
-from jaxrl_llm.report.goodput import PHASES, Goodput, PhaseClock, startup_line, with_start
-from jaxrl_llm.report.profiler import Profiler
+from jaxrl_llm.report.goodput import PHASES, Goodput, PhaseClock, Profiler, startup_line, with_start
 from jaxrl_llm.report.progress import Progress, format_duration
 from jaxrl_llm.structs import Metrics, Trajectory
 

@@ -13,7 +13,7 @@ from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import text_of
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.config import MeshConfig
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.thoughts import readable
 from jaxrl_llm.tools.models import StoredModel

@@ -21,7 +21,7 @@ from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT
 from jaxrl_llm.structs import Trajectory
 from jaxrl_llm.tools.config import GenerateConfig, ModelChoice, gives_rewards

@@ -22,7 +22,7 @@ from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import check_kernels_setting
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools.logprobs import LogprobModel, Sequences
 from jaxrl_llm.tools.models import StoredModel, open_model, pick_dtype

@@ -23,7 +23,7 @@ from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 pytestmark = NEEDED
 GREEDY = SamplingConfig(temperature=0.0)

@@ -19,7 +19,7 @@ from jaxrl_llm.hf import export
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
 MODEL = TransformerConfig(
@@ -149,7 +149,7 @@ from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
 config = TransformerConfig(

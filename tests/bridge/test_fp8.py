@@ -30,7 +30,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.sharding.config import POLICY
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
 torch = pytest.importorskip("torch")

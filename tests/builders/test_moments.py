@@ -29,7 +29,7 @@ from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig, lora
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 MODEL = TransformerConfig(
     vocab_size=160, hidden_size=16, mlp_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8

@@ -15,7 +15,7 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 MODEL = TransformerConfig(
     vocab_size=160, hidden_size=16, mlp_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,

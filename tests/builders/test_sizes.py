@@ -8,7 +8,7 @@ import pytest
 from jaxrl_llm.builders.sizes import with_prefixes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models import RopeConfig, TransformerConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 CONFIG = TrainConfig(max_prompt_tokens=16, max_response_tokens=16, responses_per_prompt=4)
 MODEL = TransformerConfig(

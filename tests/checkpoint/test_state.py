@@ -26,7 +26,7 @@ from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.presets import PRESETS
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import TrainState
 
 TINY = TransformerConfig(

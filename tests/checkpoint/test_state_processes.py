@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.checkpoint.folder import rank_steps
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.checkpoint.config import CheckpointConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 run_dir = Path(sys.argv[1])
 state = lambda mesh, spec, n: {

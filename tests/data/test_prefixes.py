@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.data.packing import PackItem, arrange, counts, pack, unpack
-from jaxrl_llm.data.prefixes import shared_tokens
+from jaxrl_llm.data.packing import PackItem, arrange, counts, pack, shared_tokens, unpack
 
 
 def item(context, trained, **fields):

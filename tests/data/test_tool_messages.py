@@ -8,10 +8,10 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.messages import argument_forms, with_short_ids
 from jaxrl_llm.data.rows import Example, RowError
 from jaxrl_llm.data.template import ChatRenderer
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
-from jaxrl_llm.data.tool_messages import argument_forms, with_short_ids
 
 HEAD = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
 WALKS = "{% for k, v in c.function.arguments|items %}<{{ k }}>{{ v }}{% endfor %}"  # Qwen3-Coder

@@ -23,8 +23,7 @@ from jaxrl_llm.hf.tokenizer import classifier_tokenizer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rewards.config import RewardModelConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.placement import devices_of
+from jaxrl_llm.sharding.placement import MeshConfig, devices_of, make_mesh
 from jaxrl_llm.structs import Episode, Trajectory
 
 MODEL = TransformerConfig(

@@ -31,7 +31,7 @@ from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.models import init, named_leaves, shardings
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools import export
 
@@ -203,7 +203,7 @@ from jaxrl_llm.hf import load
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.models import shardings
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 (source, target, axis), read, original = sys.argv[1:], [], load.read_slice
 def counting(*args):

@@ -21,7 +21,7 @@ from jaxrl_llm.hf.peft import load_adapter, save_adapter
 from jaxrl_llm.hf.peft_config import read_adapter_config
 from jaxrl_llm.models import LoraConfig, TransformerConfig, init, named_leaves, shardings, with_heads
 from jaxrl_llm.models.lora import split_params, with_lora
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
 TINY = TransformerConfig(

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from kernel_oracles import assert_close
 
 from jaxrl_kernels.linear_logprob.api import _scatter, linear_logprob
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, logprob_specs, sharding_for
 
 FAST = {"xla_backend_optimization_level": 0}  # of compilation

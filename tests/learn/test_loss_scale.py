@@ -14,11 +14,11 @@ from jaxrl_llm.algos import sft
 from jaxrl_llm.builders.describe import turing_warning
 from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem, pack
+from jaxrl_llm.learn.finite import INITIAL_SCALE, MAX_SCALE, initial_loss_scale, next_loss_scale
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.loss_scale import INITIAL, MAX, initial_loss_scale, next_loss_scale
 from jaxrl_llm.learn.update import StepConfig, accumulate, apply
 from jaxrl_llm.models import TransformerConfig, kernels, lora
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import BatchTotals, TrainState
 from jaxrl_llm.tools.models import pick_dtype
 
@@ -45,7 +45,7 @@ def gradients(dtype, scale):
 @pytest.mark.slow
 def test_small_gradients_are_flushed_to_zero_without_a_scale_and_kept_with_it():
     exact, plain = gradients("float32", None), gradients("float16", None)
-    scaled = gradients("float16", INITIAL)
+    scaled = gradients("float16", INITIAL_SCALE)
     error = lambda grads: float(
         optax.tree.norm(jax.tree.map(jnp.subtract, grads, exact)) / optax.tree.norm(exact)
     )
@@ -64,7 +64,7 @@ def test_the_scale_by_hand():
         return float(next_loss_scale(jnp.float32(scale), jnp.bool_(finite), jnp.int32(version)))
 
     assert (after(1024, True, 199), after(1024, True, 200), after(1024, False, 200)) == (1024, 2048, 512)
-    assert (after(1, False, 0), after(MAX, True, 400)) == (1, MAX)
+    assert (after(1, False, 0), after(MAX_SCALE, True, 400)) == (1, MAX_SCALE)
     assert next_loss_scale(None, jnp.bool_(True), jnp.int32(1)) is None
     assert [initial_loss_scale(name) for name in ("float32", "bfloat16", "float16")] == [None, None, 2.0**15]
 

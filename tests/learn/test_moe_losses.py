@@ -32,7 +32,7 @@ from jaxrl_llm.models.experts.router import (
     sparse_mlp,
 )
 from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import TrainState
 

@@ -15,7 +15,7 @@ from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig, lora
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device, with_shardings
 
 MODEL = TransformerConfig(

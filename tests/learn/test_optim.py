@@ -18,7 +18,7 @@ from jaxrl_llm.learn.optim import make_optimizer, make_schedule
 from jaxrl_llm.learn.update import StepConfig, apply
 from jaxrl_llm.models import LoraConfig, lora
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import TrainState
 
 TINY = models.TransformerConfig(

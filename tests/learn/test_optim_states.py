@@ -36,7 +36,7 @@ from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.checks import check_config
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device
 
 # -- codes

@@ -17,7 +17,7 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import TrainState, Trajectory
 
 MODEL = TransformerConfig(

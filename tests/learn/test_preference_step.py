@@ -21,7 +21,7 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 MODEL = TransformerConfig(
     vocab_size=128, hidden_size=16, mlp_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8

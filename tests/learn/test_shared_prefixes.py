@@ -22,7 +22,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import LoraConfig, MoEConfig
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.lora import with_lora
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import Trajectory
 
 MODEL = TransformerConfig(

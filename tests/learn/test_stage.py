@@ -17,7 +17,7 @@ from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import Trajectory
 
 MODEL = TransformerConfig(

@@ -19,7 +19,7 @@ from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig, combine, loss_inputs, model_outputs
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import BatchTotals
 
 MODEL = TransformerConfig(

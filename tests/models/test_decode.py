@@ -13,7 +13,7 @@ from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
 from jaxrl_llm.models.config import MLAConfig, MoEConfig, QuantizedConfig
 from jaxrl_llm.models.lora import with_lora
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
 TINY = models.TransformerConfig(

@@ -14,7 +14,7 @@ from jaxrl_llm import models
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.models.kernels import describe_kernels
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 CONFIG = models.TransformerConfig(
     vocab_size=64,

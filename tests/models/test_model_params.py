@@ -8,7 +8,7 @@ import numpy as np
 from tiny_models import random_params
 
 from jaxrl_llm import models
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
 CONFIG = models.TransformerConfig(

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.models.rope import rope_tables
+from jaxrl_llm.models.attention import rope_tables
 
 SCALED = {"rope_theta": 100.0, "max_position_embeddings": 32}
 LONG = 48  # three times the original length of the scaled RoPEs below

@@ -24,7 +24,7 @@ from jaxrl_llm.models import LoraConfig, TransformerConfig, decode, lora
 from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.models.quantize import dequantize_weight, quantize_weight, tile_size
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device
 
 LEVELS = [

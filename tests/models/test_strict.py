@@ -24,7 +24,7 @@ from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Reply, Request
 from jaxrl_llm.rollout.native import kept as kept_turns
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.train import main
 

@@ -4,9 +4,8 @@ import types
 
 import pytest
 
-from jaxrl_llm.report import notebook
-from jaxrl_llm.report.notebook import NotebookPanel, in_notebook
-from jaxrl_llm.report.progress import Progress
+from jaxrl_llm.report import progress
+from jaxrl_llm.report.progress import NotebookPanel, Progress, in_notebook
 
 display = pytest.importorskip("IPython.display")
 
@@ -22,7 +21,7 @@ def shown(monkeypatch):
         return handle
 
     monkeypatch.setattr(display, "display", show)
-    monkeypatch.setattr(notebook, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
     return contents
 
 

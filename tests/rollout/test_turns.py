@@ -335,7 +335,7 @@ from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import DialogueError, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.host.processes import share
 

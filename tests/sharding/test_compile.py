@@ -18,7 +18,7 @@ from jaxrl_llm.sharding.compile import (
     compiler_options,
     known_options,
 )
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 
 def function(compile):

@@ -16,7 +16,7 @@ from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask, row_w
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm import models
 from jaxrl_llm.sharding import attention as sharded
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.ring import RingAttention
 from jaxrl_llm.sharding.rules import TRAIN, logprob_specs, put_rows
 

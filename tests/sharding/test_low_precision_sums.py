@@ -10,7 +10,7 @@ import pytest
 from jaxrl_kernels.linear_divergence.chunked import linear_divergence
 from jaxrl_llm.models.experts import dispatch as experts
 from jaxrl_llm.models.experts.weights import ExpertWeights, add_bias
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, look_up, put_rows, sharding_for
 
 COUNTS = {1: 1, 2: 64, 3: 512, 4: 4096}

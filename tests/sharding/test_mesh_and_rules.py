@@ -12,7 +12,7 @@ import jaxrl_llm.sharding
 from jaxrl_kernels.topology import gpu_devices, missing_compiler
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.sharding.mesh import AXES, MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import AXES, MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import (
     ROLLOUT,
     TRAIN,

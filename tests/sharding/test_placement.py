@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding.config import MeshConfig, PlacementConfig
-from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.placement import devices_of, place, reshard, select_devices
+from jaxrl_llm.sharding.placement import devices_of, make_mesh, place, reshard, select_devices
 
 POLICY = PlacementConfig(mesh=MeshConfig(), devices="all")
 NUMBERS = np.arange(64.0).reshape(8, 8)

@@ -20,7 +20,7 @@ from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.peft import save_adapter
 from jaxrl_llm.models import LoraConfig, lora
 from jaxrl_llm.sharding.config import MeshConfig
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools import export, generate, score
 from jaxrl_llm.tools.config import ModelChoice

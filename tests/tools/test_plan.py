@@ -43,7 +43,7 @@ from jaxrl_llm.plan.plan import device_groups, phase_cost
 from jaxrl_llm.plan.target import open_target
 from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.structs import Batch
 from jaxrl_llm.tools import plan as command

@@ -23,7 +23,7 @@ from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import floor_table, synchronous_lines
 from jaxrl_llm.plan.work import ProgramWork, count_work
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, look_up
 
 HINTS = Hints()

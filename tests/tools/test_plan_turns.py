@@ -10,7 +10,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.target import open_target
 from jaxrl_llm.plan.topology import parse_topology
-from jaxrl_llm.sharding.mesh import MeshConfig
+from jaxrl_llm.sharding.placement import MeshConfig
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.tools import score
 from jaxrl_llm.tools.logprobs import LogprobModel, Sequences
 

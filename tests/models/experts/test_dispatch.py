@@ -13,7 +13,7 @@ from jaxrl_llm.models.experts import dispatch as experts_module
 from jaxrl_llm.models.experts.dispatch import grouped_experts, sharded_experts
 from jaxrl_llm.models.experts.weights import AdaptedMatrices, ExpertWeights, QuantizedMatrices
 from jaxrl_llm.models.quantize import dequantize_weight
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, axes_of, dividing_spec, sharding_for
 
 AXES = ("experts", "expert_embed", "expert_mlp")

@@ -39,7 +39,7 @@ from jaxrl_llm.hf.names import adapter_tensors, tensor_rows
 from jaxrl_llm.models import LoraConfig, abstract, named_leaves, shardings
 from jaxrl_llm.models.lora import split_params, with_lora
 from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
 COMMON = dict(

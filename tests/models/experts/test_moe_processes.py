@@ -16,7 +16,7 @@ sys.path.insert(0, sys.argv[1])
 from test_router import CONFIG, loss_and_gradient, rows
 from jaxrl_llm import models
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, put_rows
 
 for fsdp, expert in ((1, 4), (2, 2)):

@@ -16,6 +16,7 @@ from random_weights import random_params
 from jaxrl_llm import models
 from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.models import LoraConfig, TransformerConfig
+from jaxrl_llm.models.attention import apply_rope
 from jaxrl_llm.models.config import MLAConfig, MoEConfig, RopeConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
 from jaxrl_llm.models.experts.dispatch import grouped_experts
@@ -23,9 +24,8 @@ from jaxrl_llm.models.experts.router import choose_experts, expert_weights, gate
 from jaxrl_llm.models.experts.weights import AdaptedMatrices, ExpertWeights
 from jaxrl_llm.models.lora import base, join_params, split_params, with_lora
 from jaxrl_llm.models.remat import REMAT
-from jaxrl_llm.models.rope import apply_rope
 from jaxrl_llm.models.transformer import cast_weights
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, put_rows
 
 CONFIG = TransformerConfig(

@@ -14,7 +14,7 @@ from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.native import decode_threads
 from jaxrl_llm.rollout.native.decode_threads import divide, num_decode_threads, run_decode_threads
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 SLOTS = 16  # two threads of eight
 

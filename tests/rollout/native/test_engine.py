@@ -31,7 +31,7 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import Request, text_of
 from jaxrl_llm.sharding.config import ROLLOUT_ENGINE
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 
 def test_trajectories_in_order_with_ids_masks_versions():

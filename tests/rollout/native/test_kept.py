@@ -13,7 +13,7 @@ from jaxrl_llm.rollout.native import kept
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.kept import KeptTurnsManager
 from jaxrl_llm.rollout.native.shapes import ProgramShapes
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 
 @pytest.fixture(autouse=True)

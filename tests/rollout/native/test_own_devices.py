@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine, BusyClock
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.partial import is_complete, pack_responses, unpack_responses
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Episode
 

@@ -28,7 +28,7 @@ from jaxrl_llm.rollout.native import paged_cache, shapes
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.paged_cache import PagedCacheManager, check_pages
 from jaxrl_llm.rollout.native.programs import PrefillBatch
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import Episode
 
 FEWEST = 11

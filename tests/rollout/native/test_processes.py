@@ -13,7 +13,7 @@ from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
 model = models.TransformerConfig(

@@ -21,7 +21,7 @@ from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.sglang import auth
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 
 class FakeServer(FakeWeights):

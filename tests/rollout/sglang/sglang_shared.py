@@ -19,7 +19,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.sglang.engine import SGLangEngine
 from jaxrl_llm.rollout.sglang.launch import ServerProcesses
 from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 TOKENIZER = make_tokenizer()
 MODEL = TransformerConfig(

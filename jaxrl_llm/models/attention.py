@@ -1,15 +1,20 @@
-"""Rotary position embedding: frequencies of a config, cos and sin tables, rotation."""
+"""Positions in attention: rotary embeddings, and the sliding windows of the layers."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW, row_windows
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.transformer import Layers
 
 
 def rope_tables(
@@ -144,3 +149,32 @@ def _dynamic_stretch(config: TransformerConfig, lengths: Int[Array, "B T"]) -> F
     s."""
     excess = jnp.maximum(lengths.astype(jnp.float32) / config.max_position, 1.0) - 1
     return 1 + config.rope.factor * excess
+
+
+def rope_fn(c: TransformerConfig):
+    """Return `rope_tables` as a function for `per_token_call`."""
+    return lambda _, positions, lengths=None: rope_tables(c, positions, lengths)
+
+
+def window_sizes(c: TransformerConfig) -> list[int]:
+    """Return the sliding window of each layer: tokens that a token attends to, including itself."""
+    layers = c.window_layers or (True,) * c.num_layers
+    return [c.sliding_window if on and c.sliding_window else NO_WINDOW for on in layers]
+
+
+def window_spans(
+    c: TransformerConfig,
+    segments: Int[Array, "B T"],
+    last: Int[Array, "B T"] | None,
+    positions: Int[Array, "B T"],
+) -> Int[Array, "B T"] | None:
+    """Return the tokens of the row that each token's sliding window spans (`row_windows`); None if the row
+    has no shared prefixes, or every window spans the whole row."""
+    if last is None or not c.sliding_window or c.sliding_window >= segments.shape[1]:
+        return None
+    return row_windows(segments, last, positions, c.sliding_window)
+
+
+def sinks_of(w: Layers) -> Float[Array, "H"] | None:
+    """Return the attention sinks of a layer, or None."""
+    return w.sinks[...] if hasattr(w, "sinks") else None
