@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from jaxrl_import.fields import NO_CLIP, Conversion, System
-from jaxrl_import.openrlhf_fields import (
-    ADVANTAGE,
-    DPO,
-    DPO_DEFAULTS,
-    ESTIMATORS,
-    KL,
-    OLD,
-    PPO,
-    PPO_DEFAULTS,
-    RM,
-    RM_DEFAULTS,
-    SCHEDULES,
-    SFT,
-    SFT_DEFAULTS,
-)
+from jaxrl_import.fields import NO_CLIP, Conversion
+from jaxrl_import.tables import load_system
 from jaxrl_import.values import source_path
+
+SCHEDULES = {
+    "cosine_with_min_lr": ("cosine", 0.1),
+    "cosine": ("cosine", 0.0),
+    "linear": ("linear", 0.0),
+    "constant": ("constant", 1.0),
+    "constant_with_warmup": ("constant", 1.0),
+}
+ESTIMATORS = {  # estimator -> algorithm, advantage, scale
+    "gae": ("ppo", "gae", "std"),
+    "reinforce": ("reinforce_pp", "reinforce_pp", "std"),
+    "reinforce_baseline": ("reinforce_pp", "reinforce_pp_baseline", "std"),
+    "rloo": ("rloo", "rloo", "std"),
+    "group_norm": ("grpo", "grpo", "std"),
+    "dr_grpo": ("grpo", "grpo", "none"),
+    "flash_reinforce": ("grpo", "reinforce", "none"),  # reward - the batch's mean, in PPO's clip
+}
+ADVANTAGE, KL = "algo.advantage", "algo.kl"
 
 
 def _rules_of_ppo(conv: Conversion) -> None:
@@ -257,16 +261,8 @@ def _common(conv: Conversion) -> None:
             conv.put("log.name", conv.get("logger.wandb.run_name"), "logger.wandb.run_name")
 
 
-SYSTEM = System(
-    name="openrlhf",
-    title="OpenRLHF",
-    tables={"ppo": PPO, "sft": SFT, "dpo": DPO, "rm": RM},
-    defaults={"ppo": PPO_DEFAULTS, "sft": SFT_DEFAULTS, "dpo": DPO_DEFAULTS, "rm": RM_DEFAULTS},
-    rules={
-        "ppo": _rules_of_ppo,
-        "sft": _rules_of_examples,
-        "dpo": _rules_of_examples,
-        "rm": _rules_of_examples,
-    },
-    aliases=OLD,
+SYSTEM = load_system(
+    "openrlhf",
+    "OpenRLHF",
+    rules={"ppo": _rules_of_ppo, **dict.fromkeys(("sft", "dpo", "rm"), _rules_of_examples)},
 )

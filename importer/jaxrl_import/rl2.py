@@ -2,184 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from jaxrl_import.fields import RUN_NAME, Conversion, Field, System
+from jaxrl_import.fields import Conversion
+from jaxrl_import.tables import load_system
 from jaxrl_import.values import (
-    count,
-    count_or_never,
-    dtype,
-    items,
-    name_text,
-    number,
-    remat,
     source_path,
-    switch,
-    text,
-    whole_number,
 )
 
 SAMPLING = "sampling_params"
 LEVELS = {"token": "token", "sequence": "sequence"}
-
-
-def _model_fields(model: str, ours: str) -> dict[str, Field]:
-    prefix = "critic.optim" if ours == "critic" else "optim"
-    fields = {
-        f"{model}.model_name": Field("critic.path" if ours == "critic" else "model.path", text),
-        f"{model}.optimizer.lr": Field(f"{prefix}.learning_rate", number),
-        f"{model}.optimizer.weight_decay": Field(f"{prefix}.weight_decay", number),
-        f"{model}.max_grad_norm": Field(f"{prefix}.max_grad_norm", number),
-        f"{model}.optimizer.clip_grad": Field(f"{prefix}.max_grad_norm", number),
-        f"{model}.optimizer.min_lr": Field("", number, f"--{prefix}.final_fraction"),
-        f"{model}.scheduler.name": Field("", text, f"--{prefix}.schedule"),
-        f"{model}.scheduler.min_lr": Field("", number, f"--{prefix}.final_fraction"),
-        f"{model}.scheduler.warmup_ratio": Field(f"{prefix}.warmup_ratio", number),
-        f"{model}.avg_level": Field("", text, "--algo.aggregation"),
-    }
-    if ours == "critic":
-        return fields
-    return {
-        **fields,
-        f"{model}.dtype": Field("model.dtype", dtype),
-        f"{model}.enable_gradient_checkpointing": Field("model.remat", remat),
-        f"{model}.offload_optimizer": Field("optim.offload", switch),
-        f"{model}.max_length_per_device": Field("", count, "--tokens_per_device"),
-        f"{model}.max_inference_length_per_device": Field("", whole_number, "--score.tokens_per_device"),
-        f"{model}.tp_size": Field("", whole_number, "--mesh.tensor"),
-        f"{model}.cp_size": Field("", whole_number, "--mesh.sequence"),
-        f"{model}.ddp_size": Field("mesh.data", whole_number),
-        f"{model}.tf_config.tensor_model_parallel_size": Field("", whole_number, "--mesh.tensor"),
-        f"{model}.tf_config.context_parallel_size": Field("", whole_number, "--mesh.sequence"),
-    }
-
-
-TRAINER = {
-    "trainer.project": Field("", name_text, "--log.wandb PROJECT"),
-    "trainer.experiment_name": Field("", name_text, RUN_NAME),
-    "trainer.save_dir": Field("", name_text, "--run_dir"),
-    "trainer.save_freq": Field("checkpoint.every", count_or_never),
-    "trainer.use_wandb": Field("", switch, "--log.wandb PROJECT"),
-}
-PPO: dict[str, Field] = {
-    **_model_fields("actor", "policy"),
-    **_model_fields("critic", "critic"),
-    **TRAINER,
-    "rollout.train.path": Field("", text, "--data.path"),
-    "rollout.test.path": Field("", text, "--data.eval_path"),
-    "rollout.train.prompt_key": Field("data.train.0.prompt_key", text),
-    "rollout.train.messages_key": Field("", text, "--data.train.0.prompt_key"),
-    "rollout.train.apply_chat_template": Field("", switch, "--data.chat.render"),
-    "rollout.train.prompts_per_rollout": Field("prompts_per_step", count),
-    "rollout.train.responses_per_prompt": Field("responses_per_prompt", count),
-    "rollout.train.max_turns": Field("env.max_turns", whole_number),
-    "rollout.train.dynamic_filtering": Field("algo.dynamic_sampling", switch),
-    f"rollout.train.{SAMPLING}.temperature": Field("rollout.sampling.temperature", number),
-    f"rollout.train.{SAMPLING}.max_new_tokens": Field("max_response_tokens", count),
-    f"rollout.train.{SAMPLING}.stop": Field("", items, "--rollout.sampling.stop"),
-    f"rollout.train.{SAMPLING}.top_p": Field("rollout.sampling.top_p", number),
-    f"rollout.test.{SAMPLING}.temperature": Field("eval.sampling.temperature", number),
-    f"rollout.test.{SAMPLING}.max_new_tokens": Field("", whole_number, "--max_response_tokens"),
-    f"rollout.test.{SAMPLING}.stop": Field("", items, "--eval.sampling.stop"),
-    "rollout.test.prompts_per_rollout": Field("eval.prompts", whole_number),
-    "rollout.test.responses_per_prompt": Field("eval.samples", whole_number),
-    "rollout.env_path": Field("", text, "--env.name my_env.py, or --reward.name"),
-    "rollout.server_args.model_path": Field("", text, "--model.path"),
-    "rollout.server_args.tp_size": Field("", count, "--sglang.flags, of servers"),
-    "rollout.server_args.mem_fraction_static": Field("", number, "--sglang.flags, of servers"),
-    "rollout.server_args.dtype": Field("rollout.dtype", dtype),
-    "actor.update_per_rollout": Field("minibatches_per_step", count),
-    "actor.clip": Field("", number, "--algo.clip_low and --algo.clip_high"),
-    "actor.tis_coef": Field("", number, "--algo.correction.weight token and --algo.correction.cap"),
-    "actor.freeze_steps": Field("critic.warmup_steps", whole_number),
-    "actor.kl.coef": Field("algo.kl_coef", number),
-    "actor.kl.type": Field("", text, "--algo.kl_in"),
-    "actor.kl.reward_estimator": Field("", text, "--algo.kl"),
-    "actor.kl.loss_estimator": Field("", text, "--algo.kl"),
-    "actor.entropy.coef": Field("algo.entropy_coef", number),
-    "critic.clip": Field("critic.loss.value_clip", number),
-    "adv.estimator": Field("", text, "--algo ppo or --algo grpo"),
-    "adv.gamma": Field("algo.gamma", number),
-    "adv.lamda": Field("algo.lam", number),
-    "adv.global_norm": Field("", switch, "--algo.advantage reinforce"),
-    "adv.norm_var": Field("", switch, "--algo.scale"),
-    "trainer.total_steps": Field("", whole_number, "--steps"),
-    "trainer.test_freq": Field("eval.every", count_or_never),
-}
-EXAMPLES: dict[str, Field] = {
-    **TRAINER,
-    "data.train.path": Field("", text, "--data.path"),
-    "data.test.path": Field("", text, "--data.eval_path"),
-    "data.train.max_length": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
-    "data.train.batch_size": Field("prompts_per_step", count),
-    "data.train.prompt_key": Field("data.train.0.prompt_key", text),
-    "data.train.apply_chat_template": Field("", switch, "--data.chat.render"),
-    "trainer.n_epochs": Field("", number, "--epochs"),
-}
-CHOSEN = {
-    "data.train.chosen_key": Field("data.train.0.response_key", text),
-    "data.train.rejected_key": Field("data.train.0.rejected_key", text),
-}
-SFT = {
-    **EXAMPLES,
-    **_model_fields("actor", "policy"),
-    "data.train.response_key": Field("data.train.0.response_key", text),
-    "data.train.messages_key": Field("", text, "--data.train.0.prompt_key"),
-}
-DPO = {**EXAMPLES, **_model_fields("actor", "policy"), **CHOSEN, "actor.beta": Field("algo.beta", number)}
-RM = {**EXAMPLES, **_model_fields("critic", "policy"), **CHOSEN}
-
-
-def _model_defaults(model: str, rate: float) -> dict[str, Any]:
-    return {
-        f"{model}.optimizer.lr": rate,
-        f"{model}.optimizer.weight_decay": 1e-2,
-        f"{model}.max_grad_norm": 1.0,
-        f"{model}.scheduler.name": "cosine_with_min_lr",
-        f"{model}.scheduler.min_lr": rate / 10,
-        f"{model}.scheduler.warmup_ratio": 0.03,
-        f"{model}.dtype": "bfloat16",
-        f"{model}.enable_gradient_checkpointing": True,
-        f"{model}.avg_level": "token",
-    }
-
-
-TRAINER_DEFAULTS: dict[str, Any] = {"trainer.save_freq": -1, "trainer.use_wandb": True}
-PPO_DEFAULTS: dict[str, Any] = {
-    **_model_defaults("critic", 5e-6),
-    **_model_defaults("actor", 1e-6),
-    **TRAINER_DEFAULTS,
-    "rollout.train.responses_per_prompt": 1,
-    "rollout.train.apply_chat_template": True,
-    "rollout.train.dynamic_filtering": True,
-    f"rollout.train.{SAMPLING}.temperature": 1.0,
-    f"rollout.test.{SAMPLING}.temperature": 0.0,
-    "rollout.server_args.dtype": "bfloat16",
-    "rollout.server_args.tp_size": 1,
-    "rollout.server_args.mem_fraction_static": 0.6,
-    "actor.update_per_rollout": 1,
-    "actor.clip": 0.2,
-    "actor.tis_coef": 0.0,
-    "actor.kl.coef": 0.0,
-    "actor.kl.reward_estimator": "k1",
-    "actor.kl.loss_estimator": "k2",
-    "actor.entropy.coef": 0.0,
-    "critic.clip": 0.5,
-    "adv.estimator": "reinforce",
-    "adv.gamma": 1.0,
-    "adv.lamda": 1.0,
-    "adv.global_norm": False,
-    "adv.norm_var": False,
-    "trainer.test_freq": -1,
-}
-EXAMPLE_DEFAULTS: dict[str, Any] = {
-    **TRAINER_DEFAULTS,
-    "data.train.batch_size": 128,
-    "data.train.apply_chat_template": True,
-    "data.train.chosen_key": "chosen",
-    "data.train.rejected_key": "rejected",
-    "trainer.n_epochs": 1,
-}
 
 
 def _filtering(conv: Conversion, n: int) -> None:
@@ -339,21 +169,6 @@ def _rules_of_examples(conv: Conversion) -> None:
     _common(conv, model)
 
 
-SYSTEM = System(
-    name="rl2",
-    title="RL2",
-    tables={"ppo": PPO, "sft": SFT, "dpo": DPO, "rm": RM},
-    defaults={
-        "ppo": PPO_DEFAULTS,
-        "sft": {**EXAMPLE_DEFAULTS, **_model_defaults("actor", 1e-6)},
-        "dpo": {**EXAMPLE_DEFAULTS, **_model_defaults("actor", 1e-6), "actor.beta": 0.1},
-        "rm": {**EXAMPLE_DEFAULTS, **_model_defaults("critic", 5e-6)},
-    },
-    rules={
-        "ppo": _rules_of_ppo,
-        "sft": _rules_of_examples,
-        "dpo": _rules_of_examples,
-        "rm": _rules_of_examples,
-    },
-    aliases={"actor.weight_decay": "actor.optimizer.weight_decay", "actor.lr": "actor.optimizer.lr"},
+SYSTEM = load_system(
+    "rl2", "RL2", rules={"ppo": _rules_of_ppo, **dict.fromkeys(("sft", "dpo", "rm"), _rules_of_examples)}
 )

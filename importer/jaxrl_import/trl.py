@@ -6,9 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 
-from jaxrl_import.fields import Conversion, System
+from jaxrl_import.fields import Conversion
+from jaxrl_import.tables import load_system
 from jaxrl_import.trl_data import put_data, put_rewards
-from jaxrl_import.trl_fields import DEFAULTS, OPTIMIZERS, SCHEDULES, TABLES
 from jaxrl_import.trl_losses import (
     off_policy_mask,
     rollout_correction,
@@ -23,6 +23,33 @@ from jaxrl_import.trl_losses import (
     set_rloo,
     set_sft,
 )
+
+SCHEDULES = {
+    "linear": ("linear", 0.0),
+    "cosine": ("cosine", 0.0),
+    "constant": ("constant", 1.0),
+    "constant_with_warmup": ("constant", 1.0),
+    "cosine_with_min_lr": ("cosine", 0.1),
+}
+OPTIMIZERS = {  # optim of transformers -> optimizer, settings that go with it
+    **dict.fromkeys(
+        ("adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
+         "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit"), ("adamw", {}),
+    ),
+    **dict.fromkeys(
+        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
+        ("adamw", {"moments": "int8"}),
+    ),
+    **dict.fromkeys(("lion_32bit", "paged_lion", "paged_lion_32bit"), ("lion", {})),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("lion", {"moments": "int8"})),
+    "adafactor": ("adafactor_unscaled", {}),  # transformers sets scale_parameter=False
+    "sgd": ("sgd", {"b1": 0.0}),
+    "rmsprop": ("rmsprop", {"b2": 0.99, "eps": 1e-8}),  # torch's defaults: transformers passes the rate alone
+    **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_32bit"), ("rmsprop", {"b2": 0.99, "eps": 1e-8})),
+    "rmsprop_bnb_8bit": ("rmsprop", {"b2": 0.99, "eps": 1e-8, "moments": "int8"}),
+    "adagrad": ("adagrad", {"eps": 1e-10}),
+}  # fmt: skip
+
 
 ACCUMULATION, BATCH = "gradient_accumulation_steps", "per_device_train_batch_size"
 ALGORITHMS = {"reward": "reward_model"}
@@ -258,20 +285,12 @@ def _lora(conv: Conversion) -> None:
 
 
 ROLLOUT_TRAINERS = ("grpo", "async_grpo", "gmpo", "rloo", "online_dpo", "distillation")
-SYSTEM = System(
-    name="trl",
-    title="TRL",
-    tables=TABLES,
-    defaults=DEFAULTS,
+EXAMPLE_TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo", "gkd")
+SYSTEM = load_system(
+    "trl",
+    "TRL",
     rules={
-        trainer: _rules_of_rollouts if trainer in ROLLOUT_TRAINERS else _rules_of_examples
-        for trainer in TABLES
-    },
-    aliases={
-        "max_seq_length": "max_length",
-        "torch_dtype": "dtype",
-        "eval_batch_size": "per_device_eval_batch_size",
-        "evaluation_strategy": "eval_strategy",
-        "lora_rank": "lora_r",
+        **dict.fromkeys(ROLLOUT_TRAINERS, _rules_of_rollouts),
+        **dict.fromkeys(EXAMPLE_TRAINERS, _rules_of_examples),
     },
 )

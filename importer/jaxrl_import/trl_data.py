@@ -8,8 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_import.fields import Conversion
-from jaxrl_import.trl_fields import OF_MATH, REWARDS, SHAPING
 from jaxrl_import.values import items, source_path
+
+OF_MATH = (
+    "here math, by the same library: TRL counts LaTeX alone (\\boxed{{4}}, $4$), math a plain number, too; "
+    "TRL leaves out a row whose solution it cannot read. TRL's own is --reward.name FILE.py:{}, with "
+    "`from trl.rewards import {}` in that file"
+)
+REWARDS = {  # TRL's own functions -> reward here
+    "accuracy_reward": "math",
+    "reasoning_accuracy_reward": "math",
+}
+SHAPING = {"think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}
+
 
 SLICE = re.compile(r"(\w+)\[.*\]")
 """Split of load_dataset that is a part of one: train[:5%]."""

@@ -4,8 +4,36 @@ from __future__ import annotations
 
 import math
 
+from jaxrl_import.algorithm_names import NO_ALGORITHM
 from jaxrl_import.fields import NO_CLIP, Conversion
-from jaxrl_import.trl_fields import DPO_LOSSES, LOSS_FIELDS, LOSSES, NO_DPO_LOSSES
+
+LOSSES = {  # loss_type of GRPO -> algorithm, aggregation
+    "grpo": ("grpo", "sequence"),
+    "bnpo": ("grpo", "token"),
+    "dapo": ("grpo", "token"),
+    "dr_grpo": ("grpo", "constant"),
+    "cispo": ("cispo", "token"),
+    "sapo": ("sapo", "sequence"),
+    "vespo": ("vespo", "token"),
+    "luspo": ("luspo", "sequence_sum"),
+}
+LOSS_FIELDS = {
+    "sapo": {"sapo_temperature_pos": "algo.tau_positive", "sapo_temperature_neg": "algo.tau_negative"},
+    "vespo": {
+        "vespo_k_pos": "algo.k_positive",
+        "vespo_lambda_pos": "algo.lambda_positive",
+        "vespo_k_neg": "algo.k_negative",
+        "vespo_lambda_neg": "algo.lambda_negative",
+    },
+}
+NO_DPO_LOSSES = dict.fromkeys(("aot", "aot_unpaired", "aot_pair"), f"there is no AOT: {NO_ALGORITHM['aot']}")
+"""loss_type of DPO that is not here -> why."""
+DPO_LOSSES = {
+    "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "bco_pair": "bco",
+    "nca_pair": "nca", "sppo_hard": "sppo", "exo_pair": "exo", "apo_zero": "apo_zero", "apo_down": "apo_down",
+    "discopop": "discopop", "sigmoid_norm": "sigmoid",
+}  # fmt: skip
+
 
 LOWEST_RATIO = 1e-9  # of rollout over policy: no bound in practice
 NO_LOSS = "there is no such loss"

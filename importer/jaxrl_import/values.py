@@ -232,3 +232,8 @@ def convert_value(key: str, setting: Setting, convert: Callable[[Any], Any]) -> 
             f"{setting.where}: {key} is {printable(setting.value)!r}: it must be {error}. Set it right in a "
             "copy of the file."
         ) from None
+
+
+def secret(value: Any) -> str:
+    """Return that a key of a service is set, and not which."""
+    return "set"

@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from jaxrl_import.fields import Conversion, System
+from jaxrl_import.fields import Conversion
+from jaxrl_import.tables import load_system
 from jaxrl_import.values import source_path
-from jaxrl_import.verl_distillation import distillation
-from jaxrl_import.verl_fields import (
+from jaxrl_import.verl_losses import distillation, set_algorithm, set_correction, set_kl, set_loss, sum_note
+from jaxrl_import.verl_names import (
     ACTOR,
-    CORRECTION,
     CRITIC_DEFAULTS,
     MANAGER,
     MODEL,
     OPTIMIZERS,
-    PPO,
-    PPO_DEFAULTS,
+    READERS,
     REF,
     ROLLOUT,
     SCHEDULES,
 )
-from jaxrl_import.verl_losses import set_algorithm, set_correction, set_kl, set_loss, sum_note
-from jaxrl_import.verl_sft_fields import FSDP_SFT_DEFAULTS, SFT, SFT_DEFAULTS
 
 
 def _rules_of_ppo(conv: Conversion) -> None:
@@ -335,27 +332,9 @@ def _rules_of_sft(conv: Conversion) -> None:
     _outputs(conv)
 
 
-OVERLONG = ("enable", "len", "penalty_factor", "log")
-SYSTEM = System(
-    name="verl",
-    title="veRL",
-    tables={"ppo": PPO, "sft": SFT, "fsdp_sft": SFT},
-    defaults={"ppo": PPO_DEFAULTS, "sft": SFT_DEFAULTS, "fsdp_sft": FSDP_SFT_DEFAULTS},
+SYSTEM = load_system(
+    "verl",
+    "veRL",
     rules={"ppo": _rules_of_ppo, "sft": _rules_of_sft, "fsdp_sft": _rules_of_sft},
-    aliases={
-        f"{ROLLOUT}.val_kwargs.num_samples": f"{ROLLOUT}.val_kwargs.n",
-        **{
-            f"custom_reward_function.{key}": f"reward.custom_reward_function.{key}"
-            for key in ("path", "name")
-        },
-        **{f"reward_model.overlong_buffer.{key}": f"{MANAGER}.{key}" for key in OVERLONG},
-        **{f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}": f"{MANAGER}.{key}" for key in OVERLONG},
-        "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
-        "reward_model.reward_manager": "reward.reward_manager.name",
-        "reward_model.enable": "reward.reward_model.enable",
-        "reward_model.model.path": "reward.reward_model.model_path",
-        "algorithm.rollout_is": f"{CORRECTION}.rollout_is",
-        "algorithm.rollout_is_threshold": f"{CORRECTION}.rollout_is_threshold",
-        "algorithm.rollout_rs": f"{CORRECTION}.rollout_rs",
-    },
+    readers=READERS,
 )
