@@ -49,7 +49,7 @@ ALLOWED: dict[str, str | None] = {
     ),
     "config": "ranges errors structs report learn sharding models algos data rewards rollout envs checkpoint",
     "recipe": (
-        "ranges removed addresses errors extensions user_file algos sharding hf rollout checkpoint config"
+        "ranges removed addresses errors extensions user_file algos sharding models hf bridge rollout config"
     ),
     # the top
     "builders": ANY,

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.bridge.servers import Json
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import export_tensors
 from jaxrl_llm.hf.names import Encoding, HFTensor, from_hf, stack_dims, tensor_layout, to_hf
 from jaxrl_llm.models import TransformerConfig, named_leaves
@@ -116,20 +115,15 @@ def _rounding(layout: str, stacked: int, dtype: str, sharding: jax.sharding.Shar
     return jax.jit(rounding, out_shardings=sharding)
 
 
-def check_architecture(config: TransformerConfig) -> None:
-    """Refuse a model that SGLang does not take in this form.
-
-    Raises:
-        UserError: names the family or the layer.
-    """
-    refusal = "--sglang.quantization fp8: {}. Set --sglang.quantization none."
+def architecture_problem(config: TransformerConfig) -> str:
+    """Return why SGLang does not take a model in this form, by its family or layer; "" = it does."""
     if config.mla or config.family == "gpt_oss":
-        raise UserError(refusal.format(f"not for {config.family}, whose layers SGLang reads in another form"))
+        return f"not for {config.family}, whose layers SGLang reads in another form"
     for tensor in export_tensors(config):
         outputs = tensor.shape[0]
         if tensor.parts[0][0].rpartition(".")[2] in FUSED and outputs % BLOCK:
-            problem = f"{tensor.name} has {outputs} outputs, and SGLang needs a multiple of {BLOCK}"
-            raise UserError(refusal.format(problem))
+            return f"{tensor.name} has {outputs} outputs, and SGLang needs a multiple of {BLOCK}"
+    return ""
 
 
 def quantization_problem(info: Json) -> str:

@@ -23,13 +23,16 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.files import load_json, replace_json
 from jaxrl_llm.host.processes import on_first
-from jaxrl_llm.recipe.checks import check_held_out
 from jaxrl_llm.recipe.fields import refuse
 from jaxrl_llm.rewards.sample import RewardSample
 
 ANSWER_FIX = (
     "--data.train.0.answer_key COLUMN names the one with the answer; rows that lack it are then refused, or "
     "left out with --data.bad_rows skip"
+)
+NO_HELD_OUT = (
+    "--eval.every is {every}: there is no held-out data to evaluate on. Hold out a part of the training rows "
+    "(--data.holdout 0.1), give some (--data.eval_path FILE), or set --eval.every 0, for no evaluation."
 )
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,8 @@ def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -
         loaders["warm_start"] = loader(opened=holdout and holdout.train)
     if config.eval.every:
         loaders["eval"] = loader(split="eval", opened=holdout and holdout.eval)
-        check_held_out(config, loaders["eval"].stats()["rows"])
+        if not loaders["eval"].stats()["rows"]:
+            raise UserError(NO_HELD_OUT.format(every=config.eval.every))
         if not data.holdout:
             warn_of_shared_prompts(loaders)
     return loaders

@@ -83,7 +83,6 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         _check_names(WeightSource(base, rollout.dtype, sglang.bucket_bytes), base, stored)
     eight_bits, encode, served_params = sglang.quantization == "fp8", None, lambda params: params
     if eight_bits:
-        fp8.check_architecture(base)
         encode = fp8.quantized_tensors
         served_params = functools.partial(fp8.rounded_params, dtype=rollout.dtype)
     source = WeightSource(base, rollout.dtype, sglang.bucket_bytes, encode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +18,22 @@ from jaxrl_llm.builders.weights import load_frozen, load_with_heads, with_new_ad
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
-from jaxrl_llm.hf.config import read_config, to_hf_config
-from jaxrl_llm.hf.export import export_config
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
-from jaxrl_llm.learn.config import OptimConfig, RoutingConfig
+from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.config import linear_layers
+from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.experts.router import route_spec
-from jaxrl_llm.models.lora import base_config, frozen_config, rank_of_experts, with_lora
+from jaxrl_llm.models.lora import base_config, frozen_config, with_lora
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
 from jaxrl_llm.structs import Params
-
-WITHOUT_SERVED_ROUTES = ("mixtral", "olmoe")
-"""Families whose routers SGLang 0.5 does not number: its recorder of chosen experts fails at the first."""
 
 
 def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]:
@@ -49,7 +44,6 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
     """
     folder = resolve_model(config.path) if config.path else None
     model = read_config(folder) if folder else config.architecture
-    to_hf_config(export_config(model))  # refuses, before any work, what the export could not express
     if config.tokenizer == "tiny" or not (config.tokenizer or folder):
         tokenizer = make_tokenizer()
     else:
@@ -175,7 +169,7 @@ def make_critic(
     """Return the fields of a Stage for a critic with its own backbone, mesh and optimizer."""
     critic = config.critic
     base = stored.config(critic.path) if critic.path else base_config(model)
-    model = adapted_config(config_with_heads(base, critic.loss), config.lora)
+    model = with_lora(config_with_heads(base, critic.loss), config.lora)
     config = replace(config, mesh=config.mesh_of(CRITIC))
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
 
@@ -188,112 +182,8 @@ def make_critic(
 
 
 def trained_config(model: TransformerConfig, config: TrainConfig) -> TransformerConfig:
-    """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`).
-
-    Raises:
-        ConfigError: as `adapted_config` and `check_routing`; settings of routing for a model without experts;
-            sinks, latent attention or adapters of experts on servers.
-    """
-    if model.moe:
-        check_routing(config, model)
-    elif config.routing != RoutingConfig():
-        name = next(f.name for f in fields(RoutingConfig) if getattr(config.routing, f.name) != f.default)
-        raise ConfigError(f"--routing.{name}: the model has no experts. Leave it out.")
-    adapted = adapted_config(config_with_heads(model, config.algo), config.lora)
-    if config.rollout.engine == "sglang":
-        _check_servers(adapted)
-    return adapted
-
-
-def _check_servers(model: TransformerConfig) -> None:
-    """Refuse an architecture that is not sent to SGLang servers.
-
-    Raises:
-        ConfigError: names the key and the fix.
-    """
-    unsent, fix = "", "Set it to native."
-    if model.mla:
-        unsent = "models with latent attention (DeepSeek-V3)"
-    elif model.attention_sinks:
-        unsent = "models with attention sinks (gpt-oss)"
-    elif model.moe and model.tie_embeddings:  # SGLang computes with an LM head of their own
-        unsent = "mixtures of experts with tied embeddings"
-        fix = "Set --model.architecture.tie_embeddings false for random weights, or --rollout.engine native."
-    elif rank_of_experts(model):
-        unsent = "adapters of experts"
-        fix = "Set --lora.targets q_proj k_proj v_proj o_proj, or --rollout.engine native."
-    if unsent:
-        raise ConfigError(f"--rollout.engine is sglang: {unsent} are not sent to servers. {fix}")
-
-
-def check_routing(config: TrainConfig, model: TransformerConfig) -> None:
-    """Refuse settings of routing that a model with experts or a run does not have.
-
-    Raises:
-        ConfigError: names the key and the fix.
-    """
-    routing, algo = config.routing, algos.of(config.algo)
-    if routing.bias_rate and (config.lora.rank or not model.moe.selection_bias):
-        why = "with --lora.rank it is frozen" if config.lora.rank else "the model's routers have none"
-        raise ConfigError(f"--routing.bias_rate moves a selection bias: {why}. Set it to 0.")
-    if routing.replay != "none" and not algo.on_rollouts:
-        raise ConfigError(
-            f"--routing.replay is for runs with a rollout: {algo.name} has none. Set it to none."
-        )
-    served = config.rollout.engine == "sglang"
-    if routing.replay == "rollout" and served and model.family in WITHOUT_SERVED_ROUTES:
-        raise ConfigError(
-            f"--routing.replay rollout: SGLang servers of {model.family} end with an error where they are to "
-            "report the chosen experts. Set it to none or old, or --rollout.engine native."
-        )
-
-
-def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerConfig:
-    """Return the architecture with these adapters; itself where their rank is 0.
-
-    Raises:
-        ConfigError: layers that the model lacks; a rank that is no smaller than the layers; what latent
-            attention or a mixture of experts does not have. Names the key and the fix.
-    """
-    adapted, present = with_lora(model, lora), linear_layers(model)
-    absent = [name for name in lora.targets if name not in ("all", *present)]
-    if lora.rank and absent:
-        raise ConfigError(
-            f"--lora.targets has {absent[0]}: the model has no such layers. Set it to all, or to some of "
-            f"{' '.join(present)}."
-        )
-    name, smallest = min(_sizes_of_layers(model).items(), key=lambda item: item[1])
-    if lora.rank > smallest:
-        raise ConfigError(
-            f"--lora.rank is {lora.rank}: the model's {name} is {smallest}. "
-            f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
-        )
-    if not (model.moe and lora.rank):
-        return adapted
-    if ("gate" in lora.adapted) != ("up" in lora.adapted):
-        raise ConfigError(
-            "--lora.targets has one of gate_proj and up_proj: PEFT, SGLang and vLLM keep both of an expert "
-            "in one matrix. Name both or neither."
-        )
-    rank = rank_of_experts(adapted)
-    smallest = min(model.moe.expert_size, model.hidden_size)
-    if rank and rank > smallest:
-        raise ConfigError(
-            f"--lora.expert_rank is {rank}: the model's experts have {smallest} inputs or outputs. "
-            f"Set --lora.expert_rank {smallest} or less; 1 to 8 are usual."
-        )
-    return adapted
-
-
-def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
-    """Return name -> inputs or outputs of the linear layers that are no experts."""
-    heads, sizes = model.num_heads, {"hidden_size": model.hidden_size}
-    if mla := model.mla:
-        sizes |= {"mla.kv_rank": mla.kv_rank, "num_heads * mla.value_dim": heads * mla.value_dim}
-        sizes |= {"mla.q_rank": mla.q_rank} if mla.q_rank else {}
-    else:
-        sizes["num_kv_heads * head_dim"] = model.num_kv_heads * model.head_dim
-    return sizes if model.moe else sizes | {"mlp_size": model.mlp_size}
+    """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`)."""
+    return with_lora(config_with_heads(model, config.algo), config.lora)
 
 
 def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:

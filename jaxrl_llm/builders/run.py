@@ -51,6 +51,7 @@ from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rewards import Rewarder
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.hf.hub import check_repository
+from jaxrl_llm.hf.load import PRETRAINED
 from jaxrl_llm.hf.peft import load_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.memory import check_host_memory
@@ -60,7 +61,7 @@ from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.kernels import check_kernels_setting
-from jaxrl_llm.recipe.checks import check_model
+from jaxrl_llm.recipe.checks import architectures, check_models, check_on_devices
 from jaxrl_llm.recipe.dump import dump
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
@@ -187,7 +188,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     on_first(lambda: check_export_folders(config))
     if config.hub.push:
         on_first(lambda: check_repository(config.hub.push, config.hub.private))
-    meshes = make_meshes(config)
+    sized, meshes = check_on_devices(config, jax.devices()), make_meshes(config)
     model, tokenizer, folder = load_model_config(config.model)
     config = replace(config, model=replace(config.model, architecture=model))  # a recipe may state another
     set_template(tokenizer, config.data.chat)
@@ -195,7 +196,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     tokenizer.end_ids = ends = generation_end_ids(folder) if folder else ()
     check_vocabularies(config, tokenizer)
     check_critic_files(config)
-    check_model(config, {role: mesh.shape for role, mesh in meshes.items()}, model)
+    read = lambda path: model if path == config.model.path else PRETRAINED.config(path)
+    check_models(sized, architectures(config, read))
     model = trained_config(model, config)
     adapter = load_adapter(expand_home(config.model.adapter), model) if config.model.adapter else {}
     env = make_conversations(config.env, tokenizer, config.data.chat)

@@ -62,6 +62,14 @@ class AbstractModels:
 ABSTRACT_MODELS = AbstractModels()
 
 
+def read_known(path: str) -> TransformerConfig | None:
+    """Return the architecture of a model; None = it is not known without a download."""
+    try:
+        return ABSTRACT_MODELS.config(path)
+    except UnknownModelError:
+        return None
+
+
 def planned_model(config: ModelConfig) -> TransformerConfig:
     """Return the architecture of the model that a recipe trains."""
     return ABSTRACT_MODELS.config(config.path) if config.path else config.architecture

@@ -35,9 +35,8 @@ from jaxrl_llm.plan.floors import (
     training_floor,
 )
 from jaxrl_llm.plan.hlo import NO_HINTS, Hints
-from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model, planned_stage
+from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_stage
 from jaxrl_llm.plan.work import NO_WORK, ProgramWork
-from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE, reward_role
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, num_shards
@@ -76,8 +75,6 @@ def phases(config: TrainConfig, meshes: Mapping[str, Mesh]) -> list[Phase]:
     Raises:
         UserError: the recipe cannot run on these meshes, with the fix.
     """
-    model = planned_model(config.model)
-    check_model(config, {role: mesh.shape for role, mesh in meshes.items()}, model)
     stage = planned_stage(config, meshes)
     base = always_resident(config, stage, meshes)
     result = []

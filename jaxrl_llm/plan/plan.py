@@ -20,6 +20,7 @@ from jaxrl_llm.plan.experts import ExpertGather, expert_gather
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.plan.target import CompileTarget
+from jaxrl_llm.recipe.checks import architectures, check_models, check_on_devices
 from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.placement import device_ranges, placement_of
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
@@ -128,6 +129,8 @@ def make_plan(
         UserError: the recipe cannot run on these devices, with the fix.
     """
     check_kernels_setting()
+    sized = check_on_devices(config, target.devices)
+    check_models(sized, architectures(config, ABSTRACT_MODELS.config))
     meshes = make_meshes(config, target.devices)
     model, mesh = planned_model(config.model), meshes[POLICY]
     config = with_prefixes(config, model, mesh, ABSTRACT_MODELS)

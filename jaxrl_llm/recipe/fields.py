@@ -31,10 +31,8 @@ def check_fields(config: Any) -> None:
     Raises:
         ConfigError: one line for each thing that is wrong.
     """
-    refuse(list(_wrong_types(config)))  # ranges and rules compute with the values
-    refuse(
-        [f"--{prefix}{name} {text}" for prefix, part in iter_configs(config) for name, text in problems(part)]
-    )
+    refuse(list(wrong_types(config)))
+    refuse(list(out_of_range(config)))
 
 
 def refuse(lines: list[str]) -> None:
@@ -46,7 +44,14 @@ def refuse(lines: list[str]) -> None:
         raise ConfigError(lines[0])
 
 
-def _wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
+def out_of_range(config: Any) -> Iterator[str]:
+    """Yield what is wrong with values that have the right types: ranges, and rules within one Config."""
+    for prefix, part in iter_configs(config):
+        yield from (f"--{prefix}{name} {text}" for name, text in problems(part))
+
+
+def wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
+    """Yield what is wrong with the types of values; ranges and rules compute with the values."""
     hints = type_hints(type(config))
     for field in dataclasses.fields(config):
         key, hint, value = f"{prefix}{field.name}", hints[field.name], getattr(config, field.name)
@@ -56,4 +61,4 @@ def _wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
             yield f"--{key}: {type(value).__name__} of no algorithm; make it with NAME.Config(...)."
         else:
             for part_key, part in nested_configs(key, value):
-                yield from _wrong_types(part, f"{part_key}.")
+                yield from wrong_types(part, f"{part_key}.")

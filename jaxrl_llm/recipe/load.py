@@ -52,7 +52,12 @@ class ResolvedRecipe(NamedTuple):
 
 
 def from_command_line(
-    argv: list[str], prog: str = PROG, *, writes: bool = True, flags: Sequence[str] = ()
+    argv: list[str],
+    prog: str = PROG,
+    *,
+    writes: bool = True,
+    checks: bool = True,
+    flags: Sequence[str] = (),
 ) -> ResolvedRecipe:
     """Return the checked config of `--config RECIPE [--algo A] [--a.b value ...]`. Starts no jax backend.
 
@@ -61,6 +66,7 @@ def from_command_line(
 
     Args:
         writes: whether the run directory is going to be needed.
+        checks: whether to ask the rules of `recipe.checks`.
         flags: other flags of the command, which may be misspelt.
 
     Raises:
@@ -82,7 +88,8 @@ def from_command_line(
     if topics is not None:
         recipes = [path.name for path in packaged_recipes()]
         print_and_exit(topics_text(config, topics) if topics else overview(config, prog, recipes))
-    return _checked(ResolvedRecipe(config, str(path)), dropped + notes, writes)
+    resolved = ResolvedRecipe(config, str(path))
+    return _checked(resolved, dropped + notes, writes) if checks else resolved
 
 
 def with_settings(

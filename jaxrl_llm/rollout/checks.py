@@ -1,4 +1,4 @@
-"""Checks of requests, sampling and strict mode: bad input is refused before any work."""
+"""Checks of requests and their sampling: bad input is refused before any work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl_llm import ranges
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 
 
@@ -43,42 +43,18 @@ def check_sampling(
         raise ConfigError(f"{key}.{field} {problem}")
     if sampling.stop and tokenizer is None:
         raise ConfigError(f"{key}.stop needs a tokenizer: give one to the engine, or use stop_tokens.")
+    for problem in token_problems(sampling, model):
+        raise ConfigError(f"{key}.{problem}")
+
+
+def token_problems(sampling: SamplingConfig, model: TransformerConfig) -> Iterator[str]:
+    """Yield what is wrong with token ids that end responses of this model, from the name of the field on."""
     for token in sampling.stop_tokens:
         if token >= model.vocab_size:
-            raise ConfigError(
-                f"{key}.stop_tokens has {token}: the model's vocabulary has {model.vocab_size} tokens, "
-                f"0 to {model.vocab_size - 1}."
-            )
-
-
-def strict_problems(rollout: RolloutConfig, dtype: str, num_devices: int) -> Iterator[str]:
-    """Yield why the rollout's log-probs would differ from those of a trainer that computes in `dtype`.
-
-    Args:
-        num_devices: of the policy's or the rollout's mesh, the larger one.
-    """
-    if num_devices > 1:
-        yield (
-            f"--strict works on one device, and the mesh has {num_devices}: sharded sums have another order. "
-            "Set --devices 0:1 and leave --mesh and --rollout.mesh as they are; the rollout may have another "
-            "device, --rollout.devices 1:2."
-        )
-    if rollout.engine != "native":
-        yield (
-            f"--strict and --rollout.engine {rollout.engine} exclude each other: servers sum in another "
-            "order. Set --rollout.engine native."
-        )
-    for name in ("dtype", "cache_dtype"):
-        value = getattr(rollout, name) or rollout.dtype
-        if value != dtype:
             yield (
-                f"--strict: --rollout.{name} is {value}, --model.dtype is {dtype}, so the two would round "
-                f"differently. Set --rollout.{name} {dtype}."
+                f"stop_tokens has {token}: the model's vocabulary has {model.vocab_size} tokens, "
+                f"0 to {model.vocab_size - 1}. Set one of these."
             )
-    if rollout.max_staleness:
-        yield "--strict and --rollout.max_staleness exclude each other: stale tokens are of other weights."
-    if rollout.weight_noise:
-        yield "--strict and --rollout.weight_noise exclude each other: noise is there to make a mismatch."
 
 
 def _request_problem(request: Request, model: TransformerConfig) -> str:

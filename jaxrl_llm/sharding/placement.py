@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -18,6 +18,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.sharding.config import AXES, MeshConfig, PlacementConfig, device_bounds, device_problems
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A device of jax: of this machine, of a topology to compile for, or one that `doctor` has seen."""
+
+    platform: str
+    process_index: int
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, flag: str = "--mesh") -> Mesh:
@@ -30,7 +38,16 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, f
     Raises:
         UserError: the sizes do not multiply to the number of devices; the message names a flag and its value.
     """
-    devices = open_devices() if devices is None else devices
+    return to_mesh(device_array(config, open_devices() if devices is None else devices, flag))
+
+
+def to_mesh(devices: np.ndarray) -> Mesh:
+    """Return the mesh of devices with an axis for each of AXES."""
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def device_array(config: MeshConfig, devices: Sequence[Device], flag: str) -> np.ndarray:
+    """Return the devices with an axis for each of AXES; see `make_mesh`."""
     for name, problem in config.problems():
         raise UserError(f"{flag}.{name} {problem}")
     sizes = config.resolved_sizes(len(devices))
@@ -40,8 +57,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, f
             f"{flag}: {spelled} does not fit the {len(devices)} {devices[0].platform} device(s) that are "
             f"visible. {_fix(config, len(devices), flag)}"
         )
-    shape = tuple(sizes.values())
-    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return np.asarray(devices).reshape(tuple(sizes.values()))
 
 
 def _fix(config: MeshConfig, num_devices: int, flag: str) -> str:
@@ -60,10 +76,6 @@ def _fix(config: MeshConfig, num_devices: int, flag: str) -> str:
     )
 
 
-Device = TypeVar("Device")
-"""A `jax.Device` of this machine, or of a topology to compile for."""
-
-
 def place(
     role: str, placement: PlacementConfig, policy: PlacementConfig, devices: Sequence[jax.Device]
 ) -> Mesh:
@@ -78,9 +90,16 @@ def place(
         UserError: a process lacks devices of the range, or the sizes do not multiply to the number of
             devices; the message names the key and the fix.
     """
+    return to_mesh(device_grid(role, placement, policy, devices))
+
+
+def device_grid(
+    role: str, placement: PlacementConfig, policy: PlacementConfig, devices: Sequence[Device]
+) -> np.ndarray:
+    """Return the devices of a model, with an axis for each axis of its mesh; see `place`."""
     own, text = bool(placement.devices), placement.devices or policy.devices
     chosen = select_devices(text, devices, f"--{role if own else ''}devices")
-    return make_mesh(placement.mesh or policy.mesh, chosen, f"--{role}mesh")
+    return device_array(placement.mesh or policy.mesh, chosen, f"--{role}mesh")
 
 
 def select_devices(text: str, devices: Sequence[Device], flag: str) -> list[Device]:

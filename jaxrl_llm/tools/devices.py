@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -9,7 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -29,6 +31,15 @@ print(json.dumps(found))
 """
 
 Status = Literal["ok", "note", "fix"]
+
+
+@dataclass(frozen=True)
+class SeenDevice:
+    """A `sharding.placement.Device` that another process has opened."""
+
+    id: int
+    process_index: int
+    platform: str
 
 
 class Finding(NamedTuple):
@@ -89,15 +100,33 @@ def check_devices() -> Iterator[Finding]:
         yield Finding("driver", "fix", fix + ("; or install jax[cuda12]" if "13" in plugin else ""))
     elif gpus:
         yield Finding("driver", "ok", f"NVIDIA {gpus[0][1]}")
-    done = run_command_line([sys.executable, "-c", DEVICES])
-    if isinstance(done, str) or done.returncode:
-        reason = done if isinstance(done, str) else (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield Finding("devices", "fix", _unopened(reason, bool(gpus) or has_tpu()))
+    found = open_in_process()
+    if isinstance(found, str):
+        yield Finding("devices", "fix", _unopened(found, bool(gpus) or has_tpu()))
         return
-    found = json.loads(done.stdout.splitlines()[-1])
     yield from describe_devices(found, gpus)
     if found[0]["platform"] == "cpu":
         yield from check_huge_pages()
+
+
+@functools.cache
+def open_in_process() -> list[dict[str, Any]] | str:
+    """Return platform, kind and memory of the devices that jax sees, or why it cannot open them."""
+    done = run_command_line([sys.executable, "-c", DEVICES])
+    if isinstance(done, str) or done.returncode:
+        return done if isinstance(done, str) else (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def seen_devices(processes: int) -> list[SeenDevice]:
+    """Return the devices of a run of so many processes that each have this machine's devices."""
+    found = open_in_process()
+    local = [] if isinstance(found, str) else [device["platform"] for device in found]
+    return [
+        SeenDevice(process * len(local) + i, process, platform)
+        for process in range(processes)
+        for i, platform in enumerate(local)
+    ]
 
 
 def _unopened(reason: str, present: bool) -> str:

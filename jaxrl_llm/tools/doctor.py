@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.host.waiting import working
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.tools.arguments import parse_own
-from jaxrl_llm.tools.devices import Finding
+from jaxrl_llm.tools.devices import Finding, seen_devices
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class DoctorArguments:
     machine, each with "ok" or the fix.
 
     With --config RECIPE.py, and any flags of training, what that recipe needs is checked, too: disk space for
-    its checkpoints, the extras of this package, its servers, its sandbox.
+    its checkpoints, the extras of this package, its servers, its sandbox; and each rule on its settings.
     """
 
     json: bool = False
@@ -37,22 +38,37 @@ def main(argv: list[str]) -> int:
         UserError: a recipe or flag that cannot be used.
     """
     args, rest = parse_own(DoctorArguments, argv, "doctor")
-    config = (
-        from_command_line(
-            rest, "python -m jaxrl_llm doctor", writes=False, flags=[f.name for f in fields(DoctorArguments)]
-        ).config
-        if rest
-        else None
-    )
+    flags = [field.name for field in fields(DoctorArguments)]
+    prog = "python -m jaxrl_llm doctor"
+    config = from_command_line(rest, prog, checks=False, flags=flags).config if rest else None
     from jaxrl_llm.tools.checks import examine  # imports jax: --help and bad flags end before
 
     with working("examining this machine"):
-        findings = list(examine(config))
+        rules = list(examine_recipe(config)) if config else []
+        refused = any(finding.status == "fix" for finding in rules)
+        findings = [*examine(None if refused else config), *rules]
     if args.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=1))
     else:
         print_findings(findings)
     return int(any(finding.status == "fix" for finding in findings))
+
+
+def examine_recipe(config: TrainConfig) -> Iterator[Finding]:
+    """Yield a finding for each rule that `train` asks of a recipe, and for settings without effect."""
+    from jaxrl_llm.plan.models import read_known  # these import jax
+    from jaxrl_llm.recipe.checks import apply_all_rules
+    from jaxrl_llm.recipe.idle import without_effect
+    from jaxrl_llm.tools.host_memory import num_processes
+
+    refused = False
+    for rule, lines in apply_all_rules(config, read_known, seen_devices(num_processes())):
+        keys = ", ".join(f"--{key}" for key in rule.keys.split()) or "every key: its type and range"
+        yield from (Finding(f"{rule.phase} rule", "fix", line) for line in lines)
+        yield from [] if lines else [Finding(f"{rule.phase} rule", "ok", keys)]
+        refused |= bool(lines)
+    if not refused:
+        yield from (Finding("recipe", "note", note) for note in without_effect(config))
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

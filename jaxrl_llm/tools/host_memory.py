@@ -25,7 +25,7 @@ from jaxrl_llm.models.lora import split_params, trained_state
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, UnknownModelError, planned_model, planned_stage
 from jaxrl_llm.plan.phases import always_resident, phases
 from jaxrl_llm.plan.report import format_bytes
-from jaxrl_llm.recipe.checks import check_config
+from jaxrl_llm.recipe.checks import architectures, check_config, check_models
 from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.tools.devices import Finding, has_tpu, nvidia_gpus
@@ -118,6 +118,7 @@ def lower_settings(config: TrainConfig, least: Callable[[TrainConfig], int]) -> 
         changed = replace(config, **change)
         with contextlib.suppress(UserError):  # not for this model, optimizer or mesh
             check_config(changed, writes=False)
+            check_models(changed, architectures(changed, ABSTRACT_MODELS.config))
             if (size := least(changed)) < before:
                 yield setting, size
 

@@ -28,6 +28,7 @@ from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.hf import export
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.recipe.checks import check_models
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -227,10 +228,12 @@ def test_the_engine_of_a_run_pushes_blocks_and_probes_rounded_weights(server, tm
 
 
 def test_layers_that_are_joined_need_whole_blocks_of_outputs():
-    fp8.check_architecture(MODEL)
-    fp8.check_architecture(EXPERTS)
+    lengths = dict(max_prompt_tokens=8, max_response_tokens=8)
+    config = TrainConfig(sglang=SGLangConfig(quantization="fp8"), **lengths)
+    check_models(config, {POLICY: MODEL})
+    check_models(config, {POLICY: EXPERTS})
     narrow = dataclasses.replace(MODEL, num_kv_heads=1)
     with pytest.raises(UserError, match=r"0.self_attn.k_proj.weight has 64 outputs, .* multiple of 128. Set"):
-        fp8.check_architecture(narrow)
+        check_models(config, {POLICY: narrow})
     with pytest.raises(UserError, match="not for gpt_oss, whose layers SGLang reads in another form"):
-        fp8.check_architecture(dataclasses.replace(EXPERTS, family="gpt_oss"))
+        check_models(config, {POLICY: dataclasses.replace(EXPERTS, family="gpt_oss")})

@@ -10,14 +10,16 @@ from fake_sglang import FakeServer
 from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
 
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport, shared_gpus
+from jaxrl_llm.bridge.transports.cuda_ipc import shared_gpus
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport, Relay, address_towards
 from jaxrl_llm.builders import engines
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import RunError, ServerError
 from jaxrl_llm.hf import export
-from jaxrl_llm.rollout.config import SGLangConfig
+from jaxrl_llm.recipe.checks import check_on_devices
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +253,9 @@ def test_this_machines_address_is_the_one_that_the_server_sees():
 
 
 def test_ipc_without_gpus_is_refused():
+    rollout = RolloutConfig(engine="sglang", launch=1)
     with pytest.raises(ValueError, match=r"--sglang.transport ipc: .* 1 process\(es\) on cpu. Use --sglang"):
-        IpcTransport(WeightSource(MODEL, "float32", 1 << 20))
+        check_on_devices(TrainConfig(rollout=rollout, sglang=SGLangConfig(transport="ipc")), jax.devices())
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from jaxrl_llm.builders.models import adapted_config, trained_config
+from jaxrl_llm.builders.models import trained_config
 from jaxrl_llm.config import RolloutConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MLAConfig, MoEConfig
+from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.recipe.checks import check_models
+from jaxrl_llm.sharding.config import CRITIC, POLICY
 
 MODEL = TransformerConfig(
     hidden_size=64, head_dim=16, tie_embeddings=False, moe=MoEConfig(8, 4, expert_size=12)
@@ -18,16 +21,17 @@ MODEL = TransformerConfig(
 
 def test_ranks():
     """32 over 4 experts of a token; alpha / R is 1 of attention, 4 of experts. mlp_size does not count."""
-    adapters = adapted_config(MODEL, LoraConfig(rank=32)).adapters
+    adapters = with_lora(MODEL, LoraConfig(rank=32)).adapters
     assert adapters["q"] == (32, 1.0) and adapters["expert_down"] == (8, 4.0) and "down" not in adapters
-    assert adapted_config(MODEL, LoraConfig()) is MODEL
+    assert with_lora(MODEL, LoraConfig()) is MODEL
 
 
 def test_servers_get_no_adapters_of_experts():
     run = TrainConfig(rollout=RolloutConfig(engine="sglang"), lora=LoraConfig(8))
     with pytest.raises(ConfigError, match="adapters of experts are not sent to servers"):
-        trained_config(MODEL, run)
+        check_models(run, {POLICY: MODEL})
     attention = replace(run, lora=LoraConfig(8, targets=("q_proj",)))
+    check_models(attention, {POLICY: MODEL})
     assert list(trained_config(MODEL, attention).adapters) == ["q"]
 
 
@@ -36,14 +40,14 @@ def test_servers_get_no_latent_attention():
     sizes = dict(num_heads=4, num_kv_heads=4, head_dim=12, qk_norm=False, mla=MLAConfig(16, 20, 8, 4, 6))
     run = TrainConfig(rollout=RolloutConfig(engine="sglang"))
     with pytest.raises(ConfigError, match=r"latent attention \(DeepSeek-V3\) are not .* Set it to native"):
-        trained_config(replace(MODEL, **sizes), run)
+        check_models(run, {POLICY: replace(MODEL, **sizes)})
 
 
 def test_servers_get_no_experts_with_tied_embeddings():
     """SGLang's mixtures of experts have an LM head of their own, whatever `tie_word_embeddings` says."""
     run = TrainConfig(rollout=RolloutConfig(engine="sglang"))
     with pytest.raises(ConfigError, match=r"tied embeddings are not sent to servers. Set --model.*false"):
-        trained_config(replace(MODEL, tie_embeddings=True), run)
+        check_models(run, {POLICY: replace(MODEL, tie_embeddings=True)})
 
 
 @pytest.mark.parametrize(
@@ -56,5 +60,10 @@ def test_servers_get_no_experts_with_tied_embeddings():
     ids=["targets", "expert_rank", "rank"],
 )
 def test_what_experts_do_not_have_is_refused(lora, message):
+    config = TrainConfig(lora=lora)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        adapted_config(MODEL, lora)
+        check_models(config, {POLICY: MODEL})
+    dense = replace(MODEL, moe=None, hidden_size=128, mlp_size=128, num_heads=8, num_kv_heads=8)
+    check_models(config, {POLICY: dense})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_models(config, {POLICY: dense, CRITIC: MODEL})

@@ -31,10 +31,12 @@ from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.models import TransformerConfig, lora
+from jaxrl_llm.recipe.checks import check_on_devices
 from jaxrl_llm.sharding.config import POLICY, REFERENCE, PlacementConfig
 from jaxrl_llm.sharding.placement import devices_of
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Trajectory
+from jaxrl_llm.tools.devices import SeenDevice
 
 MODEL = TransformerConfig(
     vocab_size=64, hidden_size=16, mlp_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -70,13 +72,14 @@ class RandomModels:
         return jax.tree.map(lambda w: w.astype(dtype), make(config, jax.random.key(len(path))))
 
 
-def test_asynchronous_rollout_shares_no_device(monkeypatch):
+def test_asynchronous_rollout_shares_no_device():
     def refusal(rollout, **fields):
         config = replace(BASE, rollout=RolloutConfig(max_staleness=1, devices=rollout), **fields)
         with pytest.raises(UserError) as raised:
-            make_meshes(config)
+            check_on_devices(config, devices)
         return str(raised.value)
 
+    devices = jax.devices()
     assert "--rollout.devices 0:2 and --devices have 1 device(s) in common. Set --devices to" in refusal(
         "0:2"
     )
@@ -84,7 +87,7 @@ def test_asynchronous_rollout_shares_no_device(monkeypatch):
     assert "--rollout.devices 4:8 and --reference.devices have 2 device(s) in common" in shared
     alone = replace(BASE, devices="0:2", rollout=RolloutConfig(max_staleness=1, devices="4:8"))
     assert make_meshes(alone)["rollout."].size == 4
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    devices = [SeenDevice(i, i // 8, "cpu") for i in range(16)]
     assert "on CPUs with several processes the rollout must" in refusal("4:8", devices="0:2")
 
 

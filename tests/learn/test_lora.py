@@ -23,6 +23,8 @@ from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.ranges import problems
+from jaxrl_llm.recipe.checks import check_models
+from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
@@ -275,9 +277,9 @@ def test_adapters_that_cannot_be(config, message):
 
 def test_a_rank_above_a_dimension_is_refused():
     with pytest.raises(ConfigError, match=r"--lora.rank is 17: the model's num_kv_heads \* head_dim is 16"):
-        trained_config(BASE, TrainConfig(lora=LoraConfig(rank=17)))
+        check_models(TrainConfig(lora=LoraConfig(rank=17)), {POLICY: BASE})
     with pytest.raises(ConfigError, match=r"--lora.rank is 17: the model's mla.kv_rank is 16"):
-        trained_config(LATENTS, TrainConfig(lora=LoraConfig(rank=17)))
+        check_models(TrainConfig(lora=LoraConfig(rank=17)), {POLICY: LATENTS})
 
 
 def test_latent_attention_has_adapters_of_its_own_layers():
@@ -315,7 +317,7 @@ def test_latent_attention_has_adapters_of_its_own_layers():
 )
 def test_layers_that_a_model_lacks_are_refused(model, lora_config, message):
     with pytest.raises(ConfigError, match=message):
-        trained_config(model, TrainConfig(lora=lora_config))
+        check_models(TrainConfig(lora=lora_config), {POLICY: model})
 
 
 def test_the_fingerprint_is_of_the_frozen_weights_whatever_the_sharding(adapted):

@@ -12,8 +12,7 @@ from gradients import SUM, assert_same_gradients, gradients_of
 from tiny_models import random_params
 
 from jaxrl_llm.algos import sft
-from jaxrl_llm.builders.models import trained_config
-from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.config import DataConfig, ModelConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.config import OptimConfig, RoutingConfig
@@ -31,7 +30,9 @@ from jaxrl_llm.models.experts.router import (
     routing_sums,
     sparse_mlp,
 )
+from jaxrl_llm.recipe.checks import check_config, check_models
 from jaxrl_llm.rollout.config import RolloutConfig
+from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import TrainState
@@ -157,7 +158,7 @@ def test_no_split_changes_the_balance_loss(rows, row_tokens, mesh, share):
 def test_a_model_without_experts_is_refused_by_name():
     dense = dataclasses.replace(MODEL, moe=None)
     with pytest.raises(ConfigError, match=r"--routing\.balance_coef: the model has no experts"):
-        trained_config(dense, TrainConfig(routing=RoutingConfig(balance_coef=0.1)))
+        check_models(TrainConfig(routing=RoutingConfig(balance_coef=0.1)), {POLICY: dense})
 
 
 BIASED = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, score="sigmoid", selection_bias=True))
@@ -193,7 +194,7 @@ def test_a_selection_bias_that_cannot_move_is_refused(model, lora, message):
     targets = ("q_proj",)
     config = TrainConfig(routing=RoutingConfig(bias_rate=0.1), lora=LoraConfig(rank=lora, targets=targets))
     with pytest.raises(ConfigError, match=message):
-        trained_config(model, config)
+        check_models(config, {POLICY: model})
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -251,8 +252,10 @@ def test_routes_that_are_replayed_into_the_model_that_chose_them_change_nothing(
 
 def test_a_replay_without_a_rollout_is_refused():
     config = TrainConfig(algo=sft.Config(), routing=RoutingConfig(replay="rollout"))
+    model, data = ModelConfig(architecture=MODEL, tokenizer="tiny"), DataConfig(path="a.jsonl")
+    config = dataclasses.replace(config, model=model, data=data)
     with pytest.raises(ConfigError, match=r"--routing.replay is for runs with a rollout: sft has none"):
-        trained_config(MODEL, config)
+        check_config(config, writes=False)
 
 
 def test_routes_that_servers_cannot_report_are_refused():
@@ -260,5 +263,5 @@ def test_routes_that_servers_cannot_report_are_refused():
     config = TrainConfig(routing=RoutingConfig(replay="rollout"), rollout=rollout)
     model = dataclasses.replace(MODEL, family="mixtral", tie_embeddings=False)
     with pytest.raises(ConfigError, match=r"--routing.replay rollout: SGLang servers of mixtral end with"):
-        trained_config(model, config)
-    trained_config(dataclasses.replace(model, family="qwen3_moe"), config)
+        check_models(config, {POLICY: model})
+    check_models(config, {POLICY: dataclasses.replace(model, family="qwen3_moe")})

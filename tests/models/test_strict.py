@@ -14,12 +14,14 @@ from tiny_models import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
+from jaxrl_llm.config import DataConfig, ModelConfig, TrainConfig
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models import lora
+from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.config import MLAConfig, MoEConfig
-from jaxrl_llm.rollout.checks import strict_problems
+from jaxrl_llm.recipe.rule import apply_rules
+from jaxrl_llm.recipe.rules_recipe import RECIPE
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Reply, Request
 from jaxrl_llm.rollout.native import kept as kept_turns
@@ -281,7 +283,7 @@ def test_a_whole_run_has_no_mismatch(sampling, tmp_path):
     ("settings", "dtype", "devices", "message"),
     [
         (
-            {"engine": "sglang"},
+            {"engine": "sglang", "launch": 1},
             "float32",
             1,
             "--strict and --rollout.engine sglang exclude each other: servers",
@@ -303,5 +305,14 @@ def test_a_whole_run_has_no_mismatch(sampling, tmp_path):
     ],
 )
 def test_settings_that_strict_mode_excludes_are_refused(settings, dtype, devices, message):
-    assert not list(strict_problems(RolloutConfig(dtype=dtype), dtype, 1))
-    assert next(strict_problems(RolloutConfig(**settings), dtype, devices)).startswith(message)
+    def problems(devices, **settings):
+        model = ModelConfig(architecture=TransformerConfig(), tokenizer="tiny", dtype=dtype)
+        mesh, data = MeshConfig(fsdp=devices), DataConfig(path="a.jsonl")
+        rollout = RolloutConfig(**settings)
+        asked = apply_rules(
+            RECIPE, TrainConfig(strict=True, model=model, rollout=rollout, mesh=mesh, data=data)
+        )
+        return [line for _, lines in asked for line in lines]
+
+    assert not problems(1, dtype=dtype)
+    assert problems(devices, **settings)[0].startswith(message)

@@ -1,6 +1,5 @@
 """Checks of a config: what is accepted, and each message word for word; sizes that follow from it."""
 
-import json
 import math
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from jaxrl_llm.config import (
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
 from jaxrl_llm.models import LoraConfig
-from jaxrl_llm.recipe.checks import check_config, check_model
+from jaxrl_llm.recipe.checks import check_config
 
 
 def test_a_sound_config_passes_and_its_folder_is_made(config):
@@ -456,31 +455,6 @@ def test_several_problems_are_told_at_once(config):
 
 def test_sft_needs_no_group(config):
     check_config(replace(config, algo=sft.Config(), responses_per_prompt=1))
-
-
-def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    here = replace(config, model=ModelConfig(path=str(folder)))
-    assert refusal(check_config, here) == (
-        f"--model.path {folder}: no config.json in it, so it is no Hugging Face model folder."
-    )
-    (folder / "config.json").write_text("{")
-    assert f"--model.path {folder}: {folder}/config.json is not JSON" in refusal(check_config, here)
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 20}))
-    assert refusal(check_config, here) == (
-        "--max_prompt_tokens 16 + --max_response_tokens 16 is more than the model's 20 positions. "
-        "Set --max_response_tokens 4 or less."
-    )
-    for rope in ({"rope_scaling": {"type": "dynamic"}}, {"rope_parameters": {"rope_type": "dynamic"}}):
-        (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 20, **rope}))
-        assert '"dynamic" RoPE would go on, but rotates all keys anew' in refusal(check_config, here)
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
-    check_config(here)
-    assert "more than the model's 31 positions" in refusal(
-        *(check_model, config, dict.fromkeys(("", "rollout."), MeshConfig(fsdp=8).sizes)),
-        replace(config.model.architecture, max_position=31, num_heads=4),
-    )
 
 
 def test_a_hub_name_is_no_missing_folder(config, tmp_path, monkeypatch):

@@ -18,6 +18,11 @@ from jaxrl_llm.tools.devices import Finding
 H100 = [{"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "memory": 60 * 2**30}]
 
 
+@pytest.fixture(autouse=True)
+def devices_are_opened_anew():
+    devices.open_in_process.cache_clear()
+
+
 def recipe(*flags):
     return from_command_line(["--config", "grpo_tiny.py", *flags], "doctor", writes=False).config
 
@@ -25,6 +30,7 @@ def recipe(*flags):
 def test_a_machine_that_is_ready(capsys, monkeypatch):
     monkeypatch.setattr(checks, "run_command_line", lambda command: "not found")
     monkeypatch.setattr(checks, "check_devices", lambda: iter([Finding("devices", "ok", "8 x TPU v5e")]))
+    monkeypatch.setattr(devices, "open_in_process", lambda: 8 * H100)
     assert doctor.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "ready" and any("8 x TPU v5e" in line for line in lines)

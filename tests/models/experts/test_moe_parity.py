@@ -28,7 +28,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from jaxrl_llm.builders.models import trained_config
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config, to_hf_config
@@ -38,7 +37,9 @@ from jaxrl_llm.hf.load import load_params, read_slice
 from jaxrl_llm.hf.names import adapter_tensors, tensor_rows
 from jaxrl_llm.models import LoraConfig, abstract, named_leaves, shardings
 from jaxrl_llm.models.lora import split_params, with_lora
+from jaxrl_llm.recipe.checks import check_models
 from jaxrl_llm.rollout.config import RolloutConfig
+from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
@@ -331,7 +332,7 @@ def test_a_shard_of_interleaved_experts_is_read_alone(tmp_path):
 def test_gpt_oss_is_not_sent_to_servers():
     config = read_config(theirs("gpt_oss").config.to_dict())
     with pytest.raises(ConfigError, match=r"sinks \(gpt-oss\) are not sent to servers. Set it to native"):
-        trained_config(config, TrainConfig(rollout=RolloutConfig(engine="sglang")))
+        check_models(TrainConfig(rollout=RolloutConfig(engine="sglang")), {POLICY: config})
 
 
 def test_adapters_of_gpt_oss_leave_sinks_and_experts_alone():

@@ -1,0 +1,159 @@
+"""Rules that recipe and architectures answer: the policy's, and the architecture of a pretrained critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+
+from jaxrl_llm.bridge import fp8
+from jaxrl_llm.config import RoutingConfig, TrainConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import to_hf_config
+from jaxrl_llm.hf.export import export_config
+from jaxrl_llm.models.config import TransformerConfig, linear_layers
+from jaxrl_llm.models.lora import rank_of_experts, with_lora
+from jaxrl_llm.recipe.rule import Rule
+from jaxrl_llm.rollout.checks import dynamic_rope_hint, token_problems
+from jaxrl_llm.sharding.attention import heads_problem
+from jaxrl_llm.sharding.config import POLICY
+from jaxrl_llm.sharding.rules import num_shards
+
+WITHOUT_SERVED_ROUTES = ("mixtral", "olmoe")
+"""Families whose routers SGLang 0.5 does not number: its recorder of chosen experts fails at the first."""
+Models = Mapping[str, TransformerConfig]
+"""Role -> architecture, of the policy and a pretrained critic."""
+
+
+def _can_be_exported(config: TrainConfig, models: Models) -> Iterator[str]:
+    try:
+        to_hf_config(export_config(models[POLICY]))
+    except UserError as error:
+        key = f"path {config.model.path}" if config.model.path else "architecture"
+        yield f"--model.{key}: {error}. Set another family, or what its config.json can express."
+
+
+def _has_positions(config: TrainConfig, models: Models) -> Iterator[str]:
+    model = models[POLICY]
+    if model.max_position < config.max_tokens:
+        room = model.max_position - config.max_prompt_tokens
+        fix = f"--max_response_tokens {room} or less" if room > 0 else "both smaller"
+        yield (
+            f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens "
+            f"{config.max_response_tokens} is more than the model's {model.max_position} positions. Set {fix}"
+            f"{dynamic_rope_hint(model.rope.scaling)}"
+        )
+
+
+def _heads_divide(config: TrainConfig, models: Models) -> Iterator[str]:
+    heads, sizes = models[POLICY].num_heads, config.mesh.sizes
+    tensor, sequence = num_shards("heads", sizes), num_shards("sequence", sizes)
+    ulysses = config.mesh.sequence_parallel == "ulysses"
+    if ulysses and tensor > 0 and sequence > 1 and heads % (tensor * sequence):
+        yield heads_problem(heads, tensor * sequence)
+
+
+def _stop_tokens_exist(config: TrainConfig, models: Models) -> Iterator[str]:
+    samplings = {"--rollout.sampling": config.rollout.sampling, "--eval.sampling": config.eval.sampling}
+    for key, sampling in samplings.items():
+        yield from (f"{key}.{problem}" for problem in token_problems(sampling, models[POLICY]))
+
+
+def _experts_are_routed(config: TrainConfig, models: Models) -> Iterator[str]:
+    routing, moe = config.routing, models[POLICY].moe
+    changed = [f.name for f in fields(RoutingConfig) if getattr(routing, f.name) != f.default]
+    if changed and not moe:
+        yield f"--routing.{changed[0]}: the model has no experts. Leave it out."
+    elif routing.bias_rate and (config.lora.rank or not moe.selection_bias):
+        why = "with --lora.rank it is frozen" if config.lora.rank else "the model's routers have none"
+        yield f"--routing.bias_rate moves a selection bias: {why}. Set it to 0."
+
+
+def _routes_are_reported(config: TrainConfig, models: Models) -> Iterator[str]:
+    family, served = models[POLICY].family, config.rollout.engine == "sglang"
+    if config.routing.replay == "rollout" and served and family in WITHOUT_SERVED_ROUTES:
+        yield (
+            f"--routing.replay rollout: SGLang servers of {family} end with an error where they are to "
+            "report the chosen experts. Set it to none or old, or --rollout.engine native."
+        )
+
+
+def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
+    if config.rollout.engine != "sglang":
+        return
+    model, unsent, fix = models[POLICY], "", "Set it to native."
+    if model.mla:
+        unsent = "models with latent attention (DeepSeek-V3)"
+    elif model.attention_sinks:
+        unsent = "models with attention sinks (gpt-oss)"
+    elif model.moe and model.tie_embeddings:  # SGLang computes with an LM head of their own
+        unsent = "mixtures of experts with tied embeddings"
+        fix = "Set --model.architecture.tie_embeddings false for random weights, or --rollout.engine native."
+    elif rank_of_experts(with_lora(model, config.lora)):
+        unsent = "adapters of experts"
+        fix = "Set --lora.targets q_proj k_proj v_proj o_proj, or --rollout.engine native."
+    if unsent:
+        yield f"--rollout.engine is sglang: {unsent} are not sent to servers. {fix}"
+
+
+def _fp8_has_blocks(config: TrainConfig, models: Models) -> Iterator[str]:
+    if config.sglang.quantization == "fp8" and (problem := fp8.architecture_problem(models[POLICY])):
+        yield f"--sglang.quantization fp8: {problem}. Set --sglang.quantization none."
+
+
+def _adapters_fit(config: TrainConfig, models: Models) -> Iterator[str]:
+    for model in dict.fromkeys(models.values()) if config.lora.rank else ():
+        yield from _adapter_problems(config, model)
+
+
+def _adapter_problems(config: TrainConfig, model: TransformerConfig) -> Iterator[str]:
+    lora, present = config.lora, linear_layers(model)
+    absent = [name for name in lora.targets if name not in ("all", *present)]
+    if absent:
+        yield (
+            f"--lora.targets has {absent[0]}: the model has no such layers. Set it to all, or to some of "
+            f"{' '.join(present)}."
+        )
+    name, smallest = min(_sizes_of_layers(model).items(), key=lambda item: item[1])
+    if lora.rank > smallest:
+        yield (
+            f"--lora.rank is {lora.rank}: the model's {name} is {smallest}. "
+            f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
+        )
+    if not model.moe:
+        return
+    if ("gate" in lora.adapted) != ("up" in lora.adapted):
+        yield (
+            "--lora.targets has one of gate_proj and up_proj: PEFT, SGLang and vLLM keep both of an expert "
+            "in one matrix. Name both or neither."
+        )
+    rank = rank_of_experts(with_lora(model, lora))
+    smallest = min(model.moe.expert_size, model.hidden_size)
+    if rank and rank > smallest:
+        yield (
+            f"--lora.expert_rank is {rank}: the model's experts have {smallest} inputs or outputs. "
+            f"Set --lora.expert_rank {smallest} or less; 1 to 8 are usual."
+        )
+
+
+def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
+    """Return name -> inputs or outputs of the linear layers that are no experts."""
+    heads, sizes = model.num_heads, {"hidden_size": model.hidden_size}
+    if mla := model.mla:
+        sizes |= {"mla.kv_rank": mla.kv_rank, "num_heads * mla.value_dim": heads * mla.value_dim}
+        sizes |= {"mla.q_rank": mla.q_rank} if mla.q_rank else {}
+    else:
+        sizes["num_kv_heads * head_dim"] = model.num_kv_heads * model.head_dim
+    return sizes if model.moe else sizes | {"mlp_size": model.mlp_size}
+
+
+MODEL = (
+    Rule("model", "model.path model.architecture", _can_be_exported),
+    Rule("model", "max_prompt_tokens max_response_tokens", _has_positions),
+    Rule("model", "mesh.sequence_parallel mesh.sequence mesh.tensor", _heads_divide, sized=True),
+    Rule("model", "rollout.sampling.stop_tokens eval.sampling.stop_tokens", _stop_tokens_exist),
+    Rule("model", "routing.balance_coef routing.bias_rate routing.replay lora.rank", _experts_are_routed),
+    Rule("model", "routing.replay rollout.engine", _routes_are_reported),
+    Rule("model", "rollout.engine lora.targets", _is_served),
+    Rule("model", "sglang.quantization", _fp8_has_blocks),
+    Rule("model", "lora.rank lora.targets lora.expert_rank", _adapters_fit),
+)

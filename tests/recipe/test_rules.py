@@ -1,0 +1,175 @@
+"""Every rule of every phase: its keys exist, it can fire, and its message names a key and the fix."""
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import pytest
+from refusals import refusal
+
+from jaxrl_llm import algos
+from jaxrl_llm.algos import gdpo, gkd, grpo, sft
+from jaxrl_llm.config import (
+    CriticConfig,
+    DataConfig,
+    EnvConfig,
+    EvalConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    RoutingConfig,
+    SamplingConfig,
+    SGLangConfig,
+    SourceConfig,
+    TrainConfig,
+    TransformerConfig,
+    WarmStartConfig,
+)
+from jaxrl_llm.recipe.checks import apply_all_rules, check_config, check_models, check_on_devices
+from jaxrl_llm.recipe.keys import iter_fields
+from jaxrl_llm.recipe.rules_devices import DEVICES
+from jaxrl_llm.recipe.rules_model import MODEL
+from jaxrl_llm.recipe.rules_recipe import RECIPE
+from jaxrl_llm.sharding.config import POLICY
+from jaxrl_llm.tools.devices import SeenDevice
+
+RULES = RECIPE + MODEL + DEVICES
+SERVED = RolloutConfig(engine="sglang", launch=1)
+STOPS = RolloutConfig(sampling=SamplingConfig(stop_tokens=(10**6,)))
+EXPERTS = TransformerConfig(max_position=64, moe=MoEConfig(8, 4, expert_size=12))
+RANDOM = ModelConfig(architecture=EXPERTS, tokenizer="tiny")
+CASES = {
+    "wrong_types": dict(steps="3"),
+    "out_of_range": dict(steps=-1),
+    "_has_steps": dict(steps=0),
+    "_epochs_end": dict(epochs=1.0),
+    "_groups_compare": dict(responses_per_prompt=1),
+    "_rows_fit": dict(tokens_per_device=31),
+    "_something_rewards": dict(reward=RewardConfig(weight=0.0)),
+    "_weights_match_rewards": dict(algo=gdpo.Config(component_weights=(1.0, 2.0))),
+    "_judge_compares": dict(eval=EvalConfig(every=1, judge="generative")),
+    "_teachers_exist": dict(
+        algo=gkd.Config(teachers=("a",)), data=DataConfig(train=(SourceConfig("x.jsonl", teacher=1),))
+    ),
+    "_strict_rounds_alike": dict(strict=True, rollout=RolloutConfig(weight_noise=0.1)),
+    "_rows_divide": dict(mesh=MeshConfig(sequence=5)),
+    "_models_are_readable": dict(model=ModelConfig(path="/no/such")),
+    "_remainders_are_kept": dict(optim=OptimConfig(store_param_remainders=True), lora=LoraConfig(4)),
+    "_moments_have_no_warm_up": dict(optim=OptimConfig(init_from="a"), warm_start=WarmStartConfig(steps=1)),
+    "_critic_has_no_average": dict(critic=CriticConfig(optim=OptimConfig(ema=0.9))),
+    "_adapter_has_rank": dict(model=replace(RANDOM, adapter="a")),
+    "_replay_has_rollout": dict(algo=sft.Config(), routing=RoutingConfig(replay="rollout"), model=RANDOM),
+    "_servers_hold_the_base": dict(lora=LoraConfig(4, quantize="nf4"), rollout=SERVED),
+    "_fp8_is_served": dict(sglang=SGLangConfig(quantization="fp8")),
+    "_samples_differ": dict(rollout=RolloutConfig(sampling=SamplingConfig(temperature=0.0))),
+    "_drafts_have_slots": dict(
+        env=EnvConfig(tools=("calculator",)), rollout=RolloutConfig(slots=64, draft_tokens=7)
+    ),
+    "_addresses_are_right": dict(rollout=RolloutConfig(engine="sglang", servers=("@/no/file",))),
+    "_gpus_are_shared": dict(rollout=SERVED, sglang=SGLangConfig(colocated=True)),
+    "_servers_start": dict(rollout=SERVED, sglang=SGLangConfig(devices=("0", "1"))),
+    "_can_be_exported": dict(model=replace(RANDOM, architecture=replace(EXPERTS, family="mixtral"))),
+    "_has_positions": dict(max_response_tokens=50),
+    "_heads_divide": dict(devices="0:6", mesh=MeshConfig(tensor=3, sequence=2, sequence_parallel="ulysses")),
+    "_stop_tokens_exist": dict(rollout=STOPS),
+    "_experts_are_routed": dict(routing=RoutingConfig(balance_coef=0.1)),
+    "_routes_are_reported": dict(
+        model=replace(RANDOM, architecture=replace(EXPERTS, family="mixtral")),
+        routing=RoutingConfig(replay="rollout"),
+        rollout=SERVED,
+    ),
+    "_is_served": dict(model=RANDOM, rollout=SERVED),
+    "_fp8_has_blocks": dict(
+        model=replace(RANDOM, architecture=TransformerConfig(num_kv_heads=1, head_dim=64, max_position=64)),
+        rollout=replace(SERVED, dtype="bfloat16"),
+        sglang=SGLangConfig(quantization="fp8"),
+        algo=grpo.Config(correction=replace(grpo.Config().correction, weight="token")),
+    ),
+    "_adapters_fit": dict(lora=LoraConfig(rank=10**4)),
+    "_meshes_fit": dict(devices="0:9"),
+    "_rollout_is_apart": dict(devices="0:2", rollout=RolloutConfig(max_staleness=1, devices="1:3")),
+    "_memory_is_shared": dict(rollout=SERVED, sglang=SGLangConfig(transport="ipc")),
+}
+"""Name of a rule's function -> a change of a sound recipe that the rule refuses."""
+
+
+def name_of(rule):
+    return rule.problems.__name__
+
+
+def asked(config, devices):
+    return list(apply_all_rules(config, lambda path: None, devices))
+
+
+def test_each_rule_has_a_case():
+    assert sorted(map(name_of, RULES)) == sorted(CASES)
+
+
+def test_a_sound_recipe_is_asked_by_every_rule(config):
+    found = asked(config, jax.devices())
+    assert {name_of(rule) for rule, _ in found} == CASES.keys() and not any(lines for _, lines in found)
+    phases = list(dict.fromkeys(rule.phase for rule, _ in asked(config, ())))
+    assert phases == ["recipe", "model"]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_each_rule_can_fire(rule, config):
+    found = asked(replace(config, **CASES[name_of(rule)]), jax.devices())
+    (lines,) = (lines for other, lines in found if other is rule)
+    assert lines and all(re.search(r"--\w", line) for line in lines)
+    assert not rule.keys or any(f"--{key.split('.')[0]}" in lines[0] for key in rule.keys.split()), lines
+    fix = r"\b([Ss]et|[Uu]se|[Ll]eave|[Gg]ive|[Nn]ame|[Ll]ower|[Aa]dd|expected|must|needs|is) "
+    assert re.search(fix, lines[0]), lines
+
+
+def test_each_key_exists():
+    known = {key for algo in algos.ALGOS.values() for key, _ in iter_fields(TrainConfig(algo=algo.config))}
+    known |= {key.rpartition(".")[0] for key in known} | {"data.train", "reward.models"}
+    missing = {key for rule in RULES for key in rule.keys.split()} - known
+    assert not missing
+
+
+def test_sizes_that_devices_decide_are_asked_with_the_devices(config):
+    rest = replace(config, mesh=MeshConfig(fsdp=1, sequence=-1), rollout=RolloutConfig(devices="0:1"))
+    sizes = check_on_devices(rest, [SeenDevice(i, 0, "cpu") for i in range(8)])
+    assert sizes.mesh.sequence == 8 and sizes.rollout.mesh.sequence == 1 and sizes.critic.mesh is None
+    with pytest.raises(ValueError, match=r"--mesh.sequence 6 does not divide a row of 32 tokens"):
+        check_on_devices(rest, [SeenDevice(i, 0, "cpu") for i in range(6)])
+    strict = replace(config, strict=True, model=replace(config.model, dtype="float32"))
+    with pytest.raises(ValueError, match=r"--strict works on one device, and the mesh has 8"):
+        check_on_devices(strict, jax.devices())
+
+
+def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    here = replace(config, model=ModelConfig(path=str(folder)))
+    assert refusal(check_config, here) == (
+        f"--model.path {folder}: no config.json in it, so it is no Hugging Face model folder."
+    )
+    (folder / "config.json").write_text("{")
+    assert f"--model.path {folder}: {folder}/config.json: not JSON" in refusal(check_config, here)
+    llama = {"model_type": "llama", "max_position_embeddings": 20}
+    (folder / "config.json").write_text(json.dumps(llama))
+    assert refusal(check_config, here) == (
+        "--max_prompt_tokens 16 + --max_response_tokens 16 is more than the model's 20 positions. "
+        "Set --max_response_tokens 4 or less."
+    )
+    dynamic = {"factor": 2.0, "rope_theta": 10_000.0}
+    for rope in (
+        {"rope_scaling": {"type": "dynamic", **dynamic}},
+        {"rope_parameters": {"rope_type": "dynamic", **dynamic}},
+    ):
+        (folder / "config.json").write_text(json.dumps(llama | rope))
+        assert '"dynamic" RoPE would go on, but rotates all keys anew' in refusal(check_config, here)
+    (folder / "config.json").write_text(json.dumps(llama | {"max_position_embeddings": 32}))
+    check_config(here)
+    assert "more than the model's 31 positions" in refusal(
+        *(check_models, config),
+        {POLICY: replace(config.model.architecture, max_position=31, num_heads=4)},
+    )
