@@ -15,7 +15,7 @@ from jaxrl_llm.recipe.checks import check_models
 from jaxrl_llm.sharding.config import CRITIC, POLICY
 
 MODEL = TransformerConfig(
-    hidden_size=64, head_dim=16, tie_embeddings=False, moe=MoEConfig(8, 4, expert_size=12)
+    family="qwen3_moe", hidden_size=64, head_dim=16, tie_embeddings=False, moe=MoEConfig(8, 4, expert_size=12)
 )
 
 
@@ -63,7 +63,9 @@ def test_what_experts_do_not_have_is_refused(lora, message):
     config = TrainConfig(lora=lora)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_models(config, {POLICY: MODEL})
-    dense = replace(MODEL, moe=None, hidden_size=128, mlp_size=128, num_heads=8, num_kv_heads=8)
+    dense = replace(
+        MODEL, family="qwen3", moe=None, hidden_size=128, mlp_size=128, num_heads=8, num_kv_heads=8
+    )
     check_models(config, {POLICY: dense})
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_models(config, {POLICY: dense, CRITIC: MODEL})
