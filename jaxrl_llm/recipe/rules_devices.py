@@ -12,8 +12,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe.rule import Rule
 from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE, PlacementConfig, reward_role
-from jaxrl_llm.sharding.placement import Device
-from jaxrl_llm.sharding.placement import device_grid
+from jaxrl_llm.sharding.placement import Device, device_grid
 
 PLACED = ("rollout", "reference", "critic", "teacher")
 """Fields of a recipe with a mesh and devices of their own, beside `reward.models`."""
