@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import platform
 import sys
 
@@ -78,6 +77,8 @@ def say_start(command: str, rest: list[str]) -> None:
 
 def version_line() -> str:
     """Return the versions of the package, of Python and of jax."""
+    import importlib.metadata  # slow to import: not for --help
+
     ours, jax = (importlib.metadata.version(name) for name in ("jaxrl-llm", "jax"))
     return f"jaxrl_llm {ours}, Python {platform.python_version()}, jax {jax}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +16,8 @@ def load_extensions(group: str) -> list[Any]:
         group: "commands" (tables like `jaxrl_llm.__main__.COMMANDS`), "unknown_keys" or
             "unknown_algorithms" (functions that answer a name of another system; "" = unknown).
     """
+    import importlib.metadata  # slow to import: not for --help
+
     points = importlib.metadata.entry_points(group=f"jaxrl_llm.{group}")
     return [point.load() for point in sorted(points, key=lambda point: point.name)]
 

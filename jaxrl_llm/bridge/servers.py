@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from jaxrl_llm.errors import InvalidReplyError, ServerError
+
+if TYPE_CHECKING:
+    import asyncio
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
@@ -115,6 +117,8 @@ class Receiver:
         Raises:
             ServerError: the request fails, or the server is not well.
         """
+        import asyncio  # slow to import: not for --help
+
         reply = asyncio.create_task(self.request(path, body))
         try:
             while not (await asyncio.wait([reply], timeout=QUIET_LIMIT))[0]:

@@ -216,16 +216,21 @@ def _doc(field: ConfigField) -> str:
 def field_docs(config_class: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass, from its source; {} where that is not at hand."""
     docs: dict[str, str] = {}
-    for base in reversed(config_class.__mro__):
-        try:
-            source = textwrap.dedent(inspect.getsource(base)) if dataclasses.is_dataclass(base) else ""
-        except (OSError, TypeError):  # defined in a notebook or by exec
-            continue
-        body = ast.parse(source).body[0].body if source else []
-        for field, doc in itertools.pairwise(body):
+    for base in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
+        for field, doc in itertools.pairwise(_class_bodies(base.__module__).get(base.__name__, ())):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(doc):
                 docs[field.target.id] = " ".join(doc.value.value.split())
     return docs
+
+
+@functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """Return the statements of each class of a module; `inspect.getsource` of a class is slower."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):  # defined in a notebook or by exec
+        return {}
+    return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def _is_text(statement: ast.stmt) -> bool:
