@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import tomllib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from jaxrl_import import values
 from jaxrl_import.fields import Conversion, Field, System
-
-UNSET = "unset"
-"""Default in a table for None, which TOML lacks."""
+from jaxrl_import.values import UNSET, key_table
 
 
 def load_system(
@@ -28,8 +24,7 @@ def load_system(
         rules: trainer -> what follows from several keys together.
         readers: functions that read values, by their names in the table, besides those of values.py.
     """
-    text = (importlib.resources.files("jaxrl_import") / f"keys/{name}.toml").read_text("utf-8")
-    tables = tomllib.loads(text)
+    tables = key_table(name)
     aliases = tables.pop("_aliases", {})
     known = {**vars(values), **readers}
     rows = {trainer: _rows(tables, trainer) for trainer in tables if not trainer.startswith("_")}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import math
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +16,8 @@ UNKNOWN = re.compile("\x00([^\x00]*)\x00")
 """A part of a text that only running the file would tell, such as a shell variable: its name between NULs."""
 FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".gz")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
+UNSET = "unset"
+"""None in keys/*.toml: TOML has no null."""
 TRUE, FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 
 
@@ -41,6 +45,12 @@ class SourceSettings(NamedTuple):
     devices: int | None
     """Processes that the launcher starts; None = the file does not state it."""
     notes: list[str]
+
+
+def key_table(name: str) -> dict[str, Any]:
+    """Return keys/NAME.toml."""
+    file = importlib.resources.files("jaxrl_import") / f"keys/{name}.toml"
+    return tomllib.loads(file.read_text("utf-8"))
 
 
 def unknown(name: str) -> str:
