@@ -52,8 +52,8 @@ from jaxrl_llm.config import DataConfig, ModelConfig, RolloutConfig, SourceConfi
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.flops import training_flops
+from jaxrl_llm.plan.compiled import open_target
 from jaxrl_llm.plan.plan import make_plan
-from jaxrl_llm.plan.target import open_target
 from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request

@@ -12,9 +12,8 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algos.config import PolicyConfig
 from jaxrl_llm.algos.contract import Algorithm, Requirements
 from jaxrl_llm.algos.correction import mean_weight
-from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, WHITENED
+from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, WHITENED, gae, on_last_token, whiten
 from jaxrl_llm.algos.kl import kl
-from jaxrl_llm.algos.returns import gae, on_last_token, whiten
 from jaxrl_llm.structs import Rollouts
 
 

@@ -35,8 +35,7 @@ from jaxrl_llm.bridge.push import (
     push_metrics,
 )
 from jaxrl_llm.bridge.servers import WEIGHTS, Json, Receiver, ServerLike, parsing_reply
-from jaxrl_llm.bridge.transports.http_weights import request_pieces
-from jaxrl_llm.bridge.transports.torch_pickle import pickle_bucket
+from jaxrl_llm.bridge.transports.http_weights import pickle_bucket, request_pieces
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf.gather import gather_tensors
 from jaxrl_llm.hf.names import adapter_tensors

@@ -54,7 +54,7 @@ from jaxrl_llm.hf.hub import check_repository
 from jaxrl_llm.hf.load import PRETRAINED
 from jaxrl_llm.hf.peft import load_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
-from jaxrl_llm.host.memory import check_host_memory
+from jaxrl_llm.host.devices import check_host_memory
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage

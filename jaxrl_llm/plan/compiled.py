@@ -1,25 +1,189 @@
-"""Ahead-of-time compilation of one program: its memory, and the work that its text (HLO) shows."""
+"""Compilation for devices that this machine need not have: memory, and the work that the HLO text shows."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import math
+import os
 import re
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.plan.collectives import (
-    CollectiveStats,
-    SynchronousCollective,
-    count_collectives,
-    synchronous_collectives,
+from jaxrl_kernels.chips import CHIPS, Chip
+from jaxrl_kernels.topology import gpu_devices, missing_compiler, tpu_devices
+from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.host.devices import open_devices
+from jaxrl_llm.plan.hlo import (
+    NO_HINTS,
+    Computation,
+    Execution,
+    Hints,
+    Instruction,
+    Module,
+    executions,
+    operand_arrays,
+    parse,
 )
-from jaxrl_llm.plan.hlo import NO_HINTS, Hints, parse
-from jaxrl_llm.plan.work import NO_WORK, ProgramWork, count_work
+from jaxrl_llm.plan.topology import Topology
+from jaxrl_llm.plan.work import NO_WORK, ProgramWork, computes, count_work
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.structs import Program
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+
+
+class CollectiveStats(NamedTuple):
+    """The collectives of one kind, of one call of a program."""
+
+    count: float
+    bytes: float  # sent by each device
+
+
+class SynchronousCollective(NamedTuple):
+    """Collectives of one kind and operation in the loops of a program that no computation overlaps."""
+
+    kind: str
+    source: str  # JAX's name of the operation
+    count: float
+    bytes: float  # sent by each device
+
+
+class _Collective(NamedTuple):
+    """A collective with all instructions that are parts of it."""
+
+    kind: str
+    source: str
+    times: float
+    sent: float
+    in_loop: bool
+    is_asynchronous: bool
+
+
+def count_collectives(module: Module, devices: int, hints: Hints = NO_HINTS) -> dict[str, CollectiveStats]:
+    """Count collectives by kind, times the trip counts of their loops.
+
+    Bytes are the least that a device sends in a ring: (n - 1) shards of an all-gather's input, (n - 1) / n of
+    the input of a reduce-scatter or all-to-all, twice that of an all-reduce, the input of a permute.
+
+    Args:
+        devices: number of devices, for replica groups that the text omits.
+    """
+    totals: dict[str, CollectiveStats] = {}
+    for one in _collectives(module, devices, hints):
+        old = totals.get(one.kind, CollectiveStats(0, 0))
+        totals[one.kind] = CollectiveStats(old.count + one.times, old.bytes + one.sent)
+    return totals
+
+
+def synchronous_collectives(
+    module: Module, devices: int, hints: Hints = NO_HINTS
+) -> list[SynchronousCollective]:
+    """Return the collectives within loops that the devices wait for, most bytes first.
+
+    An asynchronous one is a pair of start and done with matrix products or kernels between them, or on a TPU
+    fused with the computations that it overlaps with.
+    """
+    totals: dict[tuple[str, str], CollectiveStats] = defaultdict(lambda: CollectiveStats(0, 0))
+    for one in _collectives(module, devices, hints):
+        if one.in_loop and not one.is_asynchronous and one.sent:
+            old = totals[one.kind, one.source]
+            totals[one.kind, one.source] = CollectiveStats(old.count + one.times, old.bytes + one.sent)
+    by_bytes = sorted(totals.items(), key=lambda item: -item[1].bytes)
+    return [SynchronousCollective(*key, *stats) for key, stats in by_bytes]
+
+
+def _collectives(module: Module, devices: int, hints: Hints) -> list[_Collective]:
+    """Return every collective once: one of a TPU is repeated in each fusion that it overlaps with."""
+    found: dict[tuple[str, str], _Collective] = {}
+    for execution in executions(module, hints):
+        line, times = execution.line, execution.times
+        kind = line.op.removesuffix("-start")
+        if kind not in KINDS:
+            continue
+        if kind == "all-reduce" and "all-reduce-scatter" in execution.computation:
+            kind = "reduce-scatter"
+        key = kind, _place(kind, execution)
+        computation = module.computations[execution.computation]
+        operands = sum(array.bytes for arrays in operand_arrays(line, computation) for array in arrays)
+        sent = times * _bytes_sent(kind, operands, _group_size(line.rest, devices))
+        same = found.get(key)
+        if same is None or times > same.times:
+            found[key] = _Collective(kind, line.source, times, sent, execution.in_loop, False)
+        overlapped = _is_asynchronous(execution, module) or (same is not None and same.is_asynchronous)
+        found[key] = found[key]._replace(is_asynchronous=overlapped)
+    return list(found.values())
+
+
+def _place(kind: str, execution: Execution) -> str:
+    """Return what tells a collective from others of its kind: repetitions in fusions share a channel.
+
+    A reduce-scatter is not repeated; those of `shard_map` share a channel, too.
+    """
+    line, caller = execution.line, execution.caller
+    channel = re.search(r"channel_id=(\d+)", line.rest)
+    if not channel or kind == "reduce-scatter" or caller is None or caller.op != "fusion":
+        return f"{execution.computation}/{line.name}"
+    return f"{channel[1]} {[(array.dtype, array.dims) for array in line.arrays]}"
+
+
+def _is_asynchronous(execution: Execution, module: Module) -> bool:
+    line, caller = execution.line, execution.caller
+    if line.op.endswith("-start"):
+        return _is_overlapped(line, module.computations[execution.computation], module)
+    if caller is None:
+        return False
+    if caller.op in ("async-start", "call-start"):
+        home = next(body for body in module.computations.values() if caller.name in body)
+        return _is_overlapped(caller, home, module)
+    others = module.computations[execution.computation].values()
+    return caller.op == "fusion" and any("AsyncCollective" in other.rest for other in others)
+
+
+def _is_overlapped(start: Instruction, computation: Computation, module: Module) -> bool:
+    """Return whether products or kernels are scheduled between the start of a collective and its end."""
+    if '"is_sync":true' in start.rest:
+        return False
+    lines = list(computation.values())
+    parts, overlapped = {start.name}, False
+    for line in lines[lines.index(start) + 1 :]:
+        if parts & set(line.operands):
+            if line.op.endswith("-done"):
+                return overlapped
+            parts.add(line.name)
+            if line.op == "call-update":  # where a SparseCore gets its operands
+                overlapped = False
+        overlapped = overlapped or computes(line, module)
+    return True  # its end is in the next iteration of a loop
+
+
+def _group_size(attributes: str, devices: int) -> int:
+    """Return the number of devices in a replica group."""
+    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return len(match[1].split(","))
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
+        return int(match[1])
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
+        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])
+        return math.prod(int(part or sizes[name]) for name, part in parts)
+    return devices
+
+
+def _bytes_sent(kind: str, operands: float, group: int) -> float:
+    if kind in ("collective-permute", "collective-broadcast"):
+        return operands
+    if kind == "all-gather":
+        return operands * (group - 1)
+    return operands * (group - 1) / group * (2 if kind == "all-reduce" else 1)
+
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 OUT_OF_MEMORY = (
@@ -90,3 +254,71 @@ def bytes_needed(message: str) -> float | None:
         if match := pattern.search(message):
             return float(match[1]) * UNITS[match[2]]
     return None
+
+
+GPU_MEM_FRACTION = 0.75
+"""Share of a GPU's memory that XLA preallocates by default."""
+MEM_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables that set another share; the second is the old name."""
+
+
+class CompileTarget(NamedTuple):
+    """Target devices of a compilation."""
+
+    topology: Topology
+    devices: list[Any]
+    memory: float  # bytes of each device that a run may use
+    chip: Chip | None  # None = unknown
+    compiler: str  # name and version
+
+
+def open_target(topology: Topology) -> CompileTarget:
+    """Return the devices of a topology. Must run before any other call initialises jax's devices.
+
+    Raises:
+        ConfigError: its compiler is not installed; names the package to install.
+    """
+    if topology.platform == "cpu":
+        devices = open_devices("cpu")
+        return CompileTarget(topology, devices, _host_memory() / len(devices), None, _version("jaxlib"))
+    if problem := missing_compiler(topology.platform):
+        raise ConfigError(
+            f"--topology {topology.name}: {problem}; or pip install 'jaxrl-llm[plan]'. The compiler needs no "
+            "accelerator."
+        )
+    chip = CHIPS[topology.kind]
+    os.environ["JAX_PLATFORMS"] = "cpu"  # this machine's accelerator is not needed
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # of no use for other machines' programs
+    if topology.platform == "cuda":
+        devices = gpu_devices(topology.kind, topology.chips)
+        memory = chip.memory * gpu_mem_fraction(os.environ)
+        return CompileTarget(topology, devices, memory, chip, _version("jax-cuda13-plugin"))
+    devices = tpu_devices(topology.kind, topology.shape)
+    return CompileTarget(topology, devices, chip.memory, chip, _version("libtpu"))
+
+
+def gpu_mem_fraction(environment: Mapping[str, str]) -> float:
+    """Return the share of a GPU's memory that XLA preallocates.
+
+    Raises:
+        ConfigError: a variable is not a number above 0 and at most 1.
+    """
+    for name in MEM_FRACTION_VARIABLES:
+        if text := environment.get(name):
+            try:
+                fraction = float(text)
+            except ValueError:
+                fraction = math.nan
+            if not 0 < fraction <= 1:
+                raise ConfigError(f"{name} is {text!r}: it must be a number above 0 and at most 1.")
+            return fraction
+    return GPU_MEM_FRACTION
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _version(package: str) -> str:
+    return f"{package} {importlib.metadata.version(package)}"

@@ -15,11 +15,10 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels, turing_warning
-from jaxrl_llm.plan.compiled import CompiledStats, compile_program
+from jaxrl_llm.plan.compiled import CompiledStats, CompileTarget, compile_program
 from jaxrl_llm.plan.experts import ExpertGather, expert_gather
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.plan.phases import Phase, phases
-from jaxrl_llm.plan.target import CompileTarget
 from jaxrl_llm.recipe.checks import architectures, check_models, check_on_devices
 from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.placement import device_ranges, placement_of

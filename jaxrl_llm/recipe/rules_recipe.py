@@ -21,7 +21,7 @@ from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.recipe.fields import out_of_range, wrong_types
 from jaxrl_llm.recipe.keys import short_repr, shorten
 from jaxrl_llm.recipe.rule import Rule
-from jaxrl_llm.rollout.sglang import auth, colocated
+from jaxrl_llm.rollout.sglang import auth, launch
 from jaxrl_llm.rollout.sglang.health import read_addresses
 from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE
 from jaxrl_llm.sharding.rules import num_shards
@@ -342,7 +342,7 @@ def _gpus_are_shared(config: TrainConfig) -> Iterator[str]:
             "--sglang.colocated and --rollout.max_staleness exclude each other: servers that give their GPUs "
             "to the trainer generate nothing meanwhile. Set --rollout.max_staleness 0."
         )
-    yield from colocated.colocated_problems(config.sglang, config.rollout.launch, os.environ)
+    yield from launch.colocated_problems(config.sglang, config.rollout.launch, os.environ)
 
 
 def _servers_start(config: TrainConfig) -> Iterator[str]:

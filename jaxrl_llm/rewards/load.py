@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import http.client
 import importlib
 import importlib.util
 import io
+import json
+import os
 import pickle
+import re
+import urllib.error
+import urllib.request
 from collections import ChainMap
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
+from urllib.parse import quote
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.rewards.builtin import REWARDS
-from jaxrl_llm.rewards.config import URL, RewardConfig
+from jaxrl_llm.rewards.config import TOKEN, URL, RewardConfig
 from jaxrl_llm.rewards.environment import torch_hint
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
-from jaxrl_llm.rewards.service import service_reward
 from jaxrl_llm.rewards.signatures import AdaptedReward, adapt
 from jaxrl_llm.user_file import explain, get_attribute, import_user_file, split_name
 
@@ -185,3 +193,106 @@ def _user_function(name: str) -> Callable[..., Any]:
         f"--{key}: {path} has no function named {', '.join(USUAL_NAMES)}; it has "
         f"{', '.join(functions) or 'none'}. Name the one to use: {path}:{(functions or ['my_reward'])[0]}"
     )
+
+
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+MAX_REPLY = 1 << 24  # bytes
+
+
+class ServiceError(RunError):
+    """The service cannot be reached, or its reply is not one score a sample."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Makes a redirect an error: urllib would turn the POST into a GET, and pass the token on."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def service_reward(url: str, config: RewardConfig) -> AdaptedReward:
+    """Return the AdaptedReward that posts to `url`; a request may take `config.timeout` seconds.
+
+    With `config.service_samples` 1 each sample is a request, and `config.concurrency` are in flight at once.
+
+    Raises:
+        RewardLoadError: the address names an environment variable that the worker does not have.
+    """
+    if missing := [name for name in VARIABLE.findall(url) if not os.environ.get(name)]:
+        raise RewardLoadError(f"the environ of the workers lacks {missing[0]}, which {url} names")
+    if config.service_samples > 1:
+        take = lambda samples: request_scores(url, samples, config.timeout)
+        return AdaptedReward(take, batched=True, abstains=True)
+    threads = ThreadPoolExecutor(config.concurrency)
+
+    async def request(samples: list[RewardSample]) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, request_scores, url, samples, config.timeout)
+
+    return AdaptedReward(request, abstains=True, is_async=True)
+
+
+def request_scores(url: str, samples: list[RewardSample], timeout: float) -> list[Any]:
+    """Return raw scores from the service, one a sample; `signatures.parse_score` validates each.
+
+    Raises:
+        ServiceError: it cannot be reached, or its reply is not a list of one score a sample.
+    """
+    headers = {"Content-Type": "application/json"}
+    if os.environ.get(TOKEN):
+        headers["Authorization"] = f"Bearer {os.environ[TOKEN]}"
+    address = VARIABLE.sub(lambda match: quote(os.environ[match[1]], safe=""), url)
+    request = urllib.request.Request(address, json.dumps(request_body(samples)).encode(), headers)
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout) as response:
+            body = response.read(MAX_REPLY + 1)
+    except urllib.error.HTTPError as error:
+        raise ServiceError(f"{url} answered {error.code} {error.reason}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ServiceError(f"{url}: {error}") from None
+    return parse_scores(url, body, len(samples))
+
+
+def parse_scores(url: str, body: bytes, count: int) -> list[Any]:
+    """Return the `count` raw scores of a reply.
+
+    Raises:
+        ServiceError: it is too large, no JSON, or not `count` scores.
+    """
+    if len(body) > MAX_REPLY:
+        raise ServiceError(f"{url}: the reply is larger than {MAX_REPLY >> 20} MiB")
+    try:
+        reply = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # nested too deeply
+        raise ServiceError(f"{url}: the reply is no JSON: {error}") from None
+    scores = reply.get("scores", reply.get("rewards")) if isinstance(reply, dict) else reply
+    if not isinstance(scores, list) or len(scores) != count:
+        raise ServiceError(f'{url}: expected {{"scores": [...]}} with {count} of them, got {reply!r:.200}')
+    return scores
+
+
+def request_body(samples: list[RewardSample]) -> dict[str, Any]:
+    """Return the body of the request, in our words and in OpenRLHF's."""
+    full = [
+        {
+            "prompt": s.prompt,
+            "messages": list(s.messages),
+            "response": s.response,
+            "thought": s.thought,
+            "text": s.text or s.response,
+            "answer": s.answer,
+            "source": s.source,
+            **({} if s.other is None else {"other": s.other}),
+        }
+        for s in samples
+    ]
+    return {
+        "samples": full,
+        "query": [s.prompt + s.response for s in samples],
+        "prompts": [s.prompt for s in samples],
+        "labels": [s.answer for s in samples],
+    }
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

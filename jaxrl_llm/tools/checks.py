@@ -32,8 +32,8 @@ from jaxrl_llm.envs.tools.sandbox import Sandbox
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.gguf import converted_folder, gguf_cache, read_gguf_config
 from jaxrl_llm.hf.hub_name import SUFFIX, parse_hub_name
+from jaxrl_llm.host.devices import available_bytes
 from jaxrl_llm.host.files import cache_folder
-from jaxrl_llm.host.memory import available_bytes
 from jaxrl_llm.host.start import COMPILED, find_cluster
 from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models.lora import base_config, trained_state

@@ -18,7 +18,7 @@ from jaxrl_llm.checkpoint.manifest import flatten_state
 from jaxrl_llm.checkpoint.state import is_moment_path
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.memory import available_bytes
+from jaxrl_llm.host.devices import available_bytes
 from jaxrl_llm.host.start import find_cluster
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.models.lora import split_params, trained_state

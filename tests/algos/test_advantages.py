@@ -10,8 +10,7 @@ from golden import advantages, rollouts
 from jaxrl_llm.algos import grpo, reinforce, remax
 from jaxrl_llm.algos.advantages import group_advantages
 from jaxrl_llm.algos.config import Scale
-from jaxrl_llm.algos.estimators import PER_RESPONSE
-from jaxrl_llm.algos.returns import whiten
+from jaxrl_llm.algos.estimators import PER_RESPONSE, whiten
 from jaxrl_llm.structs import Rollouts
 
 REWARDS = jnp.array([1.0, 0.0, 2.0, 0.5])

@@ -12,7 +12,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos import ALGOS, dpo, gkd, gpg, grpo, otb, requirements, sft
 from jaxrl_llm.algos.config import Correction, PolicyConfig
 from jaxrl_llm.algos.contract import choose_old_logprobs, ignores_staleness
-from jaxrl_llm.algos.returns import optimal_token_baseline
+from jaxrl_llm.algos.estimators import optimal_token_baseline
 
 POLICY_GRADIENTS = [
     name for name, a in ALGOS.items() if isinstance(a.config, PolicyConfig) and name != "a_star_po"

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.transports.torch_pickle import pickle_bucket
+from jaxrl_llm.bridge.transports.http_weights import pickle_bucket
 from jaxrl_llm.hf import export
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig

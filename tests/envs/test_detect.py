@@ -8,8 +8,7 @@ import pytest
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig
-from jaxrl_llm.envs.detect import detect_format
-from jaxrl_llm.envs.load import make_conversations
+from jaxrl_llm.envs.load import detect_format, make_conversations
 from jaxrl_llm.errors import UserError
 
 TEMPLATE = (

@@ -13,10 +13,10 @@ from jaxrl_llm.data.config import ChatConfig, DataConfig
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import TEMPLATE, make_tokenizer
+from jaxrl_llm.envs.calls import ToolEnv
 from jaxrl_llm.envs.config import EnvConfig, SearchConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations, make_conversations
-from jaxrl_llm.envs.tool_env import ToolEnv
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.rollout.engine import DialogueError

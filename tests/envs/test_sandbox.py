@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.envs.calls import ToolEnv
 from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
 from jaxrl_llm.envs.env import ToolError, Turn
-from jaxrl_llm.envs.tool_env import ToolEnv
 from jaxrl_llm.envs.tools.sandbox import Python, Sandbox, SandboxError
 from jaxrl_llm.envs.tools.syscalls import ARCHITECTURES, REFUSED, refuse_filter
 from jaxrl_llm.ranges import problems

@@ -23,9 +23,9 @@ from jaxrl_llm.experience.evaluate import HeldOutLoss, HeldOutResponses, evaluat
 from jaxrl_llm.experience.rewards import Rewarder
 from jaxrl_llm.experience.win_rate import Comparison, WinRate, pool_judge, verdicts, wilson_interval
 from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.rewards.load import request_body
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardResult, RewardSample
-from jaxrl_llm.rewards.service import request_body
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native.engine import DeferredGeneration
 from jaxrl_llm.structs import Trajectory

@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.load import ServiceError, parse_scores
 from jaxrl_llm.rewards.messages import (
     MAX_LINE,
     Broken,
@@ -20,7 +21,6 @@ from jaxrl_llm.rewards.messages import (
     parse_reply,
 )
 from jaxrl_llm.rewards.sample import RewardResult
-from jaxrl_llm.rewards.service import ServiceError, parse_scores
 
 CONFIG = RewardConfig(name="exact", weight=2.0, shaping=(("format", -0.5),))
 GOOD = RewardResult(1.75, Outcome.CORRECT, "", 0.25, (1.0, 0.5))

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.load import ServiceError, request_scores
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
-from jaxrl_llm.rewards.service import ServiceError, request_scores
 from jaxrl_llm.tools import score
 
 SAMPLES = [RewardSample("4", answer="4", prompt="2+2="), RewardSample("5", answer="4", prompt="2+2=")]

@@ -20,8 +20,8 @@ from jaxrl_llm.builders.models import make_stages
 from jaxrl_llm.builders.placement import make_meshes
 from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig, TransformerConfig
 from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.plan.compiled import open_target
 from jaxrl_llm.plan.plan import make_plan
-from jaxrl_llm.plan.target import open_target
 from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine

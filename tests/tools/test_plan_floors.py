@@ -15,7 +15,7 @@ from jaxrl_llm.builders.placement import make_meshes
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.experts.dispatch import grouped_experts
 from jaxrl_llm.models.experts.weights import ExpertWeights
-from jaxrl_llm.plan.collectives import count_collectives, synchronous_collectives
+from jaxrl_llm.plan.compiled import count_collectives, synchronous_collectives
 from jaxrl_llm.plan.experts import TILES, tile_trips
 from jaxrl_llm.plan.floors import Rows, forward_floor, kernel_flops, product_widths, training_floor
 from jaxrl_llm.plan.hlo import Hints, parse

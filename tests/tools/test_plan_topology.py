@@ -7,7 +7,7 @@ import pytest
 from jaxrl_kernels import dispatch
 from jaxrl_kernels.chips import CHIPS, GIB, GPUS, MULTIPROCESSORS, TPUS
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.plan import target
+from jaxrl_llm.plan import compiled
 from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.tools import plan
 
@@ -83,13 +83,13 @@ def test_the_chip_table_is_of_devices():
     ],
 )
 def test_both_names_of_the_share_of_a_gpus_memory_are_read(environment, fraction):
-    assert target.gpu_mem_fraction(environment) == fraction
+    assert compiled.gpu_mem_fraction(environment) == fraction
 
 
 @pytest.mark.parametrize("text", ["half", "0", "1.5"])
 def test_a_share_of_a_gpus_memory_that_cannot_be_is_refused(text):
     with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION is .*must be a number above 0"):
-        target.gpu_mem_fraction({"XLA_CLIENT_MEM_FRACTION": text})
+        compiled.gpu_mem_fraction({"XLA_CLIENT_MEM_FRACTION": text})
 
 
 def test_the_help_names_every_gpu_and_kind_of_tpu(capsys):

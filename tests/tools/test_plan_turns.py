@@ -7,8 +7,8 @@ from plan_recipe import CONFIG
 
 from jaxrl_llm.config import EnvConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.plan.compiled import open_target
 from jaxrl_llm.plan.plan import make_plan
-from jaxrl_llm.plan.target import open_target
 from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.sharding.placement import MeshConfig
 

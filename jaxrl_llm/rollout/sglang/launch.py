@@ -5,6 +5,7 @@ Linux ends them with the run: one that is killed leaves no server behind on the 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -16,16 +17,17 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import NoReturn
 
-from jaxrl_llm.bridge.servers import Json
+from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig, flag_value
-from jaxrl_llm.rollout.sglang import auth, colocated
-from jaxrl_llm.rollout.sglang.server import print_line
+from jaxrl_llm.rollout.sglang import auth
+from jaxrl_llm.rollout.sglang.pool import ServerPool
+from jaxrl_llm.rollout.sglang.server import Server, print_line
 
 START = """
 import contextlib, ctypes, os, signal, sys
@@ -177,7 +179,7 @@ def server_command(
         *(sglang.python, *module, "--model-path", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype),
         *("--load-format", "dummy", "--max-running-requests", str(config.slots), "--skip-server-warmup"),
-        *([colocated.FLAG] if sglang.colocated else []),
+        *([MEMORY_SAVER] if sglang.colocated else []),
         *flags,
         *(CPU_LORA if "--enable-lora" in flags and flag_value(own, "--device") == "cpu" else []),
         *own,
@@ -221,3 +223,74 @@ def is_up(url: str) -> bool:
 def log_tail(log: Path) -> str:
     """Return the end of a log."""
     return log.read_text(errors="replace")[-LOG_TAIL:]
+
+
+MEMORY_SAVER = "--enable-memory-saver"
+IDLE_TIMEOUT = 30.0  # seconds until a server has no request left
+MAX_FRACTION = 0.92  # of a GPU's memory for both: the rest is for CUDA contexts, graphs and communication
+FRACTIONS = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+)  # of jax; the second is its old name
+XLA_DEFAULT = 0.75
+
+
+async def release_memory(pool: ServerPool) -> None:
+    """Have every server release its memory until new weights are sent; one that does not is left out."""
+    pool.memory_released = True
+
+    async def release(server: Server) -> None:
+        try:
+            # Its responses are not needed any more, and a server that is not idle would crash.
+            await pool.request_bytes(server, "/abort_request", {"abort_all": True})
+            await pool.request_bytes(server, f"/flush_cache?timeout={IDLE_TIMEOUT:g}", {})
+            await pool.request(server, "/release_memory_occupation", {"tags": [CACHE, WEIGHTS]})
+            server.released = {CACHE, WEIGHTS}
+        except ServerError as error:
+            server.leave_out(error)
+
+    await asyncio.gather(*(release(server) for server in pool.usable if not server.released))
+
+
+def colocated_problems(sglang: SGLangConfig, launch: int, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield why trainer and servers cannot share these GPUs; `sglang` has no problem of its own.
+
+    Args:
+        launch: servers that are started here.
+        environment: of the process, with jax's variables.
+    """
+    if not launch:
+        yield "--sglang.colocated needs servers that are started here: set --rollout.launch N."
+    words = shlex.split(sglang.flags)
+    if flag_value(words, "--device") == "cpu":
+        return
+    given = flag_value(words, "--mem-fraction-static")
+    if given is None:
+        yield (
+            "--sglang.colocated needs the servers' share of memory: for example "
+            "--sglang.flags='--mem-fraction-static 0.4' with XLA_CLIENT_MEM_FRACTION=0.5 in the environment."
+        )
+        return
+    name, own = next(((name, environment[name]) for name in FRACTIONS if environment.get(name)), ("", ""))
+    server, trainer = _fraction(given), _fraction(own) if own else XLA_DEFAULT
+    if server is None:
+        yield f"--sglang.flags: --mem-fraction-static is {given!r}: it must be above 0 and below 1."
+    if trainer is None:
+        yield f"{name} is {own!r} in the environment: it must be above 0 and below 1."
+    if server is None or trainer is None or environment.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
+        return  # with "platform" jax gives memory back as soon as an array is deleted
+    if server + trainer > MAX_FRACTION:
+        yield (
+            f"--sglang.colocated: the servers' --mem-fraction-static {server:g} and jax's {trainer:g} "
+            f"(XLA_CLIENT_MEM_FRACTION) are more than {MAX_FRACTION:g} of a GPU together, and jax never "
+            "gives its share back. Lower one of them, or set XLA_PYTHON_CLIENT_ALLOCATOR=platform."
+        )
+
+
+def _fraction(text: str) -> float | None:
+    """Return a number in (0, 1), or None."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < 1 else None

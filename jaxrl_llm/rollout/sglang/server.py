@@ -79,7 +79,7 @@ class Server:
     label: str = ""  # of the weights that it was last known to hold
     update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held from new weights to their probe
     admission_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is brought into use
-    released: set[str] = field(default_factory=set)  # tags of released memory: see colocated.py
+    released: set[str] = field(default_factory=set)  # tags of released memory: see launch.py
     next_try: float = 0.0  # when to bring it back into use
     last_reply: float = 0.0  # when it was last known to be well
 

@@ -12,8 +12,8 @@ from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.sglang import health
+from jaxrl_llm.rollout.sglang.engine import MismatchTotals, choose_compared, logprob_differences
 from jaxrl_llm.rollout.sglang.health import run_health_checks
-from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, choose_compared, logprob_differences
 from jaxrl_llm.structs import Trajectory
 
 SAMPLED = SamplingConfig(ignore_eos=True)

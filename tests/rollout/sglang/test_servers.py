@@ -26,7 +26,7 @@ from sglang_shared import (
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import InvalidReplyError, RefusedError, ServerError, UnreachableError
 from jaxrl_llm.rollout.config import SGLangConfig
-from jaxrl_llm.rollout.sglang import auth, client, colocated, health
+from jaxrl_llm.rollout.sglang import auth, client, health, launch
 from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
 from jaxrl_llm.rollout.sglang.server import Server
 
@@ -507,7 +507,7 @@ def test_a_server_that_rests_is_not_woken_by_those_who_care_for_it(make, servers
     ],
 )
 def test_sizes_on_shared_gpus_must_fit_together(flags, environment, expected):
-    found = list(colocated.colocated_problems(SGLangConfig(colocated=True, flags=flags), 1, environment))
+    found = list(launch.colocated_problems(SGLangConfig(colocated=True, flags=flags), 1, environment))
     assert [text.startswith(expected) for text in found] == ([True] if expected else [])
-    (alone,) = colocated.colocated_problems(SGLangConfig(flags="--device cpu"), 0, {})
+    (alone,) = launch.colocated_problems(SGLangConfig(flags="--device cpu"), 0, {})
     assert alone.endswith("set --rollout.launch N.")
