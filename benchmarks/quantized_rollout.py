@@ -30,11 +30,12 @@ from machine import report_head
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge import fp8
-from jaxrl_llm.bridge.probe import make_score, probe_tokens
+from jaxrl_llm.bridge.probe import probe_tokens
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
+from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import linear
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
@@ -111,7 +112,7 @@ def run_case(case: str, model: str) -> dict:
     with fp8_inputs() if "activations" in case else contextlib.nullcontext():
         engine.publish(AS_SERVED(params) if "weights" in case else params, 0)
         made = engine.generate(sums(tokenizer), SamplingConfig(), jax.random.key(0))
-    score = make_score(config, "float32", mesh)
+    score = sequence_scorer("float32", mesh)
     own = [
         score(params, np.concatenate([t.prompt_ids, t.response_ids]))[len(t.prompt_ids) - 1 :] for t in made
     ]
@@ -121,7 +122,7 @@ def run_case(case: str, model: str) -> dict:
 
 def probe_differences(params, mesh) -> dict[str, float]:
     """Return the mean differences of the log-probs of the probe's tokens, nats."""
-    make = functools.partial(make_score, params.config, "float32", mesh)
+    make = functools.partial(sequence_scorer, "float32", mesh)
     ids = probe_tokens(params.config)
     plain, weights = make()(params, ids), make(AS_SERVED)(params, ids)
     with fp8_inputs():

@@ -31,13 +31,14 @@ from machine import report_head, sglang_version
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.probe import make_score, tolerance_of
+from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_description
+from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Engine, Request
@@ -113,7 +114,7 @@ def measure_servers(
         sglang.pause,
         MODEL,
         tolerance_of(DTYPE, None),
-        make_score(MODEL, DTYPE, mesh),
+        sequence_scorer(DTYPE, mesh),
         on_first,
         launched.wait,
     )

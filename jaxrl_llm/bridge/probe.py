@@ -5,33 +5,27 @@ It finds weights that did not arrive, another model or type, and wrong names or 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl_llm.bridge.servers import Receiver, parsing_reply
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.experts.router import unknown_route
-from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.structs import Params
 
 NUM_TOKENS = 24
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "fp8": 0.4}
 """Largest mean difference of log-probs, nats, by the type in which they are computed. fp8: servers round
 activations, too, and the trainer does not; docs/sglang.md has the measurement."""
-SHORTEST = 32
 
 
 class SequenceScorer(Protocol):
     """The trainer's own log-probs of one sequence. A collective."""
 
     def __call__(
-        self, params: Params, ids: np.ndarray, temperature: float, routes: np.ndarray | None = None
+        self, params: Params, ids: np.ndarray, temperature: float = 1.0, routes: np.ndarray | None = None
     ) -> np.ndarray:
         """Return the log-probs of ids[1:], float32 [T - 1], nats.
 
@@ -44,29 +38,6 @@ class SequenceScorer(Protocol):
 def tolerance_of(dtype: str, chosen: float | None) -> float:
     """Return the largest mean difference, nats, for log-probs computed in `dtype`, if none is chosen."""
     return TOLERANCE[dtype] if chosen is None else chosen
-
-
-def make_score(model: TransformerConfig, dtype: str, mesh: Mesh) -> SequenceScorer:
-    """Return the log-probs of a model in `dtype` on this mesh."""
-    scorer = functools.cache(lambda temperature: make_scorer(model, temperature, dtype, mesh))
-
-    def score(
-        params: Params, ids: np.ndarray, temperature: float = 1.0, routes: np.ndarray | None = None
-    ) -> np.ndarray:
-        width = SHORTEST
-        while width < len(ids):  # few widths, so that few programs are compiled
-            width *= 2
-        tokens = np.zeros((1, width), np.int32)
-        tokens[0, : len(ids)] = ids
-        if routes is not None:
-            padded = np.full((1, width, *routes.shape[1:]), unknown_route(routes.dtype), routes.dtype)
-            padded[0, : len(routes)] = routes
-            routes = padded
-        with jax.set_mesh(mesh):
-            logprobs = scorer(temperature)(params, tokens, np.array([len(ids)]), routes)
-        return np.asarray(logprobs)[0, : len(ids) - 1]
-
-    return score
 
 
 def probe_tokens(model: TransformerConfig) -> np.ndarray:

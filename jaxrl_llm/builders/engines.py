@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.bridge import adapters, fp8
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.probe import make_score, tolerance_of
+from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Problem, Publisher, WeightTransport
 from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport, weight_folder
@@ -25,6 +25,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import export_config, save_description
 from jaxrl_llm.hf.folder import read_headers
 from jaxrl_llm.host.processes import on_first, print_on_first, share
+from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.rollout.checks import check_sampling
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
@@ -107,7 +108,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         sglang.pause,
         model,
         tolerance_of("fp8" if eight_bits else rollout.dtype, sglang.probe_tolerance),
-        make_score(model, rollout.dtype, mesh),
+        sequence_scorer(rollout.dtype, mesh),
         on_first,
         wait_until_ready,
         problem,

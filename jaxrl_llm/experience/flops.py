@@ -54,7 +54,7 @@ def generation_flops(stage: Stage, experience: Experience) -> float:
         total += sequence_flops(model, lengths) - prompts
     again = [len(t.prompt_ids) for group in group_by_prompt(trajectories) for t in group[1:]]
     for reward in source.rewarder.reward_models:
-        shared = again if reward.model.config.share_prefixes else ()
+        shared = again if reward.scorer.config.share_prefixes else ()
         total += sequence_flops(reward.params.config, lengths, logits=False)
         total -= sequence_flops(reward.params.config, shared, logits=False)
     total *= generated / len(trajectories)
@@ -99,5 +99,5 @@ def learning_flops(stage: Stage, minibatches: Sequence[Sequence[PackItem]], step
 def _distinct(stage: Stage, minibatches: Sequence[Sequence[PackItem]]) -> Callable[..., float]:
     """Return (flops, model, logits) -> FLOPs of the items, each token of a row counted once."""
     lengths = [len(item.tokens) for items in minibatches for item in items]
-    shared = [length for items in minibatches for length in stage.policy.shared_tokens(items)]
+    shared = [length for items in minibatches for length in stage.policy.scorer.shared_tokens(items)]
     return lambda flops, c, logits=True: flops(c, lengths, logits) - flops(c, shared, logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary, text_ends
 from jaxrl_llm.host.processes import print_on_first
-from jaxrl_llm.learn.scoring import Scorer
+from jaxrl_llm.learn.scoring import BucketedScorer, Scorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models.kernels import can_share_prefixes
 from jaxrl_llm.rewards.config import RewardModelConfig
@@ -45,17 +46,12 @@ class RewardModel:
 
     config: RewardModelConfig
     params: Params
-    model: Scorer
+    scorer: Scorer | BucketedScorer
     tokenizer: Any
     chat: ChatConfig  # of the policy: system prompt, and whether prompts are chats
     rerenders: bool  # renders the conversation with its own template and tokenizer
+    max_tokens: int  # of a text: it reads the last ones
     pad_id: int = -1  # of its config.json; -1 = none
-
-    @property
-    def shares_prompts(self) -> bool:
-        """True where a row holds a prompt once for several responses: of a model that reads their tokens."""
-        reads_tokens = self.config.kind != "generative" and not self.rerenders
-        return reads_tokens and self.model.config.share_prefixes
 
     def __call__(self, trajectories: Sequence[Trajectory], examples: Sequence[Example]) -> list[np.ndarray]:
         """Return the scores of each trajectory's response tokens, float32 [R']: 0 where the model gives none.
@@ -69,8 +65,9 @@ class RewardModel:
         """Dispatch the forward passes, and return the function that waits and returns the scores."""
         if self.config.kind == "generative":
             return self._start_verdicts(trajectories, examples)
-        items = [self._item(t, e) for t, e in zip(trajectories, examples, strict=True)]
-        pending = self.model.start(self.params, items, ("values",))
+        prompts = _number_prompts(trajectories)
+        items = [self._item(*each) for each in zip(trajectories, examples, prompts, strict=True)]
+        pending = self.scorer.start(self.params, items, ("values",))
 
         def finish() -> list[np.ndarray]:
             values = [outputs["values"][1:] for outputs in pending()]  # after each token
@@ -79,12 +76,16 @@ class RewardModel:
 
         return finish
 
-    def _item(self, trajectory: Trajectory, example: Example) -> PackItem:
-        """Return the trajectory and one more token: value t is that of the state after token t - 1."""
+    def _item(self, trajectory: Trajectory, example: Example, prompt: int) -> PackItem:
+        """Return the trajectory and one more token: value t is that of the state after token t - 1.
+
+        Args:
+            prompt: its `PackItem.prompt`; a text with its own rendering shares no prompt.
+        """
         if self.rerenders:
             return self._truncated([*self.render(trajectory, example), 0])
         ids = [*trajectory.prompt_ids, *trajectory.response_ids, 0]
-        return self._truncated(ids, len(trajectory.prompt_ids))
+        return self._truncated(ids, len(trajectory.prompt_ids), prompt)
 
     def render(self, trajectory: Trajectory, example: Example) -> list[int]:
         """Return the ids of prompt and response, every turn of them, up to the end token of the last.
@@ -99,11 +100,11 @@ class RewardModel:
         chat = ChatRenderer(self.tokenizer, turns, example, _own_chat(self.chat), own=False)
         return chat.tokenize(chat.render().rstrip())
 
-    def _truncated(self, ids: Sequence[int], context: int = 0) -> PackItem:
-        """Return the last `row_tokens` of the ids as an item; others may share the first `context` ids."""
-        first = max(len(ids) - self.model.config.row_tokens, 0)
+    def _truncated(self, ids: Sequence[int], context: int = 0, prompt: int | None = None) -> PackItem:
+        """Return the last `max_tokens` of the ids as an item; others may share the first `context` ids."""
+        first = max(len(ids) - self.max_tokens, 0)
         mask = np.arange(first, len(ids)) >= context
-        return PackItem(np.asarray(ids[first:], np.int32), mask.astype(np.float32))
+        return PackItem(np.asarray(ids[first:], np.int32), mask.astype(np.float32), prompt=prompt)
 
     def _start_verdicts(
         self, trajectories: Sequence[Trajectory], examples: Sequence[Example]
@@ -130,11 +131,11 @@ class RewardModel:
         """
         ids = [self.tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
         items = []
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             example = Example(({"role": "user", "content": prompt},), None)
             tokens = encode_prompt(self.tokenizer, example, _own_chat(self.chat))
-            items += [self._truncated([*tokens, word], len(tokens)) for word in ids]
-        pending = self.model.start(self.params, items)
+            items += [self._truncated([*tokens, word], len(tokens), number) for word in ids]
+        pending = self.scorer.start(self.params, items)
 
         def finish() -> list[float]:
             logprobs = [outputs["logprobs"][-1] for outputs in pending()]
@@ -160,6 +161,12 @@ class RewardModel:
         ends = [i for i, token in enumerate(ids) if "\n" in self.tokenizer.decode([token])]
         last = max(len(ids) - 1 - int(ids[-1] == self.tokenizer.eos_token_id), 0)  # the end token is no step
         return sorted({*ends, last})
+
+
+def _number_prompts(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Return a number for each trajectory; neighbours with equal prompts have the same number."""
+    changes = [not np.array_equal(a.prompt_ids, b.prompt_ids) for a, b in itertools.pairwise(trajectories)]
+    return list(itertools.accumulate(changes, initial=0))[: len(trajectories)]
 
 
 def _own_chat(chat: ChatConfig) -> ChatConfig:
@@ -224,7 +231,8 @@ def load_reward_model(
             "scored, as in transformers"
         )
     pad_id = -1 if pad_id is None else pad_id
-    return RewardModel(config, params, Scorer(step, mesh), tokenizer, chat, rerenders, pad_id)
+    scorer = Scorer(step, mesh)
+    return RewardModel(config, params, scorer, tokenizer, chat, rerenders, step.row_tokens, pad_id)
 
 
 def _same_template(tokenizer: Any, policy_tokenizer: Any, chat: ChatConfig) -> bool:

@@ -37,8 +37,8 @@ from jaxrl_llm.sharding.rules import TRAIN, on_device, on_host, with_shardings
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, TrainState
 
 
-class Learner(Scorer):
-    """Score and update one model. Stateless: weights and optimizer state are arguments and results."""
+class Learner:
+    """Update one model; `scorer` scores it. Stateless: weights and optimizer state are arguments, results."""
 
     def __init__(
         self,
@@ -48,7 +48,9 @@ class Learner(Scorer):
         config: StepConfig,
         mesh: Mesh,
     ):
-        super().__init__(config, mesh, algos.of(algo).group_size)
+        self.scorer = Scorer(config, mesh, algos.of(algo).group_size)
+        self.config, self.mesh, self.group_size = config, mesh, self.scorer.group_size
+        self.replicated = self.scorer.replicated
         self.algo, self.model, self.optimizer = algo, model, optimizer
         self.param_shardings = models.shardings(model, mesh, TRAIN)
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
@@ -92,7 +94,7 @@ class Learner(Scorer):
         self, signals: Sequence[str], teachers: Teachers = (), microbatches: int = 2
     ) -> dict[str, Program]:
         """Return the programs that `update` runs for each micro-batch ("accumulate") and after ("apply")."""
-        state, batch = self.abstract_state(), self.abstract_batch(signals, self.config.rows)
+        state, batch = self.abstract_state(), self.scorer.abstract_batch(signals, self.config.rows)
         number = jax.ShapeDtypeStruct((), jnp.float32)
         totals = self._with_coefs(state, number, number)
         teachers = teachers.abstract_outputs(batch) if isinstance(teachers, PlacedTeachers) else teachers
@@ -100,7 +102,7 @@ class Learner(Scorer):
             if algos.of(self.algo).baseline:
                 totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
             if self.config.balance_coef:
-                weights = functools.partial(balance_weights, self._score)
+                weights = functools.partial(balance_weights, self.scorer.run)
                 totals = replace(totals, balance_weights=jax.eval_shape(weights, state.params, [batch]))
             trained, frozen = lora.split_params(state.params)
             zeros = jax.eval_shape(self._zeros, trained) if microbatches > 1 else None
@@ -128,14 +130,14 @@ class Learner(Scorer):
         """Apply an update for each mini-batch, and write its log-probs; the state passed in is donated."""
         collected, logprobs = [], []
         for items in minibatches:
-            batches, totals = self._batches(items, self.config.rows), counts(items, self.group_size)
+            batches, totals = self.scorer.batches(items, self.config.rows), counts(items, self.group_size)
             state, metrics, scores = self.update_minibatch(state, batches, *totals, teachers)
             collected.append(jax.block_until_ready(metrics) if self.one_at_a_time else metrics)
             logprobs.append(scores)
         if algos.requirements(self.algo).logprobs:
-            self.write_signal("logprobs", minibatches, logprobs)
+            self.scorer.write_signal("logprobs", minibatches, logprobs)
         with jax.set_mesh(self.mesh):
-            return state, average(collected) | self.shared_fraction(minibatches)
+            return state, average(collected) | self.scorer.shared_fraction(minibatches)
 
     def update_minibatch(
         self,
@@ -149,7 +151,9 @@ class Learner(Scorer):
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, num_tokens, num_sequences, state)
             if self.config.balance_coef:
-                totals = replace(totals, balance_weights=balance_weights(self._score, state.params, batches))
+                totals = replace(
+                    totals, balance_weights=balance_weights(self.scorer.run, state.params, batches)
+                )
             trained, frozen = lora.split_params(state.params)
             grads = self._zeros(trained) if len(batches) > 1 else None
             parts, logprobs = [], []
@@ -163,7 +167,7 @@ class Learner(Scorer):
 
     def measure(self, state: TrainState, items: Sequence[PackItem], teachers: Teachers = ()) -> Metrics:
         """Return loss and metrics of these items as one mini-batch, without an update."""
-        batches = self._batches(items, self.config.rows)
+        batches = self.scorer.batches(items, self.config.rows)
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, *counts(items, self.group_size), state)
             read = [teachers_of(batch, teachers) for batch in batches]

@@ -20,11 +20,12 @@ def score_programs(stage: Stage, reference: Params | None = None) -> Iterator[tu
     policy, critic = stage.policy, stage.critic
     if outputs := policy_scores(stage.requires, policy.config):
         params, replay = policy.abstract_state().params, ROUTES not in outputs
-        yield "policy", policy, policy.score_program(params, outputs, replay)
+        yield "policy", policy.scorer, policy.scorer.score_program(params, outputs, replay)
     if critic and stage.updates_critic:
-        yield "critic", critic, critic.score_program(critic.abstract_state().params, ("values",))
+        params = critic.abstract_state().params
+        yield "critic", critic.scorer, critic.scorer.score_program(params, ("values",))
     if stage.needs_reference:
-        scored = stage.reference_model or policy
+        scored = stage.reference_model or policy.scorer
         yield "reference", scored, scored.score_program(reference, ("logprobs",))
 
 

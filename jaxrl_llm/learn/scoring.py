@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.data.packing import PackItem, arrange, empty_batch, pack, unpack
-from jaxrl_llm.learn.moe_losses import ROUTES
+from jaxrl_llm.data.prefixes import places_of
+from jaxrl_llm.learn.moe_losses import ROUTES, Replay
 from jaxrl_llm.learn.update import StepConfig, model_outputs
-from jaxrl_llm.sharding.compile import compiler_options
-from jaxrl_llm.sharding.rules import put_rows, row_sharding, with_shardings
+from jaxrl_llm.sharding.compile import bucket, compiler_options
+from jaxrl_llm.sharding.rules import num_shards, put_rows, row_sharding, with_shardings
 from jaxrl_llm.structs import Batch, Metrics, Params, Program
 
 Scores = list[dict[str, np.ndarray]]
 PendingScores = Callable[[], Scores]
 """Waits for the scores of a model that has been started, and returns them."""
+SHORTEST_ROW = 64  # tokens
 
 
 class Scorer:
@@ -27,7 +31,7 @@ class Scorer:
     def __init__(self, config: StepConfig, mesh: Mesh, group_size: int = 1):
         self.config, self.mesh, self.group_size = config, mesh, group_size
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        self._score = jax.jit(
+        self.run = jax.jit(
             functools.partial(model_outputs, config=config),
             static_argnames=("names",),
             out_shardings=self.replicated,  # every process reads all of it
@@ -44,7 +48,7 @@ class Scorer:
     def score_program(self, params: Params, names: tuple[str, ...], replay: bool = False) -> Program:
         """Return the program that `start` runs for each micro-batch."""
         batch = self.abstract_batch((), self.config.rows_scored, replay)
-        return Program(self._score, (params, batch), {"names": names})
+        return Program(self.run, (params, batch), {"names": names})
 
     def put(self, batch: Batch) -> Batch:
         """Move host rows to the devices, divided among them. Every process holds the same host batch."""
@@ -66,8 +70,8 @@ class Scorer:
         """
         bare = [PackItem(item.tokens, item.mask, routes=item.routes, kept=item.kept) for item in items]
         with jax.set_mesh(self.mesh):
-            batches = self._batches(bare, self.config.rows_scored, replay)
-            results = [self._score(params, batch, names=names) for batch in batches]
+            batches = self.batches(bare, self.config.rows_scored, replay)
+            results = [self.run(params, batch, names=names) for batch in batches]
 
         def finish() -> Scores:
             by_name = {
@@ -76,12 +80,6 @@ class Scorer:
             return [dict(zip(names, arrays, strict=True)) for arrays in zip(*by_name.values(), strict=True)]
 
         return finish
-
-    def score(
-        self, params: Params, items: Sequence[PackItem], names: tuple[str, ...] = ("logprobs",)
-    ) -> Scores:
-        """Return `model_outputs` of each item, [t] aligned with its tokens (the first is 0). No gradient."""
-        return self.start(params, items, names)()
 
     def unpacked(
         self, values: Sequence[jax.Array], items: Sequence[PackItem], on_targets: bool = True
@@ -116,9 +114,92 @@ class Scorer:
             "packing/shared_fraction": shared / sum(len(i.tokens) for items in minibatches for i in items)
         }
 
-    def _batches(self, items: Sequence[PackItem], rows: int, replay: bool = True) -> list[Batch]:
+    def batches(self, items: Sequence[PackItem], rows: int, replay: bool = True) -> list[Batch]:
+        """Return the micro-batches that `data.packing.pack` makes of these items, on the devices."""
         c, size = self.config, self.group_size
         replay = replay and c.replay is not None
         return [
             self.put(b) for b in pack(items, c.row_tokens, rows, size, replay, c.share_prefixes, c.num_kept)
         ]
+
+
+class BucketedScorer:
+    """Score sequences of any length in micro-batches of few shapes, each of which compiles once.
+
+    Args:
+        config: settings of the forward pass; its `row_tokens` and `rows` are not read.
+        batch_tokens: tokens of one forward pass on all devices, padding included; a longer sequence is a
+            row by itself.
+    """
+
+    def __init__(self, config: StepConfig, mesh: Mesh, batch_tokens: int):
+        self.config, self.mesh, self.batch_tokens = config, mesh, batch_tokens
+        self.scorers: dict[tuple[int, int], Scorer] = {}  # (tokens of a row, rows) -> scorer
+
+    def start(
+        self,
+        params: Params,
+        items: Sequence[PackItem],
+        names: tuple[str, ...] = ("logprobs",),
+        replay: bool = False,
+    ) -> PendingScores:
+        """Do what `Scorer.start` does. Neighbours of equal `prompt` are in one row, if a pass has room."""
+        pending = []
+        for shape, indices in self._buckets(items):
+            scorer = self.scorers.get(shape)
+            if scorer is None:
+                step = replace(self.config, row_tokens=shape[0], rows=shape[1])
+                scorer = self.scorers[shape] = Scorer(step, self.mesh)
+            chosen = [items[i] for i in indices]
+            pending.append((indices, scorer.start(params, chosen, names=names, replay=replay)))
+
+        def finish() -> Scores:
+            found = {}
+            for indices, wait in pending:
+                found |= dict(zip(indices, wait(), strict=True))
+            return [found[i] for i in range(len(items))]
+
+        return finish
+
+    def _buckets(self, items: Sequence[PackItem]) -> list[tuple[tuple[int, int], list[int]]]:
+        """Return ((tokens of a row, rows of a micro-batch), indices of the items) of each width."""
+        share, shards = self.config.share_prefixes, num_shards("batch", self.mesh.shape)
+        by_width: dict[int, list[int]] = {}
+        prompt_of = lambda i: -1 - i if items[i].prompt is None or not share else items[i].prompt
+        for _, group in itertools.groupby(range(len(items)), key=prompt_of):
+            group = list(group)
+            width = bucket(max(len(items[i].tokens) for i in group), SHORTEST_ROW)
+            whole = bucket(places_of(items, group, share)[-1].end, SHORTEST_ROW)
+            width = whole if whole * shards <= self.batch_tokens else width
+            by_width.setdefault(width, []).extend(group)
+        buckets = []
+        for width, indices in sorted(by_width.items()):
+            needed = len(arrange([items[i] for i in indices], width, share=share))
+            rows = min(1 << (needed - 1).bit_length(), max(self.batch_tokens // width, 1))
+            buckets.append(((width, -(-rows // shards) * shards), indices))
+        return buckets
+
+
+def sequence_scorer(dtype: str, mesh: Mesh):
+    """Return the trainer's log-probs of one sequence, a `bridge.probe.SequenceScorer`.
+
+    Args:
+        dtype: type of the forward pass.
+    """
+
+    @functools.cache
+    def scorer(temperature: float, replay: Replay | None) -> BucketedScorer:
+        step = StepConfig(SHORTEST_ROW, rows=1, dtype=dtype, temperature=temperature, replay=replay)
+        return BucketedScorer(step, mesh, SHORTEST_ROW)
+
+    def logprobs(
+        params: Params, ids: np.ndarray, temperature: float = 1.0, routes: np.ndarray | None = None
+    ) -> np.ndarray:
+        replay = None
+        if routes is not None:
+            replay = Replay("rollout", jax.ShapeDtypeStruct(routes.shape[1:], routes.dtype))
+        item = PackItem(np.asarray(ids, np.int32), np.ones(len(ids), np.float32), routes=routes)
+        [outputs] = scorer(temperature, replay).start(params, [item], replay=replay is not None)()
+        return outputs["logprobs"][1:]
+
+    return logprobs

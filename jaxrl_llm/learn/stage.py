@@ -169,14 +169,16 @@ class Stage:
                 item.signals["old_logprobs"] = item.signals["rollout_logprobs"]
         started = []  # all, before the first is waited for: those on disjoint devices run at the same time
         if outputs := policy_scores(self.requires, self.policy.config):
-            started.append(self._start(self.policy, state.params, items, outputs))
+            started.append(self._start(self.policy.scorer, state.params, items, outputs))
         if self.critic and self.updates_critic:
-            started.append(self._start(self.critic, state.critic.params, items, ("values",)))
+            started.append(self._start(self.critic.scorer, state.critic.params, items, ("values",)))
         if self.requires.ref_logprobs and self.teachers:
-            started += start_teachers(self.teacher_model or self.policy, self.teachers, items)
+            started += start_teachers(self.teacher_model or self.policy.scorer, self.teachers, items)
         elif reference is not None:
             cache = None if algos.of(self.policy.algo).on_rollouts else self.reference_cache
-            started.append(start_reference(self.reference_model or self.policy, reference, items, cache))
+            started.append(
+                start_reference(self.reference_model or self.policy.scorer, reference, items, cache)
+            )
         for write in started:
             write()
 

@@ -170,7 +170,9 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
     """Yield the phases that score the batch before the first update."""
     reference = abstract_reference(config, stage, meshes, ABSTRACT_MODELS) if stage.needs_reference else None
     for name, scored, program in score_programs(stage, reference):
-        model = scored.model if name != "reference" else reference_model(config, stage, ABSTRACT_MODELS)
+        model = (stage.critic if name == "critic" else stage.policy).model
+        if name == "reference":
+            model = reference_model(config, stage, ABSTRACT_MODELS)
         rows = scored.config.rows_scored
         times, tokens = math.ceil(rows_needed(config, 1) / rows), rows * config.row_tokens
         resident = base | {"batch": [program.args[1]] * times}
@@ -184,7 +186,7 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
 def _update(
     name: str, config: TrainConfig, learner: Learner, stage: Stage, base: Resident
 ) -> Iterator[Phase]:
-    rows, times = _microbatches(config, learner, POLICY if learner is stage.policy else CRITIC)
+    rows, times = _microbatches(config, learner.scorer, POLICY if learner is stage.policy else CRITIC)
     per_minibatch = times // config.minibatches_per_step
     calls = update_programs(stage, learner, per_minibatch)
     batch, grads = calls["accumulate"].args[2], calls["apply"].args[1]
@@ -198,7 +200,7 @@ def _update(
     added = 2 * size if results is None else size  # not read where there is nothing to add to
     floor = training_floor(learner.model, mesh, config.model.dtype, counted, added)
     kernels = kernel_flops(learner.model, mesh, counted, trained=True, remat=remat)
-    hints = _hints(config, learner, learner.model, rows, kernels)
+    hints = _hints(config, learner.scorer, learner.model, rows, kernels)
     args = accumulate, resident, times, work, mesh
     yield Phase(f"{name}: accumulate", *args, results=results, floor=floor, hints=hints)
     work, updates = 15.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(grads)), config.updates_per_step

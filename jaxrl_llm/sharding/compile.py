@@ -146,3 +146,14 @@ class ParallelCompiler:
 def _signature(x: Any) -> Any:
     """Return the key of an argument that selects the compiled program."""
     return (x.shape, x.dtype, getattr(x, "sharding", None)) if hasattr(x, "dtype") else x
+
+
+def bucket(length: int, smallest: int) -> int:
+    """Return the smallest of smallest * (1, 1.5, 2, 3, 4, 6, 8, ...) that is >= length.
+
+    Each size is compiled once. For lengths without a known maximum.
+    """
+    size = smallest
+    while size < length:
+        size = size * 3 // 2 if (size // smallest).bit_count() == 1 and size * 3 // 2 >= length else size * 2
+    return size

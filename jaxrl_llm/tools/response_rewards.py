@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ from jaxrl_llm.builders.data import check_answers
 from jaxrl_llm.data.chat import encode_supervised
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.experience.reward_models import EXTRA_TOKENS, RewardModel, load_reward_model
+from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.processes import on_first
-from jaxrl_llm.learn.scoring import Scorer
+from jaxrl_llm.learn.scoring import SHORTEST_ROW, BucketedScorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
@@ -27,14 +27,10 @@ from jaxrl_llm.rewards.gold import has_answer
 from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import CHECKED_ROWS, RewardPool
 from jaxrl_llm.rewards.sample import RewardResult
-from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig, PlacementConfig, reward_role
 from jaxrl_llm.sharding.placement import place
-from jaxrl_llm.sharding.rules import num_shards
 from jaxrl_llm.structs import Trajectory
 from jaxrl_llm.tools.selection import RewardedResponse, plain_json
-
-SHORTEST_ROW = 64  # tokens
 
 
 class ResponseRewarder:
@@ -66,7 +62,6 @@ class ResponseRewarder:
         self.mesh, self.dtype = PlacementConfig(mesh=mesh, devices=ALL_DEVICES), dtype
         self.policy_tokenizer, self.closing = policy_tokenizer, closing
         self.pool, self.models = RewardPool(config), []
-        self._by_width: dict[tuple[int, int], RewardModel] = {}
 
     def open(self, examples: Iterable[Example]) -> None:
         """Try the verifier on the first rows of each data source, then load the reward models."""
@@ -83,7 +78,9 @@ class ResponseRewarder:
     def _load(self, i: int, config: RewardModelConfig) -> RewardModel:
         mesh = place(reward_role(i), config, self.mesh, jax.devices())
         step = StepConfig(row_tokens=SHORTEST_ROW, rows=1, dtype=self.dtype, share_prefixes=True)
-        return load_reward_model(config, step, mesh, self.policy_tokenizer, self.chat)
+        model = load_reward_model(config, step, mesh, self.policy_tokenizer, self.chat)
+        scorer = BucketedScorer(model.scorer.config, mesh, self.batch_tokens)
+        return replace(model, scorer=scorer, max_tokens=sys.maxsize)
 
     def score(
         self, examples: Sequence[Example], trajectories: Sequence[Trajectory]
@@ -104,7 +101,7 @@ class ResponseRewarder:
 
     def _start(self, i: int, examples: Sequence[Example], trajectories: Sequence[Trajectory]):
         """Start a reward model, and return the function that waits for (score, columns) of each response."""
-        model = self._of_width(i, trajectories)
+        model = self.models[i]
         finish = model.start(trajectories, examples)
 
         def scores() -> list[tuple[float, dict[str, Any]]]:
@@ -118,24 +115,6 @@ class ResponseRewarder:
             return results
 
         return scores
-
-    def _of_width(self, i: int, trajectories: Sequence[Trajectory]) -> RewardModel:
-        """Return the model for rows that hold the longest response; in few widths, each of which compiles.
-
-        Where responses share their prompt a row has room for all of them, within the tokens of a pass.
-        """
-        model = self.models[i]
-        mesh = model.model.mesh
-        shards = num_shards("batch", mesh.shape)
-        width = bucket(max((t.num_tokens for t in trajectories), default=1), SHORTEST_ROW) + EXTRA_TOKENS
-        if model.shares_prompts:
-            whole = bucket(tokens_of_largest_group(trajectories), SHORTEST_ROW) + EXTRA_TOKENS
-            width = max(width, min(whole, self.batch_tokens // shards // SHORTEST_ROW * SHORTEST_ROW))
-        if (i, width) not in self._by_width:
-            rows = -(-max(self.batch_tokens // width, 1) // shards) * shards
-            step = replace(model.model.config, row_tokens=width, rows=rows)
-            self._by_width[i, width] = replace(model, model=Scorer(step, mesh))
-        return self._by_width[i, width]
 
     def _combine(
         self,
@@ -173,16 +152,6 @@ class ResponseRewarder:
             columns["rewards"][model.config.path] = plain_json(score)
             columns |= plain_json(more)
         return RewardedResponse(text, total if np.isfinite(total) else None, columns)
-
-
-def tokens_of_largest_group(trajectories: Sequence[Trajectory]) -> int:
-    """Return the tokens of the largest prompt with the responses that follow one another and begin with it.
-
-    A response has two more: a copy of the last token of the prompt, and the one after its end.
-    """
-    groups = itertools.groupby(trajectories, key=lambda t: t.prompt_ids.tobytes())
-    tokens = lambda group: len(group[0].prompt_ids) + sum(len(t.response_ids) + 2 for t in group)
-    return max((tokens(list(group)) for _, group in groups), default=1)
 
 
 class FirstRows(NamedTuple):

@@ -20,11 +20,13 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.host.waiting import working
+from jaxrl_llm.learn.scoring import SHORTEST_ROW, BucketedScorer
+from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.kernels import check_kernels_setting
+from jaxrl_llm.models.kernels import can_share_prefixes, check_kernels_setting
 from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
-from jaxrl_llm.tools.logprobs import LogprobModel, Sequences
+from jaxrl_llm.tools.logprobs import Sequences, logprobs_of
 from jaxrl_llm.tools.models import StoredModel, open_model, pick_dtype
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of, with_date
 from jaxrl_llm.tools.response_rewards import ResponseRewarder, encode_response
@@ -111,12 +113,14 @@ def logprob_scores(args: ScoreArguments, model: StoredModel, rows: RawRows) -> S
     dtype = pick_dtype(args.dtype)
     with working("loading the model"):
         params = model.load(mesh, TRAIN, dtype)
-    scorer = LogprobModel(config, args.temperature, dtype, args.batch_tokens, mesh)
+    shares = can_share_prefixes(config, dtype, mesh)
+    step = StepConfig(SHORTEST_ROW, 1, dtype=dtype, temperature=args.temperature, share_prefixes=shares)
+    scorer = BucketedScorer(step, mesh, args.batch_tokens)
 
     def score(numbers: range) -> tuple[list[str], str]:
         window = [encode_row(tokenizer, config, *rows[number], args.chat) for number in numbers]
         with working(f"scoring {len(window)} rows"):
-            results = scorer.logprobs(params, [one_prompt(group) for _, group in window])
+            results = logprobs_of(scorer, params, [one_prompt(group) for _, group in window])
         lines = []
         for (kind, group), found in zip(window, results, strict=True):
             scored = [s | {"logprobs": x.tolist()} for s, x in zip(group, found, strict=True)]

@@ -13,9 +13,9 @@ from jaxrl_llm.bridge.adapters import lora_flags
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.errors import ServerError
+from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.models.lora import with_lora
-from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.train import main
@@ -102,12 +102,12 @@ def test_requests_in_flight_keep_their_adapter_unless_they_are_aborted(make, pau
     mine = engine.generate(requests(), GREEDY, KEY)
     assert ids(mine) == ids(native(params[2], GREEDY, requests(), params[2].config))
     assert engine.pool.servers[0].inflight == 3
-    scorer = make_scorer(params[1].config, 1.0, "float32", one_device())
+    score = sequence_scorer("float32", one_device())
     for t in pending.result():
         assert set(t.versions) == versions and (np.diff(t.versions) >= 0).all()
         tokens = np.concatenate([t.prompt_ids, t.response_ids])
         for version in versions:
-            own = np.asarray(scorer(params[version], tokens[None], np.array([len(tokens)])))[0]
+            own = score(params[version], tokens)
             wrote = t.versions == version
             np.testing.assert_allclose(t.logprobs[wrote], own[4 : len(tokens) - 1][wrote], atol=1e-4)
     cut_off = engine.start(todo, sampling, KEY)

@@ -20,7 +20,7 @@ from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
-from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -91,11 +91,11 @@ def test_a_push_during_generation_gives_each_token_the_version_that_wrote_it(mak
     of the new weights on all that stands before."""
     engine = make(transport, pause=pause, timeout=120.0)
     made = responses_over_a_push(engine)
-    scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
+    score = sequence_scorer("float32", make_mesh(MeshConfig(), jax.devices()[:1]))
     for t in made:
         ids = np.concatenate([t.prompt_ids, t.response_ids])
         for version in set(t.versions):
-            said = np.asarray(scorer(weights(version % 2), ids[None], np.array([len(ids)])))[0]
+            said = score(weights(version % 2), ids)
             wrote = t.versions == version
             difference = np.abs(t.logprobs - said[len(t.prompt_ids) - 1 : len(ids) - 1])[wrote].max()
             mixed = pause == "in_place" and version % 2 and not wrote.all()

@@ -18,7 +18,6 @@ from sglang_shared import TOKENIZER, engine_for, one_device
 from jaxrl_llm import models
 from jaxrl_llm.bridge import fp8
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.probe import make_score
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
@@ -26,6 +25,7 @@ from jaxrl_llm.builders import engines
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.hf import export
+from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.recipe.checks import check_models
@@ -156,10 +156,7 @@ def engine_on(server, transport, served):
     group = transport == "group"
     made = GroupTransport(source, sys.executable, "gloo", 30.0) if group else HttpTransport(source)
     engine = engine_for([server.url], made, SERVED)
-    engine.publisher.score, engine.publisher.served_params = (
-        make_score(SERVED, "float32", one_device()),
-        served,
-    )
+    engine.publisher.score, engine.publisher.served_params = sequence_scorer("float32", one_device()), served
     yield engine
     if group:
         made.close()
@@ -220,7 +217,7 @@ def test_the_engine_of_a_run_pushes_blocks_and_probes_rounded_weights(server, tm
         difference = engine.publish(params, 1)["bridge/probe_mean_abs"]
         served = engine.publisher.served_params(params)
         expected = engine.publisher.score(served, engine.publisher.probe_ids, 1.0)
-    plain = make_score(SERVED, "bfloat16", one_device())(params, engine.publisher.probe_ids)
+    plain = sequence_scorer("bfloat16", one_device())(params, engine.publisher.probe_ids)
     assert difference < np.abs(expected - plain).mean() / 3
     assert engine.publisher.tolerance == 0.4
     assert server.types["model.layers.0.self_attn.q_proj.weight"] == "torch.float8_e4m3fn"

@@ -15,11 +15,11 @@ from test_fp8 import EXPERTS, MODEL
 from jaxrl_llm import models
 from jaxrl_llm.bridge import fp8
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.probe import make_score
 from jaxrl_llm.bridge.push import make_receiver
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
+from jaxrl_llm.learn.scoring import sequence_scorer
 
 pytestmark = NEEDED
 TOLERANCE = 0.02  # nats: both compute in bfloat16
@@ -45,10 +45,7 @@ def engine_by(launched, transport, folder):
     engine = engine_on(servers.urls, made, model, probe_tolerance=TOLERANCE)
     engine.publisher.problem = fp8.quantization_problem
     served = functools.partial(fp8.rounded_params, dtype="bfloat16")
-    engine.publisher.score, engine.publisher.served_params = (
-        make_score(model, "bfloat16", one_device()),
-        served,
-    )
+    engine.publisher.score, engine.publisher.served_params = sequence_scorer("bfloat16", one_device()), served
     yield engine
     if transport == "group":
         made.close()
@@ -57,7 +54,7 @@ def engine_by(launched, transport, folder):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_pushes_and_servers_compute_with_the_rounded_weights(launched, transport, tmp_path):
-    plain = make_score(launched[0], "bfloat16", one_device())
+    plain = sequence_scorer("bfloat16", one_device())
     with engine_by(launched, transport, tmp_path) as engine:
         for seed in (0, 1):
             params = models.init(launched[0], jax.random.key(seed))

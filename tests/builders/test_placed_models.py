@@ -230,7 +230,7 @@ def test_a_reference_of_another_model_scores_with_its_own_weights(monkeypatch, l
     stage, state, reference = built("other", "reference", OTHER_DEVICES, offload=offload)
     own = RandomModels().params("other", MODEL, None, "float32")
     items = [from_trajectory(t) for t in trajectories(3)]
-    expected = [score["logprobs"] for score in stage.policy.score(own, items)]
+    expected = [score["logprobs"] for score in stage.policy.scorer.start(own, items)()]
     with jax.set_mesh(stage.policy.mesh):
         for step in range(2):
             stage.score(state, items, reference.params(0, step, state.params))

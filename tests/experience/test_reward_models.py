@@ -302,7 +302,7 @@ def test_a_generative_model_compares_two_responses(weights, tmp_path, monkeypatc
     monkeypatch.setattr("jaxrl_llm.learn.scoring.Scorer.start", start)
     assert model_judge(model)([Comparison(SUM, "1+2=", "3", "4")]) == [pytest.approx(0.75)]
     assert [text[-1] for text in seen] == ["A", "B"] and pairwise_prompt("1+2=", "3", "4") in seen[0]
-    assert model.model.config.row_tokens == 2 * 32 + 128
+    assert model.scorer.config.row_tokens == 2 * 32 + 128
 
 
 def test_a_template_alone_makes_a_model_read_anew(folder, tmp_path):
@@ -342,8 +342,8 @@ def test_responses_that_share_a_prompt_get_the_scores_of_rows_of_their_own(folde
         load_reward_model(config, dataclasses.replace(STEP, share_prefixes=share), mesh(), TOKENIZER, CHAT)
         for share in (True, False)
     )
-    items = [shared._item(t, SUM) for t in batch]
-    assert shared.model.shared_tokens(items) == [9, 9, 5, 5]  # all but the last token of a prompt
+    items = [shared._item(t, SUM, 0) for t in batch]
+    assert shared.scorer.shared_tokens(items) == [9, 9, 5, 5]  # all but the last token of a prompt
     for row, expected in zip(shared(batch, [SUM] * 6), alone(batch, [SUM] * 6), strict=True):
         assert np.abs(expected).max() > 0.01
         np.testing.assert_allclose(row, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

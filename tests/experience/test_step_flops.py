@@ -55,7 +55,9 @@ def test_adapters_of_latent_attention_by_hand():
 
 def stage(algo, old="policy", model=MODEL, **fields):
     settings = SimpleNamespace(old_logprobs_source=old, replay=None, balance_coef=0.0)
-    policy = SimpleNamespace(model=model, config=settings, shared_tokens=lambda items: [])
+    policy = SimpleNamespace(
+        model=model, config=settings, scorer=SimpleNamespace(shared_tokens=lambda items: [])
+    )
     requires = algos.requirements(algo)
     fields = {"critic": None, "updates_critic": True, "critic_warmup": 0, "teachers": ()} | fields
     cache = LogprobCache()
@@ -109,7 +111,7 @@ def test_responses_that_dynamic_sampling_dropped_count_as_those_that_it_kept():
 def test_reward_models_and_critic():
     small = replace(MODEL, num_layers=1)
     step = SimpleNamespace(config=SimpleNamespace(share_prefixes=False))
-    reward = SimpleNamespace(params=SimpleNamespace(config=small), model=step)
+    reward = SimpleNamespace(params=SimpleNamespace(config=small), scorer=step)
     critic = SimpleNamespace(model=MODEL)
     source = rollout_source(reward_models=[reward])
     own = stage(replace(algos.ppo.Config(), kl_coef=0.0), critic=critic, critic_warmup=1, source=source)
@@ -134,7 +136,7 @@ def test_a_shared_prompt_counts_once():
     step = SimpleNamespace(config=SimpleNamespace(share_prefixes=True))
     reward = SimpleNamespace(params=SimpleNamespace(config=MODEL), model=step)
     own = stage(replace(algos.grpo.Config(), kl_coef=0.1), source=rollout_source(reward_models=[reward]))
-    own.policy.shared_tokens = lambda items: [1]
+    own.policy.scorer.shared_tokens = lambda items: [1]
     forward = FORWARD - sequence_flops(MODEL, [1])
     scores = sequence_flops(MODEL, [5, 6], logits=False) - sequence_flops(MODEL, [2], logits=False)
     assert flops_of(own, experience()) == GENERATED + scores + forward + 3 * forward

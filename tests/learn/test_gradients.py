@@ -98,7 +98,7 @@ def test_a_micro_batch_adds_its_gradients(variant):
     """To any buffer: the difference is what the program without a buffer returns."""
     model, mesh, settings = VARIANTS[variant]
     built, items = learner(model, 8, mesh, **settings), sequences(8)
-    (batch,) = [built.put(batch) for batch in pack(items, 16, 8)]
+    (batch,) = [built.scorer.put(batch) for batch in pack(items, 16, 8)]
     params = jax.device_put(models.init(model, jax.random.key(0)), built.param_shardings)
     state = built.init_state(params)
     trained, frozen = lora.split_params(state.params)
@@ -122,7 +122,7 @@ def gradient(rows, **settings):
     built, items = learner(TINY, rows, **settings), sequences(4)
     params = models.init(TINY, jax.random.key(0))
     before = jax.tree.map(np.asarray, params)
-    batches = [built.put(batch) for batch in pack(items, 16, rows)]
+    batches = [built.scorer.put(batch) for batch in pack(items, 16, rows)]
     with jax.set_mesh(built.mesh):
         state, metrics, _ = built.update_minibatch(built.init_state(params), batches, *counts(items))
     change = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params)

@@ -89,14 +89,14 @@ def test_rollout_reports_sets_and_log_probs_over_them(settings):
 def test_the_ratio_is_one_on_policy(strict):
     """In strict mode to the last bit; a full softmax would differ by the mass that was dropped."""
     items = [from_trajectory(t) for t in generated(strict)]
-    for item, scored in zip(items, learner(strict).score(random_params(MODEL), items), strict=True):
+    for item, scored in zip(items, learner(strict).scorer.start(random_params(MODEL), items)(), strict=True):
         on = item.mask > 0
         difference = np.abs(scored["logprobs"][on] - item.signals["rollout_logprobs"][on]).max()
         assert difference == 0.0 if strict else difference < 1e-5
     bare = Learner(
         grpo.Config(kl_coef=0.0), MODEL, optax.sgd(1.0), StepConfig(64, 2, temperature=0.7), learner().mesh
     )
-    full = bare.score(random_params(MODEL), items[:1])[0]["logprobs"]
+    full = bare.scorer.start(random_params(MODEL), items[:1])()[0]["logprobs"]
     assert (full[items[0].mask > 0] < items[0].signals["rollout_logprobs"][items[0].mask > 0] - 0.02).all()
 
 
@@ -132,7 +132,7 @@ def test_value_and_gradient_are_those_of_the_whole_softmax_without_the_rest(mode
     built, params = learner(model=model, mesh=mesh), random_params(model)
     item = PackItem(tokens, (np.arange(40) >= 8).astype(np.float32), {}, kept=kept)
     rows = 8 if mesh else 2
-    batch = built.put(pack([item], 64, rows, num_kept=12)[0])
+    batch = built.scorer.put(pack([item], 64, rows, num_kept=12)[0])
     weights = rng.normal(size=39).astype(np.float32)
 
     def ours(params):

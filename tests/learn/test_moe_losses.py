@@ -239,7 +239,7 @@ def test_routes_that_are_replayed_into_the_model_that_chose_them_change_nothing(
     sequences, (metrics, gradient) = items(), reference_update()
     with jax.set_mesh(built.mesh):
         params = jax.device_put(random_params(MODEL), built.param_shardings)
-        for item, outputs in zip(sequences, built.score(params, sequences, (ROUTES,)), strict=True):
+        for item, outputs in zip(sequences, built.scorer.start(params, sequences, (ROUTES,))(), strict=True):
             item.routes = outputs[ROUTES]
     again, same = one_update(built, sequences)
     assert again["moe/route_agreement"] == 1 and again["loss"] == pytest.approx(metrics["loss"], rel=1e-6)

@@ -100,7 +100,7 @@ def test_a_model_in_host_memory_scores_as_on_the_devices():
     kinds = {name: x.sharding.memory_kind for name, x in models.named_leaves(moved)}
     on_device = {name for name, kind in kinds.items() if kind == "device"}
     assert on_device == {n for n in kinds if "norm" in n} and kinds["layers.q"] == kinds["embed"] == HOST
-    for one, other in zip(built.score(plain, batch(0)), built.score(moved, batch(0)), strict=True):
+    for one, other in zip(*(built.scorer.start(x, batch(0))() for x in (plain, moved)), strict=True):
         np.testing.assert_array_equal(one["logprobs"], other["logprobs"])
 
 
@@ -113,7 +113,7 @@ def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices():
     for item in items:
         item.signals = {"labels": np.zeros(12, np.float32)}
     totals = (np.float32(96), np.float32(8))
-    rows = built._batches(items, 8)
+    rows = built.scorer.batches(items, 8)
     grads = []
     with jax.set_mesh(mesh):
         for teacher in (other, models.to_host(other)):

@@ -98,9 +98,11 @@ def pair(seed):
 def test_a_frozen_reference_is_asked_once_for_a_row(monkeypatch):
     stage = Stage(learner(dpo.Config()))
     asked = []
-    real = stage.policy.start
+    real = stage.policy.scorer.start
     monkeypatch.setattr(
-        stage.policy, "start", lambda params, items, *a: asked.append(len(items)) or real(params, items, *a)
+        stage.policy.scorer,
+        "start",
+        lambda params, items, *a: asked.append(len(items)) or real(params, items, *a),
     )
     with jax.set_mesh(stage.policy.mesh):
         params = models.init(MODEL, jax.random.key(0))
@@ -135,11 +137,13 @@ def test_scores_do_not_depend_on_the_size_of_their_microbatches():
     for rows in (0, 1, 16):
         step, mesh = dataclasses.replace(STEP, score_rows=rows), make_mesh(ONE, jax.devices()[:1])
         built = Learner(ppo.Config(), VALUED, optax.sgd(0.1), step, mesh)
-        program = built.score_program(params, ("logprobs", "values"))
+        program = built.scorer.score_program(params, ("logprobs", "values"))
         assert program.args[1].tokens.shape == (rows or 4, 32)
-        calls, run = [], built._score
-        built._score = lambda p, batch, run=run, calls=calls, **kw: calls.append(batch) or run(p, batch, **kw)
-        results[rows] = built.score(params, items, ("logprobs", "values"))
+        calls, run = [], built.scorer.run
+        built.scorer.run = lambda p, batch, run=run, calls=calls, **kw: (
+            calls.append(batch) or run(p, batch, **kw)
+        )
+        results[rows] = built.scorer.start(params, items, ("logprobs", "values"))()
         assert [len(batch.tokens) for batch in calls] == {0: [4, 4], 1: [1] * 5, 16: [16]}[rows]
     for rows in (1, 16):
         for one, other in zip(results[0], results[rows], strict=True):

@@ -181,13 +181,15 @@ def test_mismatch_is_measured_on_trained_tokens():
     (batch,) = pack(items, 32, 4)
     with jax.set_mesh(built.mesh):
         params = models.init(MODEL, jax.random.key(0))
-        exact = np.array(model_outputs(params, built.put(batch), built.config, ("logprobs",))["logprobs"])
+        exact = np.array(
+            model_outputs(params, built.scorer.put(batch), built.config, ("logprobs",))["logprobs"]
+        )
     exact[0, np.flatnonzero(batch.mask[0])[0]] += 0.25
     batch = dataclasses.replace(batch, rollout_logprobs=exact, advantages=np.ones_like(exact))
     with jax.set_mesh(built.mesh):
         tokens, sequences = counts(items)
         _, metrics, _ = built.update_minibatch(
-            built.init_state(params), [built.put(batch)], tokens, sequences
+            built.init_state(params), [built.scorer.put(batch)], tokens, sequences
         )
     assert float(metrics["mismatch/max_abs"]) == pytest.approx(0.25, abs=1e-5)
     assert float(metrics["mismatch/mean_abs"]) == pytest.approx(0.25 / tokens, rel=1e-3)
@@ -242,11 +244,13 @@ def test_nothing_compiles_after_the_first_step():
         frozen = jax.tree.map(jnp.copy, params)
         start = built.init_state(params)
         state, _ = full_step(built, start, [trajectories(12), trajectories(12, 1)], frozen)
-        sizes = [f._cache_size() for f in (built._score, built._accumulate, built._apply, built._zeros)]
+        sizes = [f._cache_size() for f in (built.scorer.run, built._accumulate, built._apply, built._zeros)]
         for seed in range(2, 5):
             items = trajectories(10 + seed, seed)
             state, _ = full_step(built, state, [items[:6], items[6:]], frozen)
-    assert [f._cache_size() for f in (built._score, built._accumulate, built._apply, built._zeros)] == sizes
+    assert [
+        f._cache_size() for f in (built.scorer.run, built._accumulate, built._apply, built._zeros)
+    ] == sizes
 
 
 def test_one_microbatch_needs_no_buffer_of_zeros(monkeypatch):

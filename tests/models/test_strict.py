@@ -128,7 +128,7 @@ def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
     """Rows of several trajectories in another order, scored without and trained with rematerialisation."""
     items = [from_trajectory(t) for t in generated(config, dtype)]
     ordered = [items[i] for i in np.random.default_rng(2).permutation(len(items))]
-    scores = learner(config, dtype, remat="none").score(random_params(config), ordered)
+    scores = learner(config, dtype, remat="none").scorer.start(random_params(config), ordered)()
     for item, scored in zip(ordered, scores, strict=True):
         on = item.mask > 0
         np.testing.assert_array_equal(scored["logprobs"][on], item.signals["rollout_logprobs"][on])
@@ -140,8 +140,10 @@ def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
 def test_prompts_that_rows_repeat_have_the_same_bits():
     items = [from_trajectory(t) for t in generated(QWEN, "float32")]
     shared, alone = (learner(QWEN, "float32", "none", share=on) for on in (True, False))
-    assert shared.shared_tokens(items) and not alone.shared_tokens(items)
-    for one, other in zip(*(x.score(random_params(QWEN), items) for x in (shared, alone)), strict=True):
+    assert shared.scorer.shared_tokens(items) and not alone.scorer.shared_tokens(items)
+    for one, other in zip(
+        *(x.scorer.start(random_params(QWEN), items)() for x in (shared, alone)), strict=True
+    ):
         np.testing.assert_array_equal(one["logprobs"], other["logprobs"])
 
 
@@ -220,7 +222,7 @@ def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype, m
     assert_same_responses(kept, again)
     assert all((t.routes is None) == (config.moe is None) for t in kept)
     items = [from_trajectory(t) for t in kept]
-    scores = learner(config, dtype, remat="none", row_tokens=128).score(random_params(config), items)
+    scores = learner(config, dtype, remat="none", row_tokens=128).scorer.start(random_params(config), items)()
     for item, scored in zip(items, scores, strict=True):
         on = item.mask > 0
         np.testing.assert_array_equal(scored["logprobs"][on], item.signals["rollout_logprobs"][on])

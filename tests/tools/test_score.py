@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax
@@ -10,9 +11,11 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.learn.scoring import BucketedScorer
+from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.tools import score
-from jaxrl_llm.tools.logprobs import LogprobModel, Sequences
+from jaxrl_llm.tools.logprobs import Sequences, logprobs_of
 
 CONFIG = models.TransformerConfig(
     vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -60,15 +63,16 @@ def test_responses_read_their_prompt_once(folder, batch_tokens):
         Sequences([prompts[1] + ids(n) for n in (3, 50)], 7),
     ]
     params, mesh = load_params(folder, CONFIG), make_mesh(MeshConfig(), jax.devices()[:1])
-    shared, alone = (LogprobModel(CONFIG, 0.8, "float32", batch_tokens, mesh) for _ in range(2))
-    alone.shares = False
-    found, wanted = (model.logprobs(params, groups) for model in (shared, alone))
+    step = StepConfig(64, 1, temperature=0.8, share_prefixes=True)
+    steps = step, dataclasses.replace(step, share_prefixes=False)
+    shared, alone = (BucketedScorer(step, mesh, batch_tokens) for step in steps)
+    found, wanted = (logprobs_of(scorer, params, groups) for scorer in (shared, alone))
     for group, got, expected in zip(groups, found, wanted, strict=True):
         assert [len(x) + 1 for x in got] == [len(x) + 1 for x in expected] == list(map(len, group.tokens))
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)
     if batch_tokens == 8192:  # 40 + 13 + 1 + 21 tokens; 7 + 4 + 51, and 30: (tokens, rows)
-        assert set(shared._by_shape) == {(96, 1), (64, 2)}
+        assert set(shared.scorers) == {(96, 1), (64, 2)}
 
 
 def test_log_probs_that_json_cannot_hold_end_the_command(folder, tmp_path):

@@ -33,10 +33,10 @@ from jaxrl_llm.rollout.native.paged_cache import (
 )
 from jaxrl_llm.rollout.native.ring_cache import ring_bytes
 from jaxrl_llm.rollout.native.schedule import Scheduler, throughput
-from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, bucket, make_shapes
+from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, make_shapes
 from jaxrl_llm.rollout.native.transfer import WeightTransfer
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
-from jaxrl_llm.sharding.compile import ParallelCompiler
+from jaxrl_llm.sharding.compile import ParallelCompiler, bucket
 from jaxrl_llm.sharding.placement import devices_of
 from jaxrl_llm.structs import Metrics, Params, Program, Trajectory
 

@@ -140,14 +140,3 @@ def row_counts(max_rows: int) -> tuple[int, ...]:
 def round_up(sizes: tuple[int, ...], size: int) -> int:
     """Return the smallest of the ascending `sizes` that is >= size."""
     return next(one for one in sizes if one >= size)
-
-
-def bucket(length: int, smallest: int) -> int:
-    """Return the smallest of smallest * (1, 1.5, 2, 3, 4, 6, 8, ...) that is >= length.
-
-    For lengths without a known maximum.
-    """
-    size = smallest
-    while size < length:
-        size = size * 3 // 2 if (size // smallest).bit_count() == 1 and size * 3 // 2 >= length else size * 2
-    return size

@@ -3,7 +3,6 @@
 import pytest
 
 from jaxrl_llm.rollout.native.shapes import (
-    bucket,
     ladder,
     make_shapes,
     max_pages_for,
@@ -11,6 +10,7 @@ from jaxrl_llm.rollout.native.shapes import (
     round_up,
     row_counts,
 )
+from jaxrl_llm.sharding.compile import bucket
 
 
 def test_shapes_of_a_run():

@@ -17,7 +17,7 @@ import numpy as np
 from aiohttp import web
 from fake_weights import FakeWeights
 
-from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.sglang import auth
@@ -49,6 +49,7 @@ class FakeServer(FakeWeights):
         self.headers: list[dict] = []
         self.behave()
         self.mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+        self.score = sequence_scorer("float32", self.mesh)
         self.label, self.engine = "default", None
         self.turn = threading.Condition()
         self._loop = asyncio.new_event_loop()
@@ -148,14 +149,11 @@ class FakeServer(FakeWeights):
     def _abort(self, body):
         self._aborts += 1
 
-    def make_score(self, config):
-        return make_scorer(config, 1.0, "float32", self.mesh)
-
     def _generate(self, body):
         self.turn.wait_for(lambda: not self.paused)
         self.seen.append(body)
         ids, wanted = np.array(body["input_ids"], np.int32), body["sampling_params"]
-        engine, params, score = self.model_of(body)
+        engine, params = self.model_of(body)
         engine.eos_ids = tuple(wanted.get("stop_token_ids", ()))
         most = wanted["max_new_tokens"]
         tokens = min(most, self.breaks_after or self.holds_after or most)
@@ -176,8 +174,7 @@ class FakeServer(FakeWeights):
             "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
         }
         if body.get("logprob_start_len") == 0:
-            with jax.set_mesh(self.mesh):
-                said = np.asarray(score(params, ids[None], np.array([len(ids)])))[0, :-1]
+            said = self.score(params, ids)
             meta["input_token_logprobs"] = [[None, int(ids[0]), None]] + [
                 [float(x), int(i), None] for x, i in zip(said, ids[1:], strict=True)
             ]

@@ -173,7 +173,6 @@ class FakeWeights:
             if self.engine is None or self.engine.model != config:
                 settings = RolloutConfig(slots=2), config, self.mesh, make_tokenizer()
                 self.engine = NativeEngine(*settings, routes=bool(config.moe))
-                self.score = self.make_score(config)
             self.engine.publish(self.params, 0)
         self.label = body["weight_version"]
 
@@ -205,21 +204,20 @@ class FakeWeights:
         return {"success": True, "loaded_adapters": dict.fromkeys(self.adapters, "__tensor__")}
 
     def model_of(self, body):
-        """Return (engine, weights, score) of a request: of the base, or through adapters that it names."""
+        """Return (engine, weights) of a request: of the base, or through adapters that it names."""
         name = body.get("lora_path")
         if not name:
-            return self.engine, self.params, self.score
+            return self.engine, self.params
         if name not in self.adapters:
             raise web.HTTPBadRequest(text=f"Got LoRA adapter that has never been loaded: {name}")
         if self.adapters[name] is None:
-            return self.engine, self.params, self.score
+            return self.engine, self.params
         config, tensors = self.adapters[name]
         params = adapted_params(config, self.params, tensors)
         if self.adapted is None or self.adapted.model != config:
             self.adapted = NativeEngine(RolloutConfig(slots=2), config, self.mesh)
-            self.adapted_score = self.make_score(config)
         self.adapted.publish(params, 0)
-        return self.adapted, params, self.adapted_score
+        return self.adapted, params
 
 
 def dequantized(tensors):

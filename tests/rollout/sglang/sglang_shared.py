@@ -9,9 +9,10 @@ import numpy as np
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.adapters import AdapterPublisher, server_problem
-from jaxrl_llm.bridge.probe import make_score, tolerance_of
+from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Request
@@ -39,7 +40,7 @@ def one_device():
 
 @functools.cache
 def score_of(model):
-    return make_score(model, "float32", one_device())
+    return sequence_scorer("float32", one_device())
 
 
 def engine_for(urls, transport, model=MODEL, slots=4, rollout=ROLLOUT, routes=True, **settings):

@@ -12,7 +12,7 @@ from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -56,10 +56,10 @@ def test_sampled_log_probs_are_of_the_softmax_at_that_temperature(engine):
     engine.publish(params, 2)
     made = engine.generate(requests(), SamplingConfig(temperature=0.7), KEY)
     assert len({tuple(t.response_ids.tolist()) for t in made}) == len(made)
-    scorer = make_scorer(MODEL, 0.7, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
+    score = sequence_scorer("float32", make_mesh(MeshConfig(), jax.devices()[:1]))
     for t in made:
         ids = np.concatenate([t.prompt_ids, t.response_ids])
-        said = np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0]
+        said = score(params, ids, 0.7)
         start = len(t.prompt_ids) - 1
         # float32 logits differ by up to 1e-5, which a temperature divides, too
         np.testing.assert_allclose(t.logprobs, said[start : start + len(t.response_ids)], atol=1e-5 / 0.7)
