@@ -134,7 +134,7 @@ def test_datasets_and_teachers():
 def test_a_shared_prompt_counts_once():
     """By policy, reference and reward model: a row has the first token of the prompt once for both."""
     step = SimpleNamespace(config=SimpleNamespace(share_prefixes=True))
-    reward = SimpleNamespace(params=SimpleNamespace(config=MODEL), model=step)
+    reward = SimpleNamespace(params=SimpleNamespace(config=MODEL), scorer=step)
     own = stage(replace(algos.grpo.Config(), kl_coef=0.1), source=rollout_source(reward_models=[reward]))
     own.policy.scorer.shared_tokens = lambda items: [1]
     forward = FORWARD - sequence_flops(MODEL, [1])
