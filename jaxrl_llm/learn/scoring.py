@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.data.packing import PackItem, arrange, empty_batch, pack, unpack
-from jaxrl_llm.data.prefixes import places_of
+from jaxrl_llm.data.packing import PackItem, arrange, empty_batch, pack, places_of, unpack
 from jaxrl_llm.learn.moe_losses import ROUTES, Replay
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.sharding.compile import bucket, compiler_options
