@@ -27,7 +27,6 @@ from jaxrl_llm.hf.folder import read_headers
 from jaxrl_llm.host.processes import on_first, print_on_first, share
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.rollout.checks import check_sampling
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
@@ -59,9 +58,6 @@ def make_engine(
         meshes: `make_meshes`.
         resident: bytes of the trainer's arrays on each device of the rollout.
     """
-    samplings = {"--rollout.sampling": config.rollout.sampling, "--eval.sampling": config.eval.sampling}
-    for key, sampling in samplings.items():
-        check_sampling(sampling, model, tokenizer, key)
     if config.rollout.engine == "sglang":
         return _sglang(config, model, meshes[POLICY], tokenizer, eos_ids, closing, folder)
     mesh, strict, routes = meshes[ROLLOUT_ENGINE], config.strict, config.routing.replay == "rollout"
@@ -72,7 +68,7 @@ def make_engine(
         engine = AsynchronousEngine(engine)
         closing.callback(engine.close)
     if config.rollout.warm_up:
-        engine.warm_up(*longest, list(samplings.values()), turns=config.env.active)
+        engine.warm_up(*longest, [config.rollout.sampling, config.eval.sampling], turns=config.env.active)
     return engine
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe.rule import Rule
-from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE, PlacementConfig, reward_role
+from jaxrl_llm.sharding.config import AXES, POLICY, ROLLOUT_ENGINE, PlacementConfig, reward_role
 from jaxrl_llm.sharding.placement import Device, device_grid
 
 PLACED = ("rollout", "reference", "critic", "teacher")
@@ -29,15 +29,10 @@ def with_placements(
 
 def with_sizes(config: TrainConfig, devices: Sequence[Device]) -> TrainConfig:
     """Return the recipe with the size of every mesh axis in place of -1."""
-
-    def sized(role: str, own: PlacementConfig) -> PlacementConfig:
-        count = grids[role].size
-        mesh = config.mesh_of(role)
-        return replace(own, mesh=replace(mesh, **mesh.resolved_sizes(count))) if own.is_own else own
-
     grids = device_grids(config, devices)
-    policy = config.mesh.resolved_sizes(grids[POLICY].size)
-    return replace(with_placements(config, sized), mesh=replace(config.mesh, **policy))
+    mesh = lambda role: replace(config.mesh_of(role), **dict(zip(AXES, grids[role].shape, strict=True)))
+    sized = lambda role, own: replace(own, mesh=mesh(role)) if own.is_own else own
+    return replace(with_placements(config, sized), mesh=mesh(POLICY))
 
 
 def device_grids(config: TrainConfig, devices: Sequence[Device]) -> dict[str, np.ndarray]:

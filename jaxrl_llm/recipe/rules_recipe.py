@@ -36,12 +36,9 @@ GROUP_ADVANTAGES = {
 # -- length and size of a step
 
 
-def _has_steps(config: TrainConfig) -> Iterator[str]:
+def _steps_are_finite(config: TrainConfig) -> Iterator[str]:
     if not config.steps and not config.epochs and not config.warm_start.steps:
         yield "--steps is 0, and so is --warm_start.steps: there is nothing to train. Set one of them."
-
-
-def _epochs_end(config: TrainConfig) -> Iterator[str]:
     generated = [own.path for own in config.data.sources("train") if own.is_generated]
     if config.epochs and generated:
         yield (
@@ -62,9 +59,6 @@ def _groups_compare(config: TrainConfig) -> Iterator[str]:
             "--responses_per_prompt is 1: dynamic sampling keeps prompts whose responses have different "
             "rewards, so it would keep none. Set it to 2 or more, or --algo.dynamic_sampling False."
         )
-
-
-def _samples_differ(config: TrainConfig) -> Iterator[str]:
     on_rollouts, responses = algos.of(config.algo).on_rollouts, config.responses_per_prompt
     if on_rollouts and responses > 1 and config.rollout.sampling.temperature == 0:
         yield f"--rollout.sampling.temperature {same_responses(responses)}"
@@ -230,7 +224,7 @@ def _model_folder(key: str, path: str) -> Iterator[str]:
         )
 
 
-def _remainders_are_kept(config: TrainConfig) -> Iterator[str]:
+def _optimizers_fit(config: TrainConfig) -> Iterator[str]:
     optims = {"optim": config.optim}
     if algos.requirements(config.algo).critic:
         optims["critic.optim"] = config.critic.optim
@@ -244,17 +238,8 @@ def _remainders_are_kept(config: TrainConfig) -> Iterator[str]:
             )
         if config.lora.rank:
             yield f"--{key}.store_param_remainders is True: it is not for adapters. Set it to False."
-
-
-def _moments_have_no_warm_up(config: TrainConfig) -> Iterator[str]:
-    optims = {"optim": config.optim}
-    if algos.requirements(config.algo).critic:
-        optims["critic.optim"] = config.critic.optim
     for key in (key for key, optim in optims.items() if optim.init_from and config.warm_start.steps):
         yield f"--{key}.init_from: the SFT warm-up would start with these moments. Set --warm_start.steps 0."
-
-
-def _critic_has_no_average(config: TrainConfig) -> Iterator[str]:
     if config.critic.optim.ema:
         yield f"--critic.optim.ema is {config.critic.optim.ema}: no critic is exported. Set it to 0."
 
@@ -361,9 +346,8 @@ def _servers_start(config: TrainConfig) -> Iterator[str]:
 RECIPE = (
     Rule("recipe", "", wrong_types, ends=True),
     Rule("recipe", "", out_of_range, ends=True),
-    Rule("recipe", "steps epochs warm_start.steps", _has_steps),
-    Rule("recipe", "epochs data.path data.train", _epochs_end),
-    Rule("recipe", "responses_per_prompt algo.advantage algo.dynamic_sampling", _groups_compare),
+    Rule("recipe", "steps epochs warm_start.steps data.train", _steps_are_finite),
+    Rule("recipe", "responses_per_prompt algo.advantage rollout.sampling.temperature", _groups_compare),
     Rule("recipe", "tokens_per_device score.tokens_per_device max_response_tokens", _rows_fit),
     Rule("recipe", "reward.weight reward.shaping reward.models env.name", _something_rewards),
     Rule("recipe", "algo.component_weights reward.shaping reward.models", _weights_match_rewards),
@@ -372,14 +356,11 @@ RECIPE = (
     Rule("recipe", "strict devices rollout.dtype rollout.cache_dtype", _strict_rounds_alike, sized=True),
     Rule("recipe", "mesh.sequence max_response_tokens", _rows_divide, sized=True),
     Rule("recipe", "model.path critic.path reference.path", _models_are_readable),
-    Rule("recipe", "optim.store_param_remainders checkpoint.optimizer model.dtype", _remainders_are_kept),
-    Rule("recipe", "optim.init_from critic.optim.init_from warm_start.steps", _moments_have_no_warm_up),
-    Rule("recipe", "critic.optim.ema", _critic_has_no_average),
+    Rule("recipe", "optim critic.optim checkpoint.optimizer model.dtype warm_start.steps", _optimizers_fit),
     Rule("recipe", "model.adapter lora.rank", _adapter_has_rank),
     Rule("recipe", "routing.replay", _replay_has_rollout),
     Rule("recipe", "lora.quantize rollout.engine rollout.weight_noise", _servers_hold_the_base),
     Rule("recipe", "sglang.quantization rollout.engine rollout.dtype algo.correction", _fp8_is_served),
-    Rule("recipe", "rollout.sampling.temperature responses_per_prompt", _samples_differ),
     Rule("recipe", "rollout.draft_tokens rollout.slots rollout.draft_slots", _drafts_have_slots),
     Rule("recipe", "rollout.servers", _addresses_are_right),
     Rule("recipe", "sglang.colocated rollout.max_staleness rollout.launch", _gpus_are_shared),

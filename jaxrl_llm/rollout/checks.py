@@ -28,23 +28,18 @@ def check_requests(
             raise UserError(f"prompt {request.prompt_index}: {problem}")
 
 
-def check_sampling(
-    sampling: SamplingConfig, model: TransformerConfig, tokenizer: Any, key: str = "sampling"
-) -> None:
+def check_sampling(sampling: SamplingConfig, model: TransformerConfig, tokenizer: Any) -> None:
     """Refuse a sampling setting that no engine can follow for this model.
-
-    Args:
-        key: of the setting in the config, for the message.
 
     Raises:
         ConfigError: names the field and the fix.
     """
     for field, problem in ranges.problems(sampling):
-        raise ConfigError(f"{key}.{field} {problem}")
+        raise ConfigError(f"sampling.{field} {problem}")
     if sampling.stop and tokenizer is None:
-        raise ConfigError(f"{key}.stop needs a tokenizer: give one to the engine, or use stop_tokens.")
+        raise ConfigError("sampling.stop needs a tokenizer: give one to the engine, or use stop_tokens.")
     for problem in token_problems(sampling, model):
-        raise ConfigError(f"{key}.{problem}")
+        raise ConfigError(f"sampling.{problem}")
 
 
 def token_problems(sampling: SamplingConfig, model: TransformerConfig) -> Iterator[str]:
