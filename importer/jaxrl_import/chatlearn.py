@@ -24,12 +24,12 @@ def _rules_of_grpo(conv: Conversion) -> None:
     conv.lose(f"{TRAINER}.final_clip_ratio", NO_CAP)
     if conv.get(f"{ARGS}.train_backend") == "megatron" and conv.is_set(f"{POLICY}.load"):
         note = "the Hugging Face folder; models.policy_trainer.load is Megatron's"
-        conv.put("model.path", conv.get(f"{POLICY}.load"), f"{POLICY}.load", note=note)
+        conv.copy("model.path", f"{POLICY}.load", note=note)
     reference = conv.get("models.ref_policy.load")
     if reference and reference not in (conv.value_of("model.path", ""), conv.get(f"{TRAINER}.load")):
         conv.put("reference.path", reference, "models.ref_policy.load")
     _batches(conv)
-    conv.put("steps", conv.get(f"{ARGS}.num_episode"), f"{ARGS}.num_episode", stated=True)
+    conv.copy("steps", f"{ARGS}.num_episode", stated=True)
     conv.devices = conv.devices or conv.get(f"{TRAINER}.num_gpu")
     sequence = conv.first(f"{TRAINER}.context_parallel_size", f"{TRAINER}.ulysses_sequence_parallel_size")
     conv.put_mesh(
@@ -89,8 +89,7 @@ def _outputs(conv: Conversion) -> None:
     if conv.get(f"{wandb}.enable_wandb"):
         project = conv.get(f"{wandb}.wandb_project") or "chatlearn"
         conv.put("log.wandb", project, f"{wandb}.enable_wandb", f"{wandb}.wandb_project")
-        if conv.is_set(f"{wandb}.wandb_name"):
-            conv.put("log.name", conv.get(f"{wandb}.wandb_name"), f"{wandb}.wandb_name")
+        conv.copy_set("log.name", f"{wandb}.wandb_name")
         conv.drop(f"{wandb}.wandb_id", RUN_ID)
 
 

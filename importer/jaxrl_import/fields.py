@@ -24,9 +24,15 @@ from jaxrl_llm.errors import UserError
 
 DEFAULT = "default"
 NO_CLIP = "rewards are not clipped: clip them in a function, --reward.name FILE.py:FUNCTION"
+SCHEDULES = {
+    "cosine_with_min_lr": ("cosine", 0.1),
+    "cosine": ("cosine", 0.0),
+    "linear": ("linear", 0.0),
+    "constant": ("constant", 1.0),
+    "constant_with_warmup": ("constant", 1.0),
+}
+"""Schedule of the other systems -> the schedule here, the last learning rate over the first."""
 UNREAD = "the other settings leave it without effect"
-RUN_NAME = "--log.name, its name in a logger, or --run_dir, the run's folder"
-"""Hint of a run's name, which is both here."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,15 @@ class Conversion:
         origin = self.origin(*(key for key in keys if key in self.settings or key in self.defaults))
         self.results[ours] = Result(value, "; ".join(filter(None, (origin, note))), stated)
 
+    def copy(self, ours: str, key: str, *keys: str, note: str = "", stated: bool = False) -> None:
+        """Set a key here to the converted value of `key`; the comment names `keys`, too."""
+        self.put(ours, self.get(key), key, *keys, note=note, stated=stated)
+
+    def copy_set(self, ours: str, key: str, *keys: str, note: str = "", stated: bool = False) -> None:
+        """Copy a key if the file sets it."""
+        if self.is_set(key):
+            self.copy(ours, key, *keys, note=note, stated=stated)
+
     def drop(self, key: str, reason: str) -> None:
         """State that a key that the file sets changes no result here."""
         if self.is_set(key):
@@ -250,21 +265,20 @@ class Conversion:
         pair = 2 if self.algo in ("dpo", "cpo", "orpo", "simpo", "reward_model", "online_dpo", "kto") else 1
         return pair * (self.value_of("max_prompt_tokens", 512) + self.value_of("max_response_tokens", 1024))
 
-    def put_schedule(
-        self, names: Mapping[str, tuple[str, float]], scheduler_key: str, prefix: str = "optim"
-    ) -> None:
+    def put_schedule(self, key: str, prefix: str = "optim", *, without: str = "") -> None:
         """Set the schedule of the learning rate, and its end.
 
         Args:
-            names: name of a schedule of the system -> (the name here, the last rate over the first).
+            without: one of SCHEDULES that the system lacks.
         """
-        name = str(self.get(scheduler_key))
-        schedule, final = names.get(name, ("cosine", 0.0))
-        if name not in names:
-            self.lose(scheduler_key, f"there is no such schedule; {prefix}.schedule is cosine")
-        self.put(f"{prefix}.schedule", schedule, scheduler_key)
+        name = str(self.get(key))
+        known = name in SCHEDULES and name != without
+        schedule, final = SCHEDULES[name] if known else ("cosine", 0.0)
+        if not known:
+            self.lose(key, f"there is no such schedule; {prefix}.schedule is cosine")
+        self.put(f"{prefix}.schedule", schedule, key)
         if schedule != "constant":
-            self.put(f"{prefix}.final_fraction", final, scheduler_key)
+            self.put(f"{prefix}.final_fraction", final, key)
 
     def put_warmup(self, updates: int, *keys: str, note: str = "", prefix: str = "optim") -> None:
         """Set the updates of the learning rate's warm-up."""

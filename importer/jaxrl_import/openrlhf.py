@@ -6,13 +6,6 @@ from jaxrl_import.fields import NO_CLIP, Conversion
 from jaxrl_import.tables import load_system
 from jaxrl_import.values import source_path
 
-SCHEDULES = {
-    "cosine_with_min_lr": ("cosine", 0.1),
-    "cosine": ("cosine", 0.0),
-    "linear": ("linear", 0.0),
-    "constant": ("constant", 1.0),
-    "constant_with_warmup": ("constant", 1.0),
-}
 ESTIMATORS = {  # estimator -> algorithm, advantage, scale
     "gae": ("ppo", "gae", "std"),
     "reinforce": ("reinforce_pp", "reinforce_pp", "std"),
@@ -40,15 +33,15 @@ def _rules_of_ppo(conv: Conversion) -> None:
         "train.batch_size",
         mixed=True,
     )
-    conv.put("ppo_epochs", conv.get("train.max_epochs"), "train.max_epochs")
+    conv.copy("ppo_epochs", "train.max_epochs")
     _limit_rows(conv)
     conv.put_steps("train.num_episodes", "")
     _optimizer(conv, "actor.", "optim")
     if conv.algo == "ppo":
         _optimizer(conv, "critic.", "critic.optim")
-        conv.put("critic.loss.value_clip", conv.get("critic.value_clip"), "critic.value_clip")
+        conv.copy("critic.loss.value_clip", "critic.value_clip")
         if conv.get("critic.freezing_steps"):
-            conv.put("critic.warmup_steps", conv.get("critic.freezing_steps"), "critic.freezing_steps")
+            conv.copy("critic.warmup_steps", "critic.freezing_steps")
         _critic_path(conv)
     else:
         conv.results = {key: result for key, result in conv.results.items() if not key.startswith("critic.")}
@@ -60,7 +53,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
         conv.put("rollout.max_staleness", staleness, "train.async_enable", "train.async_queue_size")
     elif conv.get("train.async_enable"):
         conv.lose("train.async_enable", "responses are of the newest weights: docs/asynchronous.md")
-    conv.put("rollout.dtype", conv.get("ds.param_dtype"), "ds.param_dtype")
+    conv.copy("rollout.dtype", "ds.param_dtype")
     tensor = conv.get("vllm.tensor_parallel_size")
     conv.put_engine("vllm.num_engines", "vLLM", tensor, conv.get("vllm.gpu_memory_utilization"))
 
@@ -214,9 +207,9 @@ def _optimizer(conv: Conversion, group: str, ours: str) -> None:
         conv.put(f"{ours}.learning_rate", conv.get(f"{group}muon.lr") or 0.02, f"{group}muon.lr", note=note)
     elif name != "adam":
         conv.refuse(f"{group}optim", "there is no such optimizer", instead="adam")
-    conv.put_schedule(SCHEDULES, f"{group}lr_scheduler", ours)
+    conv.put_schedule(f"{group}lr_scheduler", ours)
     if conv.get(f"{group}lr_scheduler") == "cosine_with_min_lr":
-        conv.put(f"{ours}.final_fraction", conv.get(f"{group}min_lr_ratio"), f"{group}min_lr_ratio")
+        conv.copy(f"{ours}.final_fraction", f"{group}min_lr_ratio")
     for beta, value in zip(("b1", "b2"), conv.get(f"{group}adam.betas"), strict=False):
         conv.put(f"{ours}.{beta}", float(value), f"{group}adam.betas")
     if name == "muon":
@@ -225,7 +218,7 @@ def _optimizer(conv: Conversion, group: str, ours: str) -> None:
 
 
 def _common(conv: Conversion) -> None:
-    conv.put("model.dtype", conv.get("ds.param_dtype"), "ds.param_dtype")
+    conv.copy("model.dtype", "ds.param_dtype")
     if conv.get("train.enable_ema"):
         conv.put("optim.ema", conv.get("train.ema_beta"), "train.enable_ema", "train.ema_beta")
     conv.put_mesh(conv.first("ds.tensor_parallel_size"), conv.first("ds.ring_attn_size"), ulysses=False)
@@ -247,18 +240,17 @@ def _common(conv: Conversion) -> None:
         conv.put("data.chat.render", "chat", "data.apply_chat_template")
     if conv.is_set("eval.dataset"):
         conv.put_sources(map(source_path, conv.get("eval.dataset")), "eval.dataset", "eval")
-        conv.put("data.eval.0.split", conv.get("eval.split"), "eval.split")
+        conv.copy("data.eval.0.split", "eval.split")
     if conv.is_set("data.tokenizer_chat_template"):
         conv.lose("data.tokenizer_chat_template", "--data.chat.chat_template FILE: put the text into a file")
     if conv.value_of("lora.rank", 0):
-        conv.put("lora.alpha", conv.get("ds.lora.alpha"), "ds.lora.alpha")
-        conv.put("lora.targets", conv.get("ds.lora.target_modules"), "ds.lora.target_modules")
+        conv.copy("lora.alpha", "ds.lora.alpha")
+        conv.copy("lora.targets", "ds.lora.target_modules")
         if conv.get("ds.load_in_4bit"):
             conv.put("lora.quantize", "nf4", "ds.load_in_4bit")
     if conv.is_set("logger.wandb.key"):
-        conv.put("log.wandb", conv.get("logger.wandb.project"), "logger.wandb.project")
-        if conv.is_set("logger.wandb.run_name"):
-            conv.put("log.name", conv.get("logger.wandb.run_name"), "logger.wandb.run_name")
+        conv.copy("log.wandb", "logger.wandb.project")
+        conv.copy_set("log.name", "logger.wandb.run_name")
 
 
 SYSTEM = load_system(

@@ -33,14 +33,14 @@ def _rules_of_ppo(conv: Conversion) -> None:
     level = LEVELS.get(str(conv.get("actor.avg_level")), "token")
     conv.put("algo.aggregation", level, "actor.avg_level")
     for side in ("low", "high"):
-        conv.put(f"algo.clip_{side}", conv.get("actor.clip"), "actor.clip")
+        conv.copy(f"algo.clip_{side}", "actor.clip")
     _kl(conv)
     if cap := conv.get("actor.tis_coef"):
         conv.put("algo.correction.weight", "token", "actor.tis_coef")
         conv.put("algo.correction.cap", cap, "actor.tis_coef")
         conv.put("algo.correction.of", "policy", note="RL2's ratio is of the present policy")
     if not conv.is_set("actor.model_name") and conv.is_set("rollout.server_args.model_path"):
-        conv.put("model.path", conv.get("rollout.server_args.model_path"), "rollout.server_args.model_path")
+        conv.copy("model.path", "rollout.server_args.model_path")
     if "prompts_per_step" not in conv.results:
         conv.notes.append("rollout.train.prompts_per_rollout is not set: prompts_per_step is the default, 16")
     updates = conv.get("actor.update_per_rollout")
@@ -60,7 +60,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
         _without_critic(conv)
     _filtering(conv, n)
     if conv.is_set("rollout.env_path"):
-        conv.put("env.name", conv.get("rollout.env_path"), "rollout.env_path", note="the environment rewards")
+        conv.copy("env.name", "rollout.env_path", note="the environment rewards")
         conv.put("reward.name", "none", note="the environment rewards")
     stop = f"rollout.train.{SAMPLING}.stop"
     if conv.is_set(stop):
@@ -100,19 +100,12 @@ def _kl(conv: Conversion) -> None:
     if conv.get("actor.kl.coef"):
         conv.put("algo.kl_in", place or "loss", "actor.kl.type")
         key = "actor.kl.loss_estimator" if place == "loss" else "actor.kl.reward_estimator"
-        conv.put("algo.kl", conv.get(key), key)
+        conv.copy("algo.kl", key)
 
 
 def _optimizer(conv: Conversion, model: str, ours: str) -> None:
     name = f"{model}.scheduler.name"
-    schedules = {
-        "cosine_with_min_lr": ("cosine", 0.1),
-        "cosine": ("cosine", 0.0),
-        "linear": ("linear", 0.0),
-        "constant": ("constant", 1.0),
-        "constant_with_warmup": ("constant", 1.0),
-    }
-    conv.put_schedule(schedules, name, ours)
+    conv.put_schedule(name, ours)
     if conv.get(name) == "cosine_with_min_lr":
         key = conv.first(f"{model}.optimizer.min_lr", f"{model}.scheduler.min_lr")[0]
         rate = f"{model}.optimizer.lr"
@@ -132,7 +125,7 @@ def _data(conv: Conversion, group: str) -> None:
         conv.put("data.chat.render", "plain", f"{group}.train.apply_chat_template")
     messages = f"{group}.train.messages_key"
     if conv.is_set(messages) and not conv.is_set(f"{group}.train.prompt_key"):
-        conv.put("data.train.0.prompt_key", conv.get(messages), messages)
+        conv.copy("data.train.0.prompt_key", messages)
 
 
 def _common(conv: Conversion, model: str) -> None:
@@ -147,7 +140,7 @@ def _common(conv: Conversion, model: str) -> None:
     folder, name = conv.get("trainer.save_dir"), conv.get("trainer.experiment_name")
     conv.put("run_dir", folder or f"runs/{name or 'rl2'}", "trainer.save_dir", "trainer.experiment_name")
     if conv.get("trainer.use_wandb") and conv.is_set("trainer.project"):
-        conv.put("log.wandb", conv.get("trainer.project"), "trainer.project")
+        conv.copy("log.wandb", "trainer.project")
 
 
 def _rules_of_examples(conv: Conversion) -> None:

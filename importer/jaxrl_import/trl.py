@@ -24,13 +24,6 @@ from jaxrl_import.trl_losses import (
     set_sft,
 )
 
-SCHEDULES = {
-    "linear": ("linear", 0.0),
-    "cosine": ("cosine", 0.0),
-    "constant": ("constant", 1.0),
-    "constant_with_warmup": ("constant", 1.0),
-    "cosine_with_min_lr": ("cosine", 0.1),
-}
 OPTIMIZERS = {  # optim of transformers -> optimizer, settings that go with it
     **dict.fromkeys(
         ("adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
@@ -182,7 +175,7 @@ def _common(conv: Conversion, updates: int) -> None:
         conv.put("steps", max(-(-total // updates), 1), "max_steps", note=note, stated=True)
     else:
         conv.put_steps("num_train_epochs", "")
-    conv.put_schedule(SCHEDULES, "lr_scheduler_type")
+    conv.put_schedule("lr_scheduler_type")
     _end_of_schedule(conv)
     _warmup(conv, total)
     _optimizer(conv)
@@ -200,8 +193,7 @@ def _common(conv: Conversion, updates: int) -> None:
         if logger in conv.get("report_to") or "all" in conv.get("report_to"):
             project = conv.get("project") or conv.get("run_name") or "huggingface"
             conv.put(f"log.{logger}", project, "report_to", "project", "run_name")
-            if conv.is_set("run_name"):
-                conv.put("log.name", conv.get("run_name"), "run_name")
+            conv.copy_set("log.name", "run_name")
 
 
 def _end_of_schedule(conv: Conversion) -> None:
@@ -267,7 +259,7 @@ def _interval(conv: Conversion, ours: str, every: str, strategy: str, updates: i
 
 def _lora(conv: Conversion) -> None:
     conv.put("lora.rank", conv.get("lora_r"), "use_peft", "lora_r")
-    conv.put("lora.alpha", conv.get("lora_alpha"), "lora_alpha")
+    conv.copy("lora.alpha", "lora_alpha")
     if conv.get("lora_dropout"):
         conv.lose("lora_dropout", "adapters have no dropout")
     targets, note = conv.get("lora_target_modules"), ""

@@ -115,8 +115,7 @@ def put_data(conv: Conversion) -> None:
         conv.put_sources(test or train, "dataset_name", "eval")
         if not test:
             conv.put("data.eval.0.split", conv.get("dataset_test_split") or "test", "dataset_test_split")
-        if conv.is_set("dataset_config"):
-            conv.put("data.eval.0.subset", conv.get("dataset_config"), "dataset_config")
+        conv.copy_set("data.eval.0.subset", "dataset_config")
 
 
 def _without_slice(conv: Conversion) -> None:

@@ -58,7 +58,7 @@ def set_grpo(conv: Conversion) -> None:
         conv.put("algo.constant", constant, "loss_type", "max_completion_length")
     _grpo_clip(conv)
     for key, ours in LOSS_FIELDS.get(conv.algo, {}).items():
-        conv.put(ours, conv.get(key), key)
+        conv.copy(ours, key)
     kl = conv.get("use_bias_correction_kl")
     if kl and conv.get("beta"):
         conv.put("algo.kl_importance", True, "use_bias_correction_kl")
@@ -91,7 +91,7 @@ def _grpo_clip(conv: Conversion) -> None:
     if not conv.is_set("delta") or conv.algo not in CLIPPED:
         return
     if conv.get("delta") > 1 + conv.value_of("algo.clip_high", 0.2):
-        conv.put("algo.dual_clip", conv.get("delta"), "delta", note="above the clip the same bound")
+        conv.copy("algo.dual_clip", "delta", note="above the clip the same bound")
     else:
         conv.refuse(
             "delta", "below 1 + epsilon_high it bounds the ratio of good responses, too; there is none"
@@ -102,7 +102,7 @@ def group_scale(conv: Conversion) -> None:
     """Set what the advantages are divided by, and the tokens that keep theirs."""
     if conv.is_set("top_entropy_quantile"):
         note = "of the tokens of a step before its first update; TRL's are those of a micro-batch"
-        conv.put("algo.top_entropy", conv.get("top_entropy_quantile"), "top_entropy_quantile", note=note)
+        conv.copy("algo.top_entropy", "top_entropy_quantile", note=note)
     scale = str(conv.get("scale_rewards")).lower()
     names = {"false": "none", "none": "none", "batch": "batch_std"}
     conv.put("algo.scale", names.get(scale, "std"), "scale_rewards")
@@ -116,7 +116,7 @@ def _entropy(conv: Conversion, aggregation: str) -> None:
             ("entropy_target", "algo.entropy_target"),
             ("entropy_coef_delta", "algo.entropy_delta"),
         ):
-            conv.put(ours, conv.get(key), key)
+            conv.copy(ours, key)
         if conv.get("entropy_coef_max") != 1.0:
             conv.lose("entropy_coef_max", "the coefficient may rise to 1")
         if conv.get("entropy_coef_min"):
@@ -128,9 +128,9 @@ def _entropy(conv: Conversion, aggregation: str) -> None:
 def clip_range(conv: Conversion) -> None:
     """Set the range of the ratio."""
     if conv.algo in CLIPPED:
-        conv.put("algo.clip_low", conv.get("epsilon"), "epsilon")
+        conv.copy("algo.clip_low", "epsilon")
         key = conv.first("epsilon_high", "epsilon")[0]
-        conv.put("algo.clip_high", conv.get(key), key)
+        conv.copy("algo.clip_high", key)
 
 
 def set_gmpo(conv: Conversion) -> None:
@@ -171,7 +171,7 @@ def set_online_dpo(conv: Conversion) -> None:
 
 def set_distillation(conv: Conversion) -> None:
     """Set the divergence of TRL's DistillationTrainer, on one response to a prompt."""
-    conv.put("algo.temperature", conv.get("temperature"), "temperature", note="divides the logits there, too")
+    conv.copy("algo.temperature", "temperature", note="divides the logits there, too")
     conv.put("responses_per_prompt", 1, note="TRL's distillation")
     _teacher(conv)
 
@@ -206,8 +206,7 @@ def rollout_correction(conv: Conversion) -> None:
     conv.put("algo.correction.cap", high[1] if high[1] is not None else float("inf"), high[0])
     conv.put("algo.correction.outside", "zero" if how == "mask" else "clip", mode)
     low = "vllm_importance_sampling_clip_min"
-    if conv.is_set(low):
-        conv.put("algo.correction.floor", conv.get(low), low)
+    conv.copy_set("algo.correction.floor", low)
 
 
 def set_dpo(conv: Conversion) -> None:
@@ -243,7 +242,7 @@ def set_cpo(conv: Conversion) -> None:
     loss = conv.get("loss_type")
     if loss in ("simpo", "alphapo"):
         conv.algo = "simpo"
-        conv.put("algo.gamma", conv.get("simpo_gamma"), "simpo_gamma")
+        conv.copy("algo.gamma", "simpo_gamma")
         if loss == "alphapo":
             conv.put("algo.alpha", conv.get("alpha") or 0.0, "alpha")
     elif loss in ("sigmoid", "hinge"):
@@ -259,8 +258,8 @@ def set_gkd(conv: Conversion) -> None:
         conv.algo = "distill"
         conv.put_lengths(conv.get("max_length") or 1024, "max_length")
     else:
-        conv.put("rollout.sampling.temperature", conv.get("temperature"), "temperature")
-        conv.put("max_response_tokens", conv.get("max_new_tokens"), "max_new_tokens")
+        conv.copy("rollout.sampling.temperature", "temperature")
+        conv.copy("max_response_tokens", "max_new_tokens")
         rest = max((conv.get("max_length") or 1024) - conv.get("max_new_tokens"), 1)
         conv.put("max_prompt_tokens", rest, "max_length", "max_new_tokens")
         conv.put("responses_per_prompt", 1, note="TRL's GKD")

@@ -18,7 +18,6 @@ from jaxrl_import.verl_names import (
     READERS,
     REF,
     ROLLOUT,
-    SCHEDULES,
 )
 
 
@@ -31,8 +30,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
     conv.devices = conv.devices or conv.get("trainer.n_gpus_per_node") * conv.get("trainer.nnodes")
     _mesh(conv, ACTOR)
     for ours, name in (("max_prompt_tokens", "prompt_length"), ("max_response_tokens", "response_length")):
-        if conv.is_set(f"{ROLLOUT}.{name}"):
-            conv.put(ours, conv.get(f"{ROLLOUT}.{name}"), f"{ROLLOUT}.{name}")
+        conv.copy_set(ours, f"{ROLLOUT}.{name}")
     conv.put_steps("trainer.total_epochs", "trainer.total_training_steps")
     updates = _minibatches(conv, _prompts(conv))
     _micro_batches(conv)
@@ -52,7 +50,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
         if conv.get(f"{REF}.{backend}.param_offload"):
             conv.put("reference.offload", True, f"{REF}.{backend}.param_offload")
     if conv.get(f"{ACTOR}.fsdp_config.dtype"):
-        conv.put("model.dtype", conv.get(f"{ACTOR}.fsdp_config.dtype"), f"{ACTOR}.fsdp_config.dtype")
+        conv.copy("model.dtype", f"{ACTOR}.fsdp_config.dtype")
     if conv.get(f"{ROLLOUT}.enable_rollout_routing_replay"):
         conv.put("routing.replay", "rollout", f"{ROLLOUT}.enable_rollout_routing_replay")
     conv.put_engine(
@@ -145,7 +143,7 @@ def _optimizer_rules(conv: Conversion, group: str, ours: str, updates: int) -> N
         f"{group}.lr_scheduler",
         f"{group}.lr_scheduler_type",
     )[0]
-    conv.put_schedule(SCHEDULES, scheduler, ours)
+    conv.put_schedule(scheduler, ours, without="cosine_with_min_lr")
     if conv.value_of(f"{ours}.schedule", "constant") != "constant":
         key, fraction = conv.first(f"{group}.min_lr_ratio")
         if conv.is_set(f"{group}.min_lr"):
@@ -156,7 +154,7 @@ def _optimizer_rules(conv: Conversion, group: str, ours: str, updates: int) -> N
     for name, beta in zip(("b1", "b2"), conv.get(f"{group}.betas") or (), strict=False):
         conv.put(f"{ours}.{name}", float(beta), f"{group}.betas")
     if conv.get(f"{group}.clip_grad") is not None:
-        conv.put(f"{ours}.max_grad_norm", conv.get(f"{group}.clip_grad"), f"{group}.clip_grad")
+        conv.copy(f"{ours}.max_grad_norm", f"{group}.clip_grad")
 
 
 def _warmup(conv: Conversion, group: str, ours: str, *, updates: int) -> None:
@@ -198,9 +196,9 @@ def _critic(conv: Conversion, updates: int) -> None:
         key = f"critic.{name}"
         if conv.is_set(key) and int(conv.get(key)) != conv.get(f"{ACTOR}.{name}"):
             conv.lose(key, "the critic's updates are the policy's")
-    conv.put("critic.optim.learning_rate", conv.get("critic.optim.lr"), "critic.optim.lr")
-    conv.put("critic.optim.weight_decay", conv.get("critic.optim.weight_decay"), "critic.optim.weight_decay")
-    conv.put("critic.loss.value_clip", conv.get("critic.cliprange_value"), "critic.cliprange_value")
+    conv.copy("critic.optim.learning_rate", "critic.optim.lr")
+    conv.copy("critic.optim.weight_decay", "critic.optim.weight_decay")
+    conv.copy("critic.loss.value_clip", "critic.cliprange_value")
     aggregation = "critic.loss_agg_mode"
     if conv.get(aggregation) == "constant":  # of the value loss the padded length, whatever the actor's is
         longest = float(conv.value_of("max_response_tokens", 512))
@@ -223,7 +221,7 @@ def _rewards(conv: Conversion) -> None:
         if own:
             conv.lose(model, "the function alone rewards; there it asks the model's server itself")
         else:
-            conv.put("reward.models.0.path", conv.get(model), model)
+            conv.copy("reward.models.0.path", model)
             conv.put("reward.name", "none", "reward.reward_model.enable", note="the model alone rewards")
     manager = "reward.reward_manager.name"
     if conv.get(manager) not in ("naive", "dapo", "batch", "prime", "gdpo", "limited", "rate_limited"):
@@ -248,22 +246,21 @@ def _overlong(conv: Conversion) -> None:
 
 def _evaluation(conv: Conversion) -> None:
     group = f"{ROLLOUT}.val_kwargs"
-    conv.put("eval.every", conv.get("trainer.test_freq"), "trainer.test_freq")
+    conv.copy("eval.every", "trainer.test_freq")
     temperature = conv.get(f"{group}.temperature") if conv.get(f"{group}.do_sample") else 0.0
     conv.put("eval.sampling.temperature", temperature, f"{group}.do_sample", f"{group}.temperature")
     if temperature:
-        conv.put("eval.samples", conv.get(f"{group}.n"), f"{group}.n")
+        conv.copy("eval.samples", f"{group}.n")
     for name in ("top_p", "top_k"):
-        if conv.is_set(f"{group}.{name}"):
-            conv.put(f"eval.sampling.{name}", conv.get(f"{group}.{name}"), f"{group}.{name}")
+        conv.copy_set(f"eval.sampling.{name}", f"{group}.{name}")
     if conv.value_of("eval.every", 0):
         conv.notes.append("veRL evaluates on all rows of data.val_files; here on eval.prompts of them (64)")
 
 
 def _lora(conv: Conversion, model: str) -> None:
     if conv.value_of("lora.rank", 0) and conv.is_set(f"{model}.lora_rank"):
-        conv.put("lora.alpha", conv.get(f"{model}.lora_alpha"), f"{model}.lora_alpha")
-        conv.put("lora.targets", conv.get(f"{model}.target_modules"), f"{model}.target_modules")
+        conv.copy("lora.alpha", f"{model}.lora_alpha")
+        conv.copy("lora.targets", f"{model}.target_modules")
 
 
 def _data(conv: Conversion) -> None:
@@ -285,7 +282,7 @@ def _data(conv: Conversion) -> None:
         conv.put("data.chat.template_options", json.dumps(conv.get(key)), key)
     draws = "algorithm.filter_groups.max_num_gen_batches"
     if conv.is_set(draws) and conv.get(draws) > 0:
-        conv.put("algo.max_draws", conv.get(draws), draws)
+        conv.copy("algo.max_draws", draws)
     elif conv.is_set(draws):
         conv.put("algo.max_draws", 10_000, draws, note="no limit there")
 
@@ -326,7 +323,7 @@ def _rules_of_sft(conv: Conversion) -> None:
     messages = conv.first("data.multiturn.messages_key", "data.messages_key")
     if messages[1] and not (conv.is_set("data.prompt_key") and not conv.is_set(messages[0])):
         conv.put("data.train.0.prompt_key", messages[1], messages[0])
-    conv.put("eval.every", conv.get("trainer.test_freq"), "trainer.test_freq")
+    conv.copy("eval.every", "trainer.test_freq")
     _lora(conv, "model")
     _data(conv)
     _outputs(conv)

@@ -33,10 +33,8 @@ def set_algorithm(conv: Conversion) -> None:
         _bypass(conv, algo)
     if conv.get("algorithm.use_pf_ppo"):
         conv.algo = "pf_ppo"
-        conv.put(
-            "algo.filter", conv.get("algorithm.pf_ppo.reweight_method"), "algorithm.pf_ppo.reweight_method"
-        )
-        conv.put("algo.power", conv.get("algorithm.pf_ppo.weight_pow"), "algorithm.pf_ppo.weight_pow")
+        conv.copy("algo.filter", "algorithm.pf_ppo.reweight_method")
+        conv.copy("algo.power", "algorithm.pf_ppo.weight_pow")
     responses = f"{ROLLOUT}.n"
     if conv.get(responses) == 1 and advantage in ALONE:
         note = "of one response veRL has no baseline: its advantage is the reward"
@@ -79,16 +77,16 @@ def set_loss(conv: Conversion) -> None:
     if conv.algo == "dppo":
         kind = f"{ACTOR}.policy_loss.loss_mode"
         conv.put("algo.divergence_of", str(conv.get(kind)).rpartition("_")[2], kind)
-        conv.put("algo.delta_low", conv.get(low), low)
-        conv.put("algo.delta_high", conv.get(high), high)
+        conv.copy("algo.delta_low", low)
+        conv.copy("algo.delta_high", high)
         conv.put("algo.old", "policy", note="veRL's old log-probs are computed anew")
     elif conv.algo not in ("gpg", "sapo", "kl_cov", "dro", "reinforce"):
-        conv.put("algo.clip_low", conv.get(low), low)
-        conv.put("algo.clip_high", conv.get(high), high)
+        conv.copy("algo.clip_low", low)
+        conv.copy("algo.clip_high", high)
     if conv.algo in CLIPPED and conv.algo != "gspo":
-        conv.put("algo.dual_clip", conv.get(f"{ACTOR}.clip_ratio_c"), f"{ACTOR}.clip_ratio_c")
+        conv.copy("algo.dual_clip", f"{ACTOR}.clip_ratio_c")
     for key, ours in LOSS_FIELDS.get(conv.algo, {}).items():
-        conv.put(ours, conv.get(key), key)
+        conv.copy(ours, key)
     aggregation = f"{ACTOR}.loss_agg_mode"
     if conv.get(aggregation) == "constant":
         factor = conv.get(f"{ACTOR}.loss_scale_factor")
@@ -113,18 +111,18 @@ def set_kl(conv: Conversion) -> None:
     """Set the KL to the reference, in the loss or in the reward."""
     in_loss, in_reward = conv.get(f"{ACTOR}.use_kl_loss"), conv.get("algorithm.use_kl_in_reward")
     if in_loss:
-        conv.put("algo.kl_coef", conv.get(f"{ACTOR}.kl_loss_coef"), f"{ACTOR}.kl_loss_coef")
-        conv.put("algo.kl", conv.get(f"{ACTOR}.kl_loss_type"), f"{ACTOR}.kl_loss_type")
+        conv.copy("algo.kl_coef", f"{ACTOR}.kl_loss_coef")
+        conv.copy("algo.kl", f"{ACTOR}.kl_loss_type")
         conv.put("algo.kl_in", "loss", f"{ACTOR}.use_kl_loss")
         if in_reward:
             conv.lose("algorithm.use_kl_in_reward", "the KL is in the loss or in the reward; in the loss")
     elif in_reward:
-        conv.put("algo.kl_coef", conv.get("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_ctrl.kl_coef")
-        conv.put("algo.kl", conv.get("algorithm.kl_penalty"), "algorithm.kl_penalty")
+        conv.copy("algo.kl_coef", "algorithm.kl_ctrl.kl_coef")
+        conv.copy("algo.kl", "algorithm.kl_penalty")
         conv.put("algo.kl_in", "reward", "algorithm.use_kl_in_reward")
         if conv.get("algorithm.kl_ctrl.type") == "adaptive":
-            conv.put("algo.kl_target", conv.get("algorithm.kl_ctrl.target_kl"), "algorithm.kl_ctrl.target_kl")
-            conv.put("algo.kl_horizon", conv.get("algorithm.kl_ctrl.horizon"), "algorithm.kl_ctrl.horizon")
+            conv.copy("algo.kl_target", "algorithm.kl_ctrl.target_kl")
+            conv.copy("algo.kl_horizon", "algorithm.kl_ctrl.horizon")
     else:
         conv.put("algo.kl_coef", 0.0, f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
 
@@ -134,10 +132,10 @@ def set_correction(conv: Conversion) -> None:
     weight, cap = f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"
     if conv.get(f"{ACTOR}.tis_imp_ratio_cap") and conv.get(f"{ACTOR}.tis_imp_ratio_cap") > 0:
         conv.put("algo.correction.weight", "token", f"{ACTOR}.tis_imp_ratio_cap")
-        conv.put("algo.correction.cap", conv.get(f"{ACTOR}.tis_imp_ratio_cap"), f"{ACTOR}.tis_imp_ratio_cap")
+        conv.copy("algo.correction.cap", f"{ACTOR}.tis_imp_ratio_cap")
     bypass = conv.get(f"{CORRECTION}.bypass_mode")
     if conv.get(weight) in ("token", "sequence") and (not bypass or conv.algo == "reinforce"):
-        conv.put("algo.correction.weight", conv.get(weight), weight)
+        conv.copy("algo.correction.weight", weight)
         bounds = conv.get(cap)
         conv.put("algo.correction.cap", bounds[-1], cap)
         if len(bounds) == 2:
@@ -189,7 +187,7 @@ def distillation(conv: Conversion) -> None:
     if mode == "forward_kl_topk" and not gradient:
         _gkd(conv, "divergence", task=task)
         conv.put("algo.beta", 0.0, f"{DISTILLATION}.loss_mode")
-        conv.put("algo.top_k", conv.get(f"{DISTILLATION}.topk"), f"{DISTILLATION}.topk")
+        conv.copy("algo.top_k", f"{DISTILLATION}.topk")
         conv.lose(f"{DISTILLATION}.loss_mode", "the tokens beyond the top k are pooled, there left out")
     elif mode in ("k1", "kl") and gradient:
         _gkd(conv, "policy_gradient", task=task)
@@ -197,7 +195,7 @@ def distillation(conv: Conversion) -> None:
             conv.lose(f"{DISTILLATION}.policy_loss_mode", "the surrogate is PPO's clip")
         for side in ("low", "high"):
             key = f"{DISTILLATION}.clip_ratio_{side}"
-            conv.put(f"algo.clip_{side}", conv.get(key), key)
+            conv.copy(f"algo.clip_{side}", key)
     elif mode in ESTIMATORS and task and not gradient and not conv.get(f"{ACTOR}.use_kl_loss"):
         _teacher_as_reference(conv, mode, paths)
         return
@@ -223,7 +221,7 @@ def _gkd(conv: Conversion, form: str, *, task: bool) -> None:
 def _teacher_as_reference(conv: Conversion, mode: str, paths: list[tuple[str, str]]) -> None:
     """Set the teacher as the reference: an estimator of the KL to it is added to the policy's loss."""
     coef = f"{DISTILLATION}.distillation_loss_coef"
-    conv.put("algo.kl_coef", conv.get(coef), coef)
+    conv.copy("algo.kl_coef", coef)
     conv.put("algo.kl", KL(mode), f"{DISTILLATION}.loss_mode")
     conv.put("algo.kl_in", "loss", f"{DISTILLATION}.use_task_rewards")
     for key, path in paths[:1]:

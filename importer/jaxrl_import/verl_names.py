@@ -17,10 +17,6 @@ MODEL, REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 CORRECTION = "algorithm.rollout_correction"
 MANAGER = "reward.reward_kwargs.overlong_buffer_cfg"
 DISTILLATION = "distillation.distillation_loss"
-SCHEDULES = {
-    **dict.fromkeys(("constant", "constant_with_warmup"), ("constant", 1.0)),
-    **{name: (name, 0.0) for name in ("cosine", "linear")},
-}
 ADVANTAGES = {  # estimator -> algorithm, advantage
     "gae": ("ppo", "gae"),
     "grpo": ("grpo", "grpo"),
