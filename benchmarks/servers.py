@@ -104,7 +104,7 @@ def measure_servers(
     pool = ServerPool(launched.urls, sglang.timeout, sglang.retries, slots=RESPONSES)
     closing.callback(pool.close)
     source = WeightSource(MODEL, DTYPE, options.bucket_mb << 20)
-    group = GroupTransport(source, sys.executable, "gloo", sglang.timeout)
+    group = GroupTransport(source, sys.executable, sglang.timeout)
     closing.callback(group.close)
     disk = DiskTransport(folder / "weights", DTYPE, make_tokenizer())
     on_first = lambda work: work()

@@ -86,7 +86,7 @@ def _algorithm(conv: Conversion) -> None:
     if conv.get(f"{ADVANTAGE}.no_std_norm") and name in ("gae", "reinforce", "reinforce_baseline"):
         conv.lose(f"{ADVANTAGE}.no_std_norm", "advantages are whitened with their deviation, or not at all")
     if conv.get("reward.normalize_enable"):
-        reason = "--reward.models.0.mean and .scale, of the reward model's config.json (mean and std)"
+        reason = "--reward.models.0.mean, and 1 / std as its weight, both of the reward model's config.json"
         conv.lose("reward.normalize_enable", reason)
     if tuple(conv.get("algo.dynamic_filtering_range")) != (0, 1):
         reason = "groups of equal rewards are dropped; those with a mean outside a range are not"

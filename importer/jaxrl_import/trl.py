@@ -216,7 +216,7 @@ def _warmup(conv: Conversion, total: int | None) -> None:
     if not value:
         key, value = "warmup_ratio", conv.get("warmup_ratio")
     if value and value < 1 and not (total and total > 0):
-        conv.put("optim.warmup_ratio", value, key)
+        conv.put("optim.warmup_steps", value, key)
     elif value:
         note = f"of {total} updates, rounded up" if value < 1 else ""
         conv.put_warmup(math.ceil(total * value) if value < 1 else int(value), key, note=note)

@@ -211,6 +211,8 @@ def rollout_correction(conv: Conversion) -> None:
 
 def set_dpo(conv: Conversion) -> None:
     """Set the loss of DPO, with TRL's sft beside it as the NLL term."""
+    if conv.get("reference_free"):
+        conv.lose("reference_free", "--algo cpo --algo.nll_coef 0 is DPO's loss without a reference")
     losses = list(conv.get("loss_type") or ("sigmoid",))
     weights = [float(weight) for weight in conv.get("loss_weights") or [1.0] * len(losses)]
     if len(weights) != len(losses):

@@ -165,7 +165,7 @@ def _warmup(conv: Conversion, group: str, ours: str, *, updates: int) -> None:
     if conv.get(decay):
         conv.lose(decay, "the learning rate falls over the whole run")
     if steps <= 0 and share and not total:
-        conv.put(f"{ours}.warmup_ratio", share, ratio)
+        conv.put(f"{ours}.warmup_steps", share, ratio)
         return
     if steps <= 0 and share:
         key, steps = ratio, int(total * share)

@@ -18,6 +18,8 @@ from jaxrl_import.verl_names import (
     ROLLOUT,
 )
 
+NOT_NORMALIZED = "importance weights are not normalized: --algo.correction.cap bounds them"
+
 
 def set_algorithm(conv: Conversion) -> None:
     """Set the algorithm and its advantages."""
@@ -142,7 +144,7 @@ def set_correction(conv: Conversion) -> None:
             conv.put("algo.correction.floor", bounds[0], cap)
             conv.put("algo.correction.outside", "zero", cap, note="two bounds are IcePop")
         if conv.get(f"{CORRECTION}.rollout_is_batch_normalize"):
-            conv.put("algo.correction.normalize", True, f"{CORRECTION}.rollout_is_batch_normalize")
+            conv.lose(f"{CORRECTION}.rollout_is_batch_normalize", NOT_NORMALIZED)
     if rules := conv.get(f"{CORRECTION}.rollout_rs"):
         thresholds = conv.get(f"{CORRECTION}.rollout_rs_threshold") or [(2.0,)]
         pairs = [(rule, thresholds[min(i, len(thresholds) - 1)]) for i, rule in enumerate(rules)]

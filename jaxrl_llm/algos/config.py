@@ -75,8 +75,6 @@ class Correction:
     """Clip a weight outside [floor, cap] to the bound, or set it to 0 (IcePop, masked sampling)."""
     of: Literal["old", "policy"] = "old"
     """Numerator of the ratio: the policy before this step's updates, or the present one (RL2)."""
-    normalize: bool = False
-    """Divide by the mean weight of the step's tokens (of its sequences, for weight "sequence")."""
     reject: tuple[tuple[Rule, Unbounded, Unbounded], ...] = ()
     """Rules, lowest and highest value allowed: tokens or sequences that break one have weight 0.
     Nats; for k1 a ratio rollout / old, for tv a probability. Such as token_k1 0.8 1.25 seq_mean_k3 0 0.02."""

@@ -1,8 +1,7 @@
 """Rollout correction: importance weights, rejection and diagnostics of trainer against rollout log-probs.
 
-The ratio is exp(old_logprobs - rollout_logprobs): trainer over rollout, before this step's updates. Weights
-are per token or per sequence, so that micro-batches add up. The mean weight of a batch is computed on [N, R]
-arrays (`mean_weight`).
+The ratio is exp(old_logprobs - rollout_logprobs): trainer over rollout, before this step's updates.
+Weights are per token or per sequence, so that micro-batches add up.
 """
 
 from __future__ import annotations
@@ -35,17 +34,6 @@ def importance_weights(
     bounded = jnp.clip(ratio, config.floor, config.cap)
     weights = bounded if config.outside == "clip" else jnp.where(inside, ratio, 0.0)
     return jnp.where(mask > 0, weights, 0.0)
-
-
-def mean_weight(
-    log_ratios: Float[Array, "N R"], mask: Float[Array, "N R"], config: Correction
-) -> Float[Array, ""]:
-    """Return the mean importance weight of all tokens, or of all sequences (rows with a token); never 0."""
-    weights = importance_weights(log_ratios, mask, jnp.ones(mask.shape, jnp.int32), config)
-    share = mask
-    if config.weight == "sequence":
-        share = mask / jnp.maximum(mask.sum(axis=1, keepdims=True), 1.0)
-    return jnp.maximum(jnp.sum(weights * share) / jnp.maximum(share.sum(), 1e-8), 1e-8)
 
 
 def accepted(

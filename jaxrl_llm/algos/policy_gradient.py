@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.config import PolicyConfig
 from jaxrl_llm.algos.contract import Algorithm, Requirements
-from jaxrl_llm.algos.correction import mean_weight
 from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, WHITENED, gae, on_last_token, whiten
 from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.structs import Rollouts
@@ -25,7 +24,7 @@ def policy_algorithm(name: str, doc: str, config: PolicyConfig, loss: Callable, 
 
 def requires(config: PolicyConfig) -> Requirements:
     """Return the arrays and models that these settings read."""
-    reads_old = config.advantage.startswith("otb") or config.correction.normalize
+    reads_old = config.advantage.startswith("otb")
     reads_old |= config.kl_in != "loss" and config.kl_coef != 0
     return Requirements(
         entropy=config.entropy_coef != 0 or config.entropy_target is not None,
@@ -58,9 +57,6 @@ def advantages(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
         out = whiten(out, mask, how)
     if config.kl_in == "advantage" and config.kl_coef:
         out = out - config.present_kl_coef(rollouts) * _rollout_kl(rollouts, config)
-    if config.correction.normalize:
-        gap = rollouts.old_logprobs - rollouts.rollout_logprobs
-        out = out / mean_weight(gap, mask, config.correction)
     if config.top_entropy < 1:
         lowest = jnp.nanquantile(jnp.where(mask > 0, rollouts.entropy, jnp.nan), 1 - config.top_entropy)
         out = jnp.where(rollouts.entropy >= lowest, out, 0.0)

@@ -88,8 +88,6 @@ class DPOConfig(AlgoConfig):
     """Weigh each pair by the probability of its responses under the policy (WPO)."""
     length_normalized: bool = False
     """Average over the tokens of a response instead of summing."""
-    reference_free: bool = False
-    """Use no reference model."""
     nll_coef: Weight = 0.0
     """Weight of the chosen response's mean -log p(token)."""
 
@@ -106,7 +104,7 @@ class DPOConfig(AlgoConfig):
 
 def dpo_loss(inputs: LossInputs, config: DPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the mean over pairs of the loss of the two log-ratios, plus the NLL term."""
-    ratio = inputs.logprobs if config.reference_free else inputs.logprobs - inputs.ref_logprobs
+    ratio = inputs.logprobs - inputs.ref_logprobs
     if config.tail_coef != 1.0:
         ratio = ratio * tail_weights(inputs, config.tail_coef)
     sides = (pair_means if config.length_normalized else pair_sums)(ratio, inputs)
@@ -156,9 +154,7 @@ dpo = Algorithm(
     "pairs",
     DPOConfig(),
     dpo_loss,
-    requires=lambda config: Requirements(
-        ref_logprobs=not config.reference_free, square_in_loss=config.weighted
-    ),
+    requires=lambda config: Requirements(ref_logprobs=True, square_in_loss=config.weighted),
     group_size=2,
 )
 

@@ -176,7 +176,7 @@ def _transport(sglang: SGLangConfig, source: WeightSource, disk: DiskTransport) 
     if sglang.transport == "disk":
         return disk
     if sglang.transport == "group":
-        return GroupTransport(source, sglang.relay_python, sglang.group_backend, sglang.timeout)
+        return GroupTransport(source, sglang.python, sglang.timeout)
     print_on_first(
         f"--sglang.transport {sglang.transport}: weights are sent to the servers as pickles. A pickle can "
         "run code, and anyone who can reach a server can send one: keep it on a private network."

@@ -90,7 +90,7 @@ def make_stages(
     settings["reference_model"] = scoring_model(config, policy, REFERENCE, meshes)
     stages = [Stage(policy, "train", warm.steps, **settings)]
     if warm.steps:
-        constant = {"schedule": "constant", "warmup_steps": 0, "warmup_ratio": 0.0}
+        constant = {"schedule": "constant", "warmup_steps": 0}
         optim = replace(config.optim, learning_rate=warm.learning_rate, **constant)
         learner = make_learner(config, algos.sft.Config(), optim, warm.steps, model, mesh)
         stages.insert(0, Stage(learner, "warm_start", 0, warm.steps, **critic, updates_critic=False))

@@ -60,10 +60,6 @@ class SourceConfig:
     labelled one is right (Yes or No)."""
     score_key: str = ""
     """Column of a score, put at the end of the prompt: " <rm_score>: 5.00" (conditional SFT)."""
-    score_mean: Annotated[float, Range(-1e9, 1e9)] = 0.0
-    """Subtracted from the score first."""
-    score_std: Annotated[float, Range(0, 1e9, open_low=True)] = 1.0
-    """Divides it then."""
     teacher: Annotated[int, Range(0, 1000)] = 0
     """Index of the teacher (--algo.teachers) that scores this source's rows, from 0."""
     name: str = ""

@@ -239,7 +239,7 @@ def _with_score(example: Example, row: dict, config: SourceConfig) -> Example:
             f"{example.where}: score_key {config.score_key!r} must hold a number, got "
             f"{lookup(row, config.score_key)!r:.100}; the columns are {column_names(row)}"
         )
-    suffix = score_text((score - config.score_mean) / config.score_std)
+    suffix = score_text(score)
     sides = [example, *([example.rejected] if example.rejected else [])]
     sides = [with_suffix(side, suffix) for side in sides]
     return dataclasses.replace(sides[0], rejected=sides[1] if len(sides) > 1 else None)

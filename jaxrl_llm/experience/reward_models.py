@@ -119,7 +119,7 @@ class RewardModel:
         def finish() -> list[np.ndarray]:
             scores = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
             for row, probability in zip(scores, pending(), strict=True):
-                row[-1] = (probability - self.config.mean) / self.config.scale
+                row[-1] = probability - self.config.mean
             return scores
 
         return finish
@@ -147,7 +147,7 @@ class RewardModel:
     def _scores(self, trajectory: Trajectory, read: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Return the scores of the response's tokens; `values` are those of the tokens that were read."""
         scores = np.zeros(len(trajectory.response_ids), np.float32)
-        values = (values - self.config.mean) / self.config.scale
+        values = values - self.config.mean
         if self.config.kind == "outcome":
             unpadded = np.flatnonzero(read != self.pad_id)  # transformers scores the last of these
             scores[-1] = values[unpadded[-1] if len(unpadded) else 0]

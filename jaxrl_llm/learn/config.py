@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
+from jaxrl_llm.ranges import LARGEST, Count, Fraction, Range
 
 LearningRate = Annotated[float, Range(0, 10, open_low=True, usual="1e-6 is usual for RL, 1e-5 for SFT")]
 Decay = Annotated[float, Range(0, 1, open_high=True)]
@@ -27,10 +27,9 @@ class OptimConfig:
     """Peak learning rate."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up: constant, or falling to final_fraction of the peak over the run."""
-    warmup_steps: CountOrZero = 0
-    """Updates over which the learning rate rises from 0."""
-    warmup_ratio: Fraction = 0.0
-    """The same as a fraction of the updates of the run, rounded up; 0 = warmup_steps."""
+    warmup_steps: Annotated[float, Range(0, LARGEST, usual="0.03 or 10 is usual")] = 0
+    """Updates over which the learning rate rises from 0: a number (10), or below 1 a fraction of the updates
+    of the run, rounded up."""
     final_fraction: Fraction = 0.1
     """Learning rate at the end of the run as a fraction of the peak."""
     b1: Decay = 0.9
@@ -65,9 +64,9 @@ class OptimConfig:
         if self.name in ("adafactor", "adafactor_unscaled", "adagrad") and self.moments != "float32":
             kind = "a sum" if self.name == "adagrad" else "factored and small"
             yield "moments", f"is int8: {self.name}'s moments are {kind}; it must be float32."
-        if self.warmup_steps and self.warmup_ratio:
-            steps = f"warmup_steps {self.warmup_steps}"
-            yield "warmup_ratio", f"is {self.warmup_ratio}, beside {steps}: set one of them to 0."
+        if self.warmup_steps > 1 and self.warmup_steps % 1:
+            steps = self.warmup_steps
+            yield "warmup_steps", f"is {steps:g}: it must be a number of updates, or a fraction below 1."
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ MUON_RMS = 0.2  # of Muon's updates, about AdamW's, so that its learning rates c
 def make_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
     """Return the learning rate as a function of the update number."""
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
-    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_updates - 1e-6)  # 0.07 x 100 > 7
+    share = config.warmup_steps if config.warmup_steps < 1 else 0.0
+    warmup = math.ceil(share * total_updates - 1e-6) if share else int(config.warmup_steps)  # 0.07 x 100 > 7
     decay_updates = max(total_updates - warmup, 1)
     main = {
         "constant": lambda: optax.constant_schedule(peak),

@@ -72,7 +72,7 @@ IDLE = (
         ),
     ),
     Idle(
-        "algo.correction.floor algo.correction.outside algo.correction.normalize",
+        "algo.correction.floor algo.correction.outside",
         "--algo.correction.weight is none",
         lambda c: _policy(c, lambda algo: algo.correction.weight == "none"),
     ),

@@ -40,8 +40,6 @@ class RewardModelConfig(PlacementConfig):
     generative: the probability of Yes against No, after a prompt with question and answer."""
     mean: Annotated[float, Range(-1e6, 1e6)] = 0.0
     """Taken off its scores, so that they are around 0."""
-    scale: Annotated[float, Range(1e-6, 1e6)] = 1.0
-    """Divides its scores."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""

@@ -199,7 +199,8 @@ class SGLangConfig:
     """Start, requests and weight updates of SGLang servers."""
 
     python: str = sys.executable
-    """Interpreter that has sglang, for servers that are started here."""
+    """Interpreter that has sglang, for servers that are started here; with transport group, one that has
+    torch, for the trainer's end of the groups."""
     flags: str = ""
     """More flags for them, as on SGLang's own command line: "--tp 2 --mem-fraction-static 0.6"."""
     devices: tuple[str, ...] = ()
@@ -211,9 +212,9 @@ class SGLangConfig:
     retries: Annotated[int, Range(1, 1000, usual="3 is usual")] = 3
     """Times that a response is tried, on one server or another, before the run stops."""
     transport: Literal["disk", "http", "group", "ipc"] = "disk"
-    """Transport of weights to the servers: files that they read (disk), in requests (http), over a torch
-    process group (group), or as handles of memory on GPUs that trainer and server share (ipc). http and ipc
-    send pickles to the servers; nothing receives one."""
+    """Transport of weights to the servers: files that they read (disk), requests (http), a torch process
+    group, gloo over TCP (group), or handles of memory on GPUs that trainer and server share (ipc). http and
+    ipc send pickles to the servers; nothing receives one."""
     quantization: Literal["none", "fp8"] = "none"
     """fp8: linear layers are sent and computed in 8 bits, in blocks of 128 x 128 with a scale each; needs
     algo.correction, and rollout.dtype bfloat16 for all else."""
@@ -223,10 +224,6 @@ class SGLangConfig:
     weights (in_place: the shortest pause; needs algo.correction)."""
     bucket_bytes: Annotated[int, Range(1, 2**40, usual="256 MiB is usual")] = 256 * 2**20
     """Bytes of weights that http, group and ipc send at once; a larger tensor goes alone."""
-    group_backend: Literal["gloo", "nccl"] = "gloo"
-    """Backend of the process group: gloo over TCP, nccl between GPUs."""
-    relay_python: str = sys.executable
-    """Interpreter that has torch, for the processes that are the trainer's end of the groups."""
     patience: SecondsOrZero = 300.0
     """Seconds to wait for a server when none can be used or all are too busy; then the run saves and ends."""
     restarts: CountOrZero = 3
@@ -252,8 +249,8 @@ class SGLangConfig:
             yield "flags", f"is {self.flags!r}: {error}. Write it as for a shell."
         if self.router and (problem := auth.address_problem(self.router)):
             yield "router", f"is wrong: {problem}"
-        if self.transport == "group" and not shutil.which(self.relay_python):
-            yield "relay_python", f"is {self.relay_python!r}: no such program."
+        if self.transport == "group" and not shutil.which(self.python):
+            yield "python", f"is {self.python!r}: no such program."
 
 
 def flag_value(words: Sequence[str], name: str) -> str | None:

@@ -37,7 +37,6 @@ def nll(x):
         # of means, as in TRL: chosen .25, -1/3; rejected -1, .5
         ({"loss": "ipo", "length_normalized": True}, ((1.25 - 5) ** 2 + (-5 / 6 - 5) ** 2) / 2),
         ({"length_normalized": True}, (nll(0.125) + nll(-1 / 12)) / 2),
-        ({"reference_free": True}, (nll(0.1) + nll(-0.3)) / 2),
         ({"nll_coef": 0.5}, 0.709548 + 0.5 * (5 + 4) / 2),
     ],
 )
@@ -196,11 +195,8 @@ def test_ipo_gradient_by_hand():
         np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
-def test_only_a_dpo_with_a_reference_needs_one():
-    free = dpo.Config(reference_free=True)
-    assert requirements(dpo.config).ref_logprobs and not requirements(free).ref_logprobs
-    assert requirements(online_dpo.config).ref_logprobs
-    assert not requirements(online_dpo.Config(dpo=free)).ref_logprobs
+def test_only_dpo_needs_a_reference():
+    assert requirements(dpo.config).ref_logprobs and requirements(online_dpo.config).ref_logprobs
     assert not any(requirements(a.config).ref_logprobs for a in (simpo, cpo, orpo, reward_model))
 
 

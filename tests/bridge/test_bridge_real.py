@@ -53,7 +53,7 @@ def engine_by(name, urls, folder, closing, **settings):
     elif name == "http":
         transport = HttpTransport(source)
     else:
-        transport = GroupTransport(source, sys.executable, "gloo", 60.0)
+        transport = GroupTransport(source, sys.executable, 60.0)
     engine = engine_on(urls, transport, **settings)
     closing.callback(engine.pool.close)
     if name == "group":

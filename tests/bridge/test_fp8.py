@@ -154,7 +154,7 @@ def engine_on(server, transport, served):
     """An engine whose probe is of the weights of `served`."""
     source = WeightSource(SERVED, "float32", 100_000, fp8.quantized_tensors)
     group = transport == "group"
-    made = GroupTransport(source, sys.executable, "gloo", 30.0) if group else HttpTransport(source)
+    made = GroupTransport(source, sys.executable, 30.0) if group else HttpTransport(source)
     engine = engine_for([server.url], made, SERVED)
     engine.publisher.score, engine.publisher.served_params = sequence_scorer("float32", one_device()), served
     yield engine

@@ -40,7 +40,7 @@ def engine_by(launched, transport, folder):
     made = {
         "disk": lambda: DiskTransport(folder, "bfloat16", encode=fp8.quantized_tensors),
         "http": lambda: HttpTransport(source),
-        "group": lambda: GroupTransport(source, sys.executable, "gloo", 60.0),
+        "group": lambda: GroupTransport(source, sys.executable, 60.0),
     }[transport]()
     engine = engine_on(servers.urls, made, model, probe_tolerance=TOLERANCE)
     engine.publisher.problem = fp8.quantization_problem

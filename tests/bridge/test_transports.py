@@ -53,7 +53,7 @@ def make(servers, tmp_path):
             pytest.importorskip("torch")  # the fake server reads as SGLang does
             made = HttpTransport(source)
         if transport == "group":
-            made = GroupTransport(source, sys.executable, "gloo", 30.0)
+            made = GroupTransport(source, sys.executable, 30.0)
         one = engine_for([s.url for s in servers], made, **settings)
         closing.append(one.pool)
         if transport == "group":
@@ -187,15 +187,15 @@ def test_non_finite_weights_are_refused_and_no_server_is_asked_or_blamed(make, s
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_a_relay():
-    relay = Relay(sys.executable, "gloo", "127.0.0.1", 1, 5.0)
+    relay = Relay(sys.executable, "127.0.0.1", 1, 5.0)
     assert os.getsid(relay._process.pid) == relay._process.pid != os.getsid(0)
     relay.kill()
 
 
 def test_a_group_needs_torch_and_says_so():
     source = WeightSource(MODEL, "float32", 1 << 20)
-    with pytest.raises(ValueError, match=r"--sglang.relay_python /bin/false: it has no torch.*Install torch"):
-        GroupTransport(source, "/bin/false", "gloo", 5.0)
+    with pytest.raises(ValueError, match=r"--sglang.python /bin/false: it has no torch.*Install torch"):
+        GroupTransport(source, "/bin/false", 5.0)
 
 
 NOISY = """
@@ -210,20 +210,36 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+BROKEN = """
+import runpy, sys, torch.distributed
+def refuse(name):
+    raise ValueError("no_such_backend")
+torch.distributed.distributed_c10d.Backend = refuse
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def python_with(tmp_path, script):
+    """Return an interpreter that runs a script before the relay."""
+    (tmp_path / "before.py").write_text(script)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/before.py "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
 def test_what_libraries_print_in_a_relay_is_no_reply(tmp_path):
     pytest.importorskip("torch")
-    (tmp_path / "noisy.py").write_text(NOISY)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/noisy.py "$@"\n')
-    python.chmod(0o755)
-    relay = Relay(str(python), "gloo", "127.0.0.1", 1, 20.0)
+    python = python_with(tmp_path, NOISY)
+    relay = Relay(str(python), "127.0.0.1", 1, 20.0)
     assert relay.read_line().isdigit()
     relay.kill()
 
 
-def test_a_relay_that_cannot_work_says_why():
+def test_a_relay_that_cannot_work_says_why(tmp_path):
     pytest.importorskip("torch")
-    relay = Relay(sys.executable, "no_such_backend", "127.0.0.1", 1, 20.0)
+    relay = Relay(str(python_with(tmp_path, BROKEN)), "127.0.0.1", 1, 20.0)
     assert relay.read_line().isdigit()
     with pytest.raises(ServerError, match=r"(?s)relay of a process group has ended: .*no_such_backend"):
         relay.read_line()

@@ -346,8 +346,6 @@ def test_fewer_eval_prompts_than_asked_for_are_said(tmp_path, mixed_lengths, cap
     [
         (SourceConfig(path="a", weight=0), "weight", "is 0: it must be above 0 and at most 1,000,000,000."),
         (SourceConfig(path="a", weight=float("nan")), "weight", "is nan: it must be above 0"),
-        (SourceConfig(path="a", score_std=0.0), "score_std", "is 0.0: it must be above 0"),
-        (SourceConfig(path="a", score_mean=float("inf")), "score_mean", "is inf: it must be at least"),
         (SourceConfig(path="a", teacher=-1), "teacher", "is -1: it must be at least 0 and at most 1000."),
         (
             SourceConfig(path="a", options="{}"),

@@ -274,9 +274,7 @@ def test_judgements_of_pairs_have_the_better_answer_on_either_side(tmp_path):
 def test_scores_are_told_at_the_end_of_the_prompt():
     text = example({"prompt": "hi", "completion": "yo", "score": 5}, score_key="score")
     assert text.text == "hi <rm_score>: 5.00" and text.response == "yo"
-    chat = example(
-        {"messages": [ASK, GOOD], "score": 0.125}, score_key="score", score_mean=0.5, score_std=0.25
-    )
+    chat = example({"messages": [ASK, GOOD], "score": -1.5}, score_key="score")
     assert chat.messages == ({**ASK, "content": "2+2? <rm_score>: -1.50"}, GOOD)
 
 

@@ -102,7 +102,7 @@ def test_models_are_mixed_by_weight_and_kept_apart(weights, folder):
     """1 (verifier) + 0.5 v + 2 (v - 1) / 4."""
     t = trajectory("3+4")
     v = values(weights, t)[-1]
-    add_all([judge(folder, weight=0.5), judge(folder, weight=2.0, mean=1.0, scale=4.0)], [t], [SUM])
+    add_all([judge(folder, weight=0.5), judge(folder, weight=0.5, mean=1.0)], [t], [SUM])
     assert t.reward == pytest.approx(1 + 0.5 * v + 2 * (v - 1) / 4, abs=1e-4)
     np.testing.assert_allclose(t.components, [1.0, 0.5 * v, 2 * (v - 1) / 4], atol=1e-4)
     assert t.token_rewards is None

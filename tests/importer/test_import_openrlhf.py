@@ -68,7 +68,7 @@ def test_ppo_with_a_reward_model(imported):
     assert run.config.minibatches_of == "responses"
     assert run.values("max_prompt_tokens", "max_response_tokens") == (2000, 1000)
     # cosine to a tenth
-    schedule = run.values("optim.schedule", "optim.final_fraction", "optim.warmup_ratio", "optim.b2")
+    schedule = run.values("optim.schedule", "optim.final_fraction", "optim.warmup_steps", "optim.b2")
     assert schedule == ("cosine", 0.1, 0.03, 0.95)
     assert run.values("algo.kl_in", "algo.kl", "algo.kl_coef", "algo.kl_target") == (
         "reward",
@@ -87,7 +87,7 @@ def test_ppo_with_a_reward_model(imported):
     assert run.values("data.chat.render", "data.train.0.prompt_key", "seed") == ("chat", "messages", 42)
     assert run.values("tokens_per_device", "checkpoint.every", "run_dir") == (16384, 0, "./out/ppo")
     assert run.config.log.wandb == "rlhf" and "0123456789" not in run.text + run.report
-    assert run.lost["reward.normalize_enable"].startswith("--reward.models.0.mean and .scale")
+    assert run.lost["reward.normalize_enable"].startswith("--reward.models.0.mean, and 1 / std as its weight")
 
 
 def test_dapo_of_a_job_with_a_path_beside_the_script(imported, tmp_path):

@@ -47,7 +47,7 @@ def test_reinforce_with_the_prompts_mean(imported):
     run = imported(REINFORCE)
     assert run.values("algo.advantage", "algo.scale", "algo.aggregation") == ("grpo", "none", "token")
     # min_lr 1e-7 of 1e-6
-    assert run.values("minibatches_per_step", "optim.warmup_ratio", "optim.final_fraction") == (2, 0.03, 0.1)
+    assert run.values("minibatches_per_step", "optim.warmup_steps", "optim.final_fraction") == (2, 0.03, 0.1)
     assert run.values("optim.schedule", "optim.weight_decay", "algo.kl_coef") == ("cosine", 0.01, 0.0)
     correction = run.config.algo.correction
     assert (correction.weight, correction.cap, correction.of) == ("token", 2.0, "policy")

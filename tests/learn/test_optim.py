@@ -187,13 +187,15 @@ def test_schedules():
 def test_a_warm_up_by_ratio():
     """7% of 100 updates are 7, though 0.07 x 100 is 7.000000000000001; 3% of 110 are 3.3, rounded up."""
     linear = OptimConfig(learning_rate=1.0, schedule="linear", final_fraction=0.0)
-    rate = make_schedule(dataclasses.replace(linear, warmup_ratio=0.07), 100)
+    rate = make_schedule(dataclasses.replace(linear, warmup_steps=0.07), 100)
     assert [float(rate(i)) for i in (0, 1, 7, 100)] == pytest.approx([0, 1 / 7, 1, 0], abs=1e-6)
     assert float(rate(7 + 31)) == pytest.approx(1 - 31 / 93)
-    rate = make_schedule(dataclasses.replace(linear, warmup_ratio=0.03), 110)
+    rate = make_schedule(dataclasses.replace(linear, warmup_steps=0.03), 110)
     assert [float(rate(i)) for i in (2, 4, 57)] == pytest.approx([0.5, 1, 0.5])
-    both = dataclasses.replace(linear, warmup_ratio=0.03, warmup_steps=5)
-    assert list(problems(both)) == [("warmup_ratio", "is 0.03, beside warmup_steps 5: set one of them to 0.")]
+    half = dataclasses.replace(linear, warmup_steps=5.5)
+    assert list(problems(half)) == [
+        ("warmup_steps", "is 5.5: it must be a number of updates, or a fraction below 1.")
+    ]
 
 
 def test_decay_spares_norms_biases_and_sinks():

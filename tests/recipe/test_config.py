@@ -240,8 +240,8 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             "--reward.workers is 0: it must be at least 1 and at most 1024; one a processor is usual.",
         ),
         (
-            dict(reward=RewardConfig(models=(RewardModelConfig(path="m", scale=0.0),))),
-            "--reward.models.0.scale is 0.0: it must be at least 1e-06 and at most 1,000,000.",
+            dict(reward=RewardConfig(models=(RewardModelConfig(path="m", mean=2e6),))),
+            "--reward.models.0.mean is 2000000.0: it must be at least -1,000,000 and at most 1,000,000.",
         ),
         (dict(run_dir=""), "--run_dir is empty. Set --run_dir to a folder that can be written."),
         (dict(steps="3"), "--steps is '3' (str): expected a whole number."),
@@ -403,8 +403,8 @@ def test_an_interpreter_for_servers_must_exist(config):
     assert refusal(check_config, named) == "--sglang.devices names 2, --rollout.launch is 1."
     missing = replace(chosen, sglang=replace(chosen.sglang, python="/no/python"))
     assert refusal(check_config, missing) == "--sglang.python is '/no/python': no such program."
-    relayed = replace(chosen, sglang=replace(chosen.sglang, transport="group", relay_python="/no/python"))
-    assert refusal(check_config, relayed) == "--sglang.relay_python is '/no/python': no such program."
+    relayed = replace(chosen, sglang=replace(chosen.sglang, transport="group", python="/no/python"))
+    assert refusal(check_config, relayed) == "--sglang.python is '/no/python': no such program."
 
 
 def test_weights_in_8_bits_need_servers_in_bfloat16_and_a_correction(config):

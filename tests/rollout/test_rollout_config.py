@@ -45,8 +45,8 @@ def test_every_number_has_a_range_that_refuses_nonsense(config):
             "is wrong: 'host:1' is no address; write http://host:port.",
         ),
         (
-            SGLangConfig(transport="group", relay_python="/no/python"),
-            "relay_python",
+            SGLangConfig(transport="group", python="/no/python"),
+            "python",
             "is '/no/python': no such",
         ),
         (

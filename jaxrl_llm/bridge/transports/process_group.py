@@ -1,4 +1,4 @@
-"""Weights over a torch process group: gloo over TCP, or NCCL between GPUs.
+"""Weights over a torch process group, gloo over TCP.
 
 Every server has a group and a relay of its own (relay.py): one that hangs or dies affects no other.
 """
@@ -31,9 +31,9 @@ TAIL = 500  # characters of its errors that are shown
 class Relay:
     """A child process that is rank 0 of one server's group. Its methods block; `kill` ends them."""
 
-    def __init__(self, python: str, backend: str, address: str, ranks: int, timeout: float):
+    def __init__(self, python: str, address: str, ranks: int, timeout: float):
         self.address, self.name = address, f"jaxrl_llm_{uuid.uuid4().hex[:12]}"
-        settings = {"backend": backend, "address": address, "world_size": ranks + 1, "group": self.name}
+        settings = {"address": address, "world_size": ranks + 1, "group": self.name}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by kill; a pipe would fill
         self._process = subprocess.Popen(
             [python, "-I", str(RELAY), json.dumps(settings | {"timeout": timeout})],
@@ -79,7 +79,6 @@ class GroupTransport:
 
     Args:
         python: interpreter with torch, for the relays.
-        backend: "gloo" or "nccl".
         timeout: seconds that joining a group may take, or one broadcast.
 
     Raises:
@@ -89,13 +88,13 @@ class GroupTransport:
     session = True
     can_resend = False
 
-    def __init__(self, source: WeightSource, python: str, backend: str, timeout: float):
-        self.source, self.python, self.backend, self.timeout = source, python, backend, timeout
+    def __init__(self, source: WeightSource, python: str, timeout: float):
+        self.source, self.python, self.timeout = source, python, timeout
         self._relays: dict[str, Relay] = {}
         self._receivers: dict[str, Receiver] = {}
         if not shutil.which(python) or subprocess.run([python, "-I", "-c", HAS_TORCH]).returncode:
             raise UserError(
-                f"--sglang.relay_python {python}: it has no torch, which --sglang.transport group needs. "
+                f"--sglang.python {python}: it has no torch, which --sglang.transport group needs. "
                 "Install torch there, name another interpreter, or use --sglang.transport disk or http."
             )
 
@@ -109,7 +108,6 @@ class GroupTransport:
         relay = await asyncio.to_thread(
             Relay,
             self.python,
-            self.backend,
             address_towards(receiver.server.url),
             receiver.ranks,
             self.timeout,
@@ -120,7 +118,7 @@ class GroupTransport:
             with parsing_reply("the relay"):
                 body = {"master_address": relay.address, "master_port": int(port)}
             body |= {"rank_offset": 1, "world_size": receiver.ranks + 1}
-            body |= {"group_name": relay.name, "backend": self.backend}
+            body |= {"group_name": relay.name, "backend": "gloo"}
             async with asyncio.TaskGroup() as both:
                 both.create_task(receiver.update("/init_weights_update_group", body))
                 both.create_task(self._read_line(relay))

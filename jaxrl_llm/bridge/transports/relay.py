@@ -1,6 +1,6 @@
-"""The trainer's end of a torch process group, in a process of its own: torch and JAX share no CUDA context.
+"""The trainer's end of a torch process group, in a separate process, for the trainer needs no torch.
 
-    python relay.py '{"backend": "gloo", "address": "10.0.0.1", "world_size": 2, "group": "g", "timeout": 60}'
+    python relay.py '{"address": "10.0.0.1", "world_size": 2, "group": "g", "timeout": 60}'
 
 prints the port of its store, then "joined" once the other ranks have joined. From then on it reads 8 bytes, a
 count, and that many bytes, broadcasts them as one tensor, and prints "sent"; it ends with its input. Imports
@@ -21,12 +21,12 @@ def report(line) -> None:
     print(line, flush=True)
 
 
-def join_group(store, backend: str, world_size: int, group: str, timeout: datetime.timedelta, rank: int = 0):
+def join_group(store, world_size: int, group: str, timeout: datetime.timedelta, rank: int = 0):
     """Join a group beside torch's default one, as SGLang's `init_custom_process_group` does."""
     make = distributed_c10d._new_process_group_helper
     options = {"backend_options", "pg_options"} & inspect.signature(make).parameters.keys()
     group_handle, _ = make(
-        *(world_size, rank, [], distributed_c10d.Backend(backend), PrefixStore(group, store)),
+        *(world_size, rank, [], distributed_c10d.Backend("gloo"), PrefixStore(group, store)),
         **dict.fromkeys(options),
         group_name=group,
         timeout=timeout,
@@ -37,19 +37,18 @@ def join_group(store, backend: str, world_size: int, group: str, timeout: dateti
 
 def main(settings: dict) -> None:
     timeout = datetime.timedelta(seconds=settings["timeout"])
-    size, backend = settings["world_size"], settings["backend"]
+    size = settings["world_size"]
     store = TCPStore(settings["address"], 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
     report(store.port)
-    group_handle = join_group(store, backend, size, settings["group"], timeout)
+    group_handle = join_group(store, size, settings["group"], timeout)
     report("joined")
-    device = "cuda" if backend == "nccl" else "cpu"
     while header := sys.stdin.buffer.read(8):
         data = sys.stdin.buffer.read(int.from_bytes(header, "little"))
-        broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), src=0, group=group_handle)
+        broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0, group=group_handle)
         report("sent")
 
 
 if __name__ == "__main__":
     sys.stdout = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # NCCL prints there, which is no reply
+    os.dup2(2, 1)  # libraries print there, which is no reply
     main(json.loads(sys.argv[1]))
