@@ -14,7 +14,15 @@ from typing import NamedTuple
 import pytest
 from test_style import ROOT, comments, docstrings
 
-CHECKED = ("kernels", "jaxrl_llm/algos", "jaxrl_llm/models", "jaxrl_llm/sharding", "jaxrl_llm/hf")
+CHECKED = (
+    "kernels",
+    "jaxrl_llm/algos",
+    "jaxrl_llm/models",
+    "jaxrl_llm/sharding",
+    "jaxrl_llm/hf",
+    "jaxrl_llm/data",
+    "jaxrl_llm/rewards",
+)
 """Folders and documents whose rates are within the limits."""
 
 

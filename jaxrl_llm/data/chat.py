@@ -1,8 +1,8 @@
 """Examples as token ids and, for supervised training, the mask of the learned tokens.
 
-A rendered chat is tokenized piece by piece, cut where the policy's turns begin and end. So the prompt of a
-supervised example has the ids that the same prompt has in a rollout, and the mask is exact. What the
-assistant says has the ids of transformers, control tokens and all; in what others say they stay text.
+A rendered chat is split at the start and end of the policy's turns, and each piece is tokenized separately.
+So a prompt has the same ids in supervised training and in a rollout, and the mask is exact. Assistant text
+has the ids of transformers, including control tokens; in other roles' text, control tokens stay plain text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def encode_prompt(tokenizer: Any, example: Example, config: ChatConfig) -> np.nd
 
 
 def encode_conversation(tokenizer: Any, example: Example, config: ChatConfig) -> np.ndarray:
-    """Return the ids of a whole chat, assistant turns and all, int32 [.].
+    """Return the ids of a whole chat, including assistant turns, int32 [.].
 
     Raises:
       RowError: the example is plain text, or the template refuses it.
@@ -64,14 +64,14 @@ def encode_observation(
     end: str,
     strict: bool = True,
 ) -> list[int]:
-    """Return the ids that follow a turn of the policy: the replies to it and the start of its next turn.
+    """Return the ids after a turn of the policy: the replies to it and the start of the next turn.
 
-    They are what the template adds after the turn, so all ids before them stay as they are.
+    The template adds them after the turn, so earlier ids do not change.
 
     Args:
-      messages: the conversation; messages[turn] is the policy's turn, those after it the observation.
-      end: the control token that ended the policy's turn; "" = none did. The token that closes a turn does
-        not come again; the token of the next role does, unless the policy wrote that very token.
+      messages: the conversation; messages[turn] is the policy's turn, and later messages are the observation.
+      end: the control token that ended the policy's turn; "" = none. The token that closes a turn is not
+          repeated; the token of the next role is included, unless the policy wrote it already.
       strict: refuse a template that changes earlier turns. Otherwise the observation follows the turn as
         the policy wrote it.
 
@@ -82,6 +82,7 @@ def encode_observation(
     if prompt is None:
         text = "".join(message["content"] for message in messages[turn + 1 :])
         return token_ids(tokenizer, text, example.where, literal=True, after=messages[turn]["content"])
+    # Render with placeholders for the policy's turns, and take the text after the last one.
     written = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant"]
     thoughts = any("</think>" in messages[i]["content"] for i in written)
     thinks = thoughts and not _closes_thought(ChatRenderer(tokenizer, prompt, example, config))
@@ -99,9 +100,10 @@ def encode_observation(
             "tokens. Give one that leaves them as they are (--data.chat.chat_template FILE), or keep their "
             "tokens (--env.history keep)"
         )
+    # Leave out an end token that the policy wrote already.
     first = next((token for token in chat.controls if rest.startswith(token)), "") if end else ""
     if first != end and not chat.render(turn + 1)[len(before) :].startswith(first):
-        first = ""  # of the next role, as GLM-4.5's <|observation|>
+        first = ""  # it belongs to the next role, as GLM-4.5's <|observation|>
     rest = rest[len(first) :]
     return chat.tokenize(rest, text.removesuffix(rest))
 
@@ -112,7 +114,7 @@ def _closes_thought(prompt: ChatRenderer) -> bool:
 
 
 def _with_placeholder(message: Message, thinks: bool) -> Message:
-    """Return a turn of the policy in plain words: it is tokens already, and rendering might change it."""
+    """Replace the text of a policy's turn: its tokens exist already, and rendering might change them."""
     thought = "<think>\nthought\n</think>\n\n" if thinks and "</think>" in message["content"] else ""
     return {**message, "content": f"{thought}{PLACEHOLDER}"}
 
@@ -120,10 +122,10 @@ def _with_placeholder(message: Message, thinks: bool) -> Message:
 def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> Encoded:
     """Return (ids, mask) of an example to imitate; mask 1 = learned: `config.loss` and ends of turns.
 
-    Nothing follows the last learned token. Where the example has a `response`, only that is learned.
+    The last learned token is the last token. If the example has a `response`, only the response is learned.
 
     Raises:
-      RowError: nothing to learn, or a chat whose turns the template does not keep apart.
+      RowError: nothing to learn, or the template does not separate the turns of the chat.
       UserError: no template.
     """
     messages = chat_messages(example, config)
@@ -140,7 +142,8 @@ def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> E
 
 
 def _has_target(example: Example) -> bool:
-    """Return whether the row says what to learn: a target beside its chat, or messages with weight 0."""
+    """Return whether the row marks its learned part: by a target beside its chat, or messages with weight
+    0."""
     columns = [example.columns.get(key) for key in RESPONSE_KEYS]
     weighted = any(message.get("weight") == 0 for message in example.messages or ())
     return example.response is not None or bool(example.turns) or any(columns) or weighted
@@ -149,8 +152,7 @@ def _has_target(example: Example) -> bool:
 def encode_steps(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[np.ndarray, ...]:
     """Return (ids, mask, labels float32), each [.]: mask 1 and the label at the token that follows a step.
 
-    The prediction of that token is made by the state that has read the whole step; the end token follows
-    the last.
+    The state that predicts this token has read the whole step; the end token follows the last step.
     """
     if not example.steps:
         raise RowError(f"{example.where}: no steps: a row needs prompt, completions and labels")
@@ -167,13 +169,13 @@ def encode_steps(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[
 
 
 def prompt_messages(example: Example, config: ChatConfig) -> list[Message] | None:
-    """Return the chat up to the policy's turn; None where no template is used."""
+    """Return the chat up to the policy's turn; None if no template is used."""
     messages = chat_messages(example, config)
     return None if messages is None else without_reference(messages)
 
 
 def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
-    """Return the chat that goes through the template, without `response`; None where no template is used."""
+    """Return the chat that the template renders, without `response`; None if no template is used."""
     if config.render == "plain" or (config.render == "auto" and example.messages is None):
         return None
     messages = list(example.messages or ({"role": "user", "content": example.text},))
@@ -186,9 +188,10 @@ def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
 def prompt_row(example: Example, config: ChatConfig) -> dict[str, Any]:
     """Return the prompt as a row of a data file that gives the same ids with a default `ChatConfig`.
 
-    Of a chat: {"prompt": text of the last message, "messages": [{"role", "content"}, ...]} with the system
-    prompt, and with `tools` and `chat_template_kwargs` where the template gets any; {"prompt": text} where no
-    template is used. The ids are the same where `chat_template`, `date` and `parse_control_tokens` are.
+    A chat becomes {"prompt": text of the last message, "messages": [{"role", "content"}, ...]} with the
+    system prompt, and with `tools` and `chat_template_kwargs` if the template uses any; without a template
+    the row is {"prompt": text}. The ids are the same if `chat_template`, `date` and `parse_control_tokens`
+    are.
     """
     messages = prompt_messages(example, config)
     if messages is None:
@@ -200,7 +203,7 @@ def prompt_row(example: Example, config: ChatConfig) -> dict[str, Any]:
 
 
 def question_text(example: Example, config: ChatConfig) -> str:
-    """Return the prompt as text for a judge: of a chat of several messages with their roles."""
+    """Return the prompt as text for a judge; a chat of several messages includes their roles."""
     messages = prompt_messages(example, config)
     return _plain_text(example, config) if messages is None else conversation_text(messages)
 
@@ -208,7 +211,7 @@ def question_text(example: Example, config: ChatConfig) -> str:
 def plain_text_warning(
     tokenizer: Any, examples: Iterable[Example], config: ChatConfig, flag: str = "--data.chat.render"
 ) -> str:
-    """Return a line that warns of a prompt in plain text for a chat model; "" where there is none.
+    """Return a warning of a prompt in plain text for a chat model, or "".
 
     Args:
       flag: of `ChatConfig.render` on the command line of the program that warns.
@@ -255,7 +258,7 @@ def _learned_turns(messages: list[Message], target: int, example: Example, confi
     """Return the indices of the assistant turns to learn, from the message `target` on.
 
     Raises:
-        RowError: there are none.
+        RowError: the chat has no turn to learn.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= target]
     if not turns:
@@ -274,13 +277,13 @@ def _learned_turns(messages: list[Message], target: int, example: Example, confi
 def _marked_spans(
     chat: Rendered, messages: list[Message], learned: list[int], example: Example
 ) -> list[tuple[int, int]]:
-    """Return the spans of {% generation %} in the learned turns; those that touch are one."""
+    """Return the spans of {% generation %} in the learned turns; adjacent spans are merged."""
     roles = [message["role"] for message in messages]
     blocks = chat.blocks
     if len(learned) < roles.count("assistant"):
         if chat.places is None:
             raise RowError(
-                f"{example.where}: the chat template writes another text where a message has one more "
+                f"{example.where}: the chat template writes another text if a message has one more "
                 "letter, so the turns to learn cannot be told from the others; all of them can be learned"
             )
         owners = messages_of_blocks(chat, roles)
@@ -296,7 +299,7 @@ def _marked_spans(
 def _spans(
     chat: ChatRenderer, text: str, turns: list[int], example: Example, ends: tuple[str, ...]
 ) -> list[tuple[int, int]]:
-    """Return the span of each of `turns`: the text that a turn adds to the text before it."""
+    """Return the span of each of `turns`: the text that the turn adds to the rendered chat."""
     rest = chat.render_cuts([cut for turn in turns for cut in ((turn, True), (turn + 1, False))])
     spans = []
     for turn, before, after in zip(turns, rest[::2], rest[1::2], strict=True):
@@ -315,7 +318,8 @@ def _spans(
 def _with_ends(
     text: str, spans: list[tuple[int, int]], controls: tuple[str, ...], ends: tuple[str, ...]
 ) -> Iterator[tuple[int, int]]:
-    """Yield each span up to its end token: without white space after it, with a token that is just past it.
+    """Extend or trim each span to its end token: drop white space after it, include an end token just past
+    it.
 
     The token that ends a turn may begin the next message, as in GLM-4.5's `<|user|>`, if it ends a response.
     """
@@ -330,7 +334,7 @@ def _with_ends(
 
 
 def _ends_turn(text: str, content: str, controls: tuple[str, ...], ends: tuple[str, ...]) -> bool:
-    """Return whether a rendered turn has its end token: none that is the end of its content."""
+    """Return whether a rendered turn has an end token that is not part of its content."""
     return text.endswith(ends) or (text.endswith(controls) and not (content and text.endswith(content)))
 
 
@@ -343,7 +347,7 @@ def _plain_text(example: Example, config: ChatConfig) -> str:
 
 
 def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int]:
-    """Return ids of a prompt without a template; [] or the start token where the text is empty."""
+    """Return ids of a prompt without a template; [] or the start token for an empty text."""
     text = _plain_text(example, config)
     tools = None if example.tools_of_run else template_columns(example.columns, example.where)[0]
     if unread := [name for name in map(tool_name, tools or ()) if name not in text]:
@@ -358,7 +362,7 @@ def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int
 
 
 def _appends_end(tokenizer: Any) -> bool:
-    """Return whether the tokenizer puts its end token after every text, which no prompt may have."""
+    """Return whether the tokenizer appends its end token to every text; a prompt must not have it."""
     ids = tokenizer("a", verbose=False)["input_ids"]
     return bool(ids) and ids[-1] == tokenizer.eos_token_id
 

@@ -1,4 +1,4 @@
-"""Configs of the data: sources, chat template, mixing; and which rows are left out."""
+"""Configs of the data: sources, chat template, mixing, and excluded rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SourceConfig:
     options: str = ""
     """Settings of a task: or gym: source, as a JSON object: '{"digits": 2}'."""
     distinct: bool = False
-    """Each problem of a task: or gym: source once: what its `size` draws repeat is left out."""
+    """Use each problem of a task: or gym: source once: repeated draws among its `size` are left out."""
     prompt_key: str = ""
     """Column that holds the prompt (text or messages); empty: the usual names. Dots reach into columns."""
     answer_key: str = ""
@@ -54,20 +54,20 @@ class SourceConfig:
     input_template: str = ""
     """Wraps a prompt that is plain text: 'Question: {}\\nAnswer:'. Only {} is replaced."""
     step_mark: str = ""
-    """Text after each step of a solution (the placeholder of Math-Shepherd and OpenRLHF); it is taken out."""
+    """Text after each step of a solution (the placeholder of Math-Shepherd and OpenRLHF); it is removed."""
     judge: bool = False
-    """Ask for a judgement of the row's responses instead: which of a pair is better (A or B), whether a
-    labelled one is right (Yes or No)."""
+    """Ask for a judgement of the row's responses instead: which response of a pair is better (A or B), or
+    whether a labelled response is right (Yes or No)."""
     score_key: str = ""
     """Column of a score, put at the end of the prompt: " <rm_score>: 5.00" (conditional SFT)."""
     teacher: Annotated[int, Range(0, 1000)] = 0
     """Index of the teacher (--algo.teachers) that scores this source's rows, from 0."""
     name: str = ""
-    """Name of the rows' verifier where a row has no data_source; empty: the path."""
+    """Name of the verifier for rows without a data_source; empty: the path."""
 
     @property
     def is_generated(self) -> bool:
-        """True of endless rows that are generated here, with a held-out part of their own."""
+        """True for endless generated rows, which have a separate held-out part."""
         return self.path.startswith(GENERATED)
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -85,9 +85,9 @@ class SourceConfig:
         if self.input_template and "{}" not in self.input_template:
             yield "input_template", f"is {self.input_template!r}: it must hold {{}}, for the prompt."
         if self.rejected_key and not self.response_key:
-            yield "response_key", "is empty: it must name the chosen response where rejected_key is set."
+            yield "response_key", "is empty: it must name the chosen response if rejected_key is set."
         if self.judge and self.step_mark:
-            yield "judge", "is true: it must be false where step_mark is set; steps are not judged."
+            yield "judge", "is true: it must be false if step_mark is set; steps are not judged."
 
 
 @dataclass(frozen=True)
@@ -132,21 +132,22 @@ class DataConfig:
     """Training and evaluation data."""
 
     path: str = ""
-    """Train on this instead: takes the place of train.0.path, without the recipe's options, subset and other
+    """Train on this instead: replaces train.0.path and drops the recipe's options, subset and other
     sources."""
     eval_path: str = ""
     """Evaluate on this instead: as `path`, for evaluation (split test)."""
     train: tuple[SourceConfig, ...] = (SourceConfig(),)
     """Training sources, mixed by weight."""
     eval: tuple[SourceConfig, ...] = ()
-    """Held-out sources; of generated ones the held-out part. None given: that of the training sources."""
+    """Held-out sources; a generated source uses its held-out part. Empty: the training sources' held-out
+    part."""
     holdout: Annotated[float, Range(0, 1e9)] = 0.0
     """Rows of the training files that are held out for evaluation: a number (200), or below 1 a fraction.
-    Rows with the same prompt stay together. Takes the place of `eval`."""
+    Rows with the same prompt stay together. Replaces `eval`."""
     chat: ChatConfig = field(default_factory=ChatConfig)
-    """Chat template and what is learned."""
+    """Chat template, and the learned part of chats."""
     shuffle: bool = True
-    """Shuffle every epoch anew; False: rows in order."""
+    """Shuffle every epoch differently; False: rows in order."""
     overlong: Literal["filter", "cut", "fail"] = "filter"
     """Prompts longer than max_prompt_tokens: draw another, cut, or stop with an error."""
     cut_side: Literal["left", "right"] = "left"
@@ -167,7 +168,7 @@ class DataConfig:
         if self.holdout > 1 and self.holdout % 1:
             yield "holdout", f"is {self.holdout:g}: it must be a number of rows, or a fraction below 1."
         if self.eval_path:
-            yield "holdout", f"is {self.holdout:g}: it must be 0 where eval_path is set ({self.eval_path})."
+            yield "holdout", f"is {self.holdout:g}: it must be 0 if eval_path is set ({self.eval_path})."
         if all(source.is_generated for source in self.sources("train")):
             yield (
                 "holdout",
@@ -188,7 +189,7 @@ class DataConfig:
         )
 
     def _instead(self, path: str) -> SourceConfig:
-        """Return the first training source with another path, without what belongs to its own data."""
+        """Return the first training source with another path, without settings of the former data."""
         first = self.train[0] if self.train else SourceConfig()
         subset = first.subset if path == first.path else ""
         return dataclasses.replace(first, path=path, options="", distinct=False, subset=subset)
@@ -203,7 +204,7 @@ def is_date(text: str) -> bool:
 
 
 def template_options_problem(text: str) -> str:
-    """Return what is wrong with `ChatConfig.template_options`; "" = nothing."""
+    """Return the problem with `ChatConfig.template_options`, or ""."""
     if problem := _object_problem(text):
         return problem
     reserved = ", ".join(sorted(RESERVED_OPTIONS & json.loads(text or "{}").keys()))
@@ -211,7 +212,7 @@ def template_options_problem(text: str) -> str:
 
 
 def _object_problem(text: str) -> str:
-    """Return why a text is no JSON object; "" = it is one, or empty."""
+    """Return why a text is not a JSON object; "" if it is one, or empty."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,7 @@
 """Files, folders and hub datasets as random-access rows that know their file and line.
 
-Text files are indexed once and read where they are; tables are in jaxrl_llm/data/tables.py. A damaged file
-gives the rows before the damage (and those after it, where the format tells where they begin) and a line
-that names it.
+Text files are indexed once and read in place; tables are in jaxrl_llm/data/tables.py. A damaged file gives
+the rows before the damage (and after it, if the format marks the start of rows) and a line that names it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def open_rows(config: SourceConfig) -> list[RowFile]:
     """Return the rows of each file of a source.
 
     Raises:
-        UserError: there is nothing to read; names the kinds of sources.
+        UserError: nothing to read; the message names the kinds of sources.
     """
     if config.path.startswith("hub:"):
         return [hub_rows(config)]
@@ -57,7 +56,7 @@ def open_rows(config: SourceConfig) -> list[RowFile]:
 
 
 def _no_such_path(path: Path, name: str) -> str:
-    """Return the message of a source that is not there: a misspelt file, or the name of a dataset."""
+    """Return the message for a missing source: a misspelt file, or the name of a dataset."""
     if re.search(r"[*?\[]", path.name):
         return f"there is no file {path}: patterns are not read. Give the folder: {path.parent}"
     if _suffix(path) in READERS:
@@ -70,7 +69,7 @@ def _no_such_path(path: Path, name: str) -> str:
 
 
 def read_file(path: Path) -> RowFile:
-    """Return the rows of one file. Raises UserError where its ending is unknown."""
+    """Return the rows of one file. Raises UserError if its ending is unknown."""
     if _suffix(path) not in READERS:
         raise UserError(f"{path}: the ending {_suffix(path)!r} is unknown; read are {', '.join(READERS)}")
     try:
@@ -82,8 +81,8 @@ def read_file(path: Path) -> RowFile:
 def folder_files(path: Path, config: SourceConfig) -> list[Path]:
     """Return the data files of a folder that belong to the split, sorted.
 
-    A file belongs to a split if its name, or its sub-folder's, begins with it (train-00000-of-2.parquet).
-    Where no file names a split, all belong.
+    A file belongs to a split if its name, or its sub-folder's, begins with it (train-00000-of-2.parquet). If
+    no file names a split, all files belong to it.
     """
     root = path / config.subset if config.subset else path
     hidden = lambda file: any(part.startswith(".") for part in file.relative_to(root).parts)
@@ -105,7 +104,7 @@ def folder_files(path: Path, config: SourceConfig) -> list[Path]:
 
 
 def json_lines(path: Path) -> RowFile:
-    """Read one object a line; blank lines are passed over."""
+    """Read one object per line; blank lines are skipped."""
     data, damage = _contents(path)
     end_of_data = data.rfind(b"\n") + 1 if damage else len(data)  # the last line was cut
     starts, ends, numbers = array("q"), array("q"), array("q")
@@ -130,7 +129,7 @@ def json_lines(path: Path) -> RowFile:
 
 
 def json_file(path: Path) -> RowFile:
-    """Read a list of objects, an object with such a list under "data", or (often met) one object a line."""
+    """Read a list of objects, an object with such a list under "data", or one object per line."""
     data, damage = _contents(path)
     data = bytes(data).removeprefix(codecs.BOM_UTF8).strip()
     first, newline, _ = data.partition(b"\n")
@@ -151,7 +150,7 @@ def json_file(path: Path) -> RowFile:
 
 
 def csv_file(path: Path) -> RowFile:
-    """Read a header, then one row a record; every value is text."""
+    """Read a header, then one row per record; every value is text."""
     data, damage = _contents(path)
     text, clean = _decode(bytes(data[: data.rfind(b"\n") + 1] if damage else data))
     records = list(_csv_records(text))
@@ -204,7 +203,7 @@ def _damage(path: Path, line: int, reason: str) -> tuple[Damage, ...]:
 
 
 def _contents(path: Path) -> tuple[bytes | mmap.mmap, str]:
-    """Return (the file's bytes, mapped or unpacked where it ends in .gz; what is wrong after them)."""
+    """Return (bytes of the file, mapped or unpacked from .gz; the damage after them, or "")."""
     if path.suffix == ".gz":
         data, damage = _unpack_gzip(path)
     elif path.stat().st_size == 0:
@@ -218,7 +217,7 @@ def _contents(path: Path) -> tuple[bytes | mmap.mmap, str]:
 
 
 def _unpack_gzip(path: Path) -> tuple[bytes, str]:
-    """Return (all that can be unpacked, what is wrong after it)."""
+    """Return (bytes that can be unpacked, the damage after them, or "")."""
     unpacked, stream = [], zlib.decompressobj(wbits=31)
     started = False
     with path.open("rb") as file:
@@ -240,7 +239,7 @@ def _unpack_gzip(path: Path) -> tuple[bytes, str]:
 
 
 def _until_damage(stream: Any, packed: bytes) -> Iterator[bytes]:
-    """Yield what `packed` holds before the byte that cannot be unpacked."""
+    """Yield the content of `packed` before the byte that cannot be unpacked."""
     for i in range(len(packed)):
         try:
             yield stream.decompress(packed[i : i + 1])
@@ -257,16 +256,16 @@ def _decode(data: bytes) -> tuple[str, bool]:
 
 
 def _without_surrogates(row: Any, where: str) -> Any:
-    """Return the row; raises RowError where bytes of it were not UTF-8."""
+    """Return the row; raises RowError if some bytes were not UTF-8."""
     if SURROGATE.search(json.dumps(row, ensure_ascii=False, default=str)):
         raise RowError(f"{where}: {NOT_UTF8}")
     return row
 
 
 def _csv_records(text: str) -> Iterator[tuple[int, list[str] | str]]:
-    """Yield (number of its first line, cells or what is wrong) of each record; blank lines are passed over.
+    """Yield (number of the first line, cells or the problem) of each record; blank lines are skipped.
 
-    A stray quote swallows the lines up to the next one: reading continues with the line after it.
+    A stray quote would swallow lines up to the next quote: reading continues with the line after it.
     """
     csv.field_size_limit(MAX_CHARACTERS)
     lines = io.StringIO(text, newline="").readlines()
@@ -304,7 +303,7 @@ def _json_problem(error: Exception) -> str:
 
 
 def _parse_list(text: str, error: Exception) -> tuple[list[Any], str]:
-    """Return (the rows of a JSON list before its damage, what is wrong with the rest)."""
+    """Return (the rows of a JSON list before its damage, the problem with the rest)."""
     rows: list[Any] = []
     decoder, skip = json.JSONDecoder(), re.compile(r"[\s,]*")
     position = 1

@@ -1,7 +1,7 @@
 """Held-out split of the user's files: `--data.holdout 200` rows, or a fraction of them.
 
-Rows with the same prompt are on one side of the split. Prompts are held out in the order of their hashes with
-the seed, so the order of the rows and their distribution over files do not matter.
+Rows with the same prompt are on the same side of the split. Prompts are held out in the order of their seeded
+hashes, so the order of the rows and their distribution over files do not matter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_ROWS_COMPARED = 100_000
 
 @dataclass(frozen=True)
 class SourcePart:
-    """Some rows of a source, in their order."""
+    """Some rows of a source, in order."""
 
     source: ExampleSource
     rows: np.ndarray
@@ -53,10 +53,10 @@ class HeldOutSplit:
     eval: list[OpenSource]
 
     def without_held_out(self, sources: Sequence[OpenSource]) -> list[OpenSource]:
-        """Return other sources, such as those of the SFT warm-up, without rows of held-out prompts.
+        """Return other sources, such as the SFT warm-up's, without rows of held-out prompts.
 
         Raises:
-            UserError: no row of a source is left.
+            UserError: a source has no row left.
         """
         return [self._training_part(*opened, _hashes(*opened, self.seed)) for opened in sources]
 
@@ -72,10 +72,10 @@ class HeldOutSplit:
 def split_sources(config: DataConfig, seed: int, recorded: Sequence[int] | None = None) -> HeldOutSplit:
     """Open the training sources and hold out `config.holdout` of the rows of files.
 
-    Generated sources hold out a part of their own.
+    Generated sources have a separate held-out part.
 
     Args:
-        recorded: hashes of the prompts that the run held out before; None = choose them.
+        recorded: hashes of the prompts that the run held out before; None = choose prompts.
 
     Raises:
         UserError: as `open_sources`; or too few rows, or too few different prompts.
@@ -97,20 +97,21 @@ def split_sources(config: DataConfig, seed: int, recorded: Sequence[int] | None 
 
 
 def choose_prompts(hashes: np.ndarray, holdout: float) -> np.ndarray:
-    """Return the sorted hashes of the prompts to hold out: those with the lowest hashes, all rows of each.
+    """Return the sorted hashes of the prompts to hold out: the lowest hashes, with all rows of each prompt.
 
-    A prompt whose rows would exceed the number is passed over, so that it is reached exactly wherever enough
-    prompts have a single row, and never exceeded.
+    A prompt whose rows would exceed the number is skipped, so the number is never exceeded, and reached
+    exactly if enough prompts have a single row.
 
     Args:
         hashes: uint64, `prompt_hash` of each row.
         holdout: a number of rows, or a fraction of them below 1.
 
     Raises:
-        UserError: nothing would be held out, or nothing left to train on.
+        UserError: no row would be held out, or none left to train on.
     """
     rows = len(hashes)
     prompts, sizes = np.unique(hashes, return_counts=True)
+    # The number of rows must leave some to train on.
     if len(prompts) == 1:
         raise UserError(
             f"--data.holdout {holdout:g}: the files have only one prompt (rows: {rows:,}), and rows with the "
@@ -122,6 +123,7 @@ def choose_prompts(hashes: np.ndarray, holdout: float) -> np.ndarray:
             f"--data.holdout {holdout:g}: the files have {rows:,} rows, of which none would be left to train "
             "on. Set it lower; 0.1 holds out a tenth."
         )
+    # Take prompts in the order of their hashes while their rows fit.
     chosen, total = [], 0
     for prompt, size in zip(prompts, sizes, strict=True):
         if total + size <= count:
@@ -155,9 +157,8 @@ def prompt_hash(example: Example, seed: int) -> int:
 
 
 def shared_prompts(train: Sequence[OpenSource], held_out: Sequence[OpenSource]) -> str:
-    """Return how many rows of held-out files have a prompt that is trained on, too; "" = none.
-
-    Of files with more than `MAX_ROWS_COMPARED` rows so many are compared, evenly spread.
+    """Return a line with the number of held-out rows whose prompt is also trained on; "" if none. Of each
+    file, at most `MAX_ROWS_COMPARED` rows are compared, evenly spread.
     """
     none = np.zeros(0, np.uint64)
     trained, evaluated = (
@@ -169,10 +170,10 @@ def shared_prompts(train: Sequence[OpenSource], held_out: Sequence[OpenSource]) 
 
 
 def _hashes(config: SourceConfig, source: ExampleSource, seed: int, limit: int | None = None) -> np.ndarray:
-    """Return `prompt_hash` of each row, uint64; none of generated sources, which have held-out parts.
+    """Return `prompt_hash` of each row, uint64; empty for generated sources, which have held-out parts.
 
     Args:
-        limit: rows at most, evenly spread; None = all.
+        limit: maximum number of rows, evenly spread; None = all.
     """
     size = 0 if config.is_generated else len(source)
     rows = size if limit is None else min(size, limit)

@@ -1,8 +1,8 @@
 """Batches as a pure function of (seed, position): a resumed run needs no cursor.
 
-The stream of a split is an endless list of rows (source, row): each source shuffled anew every epoch, the
-sources interleaved in proportion to their weights. Step s of size n reads positions s*n to s*n + n - 1;
-prompts can also be read by position, for steps that use a varying number of them.
+The stream of a split is an endless list of rows (source, row): each source is reshuffled every epoch, and the
+sources are interleaved in proportion to their weights. Step s of size n reads positions s*n to s*n + n - 1;
+prompts can also be read by position, for steps with a varying number of prompts.
 """
 
 from __future__ import annotations
@@ -67,13 +67,14 @@ class Loader:
     Args:
       tokenizer: a transformers tokenizer.
       seed: of the order and of generated training problems; held-out problems are the same for every seed.
-      max_prompt_tokens: longest prompt; `config.overlong` decides what becomes of longer ones.
+      max_prompt_tokens: maximum length of a prompt; `config.overlong` decides about longer prompts.
       max_tokens: longest supervised example, prompt and response; None: no limit.
-      columns: of every row that lacks them, such as the tools that the chat template shows.
-      opened: sources that are open already, with their settings (`data.holdout`); None: those of `config`.
+      columns: added to rows that lack them, such as the tools that the chat template shows.
+      opened: sources that are open already, with their settings (`data.holdout`); None: open the sources of
+          `config`.
 
     Raises:
-      UserError: no source, no usable row, a bad row or an over-long prompt that was to be refused.
+      UserError: no source or no usable row; or a bad row or over-long prompt that the config refuses.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class Loader:
     def prompts(self, start: int, count: int) -> list[Prompt]:
         """Return the prompts at positions start to start + count - 1 of the stream.
 
-        Whatever was read before, the same positions give the same prompts: a run that uses a varying number
-        of prompts a step keeps the next position and loses none.
+        A position always gives the same prompt: a run that uses a varying number of prompts per step keeps
+        the next position and loses none.
         """
         drawn = self._drawn(start, count, self._prompt)
         return [Prompt(example, ids, start + i) for i, (example, ids) in enumerate(drawn)]
@@ -146,7 +147,7 @@ class Loader:
         """Return at most `limit` prompts, spread evenly over the sources and over each source's rows.
 
         The same for every seed. Over-long prompts are left out, cut or refused, bad rows skipped or refused.
-        Fewer than `limit` are reported by a warning.
+        Warns if fewer than `limit` are usable.
         """
         prompts: list[Prompt] = []
         sizes = [len(source) for source in self._sources]
@@ -159,9 +160,10 @@ class Loader:
         return prompts
 
     def eval_parts(self, limit: int) -> list[tuple[str, Loader, int]]:
-        """Return (name, loader, rows to evaluate on) of each source, where the loss is measured.
+        """Return (name, loader, number of rows) of each source, to measure the loss on.
 
-        At most `limit` rows, none twice, shared out as in `eval_set`. A source without a name has its file's.
+        At most `limit` different rows, divided as in `eval_set`. A source without a name gets the name of its
+        file.
         """
         sizes = [len(source) for source in self._sources]
         if sum(sizes) < limit:
@@ -173,12 +175,12 @@ class Loader:
     def check_first_rows(self, kind: RowKind = "prompts") -> list[Example]:
         """Try rows of each source, as training will read them, until one fits; return these rows.
 
-        Cheap enough to be called before models are loaded: one row of each source is rendered and tokenized
-        where the first one fits, `MAX_ROWS_CHECKED` where none does.
+        Cheap enough to call before models are loaded: renders and tokenizes one row of each source if the
+        first one fits, at most `MAX_ROWS_CHECKED`.
 
         Raises:
-          UserError: a source has no row that fits, with the reason and the fix; or a row that
-            `bad_rows` or `overlong` "fail" refuses.
+          UserError: a source has no row that fits (the message has the reason and the fix), or a row fails
+              under `bad_rows` or `overlong` "fail".
         """
         encode = {
             "prompts": self._prompt,
@@ -199,14 +201,14 @@ class Loader:
         return fitting
 
     def warn_of_plain_text(self, rows: Sequence[Example]) -> None:
-        """Warn of the first of these rows whose prompt is plain text, where the model is a chat model."""
+        """Warn of the first row whose prompt is plain text, if the model is a chat model."""
         if warning := plain_text_warning(self._tokenizer, rows, self._config.chat):
             log.warning("%s", warning)
 
     def spread_rows(self, count: int) -> list[Example]:
         """Return `count` rows of each source, or all of fewer: evenly spread, the first of each source first.
 
-        They are read only, not tried: some may be too long.
+        The rows are read but not checked: some may be too long.
         """
         spread = (_spread(len(source), count) for source in self._sources)
         rows = []
@@ -217,14 +219,14 @@ class Loader:
         return rows
 
     def unanswered(self) -> list[tuple[Example, int]]:
-        """Return the first row without an answer of each source that has some, and their number."""
+        """Return (first row without an answer, number of such rows) of each source that has some."""
         lacking = [(k, source.unanswered) for k, source in enumerate(self._sources)]
         return [(self._read((k, rows[0])), len(rows)) for k, rows in lacking if len(rows)]
 
     def stats(self) -> dict[str, int]:
         """Return counts of rows: good ones, bad_rows (skipped) and overlong.
 
-        Rows that cannot be rendered or tokenized and overlong ones are counted when they are first drawn.
+        Overlong rows and rows that cannot be rendered or tokenized are counted when first drawn.
         """
         return {
             "rows": sum(len(source) for source in self._sources),
@@ -262,14 +264,14 @@ class Loader:
         return {own.path: position * own.weight / total / len(source) for own, source in pairs}
 
     def _drawn(self, start: int, count: int, encode: Callable) -> list[tuple[Example, Any]]:
-        """Return the examples from a position on, each with what `encode` makes of it."""
+        """Return the examples from a position on, each with its result of `encode`."""
         return [self._draw(position, encode) for position in range(start, start + count)]
 
     def _draw(self, position: int, encode: Callable) -> tuple[Example, Any]:
-        """Return the example at a position of the stream; a random one of its source where it does not fit.
+        """Return the example at a position of the stream, or if it does not fit a random one of its source.
 
-        The replacement is drawn by (seed, position), uniformly over the source, so that no row is
-        favoured and nothing depends on what was read before.
+        The replacement is drawn by (seed, position), uniformly over the source, so that it does not depend on
+        earlier reads.
         """
         if self._stream is None:
             raise UserError("this split has no source: give --data.eval_path FILE")
@@ -285,7 +287,8 @@ class Loader:
     def _try(
         self, index: RowIndex, encode: Callable, reasons: list[RowError] | None = None
     ) -> tuple[Example, Any] | None:
-        """Return a row and what `encode` makes of it; None, with the reason, where it is left out."""
+        """Return a row and its result of `encode`; None if the row is left out, with the reason in
+        `reasons`."""
         reasons = [] if reasons is None else reasons
         try:
             example = self._read(index)
@@ -307,7 +310,7 @@ class Loader:
         return self._with_columns(example) if self._columns else example
 
     def _with_columns(self, example: Example) -> Example:
-        """Return the row with the columns that it lacks; tables write missing tools as null or as []."""
+        """Add the columns that the row lacks; tables write missing tools as null or as []."""
         empty = () if template_columns(example.columns, example.where)[0] else ("tools",)
         own = {name: value for name, value in example.columns.items() if name not in empty}
         columns, ran = {**self._columns, **own}, "tools" in self._columns and "tools" not in own
@@ -320,7 +323,7 @@ class Loader:
         return self._fit(ids, self._max_prompt_tokens, example, index)
 
     def _supervised(self, example: Example, index: RowIndex) -> Encoded:
-        """Return (ids, mask) within the limit and with something left to learn."""
+        """Return (ids, mask) within the limit and with at least one learned token."""
         ids, mask = self._fit_learned(encode_supervised, example, index)
         return ids, mask.astype(np.int8)
 
@@ -363,7 +366,7 @@ class Loader:
         return ids[..., -limit:] if self._config.cut_side == "left" else ids[..., :limit]
 
     def _nothing_fits(self, k: int, reasons: list[RowError], kind: RowKind) -> UserError:
-        """Return the error of a source of which no row can be used."""
+        """Return the error for a source without a usable row."""
         reasons = list({str(reason): reason for reason in reasons}.values())  # rows are drawn repeatedly
         lengths = [reason.tokens for reason in reasons if isinstance(reason, OverlongError)]
         bad = [reason for reason in reasons if not isinstance(reason, OverlongError)]
@@ -384,7 +387,7 @@ class Loader:
 
     def _eval_note(self, used: str) -> str:
         counts = self.stats()
-        left_out = f"{counts['overlong']:,} of those read too long, {counts['bad_rows']:,} bad"
+        left_out = f"{counts['overlong']:,} rows too long so far, {counts['bad_rows']:,} bad"
         return f"{used} are used; the held-out data has {counts['rows']:,} rows, {left_out}"
 
 

@@ -1,4 +1,4 @@
-"""Messages of rows in the shapes of OpenAI and ShareGPT, and which of them are learned."""
+"""Messages of rows in the formats of OpenAI and ShareGPT, and whether they are learned."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_turns(value: list, where: str) -> tuple[Message, ...]:
 
 
 def read_messages(value: list, where: str) -> tuple[Message, ...]:
-    """Return a chat in which there is something for the policy to answer."""
+    """Return a chat; raises RowError if it has no text for the policy to answer."""
     messages = read_turns(value, where)
     if not any(m["content"].strip() for m in messages if m["role"] != "assistant"):
         raise RowError(f"{where} is empty: no message of a user, the system or a tool has any text")
@@ -69,7 +69,7 @@ def _message(item: Any, where: str) -> Message:
 
 
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Return the tool calls of a message, which tables may keep as JSON text; None where there are none."""
+    """Return the tool calls of a message, or None; tables may store them as JSON text."""
     calls = read_json_text(value, where)
     check_json(calls, where)
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
@@ -87,7 +87,7 @@ def _spoken_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _is_learned(keys: dict[str, Any], role: str, where: str) -> bool:
-    """Return whether an assistant's message is learned by its keys, without its author's word it is."""
+    """Return whether an assistant's message is learned, by its keys; True without such keys."""
     about = lambda key: any(LOSS_LIKE.fullmatch(word.lower()) for word in WORD.findall(key))
     given = {
         key: value
@@ -97,20 +97,20 @@ def _is_learned(keys: dict[str, Any], role: str, where: str) -> bool:
     for key, value in given.items():
         if key not in LOSS_KEYS:
             raise RowError(
-                f"{where}.{key} is not known, and seems to say what is learned. A message with weight 0 is "
+                f"{where}.{key} is unknown, but seems to select the learned part. A message with weight 0 is "
                 "left out of the loss"
             )
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise RowError(f"{where}.{key} must be 0 or 1, true or false, got {value!r:.100}")
         if value and role != "assistant":
-            raise RowError(f"{where}.{key} is {value}, but what the role {role} says is never learned")
+            raise RowError(f"{where}.{key} is {value}, but text of the role {role} is never learned")
     if len({bool(value) for value in given.values()}) > 1:
         raise RowError(f"{where}: {', '.join(given)} contradict each other")
     return role != "assistant" or all(given.values())
 
 
 def message_text(message: Message, where: str) -> str:
-    """Return the text of a message. Raises RowError where that is not all that it says."""
+    """Return the text of a message. Raises RowError if the message has more than text."""
     if more := [key for key in (*THOUGHT_KEYS, *CALL_KEYS) if message.get(key)]:
         raise RowError(
             f"{where}: {', '.join(more)} of a message would be lost: it is read as plain text here"
@@ -133,8 +133,8 @@ SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 def argument_forms(messages: Sequence[Message]) -> list[list[Message]]:
     """Return the chat with the arguments of its tool calls as objects, then with them as JSON text.
 
-    OpenAI writes JSON text, transformers documents objects, and templates accept one or both. One form is
-    returned where no message has arguments.
+    OpenAI writes JSON text, transformers documents objects, and templates accept one or both. Returns one
+    form if no message has arguments.
     """
     objects, texts = ([_with_calls(m, form) for m in messages] for form in (_as_object, _as_text))
     return [objects] if objects == texts else [objects, texts]
@@ -148,10 +148,10 @@ def accepted_forms(forms: Sequence[list[Message]]) -> Iterator[list[Message]]:
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return the chat with ids of nine letters and digits, as Mistral's templates require them.
+    """Return the chat with ids of nine letters and digits, which Mistral's templates require.
 
-    Of a longer id these are its last nine characters, as in vLLM. An answer without an id gets that of the
-    call that it follows.
+    A longer id is cut to its last nine characters, as in vLLM. An answer without an id gets the id of its
+    call.
     """
     new, open_ids, count = [], [], 0
     for message in messages:
@@ -180,7 +180,7 @@ def in_parts(messages: list[Message]) -> list[Message]:
 
 
 def _short_id(id: Any) -> str:
-    """Return an id of nine letters and digits; a number is that of a call without an id."""
+    """Return an id of nine letters and digits; a number stands for a call without an id."""
     if isinstance(id, int):
         return f"call{id:05d}"
     short = str(id)[-9:]
@@ -188,7 +188,7 @@ def _short_id(id: Any) -> str:
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:
-    """Return the tool calls of a message; [] where they are no list of objects."""
+    """Return the tool calls of a message; [] unless they are a list of objects."""
     calls = message.get("tool_calls")
     is_list = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     return calls if is_list else []
@@ -207,7 +207,7 @@ def _with_arguments(call: dict[str, Any], form: Callable[[Any], Any]) -> dict[st
 
 
 def _as_object(arguments: Any) -> Any:
-    """Return the object that JSON text holds; anything else as it is."""
+    """Parse JSON text of an object; other values are returned unchanged."""
     try:
         value = json.loads(arguments)
         check_row(value, "arguments")

@@ -19,20 +19,20 @@ IN_LOSS = tuple(signal.name for signal in SIGNALS if signal.in_loss)
 
 @dataclass
 class PackItem:
-    """One trajectory or document, arrays of its own length, aligned with its tokens."""
+    """One trajectory or document; all arrays are aligned with its tokens."""
 
     tokens: np.ndarray  # int32 [t]
     mask: np.ndarray  # [t], 1 = this token is trained on
     signals: dict[str, np.ndarray] = field(
         default_factory=dict
     )  # by the name in structs.SIGNALS, float32 [t]
-    routes: np.ndarray | None = None  # as those of a Trajectory, [t, L, K]
-    kept: np.ndarray | None = None  # kept sets of a Trajectory, [t, K], -1 on its prompt
+    routes: np.ndarray | None = None  # as in a Trajectory, [t, L, K]
+    kept: np.ndarray | None = None  # kept sets as in a Trajectory, [t, K], -1 on the prompt
     prompt: int | None = None  # `prompt_index` of its Trajectory; None = a document
 
 
 def from_trajectory(trajectory: Trajectory) -> PackItem:
-    """Return prompt and response end to end as one item; the prompt is context (mask 0)."""
+    """Join prompt and response into one item; the prompt is context (mask 0)."""
     prompt = np.zeros(len(trajectory.prompt_ids), np.float32)
     on_response = lambda x: np.concatenate([prompt, np.asarray(x, np.float32)])
     kept = trajectory.kept
@@ -49,11 +49,11 @@ def from_trajectory(trajectory: Trajectory) -> PackItem:
 
 
 def counts(sequences: Sequence[PackItem], group_size: int = 1) -> tuple[float, float]:
-    """Return (trained tokens, sequences with any): the global denominators; at least 1 each.
+    """Return the global denominators (trained tokens, sequences with trained tokens), at least 1 each.
 
     Args:
-        group_size: consecutive sequences that are compared; a group in which one has no trained token is not
-            counted, as a pair with an empty side is no pair.
+        group_size: consecutive sequences that are compared; a group does not count if one of its sequences
+            has no trained token, such as a pair with an empty side.
     """
     trained = [float(s.mask[1:].sum()) for s in sequences]
     groups = [trained[i : i + group_size] for i in range(0, len(trained), group_size)]
@@ -69,16 +69,17 @@ def pack(
     share: bool = False,
     num_kept: int = 0,
 ) -> list[Batch]:
-    """Pack by first-fit decreasing into rows of `row_length`, `rows` rows a micro-batch, the last one padded.
+    """Pack by first-fit decreasing into rows of `row_length` and micro-batches of `rows` rows, padding the
+    last.
 
-    Rows are assigned to micro-batches longest first. The packing depends on the lengths, and where prefixes
-    are shared on the tokens, alone, so the same sequences always pack the same way.
+    Rows are assigned to micro-batches longest first. The packing depends only on the lengths (and on the
+    tokens, if prefixes are shared), so the same sequences always pack the same way.
 
     Args:
-        group_size: consecutive sequences that stay side by side in one row (2 = a pair).
+        group_size: consecutive sequences that stay together in one row (2 = a pair).
         replay: include the routes that the sequences have.
-        share: a row holds a prefix that several of its sequences have in common once.
-        num_kept: ids of a kept set; 0 = leave out those that the sequences have.
+        share: store a prefix that several sequences of a row share only once.
+        num_kept: ids per kept set; 0 = leave kept sets out.
 
     Raises:
         UserError: a group longer than a row.
@@ -100,12 +101,12 @@ def unpack(
     on_targets: bool = True,
     share: bool = False,
 ) -> list[np.ndarray]:
-    """Return per-token outputs of the batches of `pack`, [B, T, ...], as one array [t, ...] a sequence.
+    """Return per-token outputs of the batches of `pack`, [B, T, ...], as one array [t, ...] per sequence.
 
-    They are aligned with the tokens of the sequence again: index t belongs to token t; the first is 0.
+    Outputs are aligned with the sequence's tokens: index t belongs to token t; the first is 0.
 
     Args:
-        on_targets: the outputs belong to the targets of their places; else to the tokens.
+        on_targets: the outputs belong to the targets of their columns; else to the tokens.
     """
     outputs: list[np.ndarray] = [np.zeros(0)] * len(sequences)
     rows = itertools.chain.from_iterable(values)
@@ -120,7 +121,7 @@ def unpack(
 def arrange(
     sequences: Sequence[PackItem], row_length: int, group_size: int = 1, share: bool = False
 ) -> list[list[Place]]:
-    """Return the places of the sequences in each row, groups complete and in their order."""
+    """Return the places of the sequences in each row; groups stay whole and in order."""
     groups = [list(range(i, i + group_size)) for i in range(0, len(sequences), group_size)]
     if share:
         groups = trees(sequences, groups, row_length)
@@ -158,12 +159,12 @@ def empty_batch(
     share: bool = False,
     num_kept: int = 0,
 ) -> Batch:
-    """Return a micro-batch of padding alone.
+    """Return a micro-batch of only padding.
 
     Args:
-        num_kept: ids of a kept set; 0 = there are none.
-        share: its sequences may share prefixes.
-        route: of a token, for its shape and type; None = the batch has no routes.
+        num_kept: ids per kept set; 0 = no kept sets.
+        share: the sequences may share prefixes.
+        route: route of a token, for shape and type; None = the batch has no routes.
     """
     zeros = lambda dtype: np.zeros((rows, row_length), dtype)
     if route is not None:
@@ -198,6 +199,7 @@ def _fill_rows(
     batch = empty_batch(rows, row_length, names, route, share, num_kept)
     for row, places in enumerate(packed):
         for segment, (index, shared, columns) in enumerate(places, 1):
+            # Tokens after the shared prefix; arrays of targets are shifted by one.
             s = sequences[index]
             here, shifted = columns[shared:], columns[shared:-1]  # position t predicts token t + 1
             batch.tokens[row, here] = s.tokens[shared:]
@@ -213,7 +215,7 @@ def _fill_rows(
             if num_kept:
                 batch.kept[row, shifted, : s.kept.shape[1]] = s.kept[shared + 1 :]
             if share:
-                batch.last[row, columns] = segment  # the next one overwrites what it continues
+                batch.last[row, columns] = segment  # later sequences overwrite it on shared tokens
     return batch
 
 
@@ -221,19 +223,19 @@ class Place(NamedTuple):
     """The place of a sequence in a row."""
 
     index: int  # of the sequence
-    shared: int  # its first tokens that are those of the sequence before it in the row
+    shared: int  # number of first tokens shared with the preceding sequence in the row
     columns: np.ndarray  # of all its tokens, [t]
 
     @property
     def end(self) -> int:
-        """The first column after it."""
+        """The first column after the sequence."""
         return int(self.columns[-1]) + 1
 
 
 def shared_tokens(before: PackItem, item: PackItem) -> int:
-    """Return how many of an item's first tokens can be those of the item before it in the row.
+    """Return how many first tokens an item can share with the preceding item in the row.
 
-    The tokens, their targets and their routes are equal, and the item is trained on none of the targets.
+    Shared tokens have equal ids, targets and routes, and the item is trained on none of the targets.
     """
     length = min(len(before.tokens), len(item.tokens))
     equal = before.tokens[:length] == item.tokens[:length]
@@ -250,11 +252,11 @@ def context_tokens(item: PackItem) -> int:
 
 
 def trees(sequences: Sequence[PackItem], groups: Sequence[Sequence[int]], row_length: int) -> list[list[int]]:
-    """Return the groups joined to trees, as lists of the indices of their sequences; a tree fits a row.
+    """Join the groups to trees that fit a row; return the indices of each tree's sequences.
 
-    Groups of equal context are joined first, in the order of their tokens; if they are too long for a row,
-    they are cut, and the context copied. Then neighbours in that order, those that share most first, if the
-    tree of the second then has less than half of its context for itself.
+    Groups of equal context are joined first, in the order of their tokens; if they exceed a row, they are
+    divided and the context is copied. Then neighbours in this order are joined, largest shared prefix first,
+    if the second tree shares more than half of its context.
     """
     groups = sorted(groups, key=lambda members: sequences[members[0]].tokens.tobytes())
     sizes = [places_of(sequences, members, share=True)[-1].end for members in groups]
@@ -285,7 +287,7 @@ def trees(sequences: Sequence[PackItem], groups: Sequence[Sequence[int]], row_le
 
 
 def places_of(sequences: Sequence[PackItem], members: Sequence[int], share: bool) -> list[Place]:
-    """Return the places of sequences that lie in a row in this order."""
+    """Return the places of sequences in a row, in this order."""
     places: list[Place] = []
     columns, end = np.zeros(0, np.int64), 0
     for i, index in enumerate(members):

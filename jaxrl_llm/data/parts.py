@@ -1,8 +1,8 @@
 """Texts, thoughts and tool calls of messages, looked up in the rendered chat.
 
-A template may strip, escape, move or leave out what a message says. So a chat is rendered a second time with
-a mark, a private-use character, in each part. Where that text without its marks is the first one, a part is
-in it exactly if its mark is, and stands where the mark stands.
+A template may strip, escape, move or leave out parts of a message. So a chat is rendered a second time with a
+mark (a private-use character) in each part. If this text without its marks equals the first text, it contains
+exactly the parts whose marks it contains, at the positions of the marks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxrl_llm.thoughts import MARKS as THOUGHT_MARKS
 THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHT_MARKS.values())))
 THOUGHT_START = re.compile(rf"\s*(?:{'|'.join(map(re.escape, THOUGHT_MARKS))})")
 TAG = re.compile(r"</?[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]|/\w+")  # what templates look for in a text
-LETTER = re.compile(rf"(?:{TAG.pattern}|\W)*+\w")  # up to the first letter that is in no tag
-MARKS = range(0xF0000, 0x10FFFE)  # private-use characters beyond those that hide control tokens
+LETTER = re.compile(rf"(?:{TAG.pattern}|\W)*+\w")  # up to the first letter outside tags
+MARKS = range(0xF0000, 0x10FFFE)  # private-use characters that do not hide control tokens
 CALL_FIELDS = ("function", "name", "arguments", "parameters")
 
 
@@ -46,13 +46,13 @@ class Rendered(NamedTuple):
 def mark_parts(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, taken: str
 ) -> tuple[list[Message], list[dict[str, Any]] | None, list[ChatPart]]:
-    """Return (the messages with a mark in each of their parts, the tools with one in their names, the parts).
+    """Return (messages with a mark in each part, tools with a mark in each name, the parts).
 
     Args:
-        taken: text whose characters are no marks.
+        taken: text whose characters may not be marks.
     """
     parts: list[ChatPart] = []
-    thoughts: dict[tuple[int, str], ChatPart] = {}  # the same one may have several keys
+    thoughts: dict[tuple[int, str], ChatPart] = {}  # several keys may hold the same thought
     used = set(taken)
     marks = (char for char in map(chr, MARKS) if char not in used)
 
@@ -73,6 +73,7 @@ def mark_parts(
         )
 
     marked = []
+    # Mark the texts, thoughts and calls of each message, then the names of tools.
     for i, message in enumerate(messages):
         message = dict(message)
         for key, value in message.items():
@@ -94,7 +95,7 @@ def mark_parts(
 def find_parts(
     text: str, marked: str, parts: Sequence[ChatPart]
 ) -> tuple[list[ChatPart], list[tuple[int, int]] | None]:
-    """Return (parts that are not in a rendered text, the places as of `Rendered`).
+    """Return (parts missing from a rendered text, `Rendered.places`).
 
     Args:
         marked: the text with marks; "" = the template refused them.
@@ -119,8 +120,9 @@ def find_parts(
 def messages_of_blocks(chat: Rendered, roles: Sequence[str]) -> list[int]:
     """Return the index of the message that each block of {% generation %} belongs to.
 
-    It is the assistant's message whose mark is in the block. A block without a mark, such as an end token,
-    goes with the message before it, or where that is not the assistant's with the next one that is.
+    A block belongs to the assistant's message whose mark it contains. A block without a mark, such as an end
+    token, belongs to the preceding message, or if that is not the assistant's, to the assistant's next
+    message.
     """
     turns = [i for i, role in enumerate(roles) if role == "assistant"]
     owners = []
@@ -183,7 +185,7 @@ def _with_marked_name(tool: dict[str, Any], mark_of: Callable[[str], str]) -> di
 
 
 def _stands_in(part: ChatPart, text: str) -> bool:
-    """Return whether the other text that stands for a part is there; a tool's name as a word."""
+    """Return whether the replacement text of a part is in the text; a tool's name must be a whole word."""
     if part.kind == "tool":
         return re.search(rf"(?<!\w){re.escape(part.id)}(?!\w)", text) is not None
     return bool(part.id) and part.id in text
@@ -196,9 +198,9 @@ def _marked(text: str, mark: str) -> str:
 
 
 def thoughts_and_texts(text: str) -> list[tuple[str, str]]:
-    """Return the pieces of what an assistant says: ("thought", with its tags) or ("text", between them).
+    """Split an assistant's text into ("thought", with its tags) and ("text", between thoughts).
 
-    The first thought may have started in the prompt, and the last one never end.
+    The first thought may have started in the prompt, and the last one may lack its end.
     """
     pieces, position = [], 0
     for end in [*(match.end() for match in THOUGHT_END.finditer(text)), len(text)]:
@@ -210,7 +212,7 @@ def thoughts_and_texts(text: str) -> list[tuple[str, str]]:
 
 
 def _is_in(thought: str, message: Message) -> bool:
-    """Return whether the text of a message has its thought already, as in the trajectories of SWE-agent."""
+    """Return whether the text of a message already contains the thought, as in SWE-agent's trajectories."""
     words = rf"(?<!\w){re.escape(thought)}(?!\w)"
     return not thought or any(re.search(words, text) for text in strings_of(message["content"]))
 

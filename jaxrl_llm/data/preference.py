@@ -1,4 +1,4 @@
-"""Rows of pairs, labels, steps, judgements and scores as `Example`s; `read_example` reads a row of any shape.
+"""Read rows of pairs, labels, steps, judgements and scores as `Example`s; `read_example` reads any known row.
 
 chosen, rejected [, margin]                       messages, or text beside a prompt (TRL, RL2, OpenRLHF)
 prompt, completion, label                         KTO: true or false, 1 or 0
@@ -54,7 +54,7 @@ def read_example(row: Any, where: str, config: SourceConfig) -> Example:
     """Return a row of any known shape as an `Example`, by the settings of its source.
 
     Raises:
-      RowError: the row is none of the known shapes, lacks a column, or a column has the wrong type.
+      RowError: the row has no known shape, lacks a column, or a column has the wrong type.
     """
     check_row(row, where)
     row = _with_chats(row, config)
@@ -71,7 +71,7 @@ def read_example(row: Any, where: str, config: SourceConfig) -> Example:
 
 
 def _with_chats(row: dict, config: SourceConfig) -> dict:
-    """Return the row with its chats in place of JSON text; a response may be such text itself."""
+    """Parse chats that are stored as JSON text, except a response, which may be JSON text itself."""
     chats = lambda keys: {
         key: chat for key in keys if (chat := read_chat_text(row.get(key))) is not row.get(key)
     }
@@ -80,7 +80,7 @@ def _with_chats(row: dict, config: SourceConfig) -> dict:
 
 
 def has_pair(row: dict, config: SourceConfig) -> bool:
-    """Return whether a row holds a chosen and a rejected response, or its source says so."""
+    """Return whether a row, by its columns or its source's settings, has a chosen and a rejected response."""
     chosen, rejected = _pair(row, config)
     return bool(config.rejected_key) or (chosen is not None and rejected is not None)
 
@@ -88,8 +88,8 @@ def has_pair(row: dict, config: SourceConfig) -> bool:
 def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
     """Return the chosen response as an example to imitate, with the rejected one in `rejected`.
 
-    The beginning that both have in common is the prompt where there is no other: messages, or text up to the
-    last white space before they differ.
+    Without a prompt column, the common beginning of both is the prompt: messages, or text up to the last
+    white space before they differ.
     """
     chosen, rejected = _pair(row, config)
     if chosen is None or rejected is None:
@@ -102,6 +102,7 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
         )
     if chosen == rejected:
         raise RowError(f"{where}: chosen and rejected are the same")
+    # Move the common beginning to the prompt.
     others = {key: value for key, value in row.items() if key not in _pair_keys(config)}
     if isinstance(chosen, list) and (shared := _shared_messages(chosen, rejected)):
         others = {**{k: v for k, v in others.items() if k not in PROMPT_KEYS}, "messages": chosen[:shared]}
@@ -111,6 +112,7 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
         cut = _shared_text(chosen, rejected)
         others["prompt"], chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
         config = dataclasses.replace(config, prompt_key="prompt")
+    # Read each side as a row with one response.
     config = dataclasses.replace(config, response_key="completion", rejected_key="")
     sides = []
     for name, response in (("chosen", chosen), ("rejected", rejected)):
@@ -122,7 +124,7 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
 
 
 def has_steps(row: dict, config: SourceConfig) -> bool:
-    """Return whether a row is a solution in steps, or its source says so."""
+    """Return whether a row, by its columns or its source's settings, is a solution in steps."""
     return bool(config.step_mark) or (isinstance(row.get("completions"), list) and "labels" in row)
 
 
@@ -155,7 +157,7 @@ def read_steps(row: dict, where: str, config: SourceConfig) -> Example:
 
 
 def to_label(value: Any, where: str, soft: bool = False) -> float:
-    """Return 1.0 or 0.0 for true, false, 1, 0, "+", "-"; any number between where `soft`."""
+    """Return 1.0 or 0.0 for true, false, 1, 0, "+", "-"; any number in between if `soft`."""
     value = SIGNS.get(value, value) if isinstance(value, str) else value
     expected = "a number from 0 to 1" if soft else "true or false, 1 or 0"
     if not isinstance(value, bool | int | float | np.bool_) or not 0 <= value <= 1:
@@ -194,7 +196,7 @@ def judgement(example: Example) -> Example:
         text=None,
         response=verdict,
         answer=verdict,
-        source=JUDGEMENT,  # not that of the row: the answer is a verdict now
+        source=JUDGEMENT,  # not the row's source: the answer is now a verdict
         columns={},
         rejected=None,
     )
@@ -211,7 +213,7 @@ def pairwise_prompt(question: str, a: str, b: str) -> str:
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Return a chat as text: a lone message as it is, several with their roles."""
+    """Return a chat as text: the content of a single message, or several messages with their roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -275,7 +277,7 @@ def _prompt(row: dict, config: SourceConfig) -> Any:
 
 
 def _shared_messages(chosen: list, rejected: list) -> int:
-    """Return how many messages both begin with, 0 where these are the beginning of an answer."""
+    """Return the number of common leading messages; 0 if they begin with the assistant's."""
     shortest = min(len(chosen), len(rejected))
     count = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
     answers = bool(chosen) and isinstance(chosen[0], dict) and role_of(chosen[0]) == "assistant"
@@ -283,7 +285,7 @@ def _shared_messages(chosen: list, rejected: list) -> int:
 
 
 def _shared_text(chosen: str, rejected: str) -> int:
-    """Return the length of the text that both begin with, less its last word and white space."""
+    """Return the length of the common leading text, without its last word."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     same = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
     while same and not chosen[same - 1].isspace():
@@ -301,14 +303,14 @@ def _margin(row: dict, where: str) -> float:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number that float32 can hold; None where the value is none."""
+    """Return the value as a float; None if it is not a number that float32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
         return None
     return float(value)
 
 
 def _signs(texts: Sequence[str], labelled: str, where: str) -> list[str]:
-    """Return the + or - that stands in `labelled` where the mark stood after each text."""
+    """Return the + or - that `labelled` has in place of the mark after each text."""
     signs = []
     for i, text in enumerate(texts):
         if not labelled.startswith(text) or labelled[len(text) : len(text) + 1] not in SIGNS:

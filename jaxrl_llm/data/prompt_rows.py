@@ -1,6 +1,6 @@
 """Rows of the known shapes as `Example`s.
 
-Accepted as they are (the first of these columns that a row has decides):
+Accepted shapes (the first of these columns in a row decides):
 
     conversations                      ShareGPT: list of {from, value}
     messages                           RL2, TRL, OpenAI: list of {role, content}
@@ -55,12 +55,12 @@ SYSTEM_KEYS = ("system", "system_prompt")
 BESIDE_KEYS = ("choices", "options", "context", "contexts", "passage", "documents", "history")
 """Columns that belong to the question of well-known datasets."""
 MEDIA = re.compile(r"<(?:image|video|audio)>")
-CHOICE = re.compile(r"[A-Z]")  # the name of a choice, no text of its own
+CHOICE = re.compile(r"[A-Z]")  # the letter of a choice, not its text
 SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # of thousands
 
 
 def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Example:
-    """Return one row with a prompt, which `check_row` has passed, as an `Example`.
+    """Read a row with a prompt, checked by `check_row`, as an `Example`.
 
     Raises:
       RowError: unknown shape, wrong type, empty prompt, NUL character or lone surrogate.
@@ -68,6 +68,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
     present = {key: None if is_null(value) else value for key, value in row.items()}
     key, prompt = _prompt(present, where, config)
     system = _system(present, where)
+    # Prompt, ground truth and target.
     messages, text = _chat_or_text(key, prompt, present, where, config)
     answer, worked = _answer(present, where, config)
     response, turns = _response(present, where, config)
@@ -77,23 +78,24 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         raise RowError(f"{where}: the target is a list of messages but the prompt is plain text")
     if messages is not None:
         messages = _with_system(messages, system, where)
+    # Earlier turns and a target of several messages belong to the chat.
     asked = [m for m in messages or () if m["role"] != "system"]
     if len(asked) == 1 and (history := _history(present, where)):
         messages, present["history"] = (*messages[:-1], *history, *asked), None
-        if response and first_column(present, RESPONSE_KEYS[:-1]) is None:  # LLaMA-Factory learns all of them
+        if response and first_column(present, RESPONSE_KEYS[:-1]) is None:  # LLaMA-Factory learns all turns
             messages, response = (*messages, {"role": "assistant", "content": response}), None
     if turns:
         messages = (*(m | {"weight": 0} if m["role"] == "assistant" else m for m in messages), *turns)
     if messages is not None:
         template_columns(row, where)
         if masks := [key for key in (*LOSS_KEYS, "weights") if isinstance(present.get(key), list)]:
-            raise RowError(f"{where}: the column {masks[0]} would be left out: give each message its weight")
+            raise RowError(f"{where}: the column {masks[0]} would be left out: give each message a weight")
     said = text or "\n".join(message["content"] for message in messages or ())
     _check_beside(present, said, bool(config.prompt_key), where)
     if text is not None and key == "text" and not config.prompt_key:
         text, response = "", text
         if system.strip() not in response:
-            raise RowError(f"{where}: the column system is not in text, of which all is learned")
+            raise RowError(f"{where}: the column system is not part of text, which is learned as a whole")
     source = first_column(present, ("data_source",))
     source = "" if source is None else source
     check_text(source, f"{where}: data_source")
@@ -111,7 +113,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
 
 
 def final_answer(text: str) -> str:
-    """Return what follows the last '####' (GSM8K), without thousands separators."""
+    """Return the text after the last '####' (GSM8K), without thousands separators."""
     return SEPARATOR.sub("", text.rsplit("####", 1)[1].strip())
 
 
@@ -147,7 +149,7 @@ def _chat_or_text(
 
 
 def _system(row: dict, where: str) -> str:
-    """Return the system prompt in a row's columns; "" = it has none."""
+    """Return the system prompt in a row's columns, or ""."""
     given = {}
     for key in SYSTEM_KEYS:
         if row.get(key):
@@ -185,10 +187,10 @@ def _history(row: dict, where: str) -> list[Message]:
 
 
 def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
-    """Refuse a row with columns that belong to its question and are not in the prompt.
+    """Refuse a row with columns of its question that are not in the prompt.
 
     Args:
-        named: the source names the column of the prompt, which says that it is all of it.
+        named: the source names the prompt's column, so this column is the whole prompt.
     """
     for name in MEDIA_KEYS:
         if any(_leaves(row.get(name))) and (not named or MEDIA.search(prompt)):
@@ -209,7 +211,7 @@ def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what lists and objects hold at any depth, without nulls and the labels of choices (ARC)."""
+    """Yield the values in lists and objects at any depth, without nulls and the labels of choices (ARC)."""
     if isinstance(value, dict):
         value = [inner for key, inner in value.items() if key != "label"]
     if isinstance(value, list):
@@ -220,7 +222,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _answer(row: dict, where: str, config: SourceConfig) -> tuple[Any, str | None]:
-    """Return (ground truth, worked solution where the same column holds one)."""
+    """Return (ground truth, worked solution if the same column has one)."""
     answer = first_column(row, (config.answer_key,) if config.answer_key else ANSWER_KEYS)
     if answer is None and config.answer_key:
         raise no_column(where, "answer_key", config.answer_key, row)
@@ -237,7 +239,7 @@ def _answer(row: dict, where: str, config: SourceConfig) -> tuple[Any, str | Non
 
 
 def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, tuple[Message, ...]]:
-    """Return (supervised target, ()) or, where the target is several messages, (None, messages)."""
+    """Return (supervised target, ()), or (None, messages) if the target is several messages."""
     keys = (config.response_key,) if config.response_key else RESPONSE_KEYS
     for key in keys:
         value = lookup(row, key)
@@ -255,7 +257,7 @@ def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, 
 
 
 def _beside_answer(response: str | None, last: str, where: str) -> None:
-    """Leave out a response that repeats the last turn of a whole chat. Raises RowError for another one."""
+    """Accept a response only if it repeats the last turn of a whole chat; else raise RowError."""
     if response and response.strip() != last.strip():
         raise RowError(
             f"{where}: the chat ends with an answer, and a column of {', '.join(RESPONSE_KEYS)} has another: "

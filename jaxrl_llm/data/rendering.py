@@ -1,10 +1,10 @@
 """Chat templates rendered in a child process, under the kernel's limits of time and memory.
 
-A template comes with a model folder, so it is untrusted code. The sandbox of jinja2 keeps it away from the
-machine but does not bound it: loops nest, strings double, and one large power never returns to the
-interpreter, where a counter could stop it or an exception could reach a thread. The limits of a process bound
-all of these. Every chat is rendered there, not only a first one as a trial, because a template can depend on
-the chat, on chance and on the time.
+A template comes with a model folder, so it is untrusted code. The sandbox of jinja2 isolates it but does not
+bound it: loops nest, strings double, and a single large power never returns to the interpreter, so neither a
+counter nor an exception can stop it. The limits of a process bound all of these. Every chat is rendered in
+the process, not only the first one as a trial, because a template can depend on the chat, on chance and on
+the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.user_file import limit_memory
 
 CPU_SECONDS = 3.0  # of the processor, for one chat; a millisecond is usual
-MAX_MEMORY = 2 << 30  # bytes of address space beyond those of the idle process
+MAX_MEMORY = 2 << 30  # bytes of address space in addition to the idle process
 MAX_RENDERED = 2 * MAX_CHARACTERS  # of one chat
 MAX_ERROR_CHARACTERS = 500  # characters of a template's own error message
 START = (
@@ -42,14 +42,14 @@ Rendered = tuple[str, list[tuple[int, int]]]
 
 
 class TemplateLimitError(UserError):
-    """A chat template that takes too long, needs too much memory or writes too much.
+    """A chat template exceeds its limit of time, memory or output.
 
-    Not a RowError: a skipped row must be skipped in every process and in every run, and time differs.
+    Not a RowError: a skipped row must be skipped in every process and run, but time varies.
     """
 
 
 class TemplateProcess:
-    """The child process: started by the first chat, and started again after one that it did not survive.
+    """The child process: started by the first chat, and restarted after a chat that killed it.
 
     Args:
         seconds: of the processor, for one chat.
@@ -64,14 +64,14 @@ class TemplateProcess:
     def render(
         self, template: str, calls: Sequence[dict[str, Any]], name: str, where: str, date: str = ""
     ) -> list[Rendered]:
-        """Return what the template makes of each call's arguments.
+        """Render the template with the arguments of each call.
 
         Args:
             template: Jinja text.
             calls: keyword arguments of `transformers.utils.chat_template_utils.render_jinja_template`.
             name: of the template, for messages: "the chat template t.jinja".
             where: the row, for messages.
-            date: that `strftime_now` writes, as "2026-11-27"; "" = today.
+            date: date for `strftime_now`, as "2026-11-27"; "" = today.
 
         Raises:
             RowError: the template refuses this chat.
@@ -135,7 +135,7 @@ class TemplateProcess:
         atexit.register(self.close)
 
     def _reason_of_death(self) -> dict[str, Any]:
-        """Wait for the process, which has closed its output; return limit and signal that ended it."""
+        """Wait for the process, which has closed its output; return the limit and signal that ended it."""
         code = self._process.wait()
         self._errors.seek(0)
         errors = self._errors.read()[-2000:].decode(errors="replace")
@@ -153,7 +153,7 @@ def serve_renderer(seconds: float) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends with its standard input
         signal.signal(number, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # output of libraries must not mix with replies
     from transformers.utils.chat_template_utils import render_jinja_template  # before the limits
 
     _limit_memory()
@@ -196,7 +196,7 @@ def _render(render: Callable, request: bytes) -> dict[str, Any]:
 
 
 def _set_date(date: str) -> None:
-    """Let templates read this date from the clock; "" = today. transformers lets no argument replace it."""
+    """Make the clock of templates return this date; "" = today. transformers has no argument for it."""
     from transformers.utils import chat_template_utils
 
     class Day(datetime.datetime):

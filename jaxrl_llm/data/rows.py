@@ -52,10 +52,10 @@ class Damage:
 
 @dataclass(frozen=True)
 class RowFile:
-    """The rows of one file or dataset, without what is lost of it."""
+    """The readable rows of one file or dataset."""
 
     size: int
-    get: Callable[[int], Any]  # raises RowError, or what its library raises, where the row is damaged
+    get: Callable[[int], Any]  # raises RowError, or its library's error, if the row is damaged
     where: Callable[[int], str]  # "file.jsonl:12"
     damage: tuple[Damage, ...] = ()
 
@@ -65,9 +65,9 @@ class Example:
     """One problem. Exactly one of `messages` and `text` is not None."""
 
     messages: tuple[Message, ...] | None  # a chat; for supervised training it may hold assistant turns
-    text: str | None  # a prompt in plain text; "" where all of `response` is learned text
+    text: str | None  # a prompt in plain text; "" if `response` is plain text to learn
     response: str | None = None  # supervised target
-    answer: Any = None  # ground truth, what the verifier compares
+    answer: Any = None  # ground truth for the verifier
     source: str = ""  # data_source or name of the source: picks the verifier
     columns: dict[str, Any] = field(default_factory=dict)  # the other columns, for reward functions
     where: str = ""  # "file.jsonl:12"
@@ -84,7 +84,7 @@ class Example:
 
 
 def no_rows(path: Path, reason: str) -> RowFile:
-    """Return a file of which nothing can be read."""
+    """Return a file without readable rows."""
     return RowFile(0, lambda i: None, lambda i: str(path), (Damage(reason),))
 
 
@@ -116,7 +116,7 @@ def check_text(value: Any, where: str) -> None:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raise RowError unless the value is what JSON can hold, all its text readable by a tokenizer."""
+    """Raise RowError unless the value is valid JSON whose text a tokenizer can read."""
     if isinstance(value, dict):
         for key, inner in value.items():
             check_text(key, f"{where}: a key")
@@ -131,7 +131,7 @@ def check_json(value: Any, where: str) -> None:
 
 
 def lookup(row: dict, key: str) -> Any:
-    """Return column `key`, where dots reach into nested columns; None where there is none."""
+    """Return column `key`, or None; dots reach into nested columns."""
     if key in row:
         return row[key]
     head, _, rest = key.partition(".")
@@ -140,10 +140,10 @@ def lookup(row: dict, key: str) -> Any:
 
 
 def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | None, dict[str, Any]]:
-    """Return (tools, options), the columns of a row that its chat template gets.
+    """Return (tools, options), a row's columns for its chat template.
 
     Raises:
-      RowError: they are not what a chat template can read.
+      RowError: a chat template cannot read the columns.
     """
     tools, options = columns.get("tools"), columns.get("chat_template_kwargs")
     tools, options = (None if is_null(value) else read_json_text(value, where) for value in (tools, options))
@@ -161,9 +161,9 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
 
 
 def read_json_text(value: Any, where: str) -> Any:
-    """Return what JSON text holds, as which tables keep objects of different keys; "" is a missing cell.
+    """Parse JSON text, as tables store objects with different keys; "" is a missing cell.
 
-    Other text, and a value that is no text, is returned as it is.
+    Other values are returned unchanged.
     """
     if not isinstance(value, str):
         return value
@@ -174,7 +174,7 @@ def read_json_text(value: Any, where: str) -> Any:
 
 
 def read_chat_text(value: Any) -> Any:
-    """Return the messages that JSON text holds, as which tables keep chats; any other value as it is."""
+    """Parse messages from JSON text, as tables store chats; other values are returned unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     with contextlib.suppress(ValueError, RecursionError):
@@ -186,12 +186,12 @@ def read_chat_text(value: Any) -> Any:
 
 
 def first_column(row: dict, keys: tuple[str, ...]) -> Any:
-    """Return the first of these columns that is not null; None where all are."""
+    """Return the first of these columns that is not null, or None."""
     return next((value for key in keys if not is_null(value := lookup(row, key))), None)
 
 
 def role_of(message: dict) -> str:
-    """Return the role of a message in the shape of OpenAI or ShareGPT; "" where it has none that is known."""
+    """Return the role of a message in OpenAI's or ShareGPT's format; "" if unknown."""
     role, speaker = message.get("role"), message.get("from")
     if role:
         return role if isinstance(role, str) else ""
@@ -210,7 +210,8 @@ def column_names(row: dict) -> str:
 
 
 def no_column(where: str, field: str, key: str, row: dict) -> RowError:
-    """Return the error of a row without the column that a key of its source names: the flag, the nearest."""
+    """Return the error of a row without a column that its source names; it has the flag and the nearest
+    name."""
     present = [name for name, value in row.items() if not is_null(value)]
     near = difflib.get_close_matches(key, present, n=1, cutoff=0.5)
     advice = f" Did you mean {near[0]}?" if near else ""

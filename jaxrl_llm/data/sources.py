@@ -55,7 +55,8 @@ def open_source(config: SourceConfig, seed: int, bad_rows: BadRows = "fail") -> 
     """Return a source of examples. `seed` chooses the problems of a generated source; files do not use it.
 
     Raises:
-      UserError: nothing to read, no usable row, or (bad_rows "fail") a bad row; names file, line and reason.
+      UserError: nothing to read, no usable row, or (bad_rows "fail") a bad row; the message names file, line
+          and reason.
     """
     if not config.path:
         raise UserError("a source has no path: give --data.path FILE (or a folder, hub:, task: or gym: name)")
@@ -96,7 +97,8 @@ class FileSource:
         return read_example(value, where, self._config)
 
     def _scan(self, bad_rows: BadRows) -> int:
-        """Fill `_good`, return the number of bad rows; warn of them or, if not allowed, raise UserError."""
+        """Fill `_good`, return the number of bad rows; warn of bad rows, or raise UserError if they are not
+        allowed."""
         path, num_bad, listed = self._config.path, 0, []
         for damage in self._bad_rows():
             num_bad += damage.rows
@@ -135,8 +137,8 @@ class FileSource:
 class TaskSource:
     """Problems of a built-in task, generated on demand; a tenth of all problems is held out of split train.
 
-    Each is a pair too: the demonstration against the mistake, the other way round for a share `noise`.
-    With `distinct`, a problem in another guise (1+2 and 2+1) counts as the same.
+    Each problem is also a pair: the demonstration against the mistake, swapped for a share `noise`. With
+    `distinct`, equivalent problems (1+2 and 2+1) count as the same.
     """
 
     num_bad, unanswered = 0, ()
@@ -187,11 +189,11 @@ class TaskSource:
 
 
 class GymSource:
-    """A reasoning-gym task; its entries go into `columns` as they are, for its own scorer.
+    """A reasoning-gym task; `columns` holds its unchanged entries, for the task's scorer.
 
-    Many tasks have several right answers and give none (answer None). A tenth of the questions is held
-    out of split train; an index that falls on a question of another split stands for a later one. With
-    `distinct`, each question is there once.
+    Many tasks have several right answers and give none (answer None). A tenth of the questions is held out of
+    split train; an index whose question belongs to another split stands for a later question. With
+    `distinct`, each question occurs once.
     """
 
     num_bad, unanswered = 0, ()
@@ -251,20 +253,20 @@ class GymSource:
 
 
 def _is_blank(answer: Any) -> bool:
-    """Return whether an answer holds nothing."""
+    """Return whether an answer is empty."""
     if isinstance(answer, list | tuple):
         return all(map(_is_blank, answer))
     return answer is None or not str(answer).strip()
 
 
 def _first_rows(keys: Iterable[str]) -> array:
-    """Return the indices at which a key comes for the first time."""
+    """Return the indices of the first occurrence of each key."""
     seen: set[str] = set()
     return array("q", (i for i, key in enumerate(keys) if not (key in seen or seen.add(key))))
 
 
 def _options(config: SourceConfig) -> dict[str, Any]:
-    """Return `options` as a dict. Raises UserError where it is not a JSON object."""
+    """Return `options` as a dict. Raises UserError if it is not a JSON object."""
     try:
         options = json.loads(config.options or "{}")
     except (ValueError, RecursionError) as error:

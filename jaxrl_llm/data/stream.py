@@ -19,7 +19,7 @@ RowIndex = tuple[int, int]
 class EpochOrder:
     """Endless rows of source number `k`: epochs in order, or each in a new order.
 
-    grain's own shuffle walks a cycle of 2^16 to find an index, which takes 20 ms a row where rows are few.
+    grain's shuffle walks a cycle of 2^16 to find an index, which takes 20 ms per row for few rows.
     """
 
     def __init__(self, k: int, num_rows: int, seed: int, shuffle: bool):
@@ -49,7 +49,8 @@ def endless_rows(
 
 
 def even_shares(sizes: Sequence[int], count: int) -> list[int]:
-    """Return how many rows of each source make `count`: even shares, more where others have too few."""
+    """Return the number of rows of each source that add up to `count`: even shares, more if others have too
+    few."""
     even, more = divmod(count, max(len(sizes), 1))
     shares = [min(size, even + (k < more)) for k, size in enumerate(sizes)]
     for k, size in enumerate(sizes):

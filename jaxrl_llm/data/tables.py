@@ -1,6 +1,6 @@
 """Tables as random-access rows: Parquet and Arrow files, saved datasets, datasets of the Hugging Face hub.
 
-A file is read by its row groups or record batches: one that is damaged is lost, the others are used.
+A file is read by row groups or record batches: damaged ones are skipped, the others are used.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jaxrl_llm.extensions import import_extra
 EXTRA = "data"
 FILLED = ("tools", "chat_template_kwargs")
 SHORT_FLOATS = {"float": np.float32, "halffloat": np.float16}
-"""Arrow type -> type whose shortest decimal number is what was written."""
+"""Arrow type -> numpy type whose shortest decimal is the number as written."""
 
 
 def library_of(path: str) -> str:
-    """Return the package of the extra `data` that reads a source; "" = none is needed."""
+    """Return the package of the extra `data` that a source needs, or ""."""
     if path.startswith("hub:"):
         return "datasets"
     return "pyarrow" if path.endswith((".parquet", ".arrow")) else ""
@@ -50,9 +50,9 @@ def parquet_file(path: Path) -> RowFile:
 
 
 def arrow_file(path: Path) -> RowFile:
-    """Read Arrow's file format, or its stream format (what the datasets library writes), by its batches.
+    """Read Arrow's file format, or its stream format (written by the datasets library), by batches.
 
-    The file format is a stream between two marks, so one that lacks its end is read as a stream.
+    The file format is a stream between two marks, so a file without its end is read as a stream.
     """
     pyarrow = import_extra("pyarrow", EXTRA, needed_by=str(path))
     try:
@@ -90,10 +90,10 @@ def _batch(reader: Any, i: int) -> Any:
 
 
 def _table_rows(path: Path, parts: Sequence[Any]) -> RowFile:
-    """Return the rows of tables or batches, some of them Damage in their place."""
+    """Return the rows of tables or batches, some of which may be Damage."""
     intact = [part for part in parts if not isinstance(part, Damage)]
     starts = [0, *itertools.accumulate(part.num_rows for part in intact)]
-    first, firsts, damage = 1, [], []  # numbers of rows in the file count what is lost
+    first, firsts, damage = 1, [], []  # row numbers in the file also count lost rows
     for part in parts:
         if isinstance(part, Damage):
             damage.append(Damage(f"{path}:{first}: {part.reason}", part.rows))
@@ -138,14 +138,14 @@ def _damaged_dataset(path: Path, split: str, error: Exception) -> list[RowFile]:
     folder = path / split if (path / "dataset_dict.json").exists() else path
     files = [arrow_file(file) for file in sorted(folder.glob("data-*.arrow"))]
     if not files:
-        raise UserError(f"{path} is no saved dataset that can be loaded: {error!s:.300}") from error
+        raise UserError(f"{path} cannot be loaded as a saved dataset: {error!s:.300}") from error
     if not any(file.damage for file in files):
         files.append(no_rows(path, f"{path} is damaged, its Arrow files are read: {error!s:.300}"))
     return files
 
 
 def hub_rows(config: SourceConfig) -> RowFile:
-    """Return a dataset of the Hugging Face hub, from the local cache where it is there."""
+    """Return a dataset of the Hugging Face hub, from the local cache if possible."""
     datasets = import_extra("datasets", EXTRA, needed_by=config.path)
     name = config.path.removeprefix("hub:")
     try:
@@ -153,8 +153,8 @@ def hub_rows(config: SourceConfig) -> RowFile:
     except Exception as error:  # network, cache, split and configuration errors of three libraries
         raise UserError(
             f"hub:{name} (subset {config.subset or 'none'}, split {config.split}) cannot be loaded: {error}. "
-            f"Without a network: run `hf download --repo-type dataset {name} --local-dir DIR` where there is "
-            "one, copy DIR here and give its path"
+            f"Without a network: run `hf download --repo-type dataset {name} --local-dir DIR` on a machine "
+            "with a network, copy DIR here and give its path"
         ) from error
     return _dataset_rows(loaded, name)
 
@@ -165,7 +165,7 @@ def _dataset_rows(dataset: Any, name: str) -> RowFile:
 
 
 def _table_row(table: Any) -> dict[str, Any]:
-    """Return the only row of a table as it was written."""
+    """Return the only row of a table, as its writer had it."""
     import pyarrow
 
     return as_written(table.to_pylist()[0], pyarrow.struct(list(table.schema)))
@@ -174,9 +174,9 @@ def _table_row(table: Any) -> dict[str, Any]:
 def as_written(value: Any, type: Any, filled: bool = False) -> Any:
     """Return a value of a table as its writer had it: JSON read, without the nulls that the table adds.
 
-    All objects of a column have the same keys there: an argument of one tool call comes as null in all
-    others, and a chat template would show it. Columns of the type Json (`datasets` 5) keep each object as it
-    was, with its own nulls.
+    In a table all objects of a column have the same keys: an argument of one tool call is null in all others,
+    and a chat template would show it. Columns of the type Json (`datasets` 5) keep each object unchanged,
+    including its nulls.
 
     Args:
         type: the value's Arrow type.

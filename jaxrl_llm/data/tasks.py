@@ -1,11 +1,10 @@
 """Generated tasks: endless, verifiable, learnable by a tiny character-level model in minutes.
 
-A problem is drawn from a random stream that its index seeds. A hash of the problem itself, not of its
-index, decides whether it is held out, so that no held-out problem is ever trained on, in any guise.
-
-Each problem has a worked demonstration and a wrong one that makes the same mistake each time. `noise` is
-the share of wrong demonstrations: a model warmed up on them repeats the mistake that often, and
-reinforcement learning has something to improve.
+A problem is drawn from a random stream that its index seeds. A hash of the problem itself, not of its index,
+decides whether it is held out, so that no held-out problem (nor an equivalent one) is ever trained on. Each
+problem has a worked demonstration and a wrong one, which always makes the same mistake. `noise` is the share
+of wrong demonstrations: a model warmed up on them repeats the mistake that often, and reinforcement learning
+has something to improve.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class TaskProblem:
     mistake: str  # wrong demonstration
     steps: tuple[tuple[str, float], ...] = ()  # a worked solution, right or not: text, 1 = right so far
     columns: dict[str, Any] = field(default_factory=dict)
-    turns: tuple[tuple[dict, ...], ...] = ()  # demonstration and mistake, where they take several turns
+    turns: tuple[tuple[dict, ...], ...] = ()  # demonstration and mistake, if they take several turns
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class MaximumOptions:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""
         if self.count > 10**self.digits:
-            yield "count", f"is {self.count}: it must be at most 10 ** digits, as there are no more numbers."
+            yield "count", f"is {self.count}: it must be at most 10 ** digits, or numbers repeat."
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def draw_reverse(rng: random.Random, options: ReverseOptions) -> TaskProblem:
 
 
 def draw_preference(rng: random.Random, options: ArithmeticOptions) -> TaskProblem:
-    """Draw arithmetic. The mistake: any other number about as large, another each time."""
+    """Draw arithmetic. The mistake: a random other number of about the same size."""
     right = draw_arithmetic(rng, options)
     value, shift = int(right.answer), 0
     reach = rng.choice([3, 10, 10**options.digits])  # near misses and far ones
@@ -203,9 +202,9 @@ def draw_preference(rng: random.Random, options: ArithmeticOptions) -> TaskProbl
 
 
 def draw_steps(rng: random.Random, options: StepsOptions) -> TaskProblem:
-    """Draw "3+5+2=" -> "8\\n10", the sums so far, a line each. The mistake: wrong from a random step on.
+    """Draw "3+5+2=" -> "8\\n10", the partial sums, one per line. The mistake: wrong from a random step on.
 
-    `steps` are the right solution or the mistake, each as often.
+    `steps` are the right solution or the mistake, equally often.
     """
     operands = [rng.randint(1, options.largest) for _ in range(options.terms)]
     sums = list(itertools.accumulate(operands))[1:]
@@ -239,7 +238,7 @@ def draw_calculate(rng: random.Random, options: CalculateOptions) -> TaskProblem
 def draw_guess(rng: random.Random, options: GuessOptions) -> TaskProblem:
     """Draw "1-15" -> a game that finds the number by its replies. The mistake: guesses at random.
 
-    The answer is drawn, and a game is never another in disguise: held-out games have the same numbers.
+    The answer is drawn too. Held-out games use the same numbers, so no game is equivalent to another.
     """
     number = rng.randint(1, options.largest)
 

@@ -1,4 +1,4 @@
-"""One chat through a template to token ids; control tokens in what users and tools say stay text."""
+"""One chat through a template to token ids; control tokens in users' and tools' texts stay plain text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxrl_llm.errors import UserError
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WRITES_PARTS = re.compile(r"""['"]type['"]: ['"]text['"]""")  # a list of parts as it is in Python or JSON
 SPACES = ("\u2581", "\u0120")  # of tokens of SentencePiece and of byte-level BPE
-MAX_TEMPLATE = 1 << 20  # characters; those of large models have ten thousand
+MAX_TEMPLATE = 1 << 20  # characters; large models have ten thousand
 log = logging.getLogger(__name__)
 PROCESS = TemplateProcess()
 """Renders all chats of this process; started by the first."""
@@ -36,12 +36,11 @@ PROCESS = TemplateProcess()
 class ChatRenderer:
     """One chat, rendered in parts and tokenized.
 
-    What the assistant says is as it is; what looks like a control token in the text of others is hidden from
-    the tokenizer.
+    Control tokens in the assistant's text are kept; in other roles' text they are hidden from the tokenizer.
 
     Args:
         config: of the model that the tokenizer belongs to.
-        own: False: the assistant is another model, whose control tokens are hidden, too.
+        own: False: the assistant is another model, and its control tokens are hidden too.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class ChatRenderer:
 
     @property
     def marks_generation(self) -> bool:
-        """True of a template with {% generation %}."""
+        """True for a template with {% generation %}."""
         return GENERATION.search(self.template) is not None
 
     def render(self, count: int | None = None, generation_prompt: bool = False) -> str:
@@ -106,14 +105,14 @@ class ChatRenderer:
     def render_whole(
         self, generation_prompt: bool = False, learned: Sequence[int] = (), first: int = 0
     ) -> Rendered:
-        """Return the whole chat with all that its messages say.
+        """Render the whole chat and check that no part of its messages is lost.
 
-        Where the template loses a part, other forms of the same messages are tried; the one that loses none
-        is rendered from then on.
+        If the template loses a part, other forms of the same messages are tried; the first that loses none is
+        used from then on.
 
         Args:
             learned: indices of messages that are to be learned.
-            first: index of the first message whose parts have to be in the text.
+            first: index of the first message whose parts must be in the text.
 
         Raises:
             RowError: the template leaves out a text, a thought or a tool call.
@@ -136,10 +135,10 @@ class ChatRenderer:
         raise min(problems)[2]
 
     def tokenize(self, text: str, before: str = "") -> list[int]:
-        """Return ids of rendered text: control tokens are tokens, those that were hidden are text.
+        """Return ids of rendered text: control tokens become tokens, hidden ones become text.
 
         Args:
-            before: the rendered text that it follows.
+            before: the rendered text before it.
         """
         parts = re.split("(" + "|".join(map(re.escape, self._hidden)) + ")", text) if self._hidden else [text]
         ids = []
@@ -150,7 +149,7 @@ class ChatRenderer:
         return ids
 
     def _render_marked(self, count: int | None, generation_prompt: bool) -> Rendered:
-        """Return the first `count` messages rendered, and which of their parts are where in the text."""
+        """Render the first `count` messages, and locate their parts in the text."""
         options = {"add_generation_prompt": generation_prompt}
         tracked = {"return_assistant_tokens_mask": True} if self.marks_generation else {}
         ((text, blocks),) = self._render([(count, options | tracked)])
@@ -165,10 +164,10 @@ class ChatRenderer:
         return Rendered(text, blocks, lost, places)
 
     def _is_missed(self, part: ChatPart, learned: Sequence[int]) -> bool:
-        """Return whether a part must not be left out.
+        """Return whether the template must not lose a part.
 
-        Many templates leave out what the assistant thought in earlier turns, as in a rollout. Where such a
-        turn is to be learned, a warning says so once.
+        Many templates leave out the assistant's thoughts in earlier turns, as in a rollout. If such a turn
+        should be learned, a warning is logged once.
         """
         number, messages = part.message, self._forms[0]
         if messages[number]["role"] != "assistant" or part.kind == "tool":
@@ -200,7 +199,7 @@ class ChatRenderer:
         )
 
     def _render(self, cuts: list[tuple[int | None, dict[str, bool]]]) -> list[tuple[str, list]]:
-        """Return what the template makes of each cut of the first form of the chat that it accepts."""
+        """Render each cut of the first form of the chat that the template accepts."""
         refusals: list[RowError] = []
         for i, messages in enumerate(self._forms):
             try:
@@ -232,8 +231,8 @@ def token_ids(
     Args:
         where: the row, for messages.
         literal: control tokens in the text are text.
-        start: add the special tokens that the tokenizer puts around a text.
-        after: the text that it follows, if any.
+        start: add the tokenizer's special tokens around the text.
+        after: the text before it, if any.
 
     Raises:
         RowError: the tokenizer cannot read the text.
@@ -254,11 +253,11 @@ def token_ids(
 def _within(tokenizer: Any, text: str, ids: list[int], literal: bool, after: str) -> list[int]:
     """Return the ids of a text within another.
 
-    A tokenizer that puts a space in front of a text puts none there, but for one after a control token; and a
-    control token before it may take the white space with which it begins (`rstrip`).
+    A tokenizer that adds a space before a text adds none within a text, except after a control token. A
+    control token may absorb the white space after it (`rstrip`).
 
     Args:
-        ids: of the text by itself.
+        ids: of the text alone.
     """
     first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else ""
     if not first.startswith(SPACES) and not text[0].isspace():
@@ -282,8 +281,8 @@ def control_tokens(tokenizer: Any) -> tuple[str, ...]:
 
 
 def end_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Return the tokens that end a response, longest first: the tokenizer's, and those of its folder's
-    generation_config.json, which `jaxrl_llm.hf.tokenizer` notes as `end_ids`."""
+    """Return the tokens that end a response, longest first: the tokenizer's end token, and the tokens of its
+    folder's generation_config.json, which `jaxrl_llm.hf.tokenizer` stores as `end_ids`."""
     ids = {tokenizer.eos_token_id, *getattr(tokenizer, "end_ids", ())} - {None}
     tokens = map(str, tokenizer.convert_ids_to_tokens(sorted(ids)))
     return tuple(sorted(tokens, key=len, reverse=True))
@@ -292,12 +291,12 @@ def end_tokens(tokenizer: Any) -> tuple[str, ...]:
 def hide(
     contents: Any, controls: tuple[str, ...], where: str, beside: Any = ()
 ) -> tuple[Any, dict[str, str]]:
-    """Return (contents with each control token in their text replaced, what each replacement stands for).
+    """Return (contents with their control tokens replaced, replacement -> control token).
 
     The replacements are private-use characters, which pass through any template unchanged.
 
     Args:
-        beside: what is rendered with the contents, as it is.
+        beside: other values that are rendered with the contents, unchanged.
 
     Raises:
         RowError: the contents are too long, or leave no private-use character.
@@ -325,7 +324,7 @@ def find_template(tokenizer: Any, config: ChatConfig, tools: Any = None) -> str:
     """Return the Jinja text of the file that the config names, else of the tokenizer.
 
     Raises:
-        UserError: there is none, or it is no text of usual size.
+        UserError: the template is missing, not text, or too large.
     """
     if config.chat_template:
         path = Path(config.chat_template)
@@ -347,10 +346,10 @@ def find_template(tokenizer: Any, config: ChatConfig, tools: Any = None) -> str:
 
 
 def set_template(tokenizer: Any, config: ChatConfig) -> None:
-    """Make the template that the config names the tokenizer's own, so that an exported model has it.
+    """Store the config's template in the tokenizer, so that an exported model has it.
 
     Raises:
-        UserError: there is no such file, or it is no text of usual size.
+        UserError: the file is missing, not text, or too large.
     """
     if config.chat_template:
         tokenizer.chat_template = find_template(tokenizer, config)
@@ -366,7 +365,7 @@ def template_name(tokenizer: Any, config: ChatConfig) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _read_template(path: Path, modified: int, size: int) -> str:
-    """Return the text of a file, read again when it has been modified."""
+    """Return the text of a file; cached until the file is modified."""
     name = f"the chat template {path}"
     if size > 4 * MAX_TEMPLATE:
         raise UserError(f"{name} has {size:,} bytes, more than {MAX_TEMPLATE:,}")
@@ -385,7 +384,7 @@ def _checked_template(template: Any, name: str) -> str:
 
 
 def read_options(config: ChatConfig) -> dict[str, Any]:
-    """Return `template_options` as a dict. Raises UserError where `ChatConfig.problems` finds one."""
+    """Return `template_options` as a dict. Raises UserError for a problem of `ChatConfig.problems`."""
     if problem := template_options_problem(config.template_options):
         raise UserError(f"data.chat.template_options {problem}")
     return json.loads(config.template_options or "{}")

@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of one id a character: printable ASCII, tab, newline, and ChatML control tokens.
+    """Return a tokenizer with one id per character: printable ASCII, tab, newline, and ChatML control tokens.
 
     128 ids: pad 0, eos = <|im_end|> 1. Other characters become <unk>. `save_pretrained` writes a folder that
     `AutoTokenizer.from_pretrained` reads.

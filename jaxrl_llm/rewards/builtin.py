@@ -1,7 +1,7 @@
 """The built-in rewards: REWARDS, from name to function.
 
-Each takes a RewardSample (two the RewardConfig as well) and returns a score, or score and outcome. They
-raise UserError where the row, not the response, is to blame; no response raises.
+Each takes a RewardSample (two of them also the RewardConfig) and returns a score, or score and outcome. They
+raise UserError for a bad row, never for a response.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ IN_WORDS = re.compile(  # after a number: words, and nothing of a formula or of 
 def exact_reward(sample: RewardSample) -> tuple[float, Outcome]:
     """Return 1.0 if the marked answer is an accepted one; numbers are compared by value, choices by letter.
 
-    Without a mark, the last number counts where the answer is a number, else the whole response must be the
-    answer.
+    Without a mark, the last number counts if the answer is a number; otherwise the whole response must equal
+    the answer.
     """
     accepted, response = [gold_text(text) for text in accepted_answers(sample.answer)], sample.final
     numbers = {to_number(answer) for answer in accepted} - {None}
@@ -89,7 +89,8 @@ def math_reward(sample: RewardSample, config: RewardConfig) -> tuple[float, Outc
     """Return 1.0 if the response's answer equals an accepted one as mathematics, by math-verify.
 
     It reads LaTeX, fractions, sets, intervals and equations. It stops itself by signal.alarm, well before
-    `config.timeout`, so it must run in the main thread of its process; what takes longer is not equal.
+    `config.timeout`, so it must run in the main thread of its process; a comparison that takes longer counts
+    as not equal.
     """
     from math_verify import parse  # heavy: only in the workers that need it
 
@@ -140,7 +141,7 @@ def _last_boxes(response: str) -> Iterator[str]:
 
 
 def _bare_number(text: str) -> str:
-    """Return the number of a marked answer that is a number with words after it; "" = it is another one."""
+    """Return the number of a marked answer that is a number with words after it, or ""."""
     number, plain = stated_number(text), plain_numbers(text)
     first = NUMBER.search(plain)
     if number is None or first is None or not IN_WORDS.match(plain, first.end()):
@@ -192,7 +193,7 @@ def _places(values: Sequence[Any], seconds: int) -> int:
 def countdown_reward(sample: RewardSample) -> tuple[float, Outcome]:
     """Return 1.0 if the expression uses exactly the given numbers and makes the target.
 
-    Numbers and target are the row's columns `numbers` (or `nums`) and `target`, or those of a dict answer.
+    Numbers and target are the row's columns `numbers` (or `nums`) and `target`, or keys of a dict answer.
     """
     numbers, target = countdown_task(sample)
     expression = find_expression(sample.final)
@@ -208,7 +209,7 @@ def countdown_reward(sample: RewardSample) -> tuple[float, Outcome]:
 
 
 def gym_reward(sample: RewardSample) -> tuple[float, Outcome]:
-    """Return reasoning-gym's own score in [0, 1] of the marked answer, else of the whole response.
+    """Return reasoning-gym's score in [0, 1] of the marked answer, else of the whole response.
 
     The row's columns must be the task's entry: question, answer, metadata with source_dataset. A scorer that
     raises on the policy's text (some do on non-numeric answers) scores 0, unparsed.
@@ -235,9 +236,9 @@ def gym_reward(sample: RewardSample) -> tuple[float, Outcome]:
 
 
 def verdict_reward(sample: RewardSample) -> tuple[float, Outcome]:
-    """Return 1.0 if the verdict is the row's, to train a generative reward model.
+    """Return 1.0 if the verdict equals the row's, to train a generative reward model.
 
-    data/preference.py makes its prompts.
+    data/preference.py writes the prompts.
     """
     verdict = find_verdict(sample.final)
     if verdict is None:
@@ -248,7 +249,7 @@ def verdict_reward(sample: RewardSample) -> tuple[float, Outcome]:
 def format_reward(sample: RewardSample) -> float:
     """Return 1.0 if the response is <think>..</think> then <answer>..</answer>, each once, nothing else.
 
-    DeepSeek-R1, arXiv:2501.12948, section 2.2.2. The first <think> is in the prompt where the chat template
+    DeepSeek-R1, arXiv:2501.12948, section 2.2.2. The first <think> may be in the prompt, if the chat template
     writes it there.
     """
     text, tags = sample.text or sample.response, ("</think>", "<answer>", "</answer>")
@@ -281,7 +282,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
 
 
 def same_answer(given: str, answer: str) -> bool:
-    """Return whether two answers are equal: as numbers where both are, else as words."""
+    """Return whether two answers are equal, as numbers if both are numbers, else as words."""
     left, right = to_number(given), to_number(answer)
     return left == right if None not in (left, right) else is_answer(given, answer)
 
@@ -293,7 +294,7 @@ def binary(correct: bool) -> tuple[float, Outcome]:
 
 @functools.lru_cache(maxsize=256)
 def _gold(text: str) -> tuple[Any, ...]:
-    """Parse an accepted answer, once for its group; it is read as LaTeX unless it marks itself."""
+    """Parse an accepted answer, once for its group; it is read as LaTeX unless it has a mark."""
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -308,7 +309,7 @@ def _latex(text: str) -> str:
 
 
 def _tuples(value: Any) -> Any:
-    """Return a value with tuples in place of lists."""
+    """Convert lists in a value to tuples, at any depth."""
     if isinstance(value, dict):
         return {key: _tuples(inner) for key, inner in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -28,18 +28,18 @@ TimeLimit = Annotated[float, Range(0.01, 1e6)]
 
 @dataclass(frozen=True)
 class RewardModelConfig(PlacementConfig):
-    """A reward model in this run's own memory, sharded as the policy is unless it has its own mesh."""
+    """A reward model in the memory of this run, sharded like the policy unless it has a mesh."""
 
     path: str = ""
     """Hugging Face folder (a sequence classifier, such as reward_model_tiny.py leaves; for generative a
     language model) or hub name."""
     weight: Factor = 1.0
-    """Its share in the reward, which it is added to."""
+    """Factor of its score in the reward."""
     kind: Literal["outcome", "process", "generative"] = "outcome"
     """outcome: one score a response, at its last token; process: one a step, at the end of each line;
     generative: the probability of Yes against No, after a prompt with question and answer."""
     mean: Annotated[float, Range(-1e6, 1e6)] = 0.0
-    """Taken off its scores, so that they are around 0."""
+    """Subtracted from its scores, so that they are around 0."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""
@@ -55,15 +55,15 @@ class RewardConfig:
     name: str = "auto"
     """A built-in reward (exact, arithmetic, gsm8k, math, countdown, gym), a function of yours as
     "my_rewards.py:my_reward", the URL of a service, "none" (reward models or an environment alone), or
-    "auto": the built-in that fits each row's data source, and none where nothing needs one."""
+    "auto": the built-in that fits each row's data source, or none if nothing needs a reward."""
     weight: Factor = 1.0
-    """Share of `name` in the reward; 0 = it only decides what is correct, and reward models reward."""
+    """Factor of `name` in the reward; 0 = it only decides correctness, and reward models give the reward."""
     env: Literal["replace", "add"] = "replace"
-    """Replace the reward of `name` by the environment's own, or add the two. If the environment gives none,
-    `name` alone decides."""
+    """Replace the reward of `name` by the environment's reward, or add the two. If the environment gives
+    none, `name` alone decides."""
     shaping: tuple[tuple[str, Factor], ...] = ()
-    """Further rewards added with their weights, e.g. format 0.2 overlong 1.0. `name` alone decides what is
-    correct."""
+    """Further rewards added with their weights, e.g. format 0.2 overlong 1.0. `name` alone decides
+    correctness."""
     models: tuple[RewardModelConfig, ...] = ()
     """Reward models whose scores are added."""
     overlong_from: CountOrZero = 0
@@ -71,7 +71,7 @@ class RewardConfig:
     overlong_to: CountOrZero = 0
     """`overlong` shaping: response tokens from which the penalty is -1."""
     correct_at: Annotated[float, Range(-MAX_SCORE, MAX_SCORE)] = 1.0
-    """A score of at least this counts as correct where a function returns a score only."""
+    """A score of at least this counts as correct, if a function returns only a score."""
     workers: Annotated[int, Range(1, 1024, usual="one a processor is usual")] = 2
     """Worker processes."""
     timeout: TimeLimit = 10.0
@@ -86,7 +86,7 @@ class RewardConfig:
     retries: Annotated[int, Range(0, 100)] = 1
     """Times that a sample that failed (error, time-out, crash, not a number) is tried again."""
     failed: Literal["mask", "zero"] = "mask"
-    """Treatment of a sample that still fails: nothing is learnt from it, or it scores 0."""
+    """Treatment of a sample that still fails: exclude it from learning, or score it 0."""
     max_failed_fraction: Fraction = 0.5
     """A batch in which more than this part failed stops the run; 1 = never."""
     memory_gb: Annotated[float, Range(0.25, 1e5)] = 8.0
@@ -122,12 +122,12 @@ class RewardConfig:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Names of the reward and of what shapes it: the components of a score, in order."""
+        """Names of the reward and of the shaping rewards: the components of a score, in order."""
         return (self.name, *(name for name, _ in self.shaping))
 
 
 def name_problem(name: str) -> str:
-    """Return what is wrong with the name of a reward; "" = nothing. Imports nothing of the user's."""
+    """Return the problem with the name of a reward, or "". Does not import the user's file."""
     if name in ("auto", "none") or name in REWARDS:
         return ""
     if name.startswith(URL):
@@ -138,16 +138,16 @@ def name_problem(name: str) -> str:
         return missing and f"is {name}: {missing}"
     return (
         f'is "{name}": unknown.{did_you_mean(name, [*REWARDS, "auto", "none"])} Built in are '
-        f'{", ".join(REWARDS)}; a function of yours is "path/to/file.py:function", a service its URL; none '
-        "where reward models or an environment alone reward."
+        f'{", ".join(REWARDS)}; a function of yours is "path/to/file.py:function", a service its URL; '
+        "none if only reward models or an environment give rewards."
     )
 
 
 def _address_problem(url: str) -> str:
-    """Return why no service can be asked at this address, which may hold a key; "" = it can be asked."""
+    """Return the problem with a service's address, which may hold a key, or ""."""
     host = host_of(url)
     if not host:
-        return "is no address that can be used; write https://host:port/path, with %20 and the like."
+        return "is not a valid address; write https://host:port/path, with %20 and the like."
     if holds_login(url):
         return (
             f"is an address of {host} with a user or password before it, which is not sent. Set the "

@@ -50,9 +50,9 @@ def countdown_task(sample: RewardSample) -> tuple[list[int], Fraction]:
 
 
 def find_expression(response: str) -> str | None:
-    """Return the marked answer, or the last line that holds an expression, up to its "="; else None.
+    """Return the expression in the marked answer, or in the last line that has one, up to its "="; else None.
 
-    Of "29 = 3*8+5" it is what follows.
+    Of "29 = 3*8+5" it is the right side.
     """
     for line in list(marked_answers(response)) or response.splitlines()[::-1]:
         left, _, right = SIGN.sub(lambda match: SIGNS[match.group()], line).partition("=")
@@ -66,7 +66,7 @@ def evaluate_countdown(expression: str) -> tuple[Fraction, list[int]]:
     """Return (exact value, the numbers used).
 
     Raises:
-        ValueError, SyntaxError: it is too long, or has anything but + - * / of integers.
+        ValueError, SyntaxError: the expression is too long, or has anything except + - * / of integers.
     """
     if len(expression) > MAX_LENGTH:
         raise ValueError("the expression is too long")

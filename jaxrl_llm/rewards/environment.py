@@ -34,13 +34,14 @@ sample["response"]."""
 
 
 def withheld_names(environment: Mapping[str, str], keep: Sequence[str]) -> set[str]:
-    """Return the names of variables that workers do not see: name or value looks secret, not in `keep`."""
+    """Return the names of variables to withhold: name or value looks secret, and the name is not in
+    `keep`."""
     is_secret = lambda name: SECRET_NAME.search(name) or SECRET_VALUE.search(environment[name])
     return {name for name in environment if name not in keep and is_secret(name)}
 
 
 def key_hint(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> str:
-    """Return the fix of a failure that names an environment variable which the worker lacks; "" = none.
+    """Return the fix for a failure that names an environment variable which the worker lacks, or "".
 
     Args:
         text: message of the failure, such as "KeyError: 'OPENAI_API_KEY'".
@@ -52,12 +53,12 @@ def key_hint(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> 
         return ""
     if name := next((word for word in words if SECRET_NAME.search(word) and word not in environment), ""):
         passed = "" if name in keep else f", and pass it on: --reward.keep_env {name}"
-        return f"{name} is not set where this command was started; set it{passed}"
+        return f"{name} is not set in this command's environment; set it{passed}"
     return ""
 
 
 def torch_hint(reason: str) -> str:
-    """Return what to do where a reward, as OpenRLHF's are written, needs torch, which is not installed."""
+    """Return the fix if a reward written for OpenRLHF needs torch, which is not installed; else ""."""
     if "No module named 'torch'" not in reason:
         return ""
     return (
@@ -66,19 +67,19 @@ def torch_hint(reason: str) -> str:
 
 
 def trainer_hint(text: str) -> str:
-    """Return the fix of a failure for lack of a keyword argument that TRL's trainer passes; "" = none."""
+    """Return the fix for a missing keyword argument that TRL's trainer passes, or ""."""
     name = next((name for name in OF_TRAINER if f"KeyError: '{name}'" in text), "")
     return name and f"{name} is an object of TRL's trainer, which a reward worker lacks: do without it"
 
 
 def mask_kept(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> str:
-    """Return text of a worker without keys, also those in variables that were passed on to it."""
+    """Mask keys in a worker's text, including the values of variables that were passed on to it."""
     secret = {name for name in keep if name in environment} & withheld_names(environment, ())
     return mask_text(text, [environment[name] for name in secret])
 
 
 def worker_environment(environment: dict[str, str], keep: Sequence[str]) -> dict[str, str]:
-    """Return the environment less secrets, without accelerators, with a fixed hash seed (tasks need it)."""
+    """Return the environment without secrets and accelerators, with a fixed hash seed (tasks need it)."""
     withheld = withheld_names(environment, keep)
     clean = {name: value for name, value in environment.items() if name not in withheld}
     return clean | {
@@ -90,8 +91,8 @@ def worker_environment(environment: dict[str, str], keep: Sequence[str]) -> dict
 
 
 def explain_failure(reason: str, keep: Sequence[str]) -> str:
-    """Return the reason of a failure without secrets, with the fix where a key was not passed on, or the
-    fields of a sample where it has none of that name."""
+    """Return the reason of a failure without secrets. Adds the fix if a key was not passed on, or the fields
+    of a sample if the reward reads an unknown one."""
     reason = mask_kept(reason, os.environ, keep)
     hint = key_hint(reason, os.environ, keep) or torch_hint(reason).removeprefix(". ")
     hint = hint or trainer_hint(reason)
@@ -113,10 +114,10 @@ def is_certain_failure(result: RewardResult, keep_env: Sequence[str]) -> bool:
 def check_own_answers(
     name: str, samples: Sequence[RewardSample], results: Sequence[RewardResult], skips: bool
 ) -> None:
-    """Refuse a row whose own answer its built-in reward does not accept: no response could be right.
+    """Refuse a row whose answer its built-in reward does not accept: no response could be right.
 
     Args:
-        skips: such rows are counted and warned of, where there are others (--data.bad_rows skip).
+        skips: if other rows are good, only warn with the number of such rows (--data.bad_rows skip).
 
     Raises:
         RewardLoadError: names the row and the reason.
@@ -133,7 +134,7 @@ def check_own_answers(
         "(--data.train.0.answer_key COLUMN), or another reward read it (--reward.name)"
     )
     if not skips or len(refused) == len(judged):
-        few = "; --data.bad_rows skip trains where only a few rows are so" * (len(refused) < len(judged))
+        few = "; --data.bad_rows skip trains if only a few rows are like this" * (len(refused) < len(judged))
         raise RewardLoadError(problem + few)
     log.warning("%s; nothing is learnt from such a row", problem)
 
@@ -145,9 +146,8 @@ def check_trial(
     keep_env: Sequence[str],
     skips: bool = False,
 ) -> None:
-    """Refuse a reward that failed on all rows that were tried, independently of the responses.
-
-    One that failed otherwise, such as a judge that cannot be reached, is warned of.
+    """Refuse a reward that failed on all tried rows, independently of the responses. Other failures, such as
+    a judge that cannot be reached, cause a warning.
 
     Args:
         skips: of `check_own_answers`.
@@ -166,11 +166,10 @@ def check_trial(
 
 
 def warn_of_keys(config: RewardConfig, function: bytes) -> None:
-    """Warn of keys in addresses of services, and of variables that are named in the source of a reward and
-    that workers do not see.
+    """Warn of keys in addresses of services, and of withheld variables that the source of a reward names.
 
     Args:
-        function: of `load.pickle_function`, which holds the names, too; b"" = none.
+        function: of `load.pickle_function`, which also contains the names; b"" = none.
     """
     sources = {"the reward function": function}
     for name in config.used:

@@ -1,7 +1,7 @@
 r"""Answers, numbers and verdicts in a response, however long it is; the last mark that has a value counts.
 
 A mark is <answer>..</answer>, \boxed{..}, "####" and its line, or "the answer is .." / "Answer: ..".
-What is a mark and what is a heading or a remark is compared with other systems in docs/recipes.md.
+docs/recipes.md compares marks, headings and remarks with other systems.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ REMARK = re.compile(
 )
 CLAUSE = re.compile(r"(?<=[^\s.]{2})\.\s|\s\(|,?\s(?:because|since)\b|,\snot\b|\s[\u2013\u2014]\s|\n")
 SAID = re.compile(r"(yes|no|true|false)[,;:!]\s", re.IGNORECASE)  # "Yes, it is": a verdict and its reason
-LEAD = re.compile(  # what may stand between a mark and its number
+LEAD = re.compile(  # characters and words allowed between a mark and its number
     r"(?:[\s$*_`\"'(\[{:=~\u2248\u20ac\u00a3]|\\[(\[$,;! ]|"
     r"\\(?:boxed|text|textbf|mathrm|mathbf|approx|quad)\b|"
     r"(?:about|approximately|exactly|just|only|equal to|equals|actually|really|now|thus|therefore|hence|then|"
@@ -86,19 +86,19 @@ VERDICT = re.compile(r"\b(?:(yes)|(no))\b|\b([AB])\b", re.IGNORECASE)
 
 
 def find_answer(text: str) -> str | None:
-    r"""Return the marked answer of a response, or None: the first of `marked_answers` that is no remark.
+    r"""Return the marked answer of a response, or None: the first of `marked_answers` that is not a remark.
 
-    Only what is announced can be a remark: <answer>not guilty</answer> is an answer.
+    Only announced text can be a remark: <answer>not guilty</answer> is an answer.
     """
     announced = (mark for mark in _announced(text) if mark and not REMARK.match(mark))
     return next(itertools.chain(_enclosed(text), announced), None)
 
 
 def marked_answers(text: str) -> Iterator[str]:
-    r"""Yield the marked answers of a response, the one that counts first.
+    r"""Yield the marked answers of a response, most important first.
 
     In this order: <answer>..</answer>, \boxed{..}, "#### ..", "the answer is .." / "Answer: .."; of each kind
-    from the last to the first. Empty ones and headings such as "#### Step 2" are none.
+    from the last to the first. Empty marks and headings such as "#### Step 2" are skipped.
     """
     yield from _enclosed(text)
     yield from filter(None, _announced(text))
@@ -110,7 +110,7 @@ def _enclosed(text: str) -> Iterator[str]:
 
 
 def find_number(text: str) -> Fraction | None:
-    """Return the value of the best mark that has one; None where no mark has one."""
+    """Return the number of the first mark that has one, or None."""
     numbers = (_number_in(mark) for mark in marked_answers(text))
     return next((number for number in numbers if number is not None), None)
 
@@ -129,7 +129,7 @@ def stated_number(text: str) -> Fraction | None:
 
 
 def answer_key(text: str) -> Fraction | str:
-    """Return what is the same in equal answers: the marked answer, else the last number, else the text."""
+    """Return a key that equal answers share: the marked answer, else the last number, else the text."""
     marked = find_answer(text)
     number = to_number(last_number(text) or "") if marked is None else stated_number(marked)
     return normalize_words(text if marked is None else marked) if number is None else number
@@ -148,13 +148,13 @@ def _leading_number(text: str) -> Fraction | None:
 
 
 def _number_in(mark: str) -> Fraction | None:
-    """Return the number of a marked answer: the stated one, else the last; a remark has no other."""
+    """Return the number of a marked answer: the stated number, else (except in a remark) the last."""
     number = stated_number(mark)
     return number if number is not None or REMARK.match(mark) else to_number(last_number(mark) or "")
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number of the text, as written or in plain digits; None where there is none."""
+    """Return the last number of the text, as written or in plain digits, or None."""
     last = None
     for match in NUMBER.finditer(plain_numbers(text)):
         last = match.group()
@@ -188,7 +188,7 @@ def _plain_vulgar(match: re.Match) -> str:
 
 
 def _plain_mixed(match: re.Match) -> str:
-    """Return a mixed number as a/b, and two numbers that are none as they are."""
+    """Return a mixed number as a/b; other pairs of numbers are unchanged."""
     whole, above, below = map(int, match.groups())
     return f"{whole * below + above}/{below}" if 0 < above < below else match.group()
 
@@ -207,20 +207,20 @@ def unwrapped(text: str) -> str:
 
 
 def normalize_words(text: str) -> str:
-    r"""Return text without case, extra white space, \text{..}, and what `unwrapped` takes off."""
+    r"""Return text without case, extra white space, \text{..}, and the marks that `unwrapped` removes."""
     plain = unwrapped(" ".join(unicodedata.normalize("NFC", text).replace(",", ", ").split()))
     words = WORDS.fullmatch(plain)
     return unwrapped(words[1] if words else plain).casefold()
 
 
 def choice_of(text: str) -> str:
-    """Return the letter of a choice, "B" of "(B)", "B." and "B) Paris"; "" where the text names none."""
+    """Return the letter of a choice, "B" of "(B)", "B." and "B) Paris"; "" if the text names none."""
     match = CHOICE.match(FONT.sub("", unwrapped(text[:MAX_DIGITS])))
     return next(filter(None, match.groups())).upper() if match else ""
 
 
 def is_answer(given: str, answer: str) -> bool:
-    """Return whether a marked answer is the accepted one, by its words or first clause, or by its letter."""
+    """Return whether a marked answer equals the accepted one: by words, by its first clause, or by letter."""
     wanted = normalize_words(answer)
     said = SAID.match(unwrapped(given))
     first = said[1] if said else CLAUSE.split(given, maxsplit=1)[0]
@@ -233,7 +233,7 @@ def is_answer(given: str, answer: str) -> bool:
 def find_verdict(text: str) -> str | None:
     """Return the verdict "Yes", "No", "A" or "B" of a generative reward model, or None.
 
-    That of the marked answer, else the last such word. A lone small a or b is a word like any other.
+    Looks in the marked answers first, then takes the last such word. A lone lowercase a or b does not count.
     """
     for part in (*marked_answers(text), text):
         words = [match.group() for match in VERDICT.finditer(part)]
@@ -249,8 +249,8 @@ def verdict_probability(logprobs: Mapping[str, float], yes: str = "Yes", no: str
     A finer reward than the word alone (arXiv 2408.15240).
 
     Args:
-        logprobs: nats, of the first token that a generative reward model writes, by word. A word that is
-            missing has probability 0; the result is NaN where both are.
+        logprobs: word -> log-prob of the first generated token, nats. A missing word has probability 0; the
+            result is NaN if both are missing.
     """
     first, second = [logprobs.get(word, -math.inf) for word in (yes, no)]
     top = max(first, second)
@@ -269,11 +269,9 @@ def tagged_answers(text: str) -> Iterator[str]:
 
 
 def boxed_answers(text: str) -> Iterator[str]:
-    r"""Yield the contents of \boxed{..} from the last to the first; a box that is not closed is none."""
+    r"""Yield the contents of \boxed{..} from the last to the first; an unclosed box is skipped."""
     closed: dict[int, int] = {}
-    opened: list[
-        tuple[int, bool]
-    ] = []  # of each open brace: where its content starts, and whether it is a box
+    opened: list[tuple[int, bool]] = []  # of each open brace: start of its content, and whether it is a box
     for match in BRACES.finditer(text) if "box" in text else ():
         if match.group()[-1] == "{" and match.group() != "\\{":
             opened.append((match.end(), len(match.group()) > 1))
@@ -284,7 +282,7 @@ def boxed_answers(text: str) -> Iterator[str]:
 
 
 def hash_answers(text: str) -> Iterator[str]:
-    """Yield what follows "####" on its line, from the last to the first; headings are left out."""
+    """Yield the text after "####" on its line, from the last to the first, without headings."""
     for start in _last_ends(HASHES, text):
         line, below = _line(text, start), text[start:].lstrip().partition("\n")[2].strip()
         if LABEL.match(line):
@@ -296,7 +294,7 @@ def hash_answers(text: str) -> Iterator[str]:
 
 
 def without_denials(text: str) -> str:
-    """Return text with "the answer is 43" in place of "the answer is not 42 but 43"."""
+    """Replace "the answer is not 42 but 43" by "the answer is 43"."""
     return DENIED.sub("", text)
 
 

@@ -1,4 +1,4 @@
-r"""The row's own answer as verifiers compare with it: as text, and as a number.
+r"""The row's answer in the forms that verifiers compare with: text and number.
 
 A worked solution counts by its marked answer (\boxed{..} or "#### .."), never by the last number in it.
 """
@@ -22,7 +22,7 @@ COMPARING = ("exact", "arithmetic", "gsm8k", "math", "verdict")
 NUMERIC = ("arithmetic", "gsm8k")
 KEYS = ("target", "ground_truth", "answer", "answers", "aliases", "value", "text")
 """Keys of accepted answers in an object: of veRL's search rows, TriviaQA, SQuAD."""
-MAX_BARE = 200  # characters of an answer that is no worked solution
+MAX_BARE = 200  # maximum characters of an answer that is not a worked solution
 SENTENCES = re.compile(r"\n|[.!?]\s+[A-Z]")
 
 
@@ -30,7 +30,7 @@ def accepted_answers(answer: Any) -> list[str]:
     """Return the accepted answers of a row as text.
 
     Raises:
-        UserError: the row has none, or an object that does not say where they are.
+        UserError: the row has no answer, or an object without a known key.
     """
     texts = answer_texts(answer)
     if not texts and isinstance(answer, Mapping) and answer:
@@ -44,7 +44,8 @@ def accepted_answers(answer: Any) -> list[str]:
 
 
 def answer_texts(answer: Any) -> list[str]:
-    """Return the answers of a row as text, without empty ones; lists, JSON lists and objects hold several."""
+    """Return the answers of a row as text, without empty ones; lists, JSON lists and objects may hold
+    several."""
     if isinstance(answer, Mapping):
         found = (texts for key in KEYS if (texts := answer_texts(answer.get(key))))
         return list(dict.fromkeys(text for texts in found for text in texts))
@@ -61,7 +62,7 @@ def has_answer(answer: Any) -> bool:
 
 
 def gold_text(text: str) -> str:
-    r"""Return an accepted answer without what stands around its \boxed{..}, or before its "####"."""
+    r"""Return an accepted answer without the text around its \boxed{..}, or before its "####"."""
     boxed = next(filter(None, boxed_answers(text)), None)
     return text.rpartition("####")[2].strip() if boxed is None else boxed
 
@@ -70,7 +71,7 @@ def gold_number(text: str) -> Fraction:
     """Return the value of an accepted answer: a number with or without a unit, or a solution that marks it.
 
     Raises:
-        UserError: it is no number, or a text with several of which none is marked.
+        UserError: the answer is not a number, or has several numbers and no mark.
     """
     value = to_number(text) if (value := find_number(text)) is None else value
     numbers = [match.group() for match in NUMBER.finditer(plain_numbers(text))]
@@ -90,9 +91,9 @@ def is_worked(text: str) -> bool:
 
 
 def answered_by_row(sample: RewardSample, reward: str) -> RewardSample:
-    """Return the row with its own answer as response, where it has no response and an answer that is text.
+    """Return the row with its answer as the response, if it has no response and the answer is text.
 
-    A built-in reward must accept it; of a countdown the answer is no expression.
+    A built-in reward must accept this response, except for countdown, whose answers are not expressions.
     """
     if sample.response:
         return sample
@@ -101,7 +102,7 @@ def answered_by_row(sample: RewardSample, reward: str) -> RewardSample:
         text = texts[0] if texts and reward in COMPARING else str(sample.answer)
         text = str(gold_number(text)) if reward in NUMERIC else text
         text = gold_text(text) if reward in ("exact", "math") else text
-    except UserError:  # which scoring the row raises, too
+    except UserError:  # scoring the row raises it too
         return sample
     if reward in COMPARING or reward == "gym":
         return replace(sample, response=f"<answer>{text}</answer>")
@@ -109,14 +110,14 @@ def answered_by_row(sample: RewardSample, reward: str) -> RewardSample:
 
 
 def accepts_own_answer(sample: RewardSample, reward: str) -> bool:
-    """Return whether a reward is built in and compares with the row's answer, which it then must accept."""
+    """Return whether a built-in reward compares with the row's answer, and so must accept it."""
     return has_answer(sample.answer) if reward in COMPARING else reward == "gym" and sample.answer is not None
 
 
 def _json_texts(text: str) -> list[str] | None:
-    """Return the texts of a JSON list of them, as tables of veRL hold accepted answers; None = it is none.
+    """Return the texts of a JSON list of texts, as veRL's tables hold accepted answers; None for other text.
 
-    A list of numbers stays what it says: a point, an interval or a matrix.
+    A list of numbers is not split: it may be a point, an interval or a matrix.
     """
     if not text.lstrip().startswith("["):
         return None

@@ -52,15 +52,15 @@ SOURCES = {  # for "auto": the first key that the name of the data source contai
     "deepscaler": "math",
 }
 PICKLED = "function "
-"""Begins the name, in requests to workers, of a Python function that was given instead of a name."""
+"""Prefix of names in requests to workers, for a Python function instead of a named reward."""
 MAX_PICKLE = 64 << 20  # bytes: each worker gets a copy
 
 
 def resolve_reward(name: str, source: str, columns: dict[str, Any]) -> str:
-    """Return the reward of a row: `name`, or where that is "auto" the one that fits the row's data source.
+    """Return the reward of a row: `name`, or for "auto" the reward that fits the row's data source.
 
     Raises:
-        RewardLoadError: no built-in reward is known to fit.
+        RewardLoadError: no built-in reward fits.
     """
     if name != "auto":
         return name
@@ -71,20 +71,20 @@ def resolve_reward(name: str, source: str, columns: dict[str, Any]) -> str:
             return reward
     raise RewardLoadError(
         f'--reward.name auto knows no reward for the data source "{source}" (it knows {", ".join(SOURCES)}). '
-        f"Set --reward.name to one of {', '.join(REWARDS)}, to your own file.py:function, or to none where "
-        "reward models (reward.models) or an environment alone reward."
+        f"Set --reward.name to one of {', '.join(REWARDS)}, to your own file.py:function, or to none if only "
+        "reward models (reward.models) or an environment give rewards."
     )
 
 
 def choose_reward(config: RewardConfig, rows: Sequence[RewardSample], required: bool) -> RewardConfig:
-    """Return the config with "auto" replaced by "none" where no built-in reward fits and none is required.
+    """Return the config with "auto" replaced by "none" if no built-in reward fits and none is required.
 
     Args:
         rows: at least one of each data source.
-        required: responses are rewarded, and nothing but a verifier rewards them.
+        required: rewards are needed, and only a verifier can give them.
 
     Raises:
-        RewardLoadError: a verifier is required and "auto" finds none.
+        RewardLoadError: a verifier is required, but "auto" finds none.
     """
     try:
         for row in rows:
@@ -100,7 +100,7 @@ def load_reward(name: str, config: RewardConfig, function: bytes = b"") -> Adapt
     """Return the AdaptedReward of a built-in, a service, the user's file, or of `function` (`pickled_name`).
 
     Raises:
-        RewardLoadError: it cannot be loaded; names file, line and fix.
+        RewardLoadError: the reward cannot be loaded; the message names file, line and fix.
     """
     if function and name.startswith(PICKLED):
         return adapt(_unpickle(function), name, config)
@@ -123,16 +123,16 @@ def pickled_name(function: Callable[..., Any]) -> str:
 
 
 def pickle_function(function: Callable[..., Any]) -> bytes:
-    """Return a Python function, such as one defined in a notebook, as bytes for our own workers.
+    """Pickle a Python function, such as one defined in a notebook, for our workers.
 
     Raises:
-        RewardLoadError: it cannot be pickled, or is too large; gives the reason and the fix.
+        RewardLoadError: the function cannot be pickled, or is too large; the message has reason and fix.
     """
     name = pickled_name(function)
     if not callable(function):
         raise RewardLoadError(f"the reward must be a function, not {type(function).__name__}")
     fix = (
-        "What it refers to is sent with it: make locks, clients, models and open files inside the function, "
+        "Its objects are sent with it: make locks, clients, models and open files inside the function, "
         "or put it into a file and set reward.name to file.py:function."
     )
     try:
@@ -151,13 +151,13 @@ def pickle_function(function: Callable[..., Any]) -> bytes:
 
 
 def _pickle_with_files(function: Callable[..., Any]) -> bytes:
-    """Return a function by value, also one of __main__, whose errors name its file."""
+    """Pickle a function by value, also one of __main__, so that its errors name its file."""
     import cloudpickle  # loading needs pickle alone
 
     reduce = cloudpickle.Pickler.dispatch_table[CodeType]
 
     def reduce_code(code: CodeType) -> tuple[Any, ...]:
-        """Put back the file, in place of which cloudpickle writes "<dynamic-code>"."""
+        """Restore the file name, which cloudpickle replaces by "<dynamic-code>"."""
         make, parts = reduce(code)
         return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
 
@@ -173,7 +173,7 @@ def _unpickle(data: bytes) -> Callable[..., Any]:
         return pickle.loads(data)
     except Exception as error:
         raise RewardLoadError(
-            f"the reward function cannot be loaded in a worker: {explain(error)}. What it imports must be "
+            f"the reward function cannot be loaded in a worker: {explain(error)}. Its imports must be "
             "importable from a new process, or defined in the notebook itself."
         ) from error
 
@@ -200,11 +200,11 @@ MAX_REPLY = 1 << 24  # bytes
 
 
 class ServiceError(RunError):
-    """The service cannot be reached, or its reply is not one score a sample."""
+    """The service cannot be reached, or its reply is not one score per sample."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error: urllib would turn the POST into a GET, and pass the token on."""
+    """Refuse redirects: urllib would turn the POST into a GET, and pass the token on."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -233,10 +233,10 @@ def service_reward(url: str, config: RewardConfig) -> AdaptedReward:
 
 
 def request_scores(url: str, samples: list[RewardSample], timeout: float) -> list[Any]:
-    """Return raw scores from the service, one a sample; `signatures.parse_score` validates each.
+    """Return raw scores from the service, one per sample; `signatures.parse_score` validates each.
 
     Raises:
-        ServiceError: it cannot be reached, or its reply is not a list of one score a sample.
+        ServiceError: the service cannot be reached, or its reply is not a list of one score per sample.
     """
     headers = {"Content-Type": "application/json"}
     if os.environ.get(TOKEN):
@@ -257,14 +257,14 @@ def parse_scores(url: str, body: bytes, count: int) -> list[Any]:
     """Return the `count` raw scores of a reply.
 
     Raises:
-        ServiceError: it is too large, no JSON, or not `count` scores.
+        ServiceError: the reply is too large, not JSON, or not `count` scores.
     """
     if len(body) > MAX_REPLY:
         raise ServiceError(f"{url}: the reply is larger than {MAX_REPLY >> 20} MiB")
     try:
         reply = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # nested too deeply
-        raise ServiceError(f"{url}: the reply is no JSON: {error}") from None
+        raise ServiceError(f"{url}: the reply is not JSON: {error}") from None
     scores = reply.get("scores", reply.get("rewards")) if isinstance(reply, dict) else reply
     if not isinstance(scores, list) or len(scores) != count:
         raise ServiceError(f'{url}: expected {{"scores": [...]}} with {count} of them, got {reply!r:.200}')

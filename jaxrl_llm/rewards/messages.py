@@ -1,9 +1,9 @@
 """Messages between the trainer and a reward worker.
 
-To the worker: pickles over a private socket. From the worker, which runs code of the user: lines of JSON,
-which `parse_reply` validates. A request is answered by one "loaded" or "broken", then by one
-"scored" or "failed" a sample (a batched reward: for all samples at once), in any order where several are
-scored at once.
+To the worker: pickles over a private socket. From the worker, which runs the user's code: lines of JSON,
+which `parse_reply` validates. A request is answered by one "loaded" or "broken", then by one "scored" or
+"failed" per sample (for a batched reward: for all samples at once), in any order if several samples are
+scored concurrently.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Broken:
 class Failed:
     """A call of the reward raised."""
 
-    error: str  # type of the exception; "" = none, it took too long
+    error: str  # type of the exception; "" = it took too long
     reason: str
-    offset: int = 0  # of the sample among those without a reply
+    offset: int = 0  # index among the samples without a reply
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Scored:
     """Results of one call, in order."""
 
     results: tuple[RewardResult, ...]
-    offset: int = 0  # of the first sample among those without a reply
+    offset: int = 0  # index of the first sample among the samples without a reply
 
 
 Reply = Loaded | Broken | Failed | Scored
@@ -111,13 +111,13 @@ def _encode_result(result: RewardResult) -> list[Any]:
 
 
 def parse_reply(line: bytes, expected: ExpectedReply | None, config: RewardConfig) -> Reply:
-    """Return the reply that a line from a worker holds.
+    """Parse a line from a worker.
 
     Args:
-        expected: the request that it must answer; None = there is none.
+        expected: the request that the line must answer; None = no request is open.
 
     Raises:
-        InvalidWorkerReplyError: the line is anything else.
+        InvalidWorkerReplyError: the line is not a valid reply to the request.
     """
     if expected is None:
         raise InvalidWorkerReplyError("a reply to no request")
@@ -126,7 +126,8 @@ def parse_reply(line: bytes, expected: ExpectedReply | None, config: RewardConfi
     try:
         body = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        raise InvalidWorkerReplyError("a reply that is no JSON") from None
+        raise InvalidWorkerReplyError("a reply that is not JSON") from None
+    # The reply must belong to the request, and its kind must fit the request's state.
     if not isinstance(body, dict) or type(body.get("id")) is not int or body["id"] != expected.id:
         raise InvalidWorkerReplyError("a reply to another request")
     match body:
@@ -161,7 +162,7 @@ def _scoring(expected: ExpectedReply) -> bool:
 def _parse_result(raw: Any, config: RewardConfig) -> RewardResult:
     """Return [score, outcome, reason, error, seconds, components] as a result."""
     if not isinstance(raw, list) or len(raw) != 6:
-        raise InvalidWorkerReplyError("a result that is no list of six")
+        raise InvalidWorkerReplyError("a result that is not a list of six")
     score, outcome, reason, error, seconds, components = raw
     if type(outcome) is not int or outcome not in list(Outcome):
         raise InvalidWorkerReplyError("a result without an outcome")

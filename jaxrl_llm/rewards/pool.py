@@ -1,7 +1,7 @@
 """Scores responses in worker processes that can be killed.
 
-A sample that raises, hangs, exits or returns nonsense is tried again and then counts as failed; no other
-sample is touched. One thread, one selector loop, no locks held while a reward runs.
+A sample that raises, hangs, exits or returns nonsense is tried again and then counts as failed; other samples
+are not affected. One thread, one selector loop, no locks held while a reward runs.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from jaxrl_llm.rewards.sample import (
     summarize,
 )
 
-ASYNC_GRACE = 1.0  # seconds: a worker ends async calls in time by itself; it is killed where it cannot
-MAX_STARTS = 3  # workers in a row that may die before they have loaded the reward
+ASYNC_GRACE = 1.0  # seconds that a worker has to end async calls in time, before it is killed
+MAX_STARTS = 3  # consecutive workers that may die before they have loaded the reward
 LOG_BYTES = 1 << 20  # of the workers' output kept in the log file
-CHECKED_ROWS = 4  # that `check` scores
+CHECKED_ROWS = 4  # rows that `check` scores
 
 
 @dataclass
 class Chunk:
-    """Samples that go to a worker in one message; scored ones leave from the front."""
+    """Samples sent to a worker in one message; scored samples are removed from the front."""
 
     name: str
     indices: list[int]
@@ -79,9 +79,9 @@ class Round:
 
 
 class RewardPool:
-    """Worker processes started when first needed. A context manager; `close` leaves no process behind.
+    """Worker processes, started on first use. A context manager; `close` ends every process.
 
-    Workers die with the thread that started them (Linux), so score from threads that live on.
+    Workers die with the thread that started them (Linux), so score from long-lived threads.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class RewardPool:
 
         Args:
             log: file that receives what rewards print, up to 1 MiB.
-            function: a reward function that takes the place of `config.name`, of any signature that a file's
-                may have; it is pickled by value, so a notebook may define it.
+            function: a reward function that replaces `config.name`, with any signature that is valid in a
+                file; it is pickled by value, so a notebook may define it.
 
         Raises:
             RewardLoadError: a setting is wrong, or the function cannot be pickled.
@@ -121,7 +121,7 @@ class RewardPool:
         self.close()
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Return results in the order of the samples, and set `metrics` to those of this call.
+        """Return results in the order of the samples, and set `metrics` for this call.
 
         Raises:
             RewardLoadError: the reward cannot be found or imported.
@@ -144,7 +144,7 @@ class RewardPool:
         return results
 
     def can_score(self, row: RewardSample) -> bool:
-        """Return whether responses to a row can be scored: most built-in rewards compare with its answer."""
+        """Return whether responses to a row can be scored: most built-in rewards need the row's answer."""
         if self._only_name == "none" or has_answer(row.answer):
             return self._only_name != "none"
         try:
@@ -154,7 +154,7 @@ class RewardPool:
 
     @property
     def is_builtin(self) -> bool:
-        """True where no reward of the user's scores responses."""
+        """True if only built-in rewards score responses."""
         return self._only_name in (*REWARDS, "auto", "none")
 
     def check(self, rows: Sequence[RewardSample] = (), skips: bool = False) -> None:
@@ -165,9 +165,9 @@ class RewardPool:
             skips: of `check_own_answers`.
 
         Raises:
-            RewardLoadError: the reward cannot be loaded, fails on each of the first rows in a way that no
-                other response would avoid (a misspelt name, a missing column, a crash, the time limit), or is
-                built in and does not accept a row's own answer.
+            RewardLoadError: the reward cannot be loaded; it fails on each of the first rows for any response
+                (a misspelt name, a missing column, a crash, the time limit); or it is built in and does not
+                accept a row's answer.
         """
         if self._only_name == "none":
             return
@@ -188,7 +188,7 @@ class RewardPool:
             check_trial(name, samples, results, self.config.keep_env, skips)
 
     def close(self) -> None:
-        """End all workers and wait until they are gone."""
+        """End all workers and wait for them."""
         with self._lock:
             for worker in list(self._workers):
                 self._dismiss(worker)
@@ -200,7 +200,8 @@ class RewardPool:
         return resolve_reward(self._only_name, sample.source, sample.columns)
 
     def _plan(self, samples: Sequence[RewardSample], retries: int) -> Round:
-        """Return chunks of neighbours that share a reward, small enough to keep every worker busy."""
+        """Split samples into chunks of neighbours with the same reward, small enough to keep every worker
+        busy."""
         size = min(max(math.ceil(len(samples) / self.config.workers), 1), MAX_CHUNK)
         one_request = self.config.service_samples if self.config.service_samples > 1 else MAX_CHUNK
         chunks: list[Chunk] = []
@@ -213,7 +214,7 @@ class RewardPool:
         return Round(samples, deque(chunks), [None] * len(samples), [0] * len(samples), retries)
 
     def _run(self, round_: Round) -> list[RewardResult]:
-        """Work until every chunk is done; an exception leaves no worker with samples of this round."""
+        """Process all chunks; after an exception, no worker keeps samples of this round."""
         try:
             while round_.queue or any(worker.assigned is not None for worker in self._workers):
                 self._dispatch(round_)
@@ -260,7 +261,7 @@ class RewardPool:
         self._reap()
 
     def _converse(self, round_: Round, worker: Worker, events: int) -> None:
-        """Write what is queued for a worker, and read its replies; what is no reply loses the worker."""
+        """Write queued messages to a worker, and read its replies; an invalid reply ends the worker."""
         if events & selectors.EVENT_WRITE:
             worker.flush()
             if not worker.has_outgoing:
@@ -318,7 +319,8 @@ class RewardPool:
         round_.results[index] = result
 
     def _retry(self, round_: Round, chunk: Chunk, index: int) -> None:
-        """Queue a sample again, those of an async reward together, so that they are scored at once."""
+        """Queue a sample again; samples of an async reward are joined, so that they are scored
+        concurrently."""
         round_.counts["retry"] += 1
         last = round_.queue[-1] if round_.queue else None
         joins = chunk.concurrency > 1 and last and last.is_retry and last.name == chunk.name
@@ -328,7 +330,7 @@ class RewardPool:
             round_.queue.append(Chunk(chunk.name, [index], is_retry=True))
 
     def _fail(self, round_: Round, chunk: Chunk, reason: str, error: str = "", offset: int = 0) -> None:
-        """Fail a sample at work. A list that failed is taken apart first, to find the sample at fault."""
+        """Fail the current sample. A list that failed is first split, to find the sample at fault."""
         if chunk.batched and len(chunk.indices) > 1:
             self._warn.of_list(error, reason)
             self._take_apart(round_, chunk, len(chunk.indices))
@@ -341,7 +343,7 @@ class RewardPool:
         del chunk.indices[:count]
 
     def _lose(self, round_: Round, worker: Worker, reason: str) -> None:
-        """End a worker, fail the sample at work (of several, try each alone), and keep the others."""
+        """End a worker, fail its current sample (retry several one by one), and keep the others."""
         chunk = worker.assigned
         self._dismiss(worker)
         if chunk is None:
@@ -375,7 +377,7 @@ class RewardPool:
         return worker
 
     def _dismiss(self, worker: Worker) -> None:
-        """Take a worker out of service; `_reap` waits for its end."""
+        """Stop using a worker; `_reap` waits for its end."""
         self._workers.remove(worker)
         for file in (worker.socket, worker.output):
             with contextlib.suppress(KeyError):  # the output unregisters itself at its end

@@ -35,6 +35,7 @@ class Worker:
     """One process. `assigned`, `deadline`, `loaded` and `scored` belong to the pool."""
 
     def __init__(self, keep_env: tuple[str, ...], on_output: Callable[[bytes], None]):
+        # The process: a socket for messages and a pipe for output, without secrets in its environment.
         ours, theirs = socket.socketpair()
         self.output, write_end = os.pipe()
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
@@ -47,8 +48,9 @@ class Worker:
                 stderr=write_end,
                 pass_fds=(theirs.fileno(),),
                 env=worker_environment(dict(os.environ), keep_env),
-                start_new_session=True,  # a group of its own: Ctrl-C does not reach it
+                start_new_session=True,  # a separate process group: Ctrl-C does not reach it
             )
+        # Our ends of both do not block.
         os.close(write_end)
         os.set_blocking(self.output, False)
         ours.setblocking(False)
@@ -69,13 +71,13 @@ class Worker:
         return bool(self._outgoing)
 
     def send(self, message: Any) -> None:
-        """Queue a message and write what the socket takes; `flush` writes the rest."""
+        """Queue a message and write as much as the socket accepts; `flush` writes the rest."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self._outgoing = memoryview(b"".join([self._outgoing, struct.pack("!I", len(body)), body]))
         self.flush()
 
     def flush(self) -> None:
-        """Write what the socket takes now."""
+        """Write as much as the socket accepts now."""
         try:
             while self._outgoing:
                 self._outgoing = self._outgoing[self.socket.send(self._outgoing) :]
@@ -108,7 +110,7 @@ class Worker:
         return lines, closed
 
     def drain(self) -> bool:
-        """Read what the worker printed; return False when it has closed its output."""
+        """Read the worker's output; return False after it has closed its output."""
         try:
             for _ in range(MAX_READS):
                 part = os.read(self.output, READ_BYTES)
@@ -121,7 +123,7 @@ class Worker:
         return True
 
     def last_output(self) -> str:
-        """Return the end of what it printed, one line, for an error message."""
+        """Return the end of the worker's output, one line, for an error message."""
         return " ".join(self.tail.decode(errors="replace").split())[-200:]
 
     def exit_reason(self) -> str:
@@ -147,7 +149,7 @@ class Worker:
                 return False
             self._kill_group()
             self.process.wait()
-        self._kill_group()  # where there is no supervisor
+        self._kill_group()  # on systems without a supervisor
         self.socket.close()
         if self.output >= 0:
             os.close(self.output)

@@ -22,7 +22,7 @@ class RewardSample:
     """One response to be scored."""
 
     response: str  # as the policy wrote it; of gpt-oss's channels the final one
-    answer: Any = None  # of the row: text, a number, a list of accepted ones, or what the reward expects
+    answer: Any = None  # of the row: text, a number, a list of accepted answers, or the reward's format
     prompt: str = ""  # text of the prompt
     messages: tuple[dict[str, Any], ...] = ()  # the prompt as chat messages; () = the prompt is plain text
     response_ids: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class RewardSample:
 
     @property
     def thought(self) -> str:
-        """Thought of the response; "" = there is none."""
+        """Thought of the response, or ""."""
         return self._parts.thought
 
     @property
@@ -53,7 +53,7 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Score and outcome of one sample. The score is NaN where nothing is to be learnt from it."""
+    """Score and outcome of one sample. The score is NaN if the sample must not be learned from."""
 
     score: float
     outcome: Outcome
@@ -64,7 +64,7 @@ class RewardResult:
 
     @property
     def valid(self) -> bool:
-        """True if there is a score to learn from."""
+        """True if the sample has a score to learn from."""
         return not math.isnan(self.score)
 
     @property
@@ -82,7 +82,8 @@ class RewardFailureError(RunError):
 
 
 def summarize(results: Sequence[RewardResult]) -> dict[str, float]:
-    """Return the rates of the outcomes, as fractions of all samples. An abstention is not a failure."""
+    """Return the rates of the outcomes, as fractions of all samples. An abstention does not count as
+    failed."""
     total = max(len(results), 1)
     abstained = sum(result.abstained for result in results)
     counts = Counter(result.outcome for result in results)
@@ -113,10 +114,9 @@ def check_failures(results: Sequence[RewardResult], limit: float) -> None:
 
 
 class FailureWarning:
-    """Warning of samples that failed: with the first, and each time that their number has doubled.
+    """Warning of failed samples: at the first, and whenever their number has doubled.
 
-    A reward that raises where a response is wrong would otherwise be learnt from its right ones alone,
-    unnoticed.
+    Otherwise a reward that raises for wrong responses would train on right responses alone, unnoticed.
 
     Args:
         zero: such samples score 0; otherwise they are masked.

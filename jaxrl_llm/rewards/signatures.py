@@ -1,4 +1,4 @@
-"""Reward functions of other systems, called as they are.
+"""Reward functions of other systems, called with their signatures.
 
 The convention of a function is read from its parameter names:
 
@@ -6,12 +6,12 @@ The convention of a function is read from its parameter names:
     TRL       f(prompts, completions, completion_ids, **columns) -> list of scores; None abstains
     veRL      compute_score(data_source, solution_str, ground_truth, extra_info) -> score or {"score": ...}
     OpenRLHF  reward_func(queries, prompts, labels)      -> list or tensor, or {"rewards", "scores"}
-    RL2       reward_fn(messages, answer) -> score; env_step(state, action, extra_info) -> {"reward", "score"}
-    pairwise  judge(prompt, a, b) -> 1 where a is better, 0 where b is, 0.5 for a tie (--eval.judge)
+    RL2 reward_fn(messages, answer) -> score; env_step(state, action, extra_info) -> {"reward", "score"}
+    pairwise judge(prompt, a, b) -> 1 if a is better, 0 if b is better, 0.5 for a tie (--eval.judge)
 
-Any of them may be `async`: a worker then runs the calls for several samples at once, in one event loop. A
-bool is a score only under the conventions of veRL and RL2, whose own examples return one; elsewhere it is
-taken for a mistake.
+Any of them may be `async`: a worker then runs the calls for several samples concurrently, in one event loop.
+A bool is a score only in the conventions of veRL and RL2, whose examples return bools; elsewhere it counts as
+a mistake.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Score(NamedTuple):
 
 
 class InvalidScoreError(ValueError):
-    """A reward function returned something that can be no score."""
+    """A reward function returned a value that cannot be a score."""
 
 
 @dataclass(frozen=True)
 class AdaptedReward:
-    """A reward function in the one form that workers call; an async function's scores are awaited."""
+    """A reward function in the form that workers call; scores of an async function are awaited."""
 
     call: Callable[[list[RewardSample]], list[Any] | Awaitable[list[Any]]]
     name: str = ""  # in messages
@@ -70,7 +70,7 @@ def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> Adap
     """Return the AdaptedReward of a reward function.
 
     Raises:
-        RewardLoadError: its parameters fit no convention; lists those that there are.
+        RewardLoadError: the parameters fit no convention; the message lists the conventions.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -83,6 +83,7 @@ def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> Adap
         take = lambda samples: gather_scores([one(sample) for sample in samples], config.concurrency)
         return AdaptedReward(take, bools=bools, is_async=is_async)
 
+    # Conventions of other systems, by their parameters.
     if "completions" in names:
         _refuse_trainer(name, parameters)
         take = lambda samples: _then(call(_trl(samples)), _listed)
@@ -97,6 +98,7 @@ def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> Adap
         return each(lambda sample: call(_pair(sample)), bools=True)
     if {"state", "action", "extra_info"} <= names:
         return each(lambda sample: call(_env_step(sample)), bools=True)
+    # Our convention: (sample) or (sample, config).
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p.name for p in parameters.values() if p.default is p.empty and p.kind in positional]
     keywords = [p for p in parameters.values() if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
@@ -111,8 +113,8 @@ def parse_score(raw: Any, reward: AdaptedReward, correct_at: float) -> Score:
     """Return score and outcome of a raw value.
 
     Raises:
-        InvalidScoreError: it can be no score: another type, NaN, infinite or huge; or has no Outcome.
-        ValueError: the reward itself says that it failed.
+        InvalidScoreError: the value cannot be a score (another type, NaN, infinite or huge), or has no
+            Outcome.
     """
     if raw is None and reward.abstains:
         return Score(None, Outcome.FAILED)
@@ -138,7 +140,7 @@ def parse_score(raw: Any, reward: AdaptedReward, correct_at: float) -> Score:
 
 
 def _caller(function: Callable[..., Any], parameters: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return a function that calls `function` with those arguments that it takes."""
+    """Return a function that calls `function` with the arguments that it accepts."""
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in variadic]
@@ -146,7 +148,7 @@ def _caller(function: Callable[..., Any], parameters: Any) -> Callable[[dict[str
     def call(arguments: dict[str, Any]) -> Any:
         if missing := [name for name in required if name not in arguments]:
             raise UserError(
-                f"the function takes {missing[0]}, which is no column of the row; there are "
+                f"the function takes {missing[0]}, but the row has only the columns "
                 f"{', '.join(sorted(arguments))}.{did_you_mean(missing[0], arguments)}"
             )
         known = arguments if open_ended else {k: v for k, v in arguments.items() if k in parameters}
@@ -192,7 +194,7 @@ def _number(raw: Any, bools: bool) -> float:
 
 
 def gather_scores(values: Sequence[Any], limit: int) -> list[Any] | Awaitable[list[Any]]:
-    """Return the values; where some are awaitable, an awaitable of all, of which `limit` run at once."""
+    """Return the values, or if some are awaitable an awaitable of all, of which `limit` run concurrently."""
     if not any(map(inspect.isawaitable, values)):
         return list(values)
 
@@ -211,7 +213,7 @@ def gather_scores(values: Sequence[Any], limit: int) -> list[Any] | Awaitable[li
 
 
 def _then(value: Any, finish: Callable[[Any], list[Any]]) -> list[Any] | Awaitable[list[Any]]:
-    """Return `finish(value)`; an awaitable of it where the value is awaitable."""
+    """Return `finish(value)`, or an awaitable of it if the value is awaitable."""
 
     async def awaited() -> list[Any]:
         return finish(await value)
@@ -271,7 +273,7 @@ def _openrlhf(samples: list[RewardSample]) -> dict[str, Any]:
 
 
 def _rewards_and_scores(raw: Any) -> list[Any]:
-    """Read OpenRLHF's dict: `rewards` are learnt from, `scores` in [0, 1] decide what is correct."""
+    """Read OpenRLHF's dict: `rewards` train the policy, `scores` in [0, 1] decide correctness."""
     if not isinstance(raw, dict):
         return _listed(raw)
     rewards = _listed(raw.get("rewards"))

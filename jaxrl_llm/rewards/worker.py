@@ -1,8 +1,8 @@
 """The processes of one reward worker: a supervisor, and its child, which runs the reward.
 
-The child is untrusted: it sends back plain JSON only, and whatever a reward does (raise, hang, print,
-exit) costs one sample at most. The supervisor adopts every process that descends from the child, also one
-that left its session, and kills them all when the child or the trainer ends (Linux).
+The child is untrusted: it sends only plain JSON, and a reward that raises, hangs, prints or exits costs at
+most one sample. The supervisor adopts every process that descends from the child, also one that left its
+session, and kills them all when the child or the trainer ends (Linux).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from jaxrl_llm.rewards.signatures import AdaptedReward, InvalidScoreError, Score
 from jaxrl_llm.user_file import describe_error, end_with_parent, explain, limit_memory
 
 GRACE = 0.5  # seconds between SIGTERM and SIGKILL of the child
-SWEEP_SECONDS = 3.0  # that killing what is left of its descendants may take
+SWEEP_SECONDS = 3.0  # for killing the remaining descendants of the child
 PR_SET_CHILD_SUBREAPER = 36
 WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def main(fd: int, parent: int) -> None:
-    """Serve score requests on a socket until `parent` closes it or ends; leave no process behind."""
+    """Serve score requests on a socket until `parent` closes it or ends; end all processes."""
     connection = socket.socket(fileno=fd)
-    connection.set_inheritable(False)  # what a reward starts must not keep the connection open
+    connection.set_inheritable(False)  # processes that a reward starts must not keep the connection open
     if sys.platform != "linux":
         serve_requests(connection)
         return
@@ -67,7 +67,7 @@ def main(fd: int, parent: int) -> None:
 
 
 def supervise(child: int) -> int:
-    """Wait until the child ends (SIGTERM ends it), kill what descends from it, and return its wait status."""
+    """Wait until the child ends (SIGTERM ends it), kill its descendants, and return its wait status."""
     kill_at = float("inf")
     while (status := _reap()[0].get(child)) is None:
         wait = min(max(kill_at - time.monotonic(), 0.05), 60.0)
@@ -178,7 +178,7 @@ def _score(
 
 
 def _own_copies(group: Sequence[RewardSample]) -> list[RewardSample]:
-    """Return samples of whose row a reward may change what it likes: responses to one prompt share it."""
+    """Copy the rows of samples, so that a reward may change them: responses to one prompt share a row."""
     row = lambda s: {"answer": s.answer, "messages": s.messages, "columns": s.columns}
     return [replace(sample, **copy.deepcopy(row(sample))) for sample in group]
 
@@ -186,9 +186,9 @@ def _own_copies(group: Sequence[RewardSample]) -> list[RewardSample]:
 async def _score_at_once(
     connection: socket.socket, request: ScoreRequest, used: list[AdaptedReward], setup: Setup
 ) -> None:
-    """Score the samples of a request concurrently, and send each reply as soon as it is there.
+    """Score the samples of a request concurrently, and send each reply immediately.
 
-    SIGTERM cancels the calls, so that they can close what they hold.
+    SIGTERM cancels the calls, so that they can release their resources.
     """
     me, slots, waiting = os.getpid(), asyncio.Semaphore(setup.config.concurrency), [*request.samples]
 
@@ -202,7 +202,7 @@ async def _score_at_once(
         _send(connection, request, replace(reply, offset=offset))
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    if sys.platform == "linux":  # where a supervisor kills what does not end
+    if sys.platform == "linux":  # here a supervisor kills calls that do not end
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         await asyncio.gather(*map(one, request.samples))

@@ -336,7 +336,7 @@ def test_fewer_eval_prompts_than_asked_for_are_said(tmp_path, mixed_lengths, cap
     assert not caplog.messages
     assert len(drawn.eval_set(100)) == 3 and sizes(100) == [5]
     assert caplog.messages == [
-        f"--eval.prompts 100: {used} are used; the held-out data has 5 rows, 2 of those read too long, 0 bad"
+        f"--eval.prompts 100: {used} are used; the held-out data has 5 rows, 2 rows too long so far, 0 bad"
         for used in ("3 prompts", "5 rows")
     ]
 
@@ -359,7 +359,7 @@ def test_fewer_eval_prompts_than_asked_for_are_said(tmp_path, mixed_lengths, cap
         (
             SourceConfig(judge=True, step_mark="x"),
             "judge",
-            "is true: it must be false where step_mark is set",
+            "is true: it must be false if step_mark is set",
         ),
         (ChatConfig(template_options="[" * 10**5), "template_options", "is '[["),
         (ChatConfig(date="27 Nov 2026"), "date", "is '27 Nov 2026': it must be a date such as 2026-11-27."),

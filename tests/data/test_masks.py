@@ -254,7 +254,7 @@ def test_of_a_completion_of_several_messages_the_prompt_is_not_learned():
         (assistant("a", weight=1, train=False), r"messages\[1\]: weight, train contradict each other"),
         (
             assistant("a", train_detail=[]),
-            r"messages\[1\].train_detail is not known, .* weight 0 is left out",
+            r"messages\[1\].train_detail is unknown, .* weight 0 is left out",
         ),
         (assistant("a", masked=True), r"messages\[1\].masked is not known"),
         (user("a") | {"train": True}, r"messages\[1\].train is True, but what the role user says is never"),

@@ -313,7 +313,7 @@ def test_an_evaluation_needs_held_out_rows_and_takes_all_where_there_are_few(con
     [
         (
             DataConfig(path="a.jsonl", eval_path="b.jsonl", holdout=0.1),
-            "--data.holdout is 0.1: it must be 0 where eval_path is set (b.jsonl).",
+            "--data.holdout is 0.1: it must be 0 if eval_path is set (b.jsonl).",
         ),
         (
             DataConfig(path="task:arithmetic", holdout=200),

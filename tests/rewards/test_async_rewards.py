@@ -210,7 +210,7 @@ def test_hints_of_keys():
     assert "--reward.keep_env OPENAI_API_KEY" in hint(client)
     assert hint("KeyError: 'HF_TOKEN'").endswith("set it, and pass it on: --reward.keep_env HF_TOKEN")
     assert hint("KeyError: 'UNSET_KEY'").endswith(
-        "UNSET_KEY is not set where this command was started; set it"
+        "UNSET_KEY is not set in this command's environment; set it"
     )
     assert hint("KeyError: 'KEPT_KEY'") == hint("ValueError: MAX_TOKENS is 3") == hint("KeyError: 'a'") == ""
 
