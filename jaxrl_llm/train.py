@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 
+from jaxrl_llm.__main__ import main as run_command
+from jaxrl_llm.__main__ import say_start
+
 if __name__ == "__main__":  # the recipe is read before jax is imported, which takes seconds
-    from jaxrl_llm.__main__ import main as run_command
-    from jaxrl_llm.__main__ import say_start
     from jaxrl_llm.host import huge_pages
     from jaxrl_llm.host.signals import install_handlers
 
@@ -40,7 +41,6 @@ from jaxrl_llm.experience.dataset import REFERENCE_FILE
 from jaxrl_llm.experience.evaluate import evaluate_all
 from jaxrl_llm.experience.flops import step_flops
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE
-from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.lock import run_dir_lock
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.host.signals import deferred
@@ -59,7 +59,6 @@ from jaxrl_llm.report.goodput import PhaseClock
 from jaxrl_llm.report.log import RunLog
 from jaxrl_llm.rollout.sglang.server import Outage
 from jaxrl_llm.structs import Metrics, Params, TrainState
-from jaxrl_llm.tools import train as command
 
 
 class UnsavedError(RunError):
@@ -76,7 +75,7 @@ class Ended(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code; `host.stop` lists them."""
-    return run_command(command.main, list(sys.argv[1:] if argv is None else argv))
+    return run_command(["train", *(sys.argv[1:] if argv is None else argv)])
 
 
 def execute(

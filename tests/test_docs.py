@@ -23,7 +23,7 @@ from jaxrl_llm.recipe.fields import check_fields
 from jaxrl_llm.recipe.keys import add_missing, iter_fields
 from jaxrl_llm.recipe.load import find_recipe, load_recipe, packaged_recipes, with_algo
 from jaxrl_llm.recipe.overrides import apply_overrides, parse_words, resolve_key, split_arguments
-from jaxrl_llm.tools import chat, export, generate, plan, score, view
+from jaxrl_llm.tools import config as tools
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = (ROOT / "docs/algorithms.md").read_text()
@@ -50,12 +50,12 @@ PATHS = {"/".join(path.parts[i:]) for path in FILES for i in range(len(ROOT.part
 PATHS |= set(FOLDERS)
 """Every file and folder by the end of its path: "bridge/push.py", "push.py"."""
 COMMANDS = {
-    "chat": chat.ChatArguments,
-    "generate": generate.GenerateArguments,
-    "score": score.ScoreArguments,
-    "export": export.ExportArguments,
-    "view": view.ViewArguments,
-    "plan": plan.PlanArguments,
+    "chat": tools.ChatArguments,
+    "generate": tools.GenerateArguments,
+    "score": tools.ScoreArguments,
+    "export": tools.ExportArguments,
+    "view": tools.ViewArguments,
+    "plan": tools.PlanArguments,
     "import-config": import_config.ImportArguments,
 }
 EXACT = ("chat", "generate", "score", "export", "view", "import-config")  # commands without flags of training

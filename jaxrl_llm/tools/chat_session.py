@@ -26,8 +26,8 @@ from jaxrl_llm.recipe.values import parse_value
 from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
 from jaxrl_llm.rollout.partial import new_responses
 from jaxrl_llm.thoughts import as_message
-from jaxrl_llm.tools.chat import ChatArguments
 from jaxrl_llm.tools.chat_model import CONTROLS, ConversationEngine, TextStream, chat_mesh
+from jaxrl_llm.tools.config import ChatArguments
 from jaxrl_llm.tools.models import open_model, pick_dtype
 from jaxrl_llm.tools.output import print_progress
 from jaxrl_llm.user_file import did_you_mean, expand_home

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxrl_llm.data.config import ChatConfig
@@ -61,6 +62,160 @@ class SelectConfig:
     """pairs: smallest difference of the rewards."""
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(name="none"))
     """Rewards, as in training; none by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArguments(ModelChoice, SamplingConfig):
+    """Talk to a model in the terminal; /help lists the commands. In a pipe each line of stdin is a message.
+
+    A model without a chat template continues the text (plain).
+    """
+
+    model: str
+    """Hugging Face folder, GGUF file, hub name, or directory of a run (its newest checkpoint)."""
+    temperature: Annotated[float, Range(0.0, 100.0, usual="0.7 is usual, 0 is greedy")] = 0.7
+    """0 = greedy."""
+    max_tokens: Count = 1024
+    """Maximum tokens of an answer."""
+    context: Annotated[int, Range(2, LARGEST)] = 8192
+    """Maximum tokens of the conversation, limited by the model's positions."""
+    seed: Annotated[int, Range(0, LARGEST)] = 0
+    """Answer k of a session depends on (seed, k) and the conversation."""
+    dtype: Dtype = "auto"
+    """Type of weights and activations; auto = float32 on CPU, float16 on Turing GPUs, else bfloat16."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    """Chat template, and --chat.system_prompt."""
+    mesh: MeshConfig = field(default_factory=lambda: MeshConfig(fsdp=1))
+    """Mesh of the devices; the first device by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments(ModelChoice, GenerateConfig, SelectConfig):
+    """Generate responses to the prompts of a file, and reward and select them.
+
+    Rewards have the flags of training: --reward.name math (or my_rewards.py:f, or a URL),
+    --reward.models.0.path FOLDER, --reward.models.0.weight 0.5 and so on.
+    """
+
+    model: str
+    """Hugging Face folder, GGUF file, hub name, or directory of a run (its newest checkpoint)."""
+    prompts: Path
+    """JSONL (or JSON, CSV, Parquet, Arrow) with "prompt" (text) or "messages" (a chat, to be rendered with
+    the chat template), such as samples.jsonl of a run."""
+    out: Path
+    """JSONL to write: {"prompt", "responses": [{"text", "tokens", "logprobs", "finish"}]}, each response with
+    "reward" where there is one, and the columns of the prompt's row. Other rows: --select."""
+    resume: bool = True
+    """Continue the file of a command that was killed, and refuse one that this command did not write; False =
+    write it anew."""
+    batch_tokens: Count = 8192
+    """Tokens of one forward pass of a reward model, including padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreArguments(ModelChoice, SelectConfig):
+    """Write log-probabilities under a model (--model), or rewards (--reward.name, --reward.models.0.path).
+
+    A row of the data gives a row, in order; --select writes rows to train on instead. Rewards have the flags
+    of training: --reward.name math (or my_rewards.py:f, or a URL), --reward.models.0.path FOLDER,
+    --reward.models.1.path FOLDER, --reward.models.1.weight 0.5 and so on.
+    """
+
+    model: str = ""
+    """Model whose log-probabilities are written: Hugging Face folder, GGUF file, hub name, or directory of a
+    run (its newest checkpoint)."""
+    data: Path
+    """Rows with a prompt and "responses" (of generate), a response, or chosen and rejected. For log-probs
+    also "tokens" (ids), or "messages" alone (a chat, to be rendered with the chat template)."""
+    out: Path
+    """JSONL to write. Log-probs: {"tokens": [...], "logprobs": [...]}, nats, one for each token after the
+    first; of a response also "prompt_tokens", how many are the prompt's; of several {"responses": [...]} or
+    {"chosen": ..., "rejected": ...} of these. Rewards: the row, with "reward", "rewards" by name and
+    "outcome" added to it or its responses."""
+    temperature: Annotated[float, Range(0.01, 100, usual="1 is usual")] = 1.0
+    """Temperature of the softmax whose log-probabilities are written."""
+    batch_tokens: Count = 8192
+    """Tokens of one forward pass, including padding; a longer row is a batch by itself."""
+    window: Count = 1024
+    """Rows between two writes; a command that is killed continues behind the last of them."""
+    resume: bool = True
+    """Continue the file of a command that was killed, and refuse one that this command did not write; False =
+    write it anew."""
+    dtype: Dtype = "auto"
+    """Type of weights and activations; auto = float32 on CPU, float16 on Turing GPUs, else bfloat16."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    """Chat template that makes tokens of messages."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Mesh of the devices."""
+
+
+@dataclass(frozen=True)
+class ExportArguments:
+    """Write the model of a checkpoint as a Hugging Face folder: weights, config and tokenizer."""
+
+    checkpoint: Path
+    """Directory of the run (its --run_dir)."""
+    out: Path
+    """Folder to write."""
+    overwrite: bool = False
+    """Replace the folder where it holds an earlier export; nothing else is ever replaced."""
+    step: CountOrZero | None = None
+    """Step of the checkpoint; None = the newest."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    """Type of the weights."""
+    ema: bool = False
+    """Export the exponential moving average of the weights (--optim.ema)."""
+    tokenizer: str = ""
+    """Folder or hub name of the tokenizer, if the run's is missing; "" = the run's."""
+    push: str = ""
+    """Repository of the Hugging Face hub, ORG/NAME, that the folder is uploaded to, with a model card; the
+    token comes from HF_TOKEN."""
+    private: bool = False
+    """Make a new repository private; an existing one keeps its visibility."""
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Compile a recipe's training step for devices that this machine need not have; print memory,
+    collectives, FLOPs and roofline.
+
+    All other flags are those of `python -m jaxrl_llm.train`: --config RECIPE.py, --mesh.fsdp 8, --model.path
+    Qwen/Qwen3-8B, ... Nothing is run, allocated or downloaded.
+    """
+
+    topology: str = ""
+    """Devices to compile for: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4; a GPU
+    or several: h100, h200, b200, a100, a100-40, l4, rtx4090, t4, h100x8 (above 8 on hosts of 8); or cpu (the
+    devices of this process)."""
+    json: Path | None = None
+    """File to write all results to."""
+    only: str = ""
+    """Compile only phases whose names contain one of these words, separated by commas: update,decode."""
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    """Check devices, drivers, versions, memory, disk, sandbox, servers, cache, clock and ports of this
+    machine, each with "ok" or the fix.
+
+    With --config RECIPE.py, and any flags of training, what that recipe needs is checked, too: disk space for
+    its checkpoints, the extras of this package, its servers, its sandbox; and each rule on its settings.
+    """
+
+    json: bool = False
+    """Print the findings as JSON."""
+
+
+@dataclass(frozen=True)
+class ViewArguments:
+    """Write training runs as one HTML page: curves, evaluation, samples and differences of their configs."""
+
+    runs: tuple[Path, ...] = ()
+    """Run directories (--run_dir), one or more."""
+    out: Path | None = None
+    """HTML file to write; by default view.html in the first run directory."""
+    max_samples: Count = 10_000
+    """Samples in the page, over all runs; more are thinned evenly over the steps."""
 
 
 def gives_rewards(config: RewardConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,20 +15,8 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.host.waiting import working
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.tools.arguments import parse_own
+from jaxrl_llm.tools.config import DoctorArguments
 from jaxrl_llm.tools.devices import Finding, seen_devices
-
-
-@dataclass(frozen=True)
-class DoctorArguments:
-    """Check devices, drivers, versions, memory, disk, sandbox, servers, cache, clock and ports of this
-    machine, each with "ok" or the fix.
-
-    With --config RECIPE.py, and any flags of training, what that recipe needs is checked, too: disk space for
-    its checkpoints, the extras of this package, its servers, its sandbox; and each rule on its settings.
-    """
-
-    json: bool = False
-    """Print the findings as JSON."""
 
 
 def main(argv: list[str]) -> int:

@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
-
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.hub import PushError, check_repository, push_folder
 from jaxrl_llm.host.waiting import working
-from jaxrl_llm.ranges import CountOrZero
 from jaxrl_llm.tools.arguments import parse_arguments
-
-
-@dataclass(frozen=True)
-class ExportArguments:
-    """Write the model of a checkpoint as a Hugging Face folder: weights, config and tokenizer."""
-
-    checkpoint: Path
-    """Directory of the run (its --run_dir)."""
-    out: Path
-    """Folder to write."""
-    overwrite: bool = False
-    """Replace the folder where it holds an earlier export; nothing else is ever replaced."""
-    step: CountOrZero | None = None
-    """Step of the checkpoint; None = the newest."""
-    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-    """Type of the weights."""
-    ema: bool = False
-    """Export the exponential moving average of the weights (--optim.ema)."""
-    tokenizer: str = ""
-    """Folder or hub name of the tokenizer, if the run's is missing; "" = the run's."""
-    push: str = ""
-    """Repository of the Hugging Face hub, ORG/NAME, that the folder is uploaded to, with a model card; the
-    token comes from HF_TOKEN."""
-    private: bool = False
-    """Make a new repository private; an existing one keeps its visibility."""
+from jaxrl_llm.tools.config import ExportArguments
 
 
 def main(argv: list[str]) -> int:

@@ -24,8 +24,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT
 from jaxrl_llm.structs import Trajectory
-from jaxrl_llm.tools.config import GenerateConfig, ModelChoice, gives_rewards
-from jaxrl_llm.tools.generate import GenerateArguments
+from jaxrl_llm.tools.config import GenerateArguments, GenerateConfig, ModelChoice, gives_rewards
 from jaxrl_llm.tools.models import open_model, pick_dtype
 from jaxrl_llm.tools.output import (
     ProgressBar,

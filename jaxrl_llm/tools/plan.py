@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import fields
 
 from rich.console import Console
 
@@ -14,25 +13,7 @@ from jaxrl_llm.host.waiting import working
 from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.tools.arguments import check_output_path, parse_own
-
-
-@dataclass(frozen=True)
-class PlanArguments:
-    """Compile a recipe's training step for devices that this machine need not have; print memory,
-    collectives, FLOPs and roofline.
-
-    All other flags are those of `python -m jaxrl_llm.train`: --config RECIPE.py, --mesh.fsdp 8, --model.path
-    Qwen/Qwen3-8B, ... Nothing is run, allocated or downloaded.
-    """
-
-    topology: str = ""
-    """Devices to compile for: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4; a GPU
-    or several: h100, h200, b200, a100, a100-40, l4, rtx4090, t4, h100x8 (above 8 on hosts of 8); or cpu (the
-    devices of this process)."""
-    json: Path | None = None
-    """File to write all results to."""
-    only: str = ""
-    """Compile only phases whose names contain one of these words, separated by commas: update,decode."""
+from jaxrl_llm.tools.config import PlanArguments
 
 
 def main(argv: list[str]) -> int:

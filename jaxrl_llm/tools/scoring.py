@@ -26,11 +26,11 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import can_share_prefixes, check_kernels_setting
 from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.tools.config import ScoreArguments
 from jaxrl_llm.tools.logprobs import Sequences, logprobs_of
 from jaxrl_llm.tools.models import StoredModel, open_model, pick_dtype
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of, with_date
 from jaxrl_llm.tools.response_rewards import ResponseRewarder, encode_response
-from jaxrl_llm.tools.score import ScoreArguments
 from jaxrl_llm.tools.selection import (
     RewardedResponse,
     RewardSummary,

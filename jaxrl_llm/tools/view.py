@@ -24,10 +24,10 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.files import load_json, replace_text
-from jaxrl_llm.ranges import Count
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.thoughts import readable
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
+from jaxrl_llm.tools.config import ViewArguments
 
 METRICS, SAMPLES, CONFIG, PAGE = "metrics.jsonl", "samples.jsonl", "config.json", "view.html"
 SCRIPTS = [
@@ -59,18 +59,6 @@ SHOWN = {
     *("response_tokens", "per_token"),
 }
 """Keys of samples.jsonl that the page has a place for; all others are shown by their names."""
-
-
-@dataclass(frozen=True)
-class ViewArguments:
-    """Write training runs as one HTML page: curves, evaluation, samples and differences of their configs."""
-
-    runs: tuple[Path, ...] = ()
-    """Run directories (--run_dir), one or more."""
-    out: Path | None = None
-    """HTML file to write; by default view.html in the first run directory."""
-    max_samples: Count = 10_000
-    """Samples in the page, over all runs; more are thinned evenly over the steps."""
 
 
 @dataclass

@@ -7,9 +7,7 @@ import pytest
 from jaxrl_llm.__main__ import main
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.tools.arguments import parse_arguments, parse_own
-from jaxrl_llm.tools.generate import GenerateArguments
-from jaxrl_llm.tools.plan import PlanArguments
-from jaxrl_llm.tools.view import ViewArguments
+from jaxrl_llm.tools.config import GenerateArguments, PlanArguments, ViewArguments
 
 GENERATE = ["--model", "m", "--prompts", "p", "--out", "o"]
 

@@ -29,7 +29,7 @@ from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools import generate, score
 from jaxrl_llm.tools import output as output_files
 from jaxrl_llm.tools.arguments import parse_arguments
-from jaxrl_llm.tools.config import SelectConfig
+from jaxrl_llm.tools.config import GenerateArguments, ScoreArguments, SelectConfig
 from jaxrl_llm.tools.output import ResumableOutput, with_date
 from jaxrl_llm.tools.response_rewards import ResponseRewarder
 from jaxrl_llm.tools.scoring import NO_SOURCE
@@ -327,7 +327,7 @@ def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monk
 
 def test_one_date_for_all_rows_of_an_output(tmp_path):
     """A template that writes the date would give the rows after midnight another prompt."""
-    args = score.ScoreArguments(data=tmp_path / "d.jsonl", out=tmp_path / "o.jsonl")
+    args = ScoreArguments(data=tmp_path / "d.jsonl", out=tmp_path / "o.jsonl")
     before, dated = str(datetime.date.today()), with_date(args)
     assert before <= dated.chat.date <= str(datetime.date.today()) and with_date(dated) == dated
     ResumableOutput(args.out, {}, date="2020-02-29").append(["row\n"], 1)
@@ -428,12 +428,12 @@ def test_wrong_settings_are_named(write, tmp_path, flags, message):
 
 def test_reward_flags_are_those_of_training():
     line = ["--model", "m", "--prompts", "p", "--n", "2", "--reward.models.0.path", "a", "--reward.keep_env"]
-    args = parse_arguments(generate.GenerateArguments, [*line, "K", "L", "--out=o"], "generate")
+    args = parse_arguments(GenerateArguments, [*line, "K", "L", "--out=o"], "generate")
     assert (args.n, args.out) == (2, Path("o"))
     config = args.reward
     assert config.models[0].path == "a" and config.keep_env == ("K", "L") and config.name == "none"
     with pytest.raises(ConfigError):
-        parse_arguments(generate.GenerateArguments, ["--reward.timeout", "soon"], "generate")
+        parse_arguments(GenerateArguments, ["--reward.timeout", "soon"], "generate")
 
 
 @pytest.mark.slow

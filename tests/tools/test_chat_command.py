@@ -23,9 +23,8 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools import chat_session
-from jaxrl_llm.tools.chat import ChatArguments
 from jaxrl_llm.tools.chat_model import ConversationEngine, TextStream, chat_mesh
-from jaxrl_llm.tools.config import GenerateConfig
+from jaxrl_llm.tools.config import ChatArguments, GenerateConfig
 from jaxrl_llm.tools.generation import Generator
 from jaxrl_llm.tools.models import open_model
 from jaxrl_llm.tools.scoring import NO_SOURCE

@@ -23,7 +23,7 @@ from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools import export, generate, score
-from jaxrl_llm.tools.config import ModelChoice
+from jaxrl_llm.tools.config import ModelChoice, ScoreArguments
 from jaxrl_llm.tools.models import open_model
 
 CONFIG = models.TransformerConfig(
@@ -100,7 +100,7 @@ def test_a_step_of_a_run_generates_as_the_merged_model(runs, tmp_path):
 
 def test_a_partial_file_of_one_step_is_not_continued_with_another(runs, tmp_path, monkeypatch):
     """The newest step, which no flag names, is another one after a save."""
-    args = score.ScoreArguments(model=str(runs / "run"), data=tmp_path / "t.jsonl", out=tmp_path / "o.jsonl")
+    args = ScoreArguments(model=str(runs / "run"), data=tmp_path / "t.jsonl", out=tmp_path / "o.jsonl")
     args.data.write_text('{"tokens": [1, 2]}\n{"tokens": [3, 4]}\n')
     from jaxrl_llm.tools import scoring
 

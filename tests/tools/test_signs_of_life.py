@@ -14,7 +14,7 @@ from jaxrl_llm.hf import gguf
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.host import waiting
 from jaxrl_llm.tools import chat_session, checks, doctor, plan
-from jaxrl_llm.tools.chat import ChatArguments
+from jaxrl_llm.tools.config import ChatArguments
 from jaxrl_llm.tools.devices import Finding
 
 CONFIG = models.TransformerConfig(
