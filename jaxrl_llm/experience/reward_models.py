@@ -199,14 +199,8 @@ def load_reward_model(
     """
     folder: Path = resolve_model(config.path)
     model = read_config(folder)
-    if model.value_head == (config.kind == "generative"):
-        raise UserError(
-            f"--reward.models {config.path}: a language model without a score head; train one with "
-            "--algo reward_model, or give a ...ForSequenceClassification folder with one label."
-            if config.kind != "generative"
-            else f"--reward.models {config.path}: a score head cannot answer Yes or No; kind generative "
-            "needs a language model."
-        )
+    if problem := config.head_problem(model.value_head):
+        raise UserError(f"--reward.models {config.path}: {problem}")
     tokenizer = load_tokenizer(folder, model)
     policy_tokenizer = policy_tokenizer or tokenizer
     same = same_vocabulary(tokenizer, policy_tokenizer)

@@ -18,7 +18,7 @@ from jaxrl_llm.recipe.rule import Rule, apply_rules
 from jaxrl_llm.recipe.rules_devices import DEVICES, with_sizes
 from jaxrl_llm.recipe.rules_model import MODEL, Models
 from jaxrl_llm.recipe.rules_recipe import RECIPE, read_local
-from jaxrl_llm.sharding.config import CRITIC, POLICY
+from jaxrl_llm.sharding.config import CRITIC, POLICY, reward_role
 from jaxrl_llm.sharding.placement import Device
 from jaxrl_llm.user_file import expand_home
 
@@ -92,14 +92,19 @@ def apply_all_rules(
 def architectures(
     config: TrainConfig, read: Callable[[str], TransformerConfig | None]
 ) -> dict[str, TransformerConfig]:
-    """Return role -> architecture of the policy and of a pretrained critic, as far as they are known.
+    """Return role -> architecture of the policy, a pretrained critic and reward models, if they are known.
 
     Args:
         read: path of a model -> its architecture; None = not known.
     """
-    critic = config.critic.path if algos.requirements(config.algo).critic else ""
-    policy = read(config.model.path) if config.model.path else config.model.architecture
-    models = {POLICY: policy, CRITIC: read(critic) if critic else None}
+    paths = {POLICY: config.model.path}
+    if algos.requirements(config.algo).critic:
+        paths[CRITIC] = config.critic.path
+    for i, reward in enumerate(config.reward.models):
+        paths[reward_role(i)] = reward.path if reward.weight or config.eval.every else ""
+    models = {role: read(path) for role, path in paths.items() if path}
+    if not config.model.path:
+        models[POLICY] = config.model.architecture
     return {role: model for role, model in models.items() if model is not None}
 
 

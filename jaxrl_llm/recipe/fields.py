@@ -31,8 +31,7 @@ def check_fields(config: Any) -> None:
     Raises:
         ConfigError: one line for each thing that is wrong.
     """
-    refuse(list(wrong_types(config)))
-    refuse(list(out_of_range(config)))
+    refuse(list(field_problems(config)))
 
 
 def refuse(lines: list[str]) -> None:
@@ -44,14 +43,15 @@ def refuse(lines: list[str]) -> None:
         raise ConfigError(lines[0])
 
 
-def out_of_range(config: Any) -> Iterator[str]:
-    """Yield what is wrong with values that have the right types: ranges, and rules within one Config."""
-    for prefix, part in iter_configs(config):
+def field_problems(config: Any) -> Iterator[str]:
+    """Yield what is wrong with types; if all are right, with ranges and with rules within one Config."""
+    wrong = list(_wrong_types(config))
+    yield from wrong
+    for prefix, part in iter_configs(config) if not wrong else ():
         yield from (f"--{prefix}{name} {text}" for name, text in problems(part))
 
 
-def wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yield what is wrong with the types of values; ranges and rules compute with the values."""
+def _wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
     hints = type_hints(type(config))
     for field in dataclasses.fields(config):
         key, hint, value = f"{prefix}{field.name}", hints[field.name], getattr(config, field.name)
@@ -61,4 +61,4 @@ def wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
             yield f"--{key}: {type(value).__name__} of no algorithm; make it with NAME.Config(...)."
         else:
             for part_key, part in nested_configs(key, value):
-                yield from wrong_types(part, f"{part_key}.")
+                yield from _wrong_types(part, f"{part_key}.")

@@ -1,4 +1,4 @@
-"""Rules that recipe and architectures answer: the policy's, and the architecture of a pretrained critic."""
+"""Rules that recipe and architectures answer: of the policy, a pretrained critic and reward models."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxrl_llm.models.lora import rank_of_experts, with_lora
 from jaxrl_llm.recipe.rule import Rule
 from jaxrl_llm.rollout.checks import dynamic_rope_hint, token_problems
 from jaxrl_llm.sharding.attention import heads_problem
-from jaxrl_llm.sharding.config import POLICY
+from jaxrl_llm.sharding.config import CRITIC, POLICY, reward_role
 from jaxrl_llm.sharding.rules import num_shards
 
 WITHOUT_SERVED_ROUTES = ("mixtral", "olmoe")
 """Families whose routers SGLang 0.5 does not number: its recorder of chosen experts fails at the first."""
 Models = Mapping[str, TransformerConfig]
-"""Role -> architecture, of the policy and a pretrained critic."""
+"""Role -> architecture, of the policy, a pretrained critic and reward models."""
 
 
 def _can_be_exported(config: TrainConfig, models: Models) -> Iterator[str]:
@@ -101,7 +101,8 @@ def _fp8_has_blocks(config: TrainConfig, models: Models) -> Iterator[str]:
 
 
 def _adapters_fit(config: TrainConfig, models: Models) -> Iterator[str]:
-    for model in dict.fromkeys(models.values()) if config.lora.rank else ():
+    trained = dict.fromkeys(models[role] for role in (POLICY, CRITIC) if role in models)
+    for model in trained if config.lora.rank else ():
         yield from _adapter_problems(config, model)
 
 
@@ -135,6 +136,13 @@ def _adapter_problems(config: TrainConfig, model: TransformerConfig) -> Iterator
         )
 
 
+def _reward_models_have_heads(config: TrainConfig, models: Models) -> Iterator[str]:
+    for i, reward in enumerate(config.reward.models):
+        model = models.get(reward_role(i))
+        if model and (problem := reward.head_problem(model.value_head)):
+            yield f"--reward.models.{i}.path {reward.path}: {problem}"
+
+
 def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
     """Return name -> inputs or outputs of the linear layers that are no experts."""
     heads, sizes = model.num_heads, {"hidden_size": model.hidden_size}
@@ -156,4 +164,5 @@ MODEL = (
     Rule("model", "rollout.engine lora.targets", _is_served),
     Rule("model", "sglang.quantization", _fp8_has_blocks),
     Rule("model", "lora.rank lora.targets lora.expert_rank", _adapters_fit),
+    Rule("model", "reward.models", _reward_models_have_heads),
 )

@@ -18,7 +18,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.hub_name import SUFFIX, hub_spelling, parse_hub_name
 from jaxrl_llm.hf.resolve import other_folder
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.recipe.fields import out_of_range, wrong_types
+from jaxrl_llm.recipe.fields import field_problems
 from jaxrl_llm.recipe.keys import short_repr, shorten
 from jaxrl_llm.recipe.rule import Rule
 from jaxrl_llm.rollout.sglang import auth, launch
@@ -344,8 +344,7 @@ def _servers_start(config: TrainConfig) -> Iterator[str]:
 
 
 RECIPE = (
-    Rule("recipe", "", wrong_types, ends=True),
-    Rule("recipe", "", out_of_range, ends=True),
+    Rule("recipe", "", field_problems, ends=True),
     Rule("recipe", "steps epochs warm_start.steps data.train", _steps_are_finite),
     Rule("recipe", "responses_per_prompt algo.advantage rollout.sampling.temperature", _groups_compare),
     Rule("recipe", "tokens_per_device score.tokens_per_device max_response_tokens", _rows_fit),

@@ -47,6 +47,17 @@ class RewardModelConfig(PlacementConfig):
         if not self.path:
             yield "path", "is empty: set the folder or hub name of a reward model."
 
+    def head_problem(self, has_score_head: bool) -> str:
+        """Return why a model with or without a score head cannot be of this kind; "" = it can."""
+        if has_score_head == (self.kind != "generative"):
+            return ""
+        if has_score_head:
+            return "a score head cannot answer Yes or No; kind generative needs a language model."
+        return (
+            "a language model without a score head; train one with --algo reward_model, or give a "
+            "...ForSequenceClassification folder with one label."
+        )
+
 
 @dataclass(frozen=True)
 class RewardConfig:

@@ -20,6 +20,7 @@ from jaxrl_llm.config import (
     MoEConfig,
     OptimConfig,
     RewardConfig,
+    RewardModelConfig,
     RolloutConfig,
     RoutingConfig,
     SamplingConfig,
@@ -42,8 +43,7 @@ STOPS = RolloutConfig(sampling=SamplingConfig(stop_tokens=(10**6,)))
 EXPERTS = TransformerConfig(max_position=64, moe=MoEConfig(8, 4, expert_size=12))
 RANDOM = ModelConfig(architecture=EXPERTS, tokenizer="tiny")
 CASES = {
-    "wrong_types": dict(steps="3"),
-    "out_of_range": dict(steps=-1),
+    "field_problems": dict(steps=-1),
     "_steps_are_finite": dict(epochs=1.0),
     "_groups_compare": dict(responses_per_prompt=1),
     "_rows_fit": dict(tokens_per_device=31),
@@ -85,6 +85,9 @@ CASES = {
         algo=grpo.Config(correction=replace(grpo.Config().correction, weight="token")),
     ),
     "_adapters_fit": dict(lora=LoraConfig(rank=10**4)),
+    "_reward_models_have_heads": dict(
+        reward=RewardConfig(models=(RewardModelConfig(path="language model"),))
+    ),
     "_meshes_fit": dict(devices="0:9"),
     "_rollout_is_apart": dict(devices="0:2", rollout=RolloutConfig(max_staleness=1, devices="1:3")),
     "_memory_is_shared": dict(rollout=SERVED, sglang=SGLangConfig(transport="ipc")),
@@ -97,7 +100,8 @@ def name_of(rule):
 
 
 def asked(config, devices):
-    return list(apply_all_rules(config, lambda path: None, devices))
+    known = {"language model": EXPERTS}
+    return list(apply_all_rules(config, known.get, devices))
 
 
 def test_each_rule_has_a_case():
