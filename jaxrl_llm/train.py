@@ -41,12 +41,12 @@ from jaxrl_llm.experience.dataset import REFERENCE_FILE
 from jaxrl_llm.experience.evaluate import evaluate_all
 from jaxrl_llm.experience.flops import step_flops
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE
+from jaxrl_llm.host.command import working
 from jaxrl_llm.host.lock import run_dir_lock
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.host.signals import deferred
 from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import Stop
-from jaxrl_llm.host.waiting import working
 from jaxrl_llm.host.watch import watched_processes
 from jaxrl_llm.learn.finite import stop_if_nonfinite
 from jaxrl_llm.learn.optim_states import float32_params

@@ -54,18 +54,17 @@ class Algorithms(Mapping[str, Algorithm]):
 ALGOS = Algorithms(
     {
         "clipped": "dapo dr_grpo gdpo grpo opo otb passk ppo reinforce_pp remax rloo",
-        "covariance": "clip_cov kl_cov",
+        "selection": "clip_cov kl_cov pf_ppo",
         "distillation": "distill gkd",
         "imitation": "raft sft",
         "preference": "cpo dpo kto online_dpo orpo simpo",
-        "resampled": "pf_ppo",
         "reward_models": "prm reward_model",
         "surrogates": "a_star_po cispo dppo dro gmpo gpg gspo luspo reinforce sapo vespo",
     }
 )
 """The algorithms of `--algo`."""
 _LOADED: dict[str, Algorithm] = {}  # path of a user's file -> its algorithm
-_CRITIC = Algorithms({"critic": "value"})
+_CRITIC = Algorithms({"policy_gradient": "value"})
 _KNOWN = ChainMap(_LOADED, ALGOS, _CRITIC)
 
 __all__ = [

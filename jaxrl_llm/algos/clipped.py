@@ -10,9 +10,8 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.config import GRPO, ClippedConfig, PolicyConfig
 from jaxrl_llm.algos.correction import correct
-from jaxrl_llm.algos.critic import value_loss
 from jaxrl_llm.algos.kl import clamp, kl, log_ratio
-from jaxrl_llm.algos.policy_gradient import policy_algorithm
+from jaxrl_llm.algos.policy_gradient import policy_algorithm, value_loss
 from jaxrl_llm.algos.reduce import aggregate, token_mean
 from jaxrl_llm.structs import LossInputs, Metrics
 
@@ -106,7 +105,7 @@ ppo = policy_algorithm(
 
     Reward of a token: -kl_coef (old_logprobs - ref_logprobs), plus the response's reward on its last token;
     A = GAE over the policy's own tokens (arXiv 1506.02438), whitened; loss = max(-A r_t, -A clip(r_t)).
-    The critic (critic.py) learns A + V; `critic = "shared"` makes it a second head on the policy.
+    The critic (policy_gradient.py) learns A + V; `critic = "shared"` makes it a second head on the policy.
     kl_coef and lambda are InstructGPT's.""",
     ClippedConfig(advantage="gae", lam=0.95, kl_coef=0.02, kl="k1", kl_in="reward"),
     clipped_loss,

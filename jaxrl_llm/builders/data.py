@@ -18,7 +18,7 @@ from jaxrl_llm.data.holdout import HeldOutSplit, OpenSource, shared_prompts, spl
 from jaxrl_llm.data.loader import Loader, RowKind
 from jaxrl_llm.data.rows import Example, column_names
 from jaxrl_llm.data.sources import open_sources
-from jaxrl_llm.envs.check import check_env
+from jaxrl_llm.envs.python_file import check_env
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.files import load_json, replace_json

@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.config import is_date
-from jaxrl_llm.hf.hub_name import parse_hub_name
+from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.resolve import pin_revision
 from jaxrl_llm.host.files import load_json
 from jaxrl_llm.host.processes import on_first

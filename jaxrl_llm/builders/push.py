@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxrl_llm.config import HubConfig
 from jaxrl_llm.errors import RunError, UserError
-from jaxrl_llm.hf.hub import PushError, push_folder
-from jaxrl_llm.hf.hub_name import parse_hub_name
+from jaxrl_llm.hf.hub import PushError, parse_hub_name, push_folder
 from jaxrl_llm.host.files import load_json
 from jaxrl_llm.host.processes import on_first, print_on_first
 from jaxrl_llm.report.jsonl import Row, read_rows

@@ -24,10 +24,10 @@ from jaxrl_llm.hf.folder import shorten_names
 from jaxrl_llm.hf.gguf_tokenizer import Read, end_ids, make_gguf_tokenizer
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.hf.tokenizer import special_ids
+from jaxrl_llm.host.command import working
 from jaxrl_llm.host.files import cache_folder, write_json
 from jaxrl_llm.host.lock import cache_lock
 from jaxrl_llm.host.processes import print_on_first
-from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models import TransformerConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.hub_name import parse_hub_name
+from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.names import hf_name, is_stacked
 from jaxrl_llm.models import AdaptedConfig, LoraConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.gguf import convert_gguf
-from jaxrl_llm.hf.hub_name import SUFFIX, HubName, hub_spelling, parse_hub_name
-from jaxrl_llm.host.waiting import working
+from jaxrl_llm.hf.hub import SUFFIX, HubName, hub_spelling, parse_hub_name
+from jaxrl_llm.host.command import working
 from jaxrl_llm.user_file import expand_home
 
 _DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.json_file import read_json
+from jaxrl_llm.host.command import working
 from jaxrl_llm.host.processes import print_on_first
-from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models import TransformerConfig
 
 GENERATION = "generation_config.json"

@@ -1,14 +1,67 @@
-"""Entry point of every command: signals, errors, exit codes. Imports no jax."""
+"""A command: its entry point (signals, errors, exit codes), and lines on what it does. Imports no jax."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jaxrl_llm.errors import RunError, UserError, exit_code
 from jaxrl_llm.host.signals import Interrupted, show_cursor, unwinding
+
+FIRST = 3.0  # seconds of work before its first line
+AGAIN = 10.0  # seconds between two lines
+
+_under_way: list[str] = []  # the innermost last
+
+
+@contextlib.contextmanager
+def working(what: str, quiet: bool = False, first: float | None = None) -> Iterator[None]:
+    """Say on stderr what a piece of work is and how long it takes, if that is more than `first` seconds.
+
+    Args:
+        quiet: say nothing, as in processes other than the first.
+        first: seconds of work before the first line; None = FIRST.
+    """
+    began, said = time.perf_counter(), []
+
+    def say() -> None:
+        if _under_way[-1] == what:  # an inner piece has its own lines
+            said.append(what)
+            print(f"{what}: {time.perf_counter() - began:.0f} s so far", file=sys.stderr, flush=True)
+
+    _under_way.append(what)
+    try:
+        with contextlib.nullcontext() if quiet else repeated(say, FIRST if first is None else first, AGAIN):
+            yield
+    finally:
+        _under_way.pop()
+    if said:
+        print(f"{what}: took {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def repeated(action: Callable[[], None], first: float, again: float) -> Iterator[None]:
+    """Call an action from a thread while the body runs: after `first` seconds, then after every `again`."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        wait = first
+        while not ended.wait(wait):
+            action()
+            wait = again
+
+    thread = threading.Thread(target=repeat, name="repeated", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:

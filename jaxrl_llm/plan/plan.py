@@ -13,7 +13,7 @@ from jaxrl_llm.builders.placement import make_meshes
 from jaxrl_llm.builders.sizes import derived, with_prefixes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.waiting import working
+from jaxrl_llm.host.command import working
 from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels, turing_warning
 from jaxrl_llm.plan.compiled import CompiledStats, CompileTarget, compile_program
 from jaxrl_llm.plan.experts import ExpertGather, expert_gather

@@ -1,12 +1,33 @@
-"""Tables and verdict of a plan."""
+"""Tables of a plan, and advice for one that does not fit: settings to change, least costly first.
+
+The advice is arithmetic, without another compilation: a change "would fit" if its saving can be computed
+(caches, copies of weights, sharded state) and "may be enough" if it depends on the compiler (activations).
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from jaxrl_llm import algos, models
+from jaxrl_llm.builders.models import trained_config
+from jaxrl_llm.builders.sizes import derived
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.learn.optim import make_optimizer
+from jaxrl_llm.models.lora import frozen_config, split_params
+from jaxrl_llm.models.quantize import SCALE, TILE
+from jaxrl_llm.models.remat import REMAT
+from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
+from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.placement import format_placement
+from jaxrl_llm.sharding.rules import ROLLOUT, axes_of, bytes_per_device, dividing_spec, num_shards
 
 MIN_SYNCHRONOUS = 2**20
 """Bytes a call below which a synchronous collective is not printed; JSON has all."""
@@ -146,3 +167,171 @@ def format_flops(count: float) -> str:
 def format_seconds(time: float) -> str:
     """Format a duration."""
     return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms"
+
+
+SHARDED = ("parameters", "optimizer", "gradients", "frozen models")
+"""Kinds of memory that fsdp and tensor shard."""
+BITS = 4 + 32 / TILE
+"""Bits a weight in nf4, with its share of a scale."""
+
+
+def advise(plan: Plan, config: TrainConfig) -> Plan:
+    """Return the plan with advice, which is empty if the plan fits."""
+    over = [phase for phase in plan.phases if phase.peak > plan.memory or phase.error]
+    training = [phase for phase in over if not phase.name.startswith("rollout")]
+    rollout = [phase for phase in over if phase.name.startswith("rollout")]
+    lines = [*_training(plan, config, training), *_rollout(plan, config, rollout), *_devices(plan, over)]
+    return replace(plan, advice=[f"  {i}. {line}" for i, line in enumerate(lines, 1)])
+
+
+def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterator[str]:
+    """Yield advice for scoring and update: fewer activations."""
+    if not over:
+        return
+    worst = max(over, key=lambda phase: phase.peak)
+    fixed, missing = worst.peak - worst.memory["activations"], worst.peak - plan.memory
+    if fixed > plan.memory:
+        yield (
+            f"Activations are not the bottleneck: the rest of {worst.name} takes {format_bytes(fixed)} "
+            "(see below)."
+        )
+        yield from (_saving(*change, over=missing) for change in _state(config, worst))
+        return
+    free, used = format_bytes(plan.memory - fixed), format_bytes(worst.memory["activations"])
+    limit = f"activations of {worst.name} may take {free}, now {used}"
+    smaller = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
+    if smaller and any("accumulate" in phase.name for phase in over):
+        yield f"--model.remat {', then '.join(smaller)}: may be enough ({limit})."
+    row, key, rows = config.row_tokens, "tokens_per_device", "rows_per_microbatch"
+    if not any("accumulate" in phase.name for phase in over):  # scoring alone
+        key, rows = f"score.{key}", "rows_per_scored_microbatch"
+    least = -(-row // num_shards("sequence", plan.mesh))
+    # A mini-batch may have fewer tokens than a micro-batch may; several micro-batches need a second gradient.
+    sizes = derived(config, math.prod(plan.mesh.values()))
+    tokens = sizes[rows] // num_shards("batch", plan.mesh) * least
+    is_whole = sizes["microbatches_per_update_at_most"] == 1
+    available = plan.memory - fixed - is_whole * worst.memory["gradients"]
+    if tokens // least > 1 and available > 0:
+        scaled = available / worst.memory["activations"] * tokens
+        tokens = max(int(scaled) // least, 1) * least
+        yield f"--{key} {tokens}: may be enough if activations grow with tokens ({limit})."
+    changes = (change for change in _state(config, worst) if change[1] >= missing)
+    yield from (_saving(*change, over=missing) for change in changes)
+    yield (
+        "--mesh.sequence or --mesh.tensor above 1: both shard activations; the smallest micro-batch is one "
+        f"row of {row} tokens."
+    )
+
+
+def _state(config: TrainConfig, worst: PhaseCost) -> Iterator[tuple[str, float]]:
+    """Yield (change, bytes it saves) for scoring and update: less optimizer state, fewer frozen weights."""
+    moments = worst.memory["optimizer"]
+    itemsize = jnp.dtype(config.model.dtype).itemsize
+    if moments and not config.optim.offload and not worst.name.endswith("apply"):
+        yield "--optim.offload True", moments
+    frozen, requires = worst.memory["frozen models"], algos.requirements(config.algo)
+    if frozen and not config.reference.offload and (requires.ref_logprobs or requires.teachers):
+        yield "--reference.offload True", frozen
+    if saved := moments * (1 - _compressed(config)):
+        yield "--optim.moments int8", saved
+    if config.optim.grad_dtype == "float32" and worst.memory["gradients"]:
+        yield "--optim.grad_dtype bfloat16", worst.memory["gradients"] / 2
+    possible = config.model.dtype == "bfloat16" and not config.lora.rank
+    if possible and config.optim.offload and not config.optim.store_param_remainders:
+        yield "--optim.store_param_remainders True", worst.memory["parameters"] / 2
+    if not config.lora.rank:
+        stored = 2 if config.optim.store_param_remainders else 4
+        saved = worst.memory["parameters"] * (1 - itemsize / stored) + moments + worst.memory["gradients"]
+        yield "--lora.rank 32, which trains adapters in place of the weights", saved
+    elif config.lora.quantize == "none":
+        saved = worst.memory["parameters"] * _linear_fraction(config) * (1 - BITS / 8 / itemsize)
+        yield "--lora.quantize nf4, which holds linear layers in 4 bits", saved
+
+
+def _linear_fraction(config: TrainConfig) -> float:
+    """Return the share of the policy's weights that is in linear layers."""
+    model = planned_model(config.model)
+    sizes = {name: x.size for name, x in models.named_leaves(models.abstract(frozen_config(model, "nf4")))}
+    linear = sum(size for name, size in sizes.items() if name + SCALE in sizes)
+    return linear / (linear + model.vocab_size * model.hidden_size * (2 - model.tie_embeddings))
+
+
+def _compressed(config: TrainConfig) -> float:
+    """Return the bytes of the optimizer state with 8-bit moments, as a fraction of those it has."""
+    optim = config.optim
+    if optim.name in ("adafactor", "adafactor_unscaled", "adagrad") or optim.moments == "int8":
+        return 1.0
+    trained = split_params(models.abstract(trained_config(planned_model(config.model), config)))[0]
+    size = lambda optim: bytes_per_device(jax.eval_shape(make_optimizer(optim, 1).init, trained))
+    return size(replace(optim, moments="int8")) / max(size(optim), 1)
+
+
+def _saving(change: str, saved: float, over: float) -> str:
+    """Return a line on a change that saves some of the bytes that are over the memory."""
+    enough = "would fit" if saved >= over else "not enough alone"
+    return f"{change}: saves {format_bytes(saved)} of {format_bytes(over)}, {enough}."
+
+
+def _rollout(plan: Plan, config: TrainConfig, phases: list[PhaseCost]) -> Iterator[str]:
+    """Yield advice for rollout: fewer slots, smaller types."""
+    if not phases:
+        return
+    worst = max(phases, key=lambda phase: phase.peak)
+    cache, weights = worst.memory["KV cache"], worst.memory["rollout weights"]
+    over = worst.peak - plan.memory
+    half = "float16" if config.model.dtype == "float16" else "bfloat16"
+    if config.rollout.dtype == "float32":
+        saved = (weights + cache * (config.rollout.cache_dtype is None)) / 2
+        yield _saving(f"--rollout.dtype {half}", saved, over)
+    elif config.rollout.cache_dtype == "float32":
+        yield _saving(f"--rollout.cache_dtype {half}", cache / 2, over)
+    slots = config.rollout.slots
+    while slots > 1 and cache * (1 - slots / config.rollout.slots) < over:
+        slots //= 2
+    if slots < config.rollout.slots and cache:
+        yield _saving(f"--rollout.slots {slots}", cache * (1 - slots / config.rollout.slots), over)
+    if weights > plan.memory / 4:
+        yield (
+            f"--rollout.mesh.tensor above {num_shards('heads', rollout_sizes(plan))}: each device holds "
+            f"{format_bytes(weights)} of rollout weights, {_sharded_by(plan, config)}."
+        )
+
+
+def _sharded_by(plan: Plan, config: TrainConfig) -> str:
+    """Return a clause on what shards the rollout's copy of the weights (`sharding.rules.ROLLOUT`)."""
+    model = planned_model(config.model)
+    if not model.moe:
+        return "which only tensor parallelism shards"
+    sizes = rollout_sizes(plan)
+    shape = model.moe.num_experts, model.hidden_size, model.moe.expert_size
+    spec = dividing_spec(sizes, ("experts", "expert_embed", "expert_mlp"), shape, ROLLOUT)
+    count = math.prod(sizes[axis] for dim in spec for axis in axes_of(dim))
+    devices = math.prod(sizes.values())
+    return f"which tensor parallelism shards; experts are divided over {count} of {devices} devices"
+
+
+def rollout_sizes(plan: Plan) -> Mapping[str, int]:
+    """Return the axis sizes of the rollout's mesh."""
+    return plan.meshes.get("rollout", plan.mesh)
+
+
+def _devices(plan: Plan, over: list[PhaseCost]) -> Iterator[str]:
+    """Yield advice on more devices, which shard the state further."""
+    if not over:
+        return
+    factor = 2
+    while factor < 4096 and any(_with_more_shards(phase, factor) > plan.memory for phase in over):
+        factor *= 2
+    if factor < 4096:
+        fsdp, count = factor * MeshConfig(**plan.mesh).fsdp, factor * math.prod(plan.mesh.values())
+        yield (
+            f"More devices, as --mesh.fsdp {fsdp}: {count} in all would fit, counting only the shards of "
+            "parameters, optimizer and gradients."
+        )
+    else:
+        yield "A larger --mesh.fsdp alone does not help: the memory that it does not shard is too large."
+
+
+def _with_more_shards(phase: PhaseCost, factor: int) -> float:
+    """Return the peak with `factor` times as many shards of the state."""
+    return phase.peak - sum(phase.memory[kind] for kind in SHARDED) * (1 - 1 / factor)

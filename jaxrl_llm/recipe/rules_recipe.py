@@ -15,7 +15,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.config import GENERATIVE, TrainConfig, same_responses
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.hub_name import SUFFIX, hub_spelling, parse_hub_name
+from jaxrl_llm.hf.hub import SUFFIX, hub_spelling, parse_hub_name
 from jaxrl_llm.hf.resolve import other_folder
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.recipe.fields import field_problems

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from jaxrl_llm.host.waiting import repeated
+from jaxrl_llm.host.command import repeated
 
 SHOWN = ("reward/mean", "accuracy", "loss", "kl", "entropy", "response_tokens/mean")
 HELD_OUT = "eval/"

@@ -15,10 +15,10 @@ from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.rows import Example, Message
 from jaxrl_llm.data.template import set_template
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.command import working
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.host.signals import interrupts_call
 from jaxrl_llm.host.start import open_compilation_cache
-from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.keys import type_hints, type_words

@@ -31,7 +31,7 @@ from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.gguf import converted_folder, gguf_cache, read_gguf_config
-from jaxrl_llm.hf.hub_name import SUFFIX, parse_hub_name
+from jaxrl_llm.hf.hub import SUFFIX, parse_hub_name
 from jaxrl_llm.host.devices import available_bytes
 from jaxrl_llm.host.files import cache_folder
 from jaxrl_llm.host.start import COMPILED, find_cluster

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.host.waiting import working
+from jaxrl_llm.host.command import working
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.tools.arguments import parse_own
 from jaxrl_llm.tools.config import DoctorArguments

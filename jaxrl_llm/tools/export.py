@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.hub import PushError, check_repository, push_folder
-from jaxrl_llm.host.waiting import working
+from jaxrl_llm.host.command import working
 from jaxrl_llm.tools.arguments import parse_arguments
 from jaxrl_llm.tools.config import ExportArguments
 

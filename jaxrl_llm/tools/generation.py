@@ -15,8 +15,8 @@ from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.command import working
 from jaxrl_llm.host.processes import show_warnings
-from jaxrl_llm.host.waiting import working
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request

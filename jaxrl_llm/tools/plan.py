@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from rich.console import Console
 
-from jaxrl_llm.host.waiting import working
+from jaxrl_llm.host.command import working
 from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.tools.arguments import check_output_path, parse_own
@@ -29,10 +29,12 @@ def main(argv: list[str]) -> int:
     config = from_command_line(
         rest, "python -m jaxrl_llm plan", writes=False, flags=[f.name for f in fields(PlanArguments)]
     ).config
-    from jaxrl_llm.plan.advice import advise  # these import jax: --help and bad flags end before
     from jaxrl_llm.plan.compiled import open_target
     from jaxrl_llm.plan.plan import make_plan
-    from jaxrl_llm.plan.report import print_plan
+    from jaxrl_llm.plan.report import (
+        advise,  # these import jax: --help and bad flags end before
+        print_plan,
+    )
 
     log = lambda line: print(line, file=sys.stderr, flush=True)
     with working("planning"):

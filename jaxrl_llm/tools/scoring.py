@@ -17,9 +17,9 @@ from jaxrl_llm.data.messages import message_text
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import RESPONSE_KEYS, Example, RowError, check_row, check_text, first_column
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.command import working
 from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.host.processes import show_warnings
-from jaxrl_llm.host.waiting import working
 from jaxrl_llm.learn.scoring import SHORTEST_ROW, BucketedScorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig

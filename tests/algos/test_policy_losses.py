@@ -28,9 +28,9 @@ from jaxrl_llm.algos import (
 )  # fmt: skip
 from jaxrl_llm.algos.clipped import clip
 from jaxrl_llm.algos.config import Correction
-from jaxrl_llm.algos.covariance import covariance, hash_uniform, largest
-from jaxrl_llm.algos.critic import value_loss
 from jaxrl_llm.algos.kl import clamp, next_entropy_coef
+from jaxrl_llm.algos.policy_gradient import value_loss
+from jaxrl_llm.algos.selection import covariance, hash_uniform, largest
 from jaxrl_llm.algos.surrogates import vespo_weight
 
 RATIO = np.exp(np.array(POLICY - OLD))

@@ -22,7 +22,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.hub_name import HubName, parse_hub_name
+from jaxrl_llm.hf.hub import HubName, parse_hub_name
 from jaxrl_llm.hf.resolve import pin_revision, resolve_model
 from jaxrl_llm.recipe.dump import describe_run
 

@@ -24,7 +24,7 @@ from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig, init
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import with_lora
-from jaxrl_llm.models.presets import PRESETS
+from jaxrl_llm.plan.models import PRESETS
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import TrainState

@@ -15,10 +15,9 @@ from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
-from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.load import make_conversations
-from jaxrl_llm.envs.python_file import call_user, load_env
+from jaxrl_llm.envs.python_file import call_user, check_env, load_env
 from jaxrl_llm.errors import UserError
 
 TOKENIZER = make_tokenizer()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.hf.hub_name import hub_spelling
+from jaxrl_llm.hf.hub import hub_spelling
 
 
 @pytest.mark.parametrize(

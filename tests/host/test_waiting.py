@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from jaxrl_llm.host import waiting
-from jaxrl_llm.host.waiting import working
+from jaxrl_llm.host import command
+from jaxrl_llm.host.command import working
 
 
 def test_long_work_is_said_while_it_lasts_and_at_its_end(monkeypatch, capsys):
-    monkeypatch.setattr(waiting, "FIRST", 0.02)
-    monkeypatch.setattr(waiting, "AGAIN", 0.02)
+    monkeypatch.setattr(command, "FIRST", 0.02)
+    monkeypatch.setattr(command, "AGAIN", 0.02)
     with working("building"):
         time.sleep(0.1)
         with working("converting a file"):
@@ -40,10 +40,14 @@ def test_short_work_is_not_said(capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [["jaxrl_llm.train", "--config", "grpo_tiny.py"], ["jaxrl_llm", "generate", "--model", "x"]],
+    [
+        ["jaxrl_llm.train", "--config", "grpo_tiny.py"],
+        ["jaxrl_llm", "generate", "--model", "x", "--prompts", "p.jsonl", "--out", "o.jsonl"],
+    ],
 )
 def test_the_first_line_comes_before_jax_is_imported(words, tmp_path):
     (tmp_path / "jax.py").write_text("raise SystemExit('late')\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(
         [sys.executable, "-m", *words], capture_output=True, text=True, env=environment, cwd=tmp_path

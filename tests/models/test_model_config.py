@@ -13,8 +13,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.models import flops
 from jaxrl_llm.models.config import MLAConfig, MoEConfig, check_model_config
-from jaxrl_llm.models.presets import PRESETS, preset
 from jaxrl_llm.models.remat import REMAT
+from jaxrl_llm.plan.models import PRESETS, preset
 
 IMPOSSIBLE = {
     "num_kv_heads is 3: it must divide num_heads, 16.": {"num_kv_heads": 3},

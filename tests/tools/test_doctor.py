@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl_llm.models.presets import preset
+from jaxrl_llm.plan.models import preset
 from jaxrl_llm.recipe.load import from_command_line, packaged_recipes
 from jaxrl_llm.tools import checks, devices, doctor, host_memory
 from jaxrl_llm.tools.devices import Finding

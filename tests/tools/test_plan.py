@@ -33,10 +33,10 @@ from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.models import LoraConfig, TransformerConfig, flops
 from jaxrl_llm.models.lora import join_params, split_params, with_lora
-from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan.compiled import CompiledStats, bytes_needed, count_collectives, open_target
 from jaxrl_llm.plan.experts import expert_gather
 from jaxrl_llm.plan.hlo import parse, shape_bytes
+from jaxrl_llm.plan.models import preset
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import device_groups, phase_cost
 from jaxrl_llm.plan.topology import parse_topology

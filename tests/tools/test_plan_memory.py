@@ -19,10 +19,9 @@ from jaxrl_llm.config import (
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.models.config import MoEConfig
-from jaxrl_llm.plan.advice import advise
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
-from jaxrl_llm.plan.report import verdict
+from jaxrl_llm.plan.report import advise, verdict
 from jaxrl_llm.sharding.rules import bytes_per_device
 
 

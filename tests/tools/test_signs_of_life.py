@@ -12,7 +12,7 @@ from jaxrl_llm import models
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf import gguf
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.host import waiting
+from jaxrl_llm.host import command
 from jaxrl_llm.tools import chat_session, checks, doctor, plan
 from jaxrl_llm.tools.config import ChatArguments
 from jaxrl_llm.tools.devices import Finding
@@ -25,7 +25,7 @@ CONFIG = models.TransformerConfig(
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST", 0.005)
+    monkeypatch.setattr(command, "FIRST", 0.005)
 
 
 def said(capsys):
