@@ -100,6 +100,13 @@ REMOVED = (
         continues=True,
     ),
     Removed(
+        "ToolsConfig",
+        "env.toolbox.search",
+        {"path": "", "results": 3, "passage_words": 200},
+        "Set --env.tools 'mcp:python examples/search_server.py CORPUS' (docs/agents_tools.md).",
+        continues=True,
+    ),
+    Removed(
         "LogConfig", "log.tracking_uri", "", "Set MLFLOW_TRACKING_URI in the environment.", continues=True
     ),
 )
@@ -112,7 +119,7 @@ def removed_key(key: str) -> Removed | None:
     for row in REMOVED:
         for full in row.keys.split():
             inside = full.startswith(f"{parent}.") and full.rpartition(".")[2] == name
-            if plain == full or (parent and inside):
+            if plain == full or plain.startswith(f"{full}.") or (parent and inside):
                 return row
     return None
 

@@ -35,25 +35,11 @@ class SandboxConfig:
 
 
 @dataclass(frozen=True)
-class SearchConfig:
-    """The corpus that is searched."""
-
-    path: str = ""
-    """JSONL with "text" (or "contents") and "title" in each line, or a folder of .txt and .md files."""
-    results: Annotated[int, Range(1, 1000)] = 3
-    """Passages in a result."""
-    passage_words: Annotated[int, Range(1, 100_000)] = 200
-    """Words of a passage; longer texts are cut into several."""
-
-
-@dataclass(frozen=True)
 class ToolsConfig:
     """Settings of the built-in tools."""
 
     python: SandboxConfig = field(default_factory=SandboxConfig)
     """The sandbox of the tool `python`."""
-    search: SearchConfig = field(default_factory=SearchConfig)
-    """The corpus of the tool `search`."""
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,9 @@ def _written_call(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
     return called.render(len(asked), generation_prompt=True), turn
 
 
+SEARCH = 'an MCP server now: --env.tools "mcp:python examples/search_server.py CORPUS" (docs/agents_tools.md)'
+
+
 @dataclass
 class Conversations:
     """Makes the dialogue of each rollout call; their environments share an event loop in a thread.
@@ -180,6 +183,8 @@ def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:
             made = McpServer(name.removeprefix("mcp:")).tools
         elif ".py:" in name:
             made = [load_tool(name)]
+        elif name == "search":
+            raise UserError(f"--env.tools search: {SEARCH}")
         else:
             raise UserError(
                 f"--env.tools {name}: unknown; there are {', '.join(TOOLS)}, mcp:COMMAND, and yours: "

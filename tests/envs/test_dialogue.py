@@ -14,7 +14,7 @@ from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import TEMPLATE, make_tokenizer
 from jaxrl_llm.envs.calls import ToolEnv
-from jaxrl_llm.envs.config import EnvConfig, SearchConfig
+from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.errors import UserError
@@ -318,6 +318,7 @@ def test_every_prompt_of_the_run_shows_the_tools(tmp_path):
         ),
         (EnvConfig(name="nowhere.py"), "--env.name: there is no file .*nowhere.py"),
         (EnvConfig(tools=("abacus",)), "--env.tools abacus: unknown; there are calculator"),
+        (EnvConfig(tools=("search",)), "--env.tools search: an MCP server now: .* examples/search_server.py"),
         (EnvConfig(tools=("calculator",)), "--env.format auto: the chat template shows no format"),
     ],
     ids=str,
@@ -337,7 +338,6 @@ def test_what_does_not_exist_is_named(config, message):
         ("tool_timeout", EnvConfig(tool_timeout=0.0), "is 0.0: it must be above 0"),
         ("tool_timeout", EnvConfig(tool_timeout=float("nan")), "is nan: it must be above 0"),
         ("max_observation_tokens", EnvConfig(max_observation_tokens=0), "is 0: it must be at least 1"),
-        ("passage_words", SearchConfig(passage_words=0), "is 0: it must be at least 1"),
     ],
     ids=str,
 )

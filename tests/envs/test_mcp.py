@@ -6,6 +6,7 @@ import shlex
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,19 @@ IMAGE = SimpleNamespace(type="image", data="aGk=")
 )
 def test_every_kind_of_result_is_text(content, structured, text):
     assert result_text(SimpleNamespace(content=content, structured_content=structured)) == text
+
+
+@needs_sdk
+def test_the_example_searches_a_corpus(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"title": "Paris", "text": "Capital of France."}\n')
+    example = Path(__file__).parents[2] / "examples/search_server.py"
+    server = McpServer(shlex.join([sys.executable, str(example), str(tmp_path / "a.jsonl")]))
+    (tool,) = server.tools
+    assert tool.schema["name"] == "search" and tool.schema["parameters"]["required"] == ["query"]
+    assert asyncio.run(tool.call({"query": "FRANCE"})) == "[1] Paris\nCapital of France."
+    with pytest.raises(ToolError, match="no passage has any of these words"):
+        asyncio.run(tool.call({"query": "Rome"}))
+    server.close()
 
 
 @needs_sdk

@@ -4,17 +4,25 @@ import asyncio
 import json
 import math
 import random
+import sys
 import time
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxrl_llm.envs.calls import ToolCall, check_arguments
-from jaxrl_llm.envs.config import SandboxConfig, SearchConfig, ToolsConfig
+from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
 from jaxrl_llm.envs.env import ToolError
 from jaxrl_llm.envs.tools import TOOLS
 from jaxrl_llm.envs.tools.calculator import calculate
-from jaxrl_llm.envs.tools.search import BM25Index, read_corpus
+
+SERVER = Path(__file__).parents[2] / "examples/search_server.py"
+search_server = types.ModuleType("search_server")
+sys.modules["search_server"] = search_server  # for its dataclass
+exec(compile(SERVER.read_text(), SERVER, "exec"), vars(search_server))
+Search, BM25Index, read_corpus = search_server.Search, search_server.BM25Index, search_server.read_corpus
 
 
 @pytest.mark.parametrize(
@@ -117,9 +125,8 @@ def test_calculator_agrees_with_python():
         assert calculate(text) == expected
 
 
-def test_every_tool_has_a_schema_that_its_calls_are_checked_by(tmp_path):
-    (tmp_path / "a.txt").write_text("one")
-    config = ToolsConfig(SandboxConfig(allow_unsandboxed=True), SearchConfig(str(tmp_path)))
+def test_every_tool_has_a_schema_that_its_calls_are_checked_by():
+    config = ToolsConfig(SandboxConfig(allow_unsandboxed=True))
     for name, make in TOOLS.items():
         schema = make(config).schema
         assert schema["name"] == name and len(schema["description"]) > 20
@@ -160,12 +167,12 @@ def test_search_a_jsonl_file(tmp_path):
     rows = [{"title": "Paris", "text": "Capital of France."}, {"contents": "Berlin is in Germany."}]
     file = tmp_path / "corpus.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    tool = TOOLS["search"](ToolsConfig(search=SearchConfig(str(file))))
+    tool = Search(str(file))
     both = "[1] Paris\nCapital of France.\n\n[2] \nBerlin is in Germany."
-    assert asyncio.run(tool.call({"query": "Is Paris the capital?"})) == both
-    assert asyncio.run(tool.call({"query": "FRANCE"})) == "[1] Paris\nCapital of France."
-    with pytest.raises(ToolError, match="no passage has any of these words"):
-        asyncio.run(tool.call({"query": "Rome"}))
+    assert tool.search("Is Paris the capital?") == both
+    assert tool.search("FRANCE") == "[1] Paris\nCapital of France."
+    with pytest.raises(ValueError, match="no passage has any of these words"):
+        tool.search("Rome")
 
 
 def test_search_a_folder_cuts_long_texts(tmp_path):
@@ -173,7 +180,7 @@ def test_search_a_folder_cuts_long_texts(tmp_path):
     (tmp_path / "b" / "long.md").write_text("one two\nthree four five")
     (tmp_path / "a.txt").write_text("short")
     (tmp_path / "c.bin").write_bytes(b"\xff")
-    passages = list(read_corpus(SearchConfig(str(tmp_path), passage_words=2)))
+    passages = list(read_corpus(str(tmp_path), passage_words=2))
     assert [(p.title, p.text) for p in passages] == [
         ("a.txt", "short"), ("b/long.md", "one two"), ("b/long.md", "three four"), ("b/long.md", "five"),
     ]  # fmt: skip
@@ -194,7 +201,7 @@ def test_a_bad_corpus_is_an_error_with_its_place(tmp_path, content, said):
     file = tmp_path / "corpus.jsonl"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=said):
-        TOOLS["search"](ToolsConfig(search=SearchConfig(str(file))))
+        Search(str(file))
 
 
 def test_no_corpus_is_an_error_that_names_the_key(tmp_path):
@@ -203,11 +210,11 @@ def test_no_corpus_is_an_error_that_names_the_key(tmp_path):
         (str(tmp_path / "x"), "no file or folder"),
         (str(tmp_path), "no text"),
     ):
-        with pytest.raises(ValueError, match=f"--env.toolbox.search.path.*{said}"):
-            TOOLS["search"](ToolsConfig(search=SearchConfig(path)))
+        with pytest.raises(ValueError, match=said):
+            Search(path)
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"a\.txt: not UTF-8 at byte 0"):
-        TOOLS["search"](ToolsConfig(search=SearchConfig(str(tmp_path))))
+        Search(str(tmp_path))
 
 
 def test_ten_thousand_passages_are_indexed_and_searched_quickly():

@@ -8,10 +8,8 @@ from jaxrl_llm.envs.config import ToolsConfig
 from jaxrl_llm.envs.env import Tool
 from jaxrl_llm.envs.tools.calculator import Calculator
 from jaxrl_llm.envs.tools.sandbox import Python
-from jaxrl_llm.envs.tools.search import Search
 
 TOOLS: dict[str, Callable[[ToolsConfig], Tool]] = {
     "calculator": Calculator,
     "python": Python,
-    "search": Search,
 }

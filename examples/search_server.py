@@ -1,30 +1,29 @@
-"""The tool `search`: BM25 over a corpus on this machine.
+"""A tool as an MCP server: `search`, BM25 over a corpus on this machine.
 
+Command:   python -m jaxrl_llm.train --config my_recipe.py \\
+               --env.tools "mcp:python examples/search_server.py corpus.jsonl --results 3"
+Needs:     pip install 'jaxrl-llm[mcp]'
+
+The corpus is JSONL with "text" (or "contents") and "title" in each line, or a folder of .txt and .md files.
 BM25 as in Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009), with the
 idf that is never negative: log(1 + (N - n + 0.5) / (n + 0.5)), N passages, n of them with the word.
 """
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
-
-from jaxrl_llm.envs.config import SearchConfig, ToolsConfig
-from jaxrl_llm.envs.env import ToolError
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.user_file import expand_home
 
 K1, B = 1.2, 0.75
 WORD = re.compile(r"\w+")
 MAX_QUERY_WORDS = 200
-KEY = "--env.toolbox.search.path"
 
 
 @dataclass(frozen=True)
@@ -36,32 +35,22 @@ class Passage:
 
 
 class Search:
-    """The tool `search`; the index is built once, when the tool is made.
+    """The tool; the index is built once, when the server starts.
 
     Raises:
-        UserError: no corpus, or a bad one; names file and line.
+        ValueError: no corpus, or a bad one; names file and line.
     """
 
-    schema: ClassVar[dict[str, Any]] = {
-        "name": "search",
-        "description": "Searches the documents for words and returns the passages that fit best.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "Words to look for."}},
-            "required": ["query"],
-        },
-    }
-
-    def __init__(self, config: ToolsConfig):
-        self._results = config.search.results
-        self._passages = list(read_corpus(config.search))
+    def __init__(self, path: str, results: int = 3, passage_words: int = 200):
+        self._results = results
+        self._passages = list(read_corpus(path, passage_words))
         self._index = BM25Index([f"{passage.title} {passage.text}" for passage in self._passages])
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        """Return the best passages, with their titles."""
-        best = await asyncio.to_thread(self._index.search, arguments["query"], self._results)
+    def search(self, query: str) -> str:
+        """Searches the documents for words and returns the passages that fit best."""
+        best = self._index.search(query, self._results)
         if not best:
-            raise ToolError("no passage has any of these words")
+            raise ValueError("no passage has any of these words")
         passages = [self._passages[i] for i in best]
         return "\n\n".join(f"[{n}] {p.title}\n{p.text}" for n, p in enumerate(passages, 1))
 
@@ -99,39 +88,42 @@ class BM25Index:
         return scores
 
 
-def read_corpus(config: SearchConfig) -> Iterator[Passage]:
+def read_corpus(name: str, passage_words: int = 200) -> Iterator[Passage]:
     """Yield passages of a JSONL file or of a folder's .txt and .md files (titles: their paths in it).
 
+    Args:
+        passage_words: words of a passage; longer texts are cut into several.
+
     Raises:
-        UserError: there is none, or a line that is no passage; names file and line.
+        ValueError: there is none, or a line that is no passage; names file and line.
     """
-    path = expand_home(config.path)
-    if not config.path:
-        raise UserError(f"{KEY} is empty: set a JSONL file or a folder of .txt and .md files")
+    if not name:
+        raise ValueError("the path is empty: give a JSONL file or a folder of .txt and .md files")
+    path = Path(name).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
         documents = ((str(file.relative_to(path)), _read(file)) for file in files)
     elif path.is_file():
         documents = _lines(path)
     else:
-        raise UserError(f"{KEY}: there is no file or folder {config.path}")
+        raise ValueError(f"there is no file or folder {name}")
     empty = True
     for title, text in documents:
         words = re.findall(r"\S+\s*", text)
-        for start in range(0, len(words), config.passage_words):
+        for start in range(0, len(words), passage_words):
             empty = False
-            yield Passage(title, "".join(words[start : start + config.passage_words]).rstrip())
+            yield Passage(title, "".join(words[start : start + passage_words]).rstrip())
     if empty:
-        raise UserError(f"{KEY}: no text in {config.path} (JSONL, or .txt and .md in a folder)")
+        raise ValueError(f"no text in {name} (JSONL, or .txt and .md in a folder)")
 
 
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 at byte {error.start}") from None
+        raise ValueError(f"{file}: not UTF-8 at byte {error.start}") from None
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -143,10 +135,47 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{where}: not JSON: {error}") from None
+                raise ValueError(f"{where}: not JSON: {error}") from None
             if not isinstance(row, dict):
-                raise UserError(f'{where}: a line is an object with "text" and "title"')
+                raise ValueError(f'{where}: a line is an object with "text" and "title"')
             text, title = row.get("text", row.get("contents")), row.get("title", "")
             if not isinstance(text, str) or not isinstance(title, str):
-                raise UserError(f'{where}: "text" (or "contents") and "title" must be strings')
+                raise ValueError(f'{where}: "text" (or "contents") and "title" must be strings')
             yield title, text
+
+
+def serve(tool: Search) -> None:
+    """Answer calls on the standard input and output."""
+    from mcp.server import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    def search(query: str) -> str:
+        try:
+            return tool.search(query)
+        except ValueError as error:
+            raise ToolError(str(error)) from None  # the SDK keeps the texts of other errors from the model
+
+    server = MCPServer("search")
+    server.tool(description=Search.search.__doc__)(search)
+    server.run("stdio")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", help="JSONL file, or a folder of .txt and .md files")
+    parser.add_argument("--results", type=int, default=3, help="passages in a result")
+    parser.add_argument("--passage_words", type=int, default=200, help="words of a passage")
+    args = parser.parse_args()
+    if args.results < 1 or args.passage_words < 1:
+        parser.error("--results and --passage_words must be at least 1")
+    try:
+        tool = Search(args.path, args.results, args.passage_words)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    serve(tool)
+
+
+if __name__ == "__main__":
+    main()
