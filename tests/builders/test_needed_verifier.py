@@ -13,7 +13,7 @@ from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.recipe import checks
+from jaxrl_llm.recipe import rules_recipe
 from jaxrl_llm.rewards.sample import RewardLoadError
 
 TOKENIZER = make_tokenizer()
@@ -106,7 +106,8 @@ def test_a_wrong_answer_is_refused_where_the_verifier_counts_beside_a_reward_mod
 
 
 def test_a_teacher_whose_task_is_rewarded_needs_a_reward():
-    problems = lambda algo: list(checks._rewards(TrainConfig(algo=algo, reward=RewardConfig(weight=0.0))))
+    reward = RewardConfig(weight=0.0)
+    problems = lambda algo: list(rules_recipe._something_rewards(TrainConfig(algo=algo, reward=reward)))
     assert problems(GKD) == []
     (problem,) = problems(gkd.Config(teachers=("teacher",), reward_coef=1.0))
     assert "every reward would be 0" in problem
