@@ -79,6 +79,8 @@ GENERATE = ["generate", "--model", "m", "--prompts", "p", "--out", "o"]
 SCORE = ["score", "--data", "d", "--out", "o"]
 REFUSED = [
     ["train", "--steps", "3"],  # without a recipe, whose algorithm imports jax
+    ["train", "--confg", "grpo_tiny.py"],
+    ["generate", "--modle", "m"],
     ["plan", "--topology", "v9-1"],
     ["plan", "--topology", "cpu", "--json", "/no/such/folder/p.json"],
     ["plan", "--topology", "cpu", "--steps", "3"],

@@ -170,26 +170,24 @@ def _advice(typed: str, known: dict[str, ConfigField], config: Any, flags: Seque
 
 def _next_entry(key: str, known: dict[str, ConfigField], config: Any) -> str:
     """Return with which entry a list goes on, where the key is of a later one; "" = it is of none."""
-    if empty := next((k for k in known if key.startswith(f"{k}.") and known[k].value == ()), None):
-        hint = known[empty].hint
-        longer = dict(iter_fields(add_missing(config, f"{empty}.0.".split("."))))
-        field = re.sub(r"^\d+\.", "", key.removeprefix(f"{empty}."))
-        first = _key_of_group(f"{empty}.0.", field, longer) or inner_key(empty, hint)
-        return f"{empty} is empty in this recipe: begin with --{first or f'{empty} {type_words(hint)}'}."
-    found = re.match(r"(?P<entries>[\w.]+?)\.(?P<index>\d+)\.(?P<field>.+)", key)
-    entries = found["entries"] if found else ""
-    count = len({k.split(".")[entries.count(".") + 1] for k in known if k.startswith(f"{entries}.")})
-    if not entries or int(found["index"]) < count:
+    counts = {name: 0 for name, field in known.items() if field.value == ()}
+    for name, index in re.findall(r"^(.+?)\.(\d+)\.", "\n".join(known), re.M):
+        counts[name] = int(index) + 1
+    entries = next((name for name in counts if key.startswith(f"{name}.")), "")
+    index, field = re.fullmatch(r"(?:(\d+)\.)?(.*)", key.removeprefix(f"{entries}."), re.S).groups()
+    count = counts.get(entries, 0)
+    if not entries or (count and (index is None or int(index[:9]) < count)):
         return ""
-    first = _key_of_group(f"{entries}.0.", found["field"], known)
-    after = first.replace(f"{entries}.0.", f"{entries}.{count}.")
-    return f"{entries} has {count} in this recipe: the next one begins with --{after}." if first else ""
-
-
-def _key_of_group(group: str, field: str, known: Iterable[str]) -> str:
-    """Return the likeliest key of a group of `known` for the field that was typed; "" = there is none."""
-    inside = [key for key in known if key.startswith(group)]
-    return resolve_key(f"{group}{field}", inside) or closest_key(f"{group}{field}", inside)
+    group = f"{entries}.{count}."
+    inside = [
+        name for name, _ in iter_fields(add_missing(config, group.split("."))) if name.startswith(group)
+    ]
+    first = resolve_key(f"{group}{field}", inside) or closest_key(f"{group}{field}", inside)
+    if count:
+        return first and f"{entries} has {count} in this recipe: the next one begins with --{first}."
+    hint = known[entries].hint
+    first = first or inner_key(entries, hint) or f"{entries} {type_words(hint)}"
+    return f"{entries} is empty in this recipe: begin with --{first}."
 
 
 def _negated(key: str, known: dict[str, ConfigField]) -> str:
@@ -204,14 +202,12 @@ def _negated(key: str, known: dict[str, ConfigField]) -> str:
 def _of_other_algorithms(key: str, config: TrainConfig) -> str:
     """Return which algorithms have a setting that this one lacks."""
     group, _, name = key.partition(".")
-    owners = [
-        algo
-        for algo, known in algos.ALGOS.items()
-        if name in {field.name for field in dataclasses.fields(known.config)}
-    ]
-    if group != "algo" or not owners or name == "algorithm":
-        return ""
-    return f"{config.algo.algorithm} has no setting {name}; {', '.join(owners)} have. --algo NAME changes it."
+    if group != "algo" or name == "algorithm":
+        return ""  # before the algorithms are imported, and jax with them
+    settings = {algo: dataclasses.fields(known.config) for algo, known in algos.ALGOS.items()}
+    owners = [algo for algo, fields in settings.items() if name in {field.name for field in fields}]
+    has_none = f"{config.algo.algorithm} has no setting {name}"
+    return f"{has_none}; {', '.join(owners)} have. --algo NAME changes it." if owners else ""
 
 
 def closest_key(key: str, known: Iterable[str]) -> str:
