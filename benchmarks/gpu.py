@@ -47,7 +47,7 @@ from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.builders.models import make_stages
-from jaxrl_llm.builders.placement import make_meshes
+from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.config import DataConfig, ModelConfig, RolloutConfig, SourceConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.models import TransformerConfig

@@ -29,11 +29,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.builders.describe import prompts_to_try, start_lines
-from jaxrl_llm.builders.next_command import next_command
+from jaxrl_llm.builders.describe import next_command, prompts_to_try, samples_of, start_lines
 from jaxrl_llm.builders.pin import pin_models
 from jaxrl_llm.builders.run import Run, build
-from jaxrl_llm.builders.samples import samples_of
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import RunError, UserError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algos import prm, reward_model
-from jaxrl_llm.builders.next_command import next_command
+from jaxrl_llm.builders.describe import next_command
 from jaxrl_llm.builders.run import Run
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import DataConfig, TrainConfig

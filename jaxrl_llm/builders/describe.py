@@ -1,12 +1,15 @@
-"""Lines that a run prints at its start, and prompts to try its model on."""
+"""Lines and records of a run for its reader: at the start, samples of a step, the next command."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import ignores_staleness
@@ -16,12 +19,16 @@ from jaxrl_llm.builders.sizes import derived
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.chat import prompt_messages, prompt_row
 from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.kernels import describe_kernels, turing_warning
 from jaxrl_llm.models.lora import rank_of_experts, trained_state
 from jaxrl_llm.models.quantize import SCALE
+from jaxrl_llm.report.log import PROMPTS, sample_rows
 from jaxrl_llm.sharding.placement import format_placement, placement_of
+from jaxrl_llm.structs import Trajectory
 
 MIN_LORA_RATE = 5e-6
 SHOWN_CHARACTERS = 100
@@ -171,3 +178,155 @@ def prompts_to_try(run: Run, count: int = 64) -> list[dict[str, Any]]:
     answers = [{"answer": p.example.answer} if p.example.answer is not None else {} for p in prompts]
     rows = [prompt_row(prompt.example, config.data.chat) for prompt in prompts]
     return [{**row, **answer} for row, answer in zip(rows, answers, strict=True)]
+
+
+OF_PROMPTS = ("options", "subset", "split", "prompt_key", "input_template")
+"""Fields of a source of pairs that say what its prompts are."""
+
+
+def next_command(run_dir: Path, config: TrainConfig, has_prompts: bool = True) -> str:
+    """Return the command to try next, which works as it stands.
+
+    Args:
+        has_prompts: there are rows in prompts.jsonl.
+    """
+    if not algos.requirements(config.algo).logprobs:
+        words = ["python -m jaxrl_llm.train", *_against_reward_model(run_dir, config)]
+    elif not has_prompts:
+        words = ["python -m jaxrl_llm chat --model", _quoted(run_dir / "hf")]
+    else:
+        words = ["python -m jaxrl_llm generate --model", _quoted(run_dir / "hf")]
+        words += ["--prompts", _quoted(run_dir / PROMPTS), "--out", _quoted(run_dir / "responses.jsonl")]
+        words += ["--temperature 0 --max_tokens", str(config.max_response_tokens)]
+        if config.rollout.sampling.stop:
+            words += ["--stop", *map(_quoted, config.rollout.sampling.stop)]
+        if config.data.chat.parse_control_tokens:
+            words += ["--chat.parse_control_tokens True"]
+        if config.data.chat.date:
+            words += ["--chat.date", config.data.chat.date]
+    return " ".join(words)
+
+
+def _against_reward_model(run_dir: Path, config: TrainConfig) -> Iterator[str]:
+    """Yield the flags of RL on the prompts of a reward model's pairs, with the sizes of its own run."""
+    own_data = not config.data.sources("train")[0].is_generated
+    if not config.model.path:
+        yield "--config ppo_reward_tiny.py"
+    else:
+        yield f"--config grpo_qwen.py --reward.name none --run_dir {_quoted(f'{run_dir}_rl')}"
+        for key in ("path", "tokenizer", "dtype"):
+            if value := getattr(config.model, key):
+                yield f"--model.{key} {_quoted(value)}"
+        for key in ("max_prompt_tokens", "max_response_tokens", "tokens_per_device"):
+            yield f"--{key} {getattr(config, key)}"
+        for key in ("render", "system_prompt", "template_options", "chat_template"):
+            if key != "chat_template" or config.data.chat.chat_template:
+                yield f"--data.chat.{key}={_quoted(getattr(config.data.chat, key))}"
+    if config.model.path or own_data:
+        yield from _data(config)
+    yield f"--reward.models.0.path {_quoted(run_dir / 'hf')}"
+    if config.algo.algorithm == "prm":
+        yield "--reward.models.0.kind process"
+
+
+def _data(config: TrainConfig) -> Iterator[str]:
+    """Yield the flags of the first training source, and of what is held out for evaluation."""
+    source, held_out = config.data.sources("train")[0], config.data.sources("eval")
+    yield f"--data.path {_quoted(source.path)}"
+    for name in OF_PROMPTS:
+        if (value := getattr(source, name)) != getattr(type(source), name):
+            yield f"--data.train.0.{name} {_quoted(value)}"
+    if config.data.holdout:
+        yield f"--data.holdout {config.data.holdout:g}"
+    elif held_out and not held_out[0].is_generated and config.eval.every:
+        yield f"--data.eval_path {_quoted(held_out[0].path)}"
+    else:
+        yield "--eval.every 0"
+
+
+def _quoted(value: object) -> str:
+    return shlex.quote(str(value))
+
+
+PER_TOKEN = "per_token"
+SPLIT = "\N{REPLACEMENT CHARACTER}"  # decoded for a part of a character
+MAX_PARTS = 4  # tokens of one character of UTF-8, at most
+
+
+def samples_of(run: Run, step: int, experience: Experience) -> list[dict[str, Any]]:
+    """Return the rows of samples.jsonl of a step, after its update: `sample_rows` with "per_token"."""
+    log, stage = run.config.log, run.stage(step)
+    shown = experience.trajectories[: log.samples]
+    examples = [experience.prompts[t.prompt_index].example for t in shown]
+    rows = sample_rows(shown, [prompt_row(example, run.config.data.chat) for example in examples])
+    items = experience.items[: len(shown)] or [None] * len(shown)  # dynamic sampling may have kept none
+    trainer = "old_logprobs" if stage.policy.config.old_logprobs_source == "recompute" else "logprobs"
+    for row, trajectory, item in zip(rows, shown, items, strict=True):
+        if log.sample_tokens:
+            row[PER_TOKEN] = per_token(trajectory, item, run.tokenizer, trainer, log.sample_tokens)
+    return rows
+
+
+def per_token(
+    trajectory: Trajectory, item: PackItem | None, tokenizer: Any, trainer: str, limit: int
+) -> dict[str, Any]:
+    """Return arrays over the first `limit` tokens of a response, rounded to 4 digits.
+
+    Args:
+        item: the trajectory's, after the update; None = it was not trained on.
+        trainer: signal with the log-probs that the metrics mismatch/ compare with the rollout's.
+
+    Returns: "text" (of each token; joined, the response with its special tokens), "trained" (1 = in the loss,
+        0 = an observation of the environment, or a masked trajectory), "rollout_logprobs" (nats; null for
+        observations) and, of what was trained on, "advantages", "logprobs" (the trainer's) and "mismatch"
+        (trainer minus rollout, before rounding). An array of equal numbers is one number.
+    """
+    generated = trajectory.mask[:limit] > 0
+    columns: dict[str, Any] = {
+        "text": token_texts(tokenizer, trajectory.response_ids[:limit].tolist()),
+        "rollout_logprobs": four_digits(trajectory.logprobs[:limit], generated),
+    }
+    trained = np.zeros_like(generated)
+    if item is not None:
+        response = slice(len(trajectory.prompt_ids), len(trajectory.prompt_ids) + limit)
+        signals = {name: array[response] for name, array in item.signals.items()}
+        trained = (item.mask[response] > 0) & (trainer in signals)
+        if trained.any():
+            columns["advantages"] = four_digits(signals["advantages"], trained)
+            columns["logprobs"] = four_digits(signals[trainer], trained)
+            columns["mismatch"] = four_digits(signals[trainer] - signals["rollout_logprobs"], trained)
+    constant = {
+        name: values[0] if values and values.count(values[0]) == len(values) else values
+        for name, values in {"trained": trained.astype(int).tolist(), **columns}.items()
+        if name != "text"
+    }
+    return {"text": columns["text"], **constant}
+
+
+def four_digits(values: np.ndarray, present: np.ndarray) -> list[float | None]:
+    """Return the numbers with 4 significant digits; null where absent, NaN or infinite."""
+    present = present & np.isfinite(values)
+    return [float(f"{x:.4g}") if p else None for x, p in zip(values.tolist(), present.tolist(), strict=True)]
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; joined they are the decoded ids, special tokens included.
+
+    A character of several tokens is the text of its last one. Tokens are decoded alone where that gives the
+    same, else each with those before it, back to the last complete character.
+    """
+    decode = lambda part: tokenizer.decode(
+        part, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    texts = [decode([i]) for i in ids]
+    if "".join(texts) == decode(ids):
+        return texts
+    texts, context, start = [], 0, 0  # ids[context:start] precede the first token without a text
+    for end in range(1, len(ids) + 1):
+        before, after = decode(ids[context:start]), decode(ids[context:end])
+        if after.endswith(SPLIT) and end - start < MAX_PARTS and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(after[len(before) :])
+        context, start = start, end
+    return texts

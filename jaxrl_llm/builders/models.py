@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import algos
+from jaxrl_llm import algos, models
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.algos.contract import choose_old_logprobs, renamed
 from jaxrl_llm.builders.sizes import derived
@@ -33,6 +35,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.lora import base_config, frozen_config, with_lora
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
+from jaxrl_llm.sharding.rules import TRAIN, with_shardings
 from jaxrl_llm.structs import Params
 
 
@@ -241,3 +244,30 @@ def make_learner(
         ),
     )
     return Learner(algo, model, make_optimizer(optim, updates, config.routing.bias_rate), step, mesh)
+
+
+def reference_model(
+    config: TrainConfig, stage: Stage, stored: PretrainedModels = PRETRAINED
+) -> TransformerConfig:
+    """Return the reference's model: `reference.path`, or the policy's."""
+    return stored.config(config.reference.path) if config.reference.path else stage.policy.model
+
+
+def own_reference(
+    config: TrainConfig, stage: Stage, mesh: Mesh, stored: PretrainedModels = PRETRAINED
+) -> Params:
+    """Return the abstract weights, on the devices, of a reference that has weights of its own."""
+    model = reference_model(config, stage, stored)
+    frozen = functools.partial(models.cast_weights, dtype=config.model.dtype)
+    shapes = jax.eval_shape(frozen, models.abstract(model))
+    return with_shardings(shapes, models.shardings(model, mesh, TRAIN))
+
+
+def abstract_reference(
+    config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh], stored: PretrainedModels = PRETRAINED
+) -> Params:
+    """Return the abstract weights that score: with adapters, those of the policy, whose base it shares."""
+    if not has_own_reference(config, stage.policy.model, meshes):
+        return stage.policy.abstract_state().params
+    params = own_reference(config, stage, meshes[REFERENCE], stored)
+    return models.to_host(params) if config.reference.offload else params

@@ -17,23 +17,22 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.builders.data import open_loaders, try_first_rows, with_steps
 from jaxrl_llm.builders.engines import make_engine
 from jaxrl_llm.builders.evaluation import Evaluator, make_evaluators, open_judge
-from jaxrl_llm.builders.exports import check_export_folders, export_due, export_models, export_step
+from jaxrl_llm.builders.exports import check_export_folders, export_due, export_models, export_step, push_run
 from jaxrl_llm.builders.models import (
+    abstract_reference,
     check_own_algorithm,
     check_vocabularies,
     has_own_reference,
     load_model_config,
     make_stages,
+    own_reference,
     step_of,
     trained_config,
 )
 from jaxrl_llm.builders.moments import adopt_moments, check_initial_moments, restart_moments
 from jaxrl_llm.builders.pin import pin_date
-from jaxrl_llm.builders.placement import make_meshes
-from jaxrl_llm.builders.push import push_run
-from jaxrl_llm.builders.reference import abstract_reference, own_reference
 from jaxrl_llm.builders.rewards import open_rewards
-from jaxrl_llm.builders.sizes import with_prefixes
+from jaxrl_llm.builders.sizes import make_meshes, with_prefixes
 from jaxrl_llm.builders.warm_up import compile_stages
 from jaxrl_llm.builders.weights import (
     check_critic_files,

@@ -7,10 +7,36 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.learn.programs import score_programs, update_programs
-from jaxrl_llm.learn.stage import Stage
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.moe_losses import ROUTES
+from jaxrl_llm.learn.scoring import Scorer
+from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
 from jaxrl_llm.sharding.compile import ParallelCompiler
 from jaxrl_llm.structs import Params, Program
+
+
+def score_programs(stage: Stage, reference: Params | None = None) -> Iterator[tuple[str, Scorer, Program]]:
+    """Yield (name, model, program) of each forward pass before the first update; teachers not among them.
+
+    Args:
+        reference: abstract weights of the frozen reference, where the stage needs one.
+    """
+    policy, critic = stage.policy, stage.critic
+    if outputs := policy_scores(stage.requires, policy.config):
+        params, replay = policy.abstract_state().params, ROUTES not in outputs
+        yield "policy", policy.scorer, policy.scorer.score_program(params, outputs, replay)
+    if critic and stage.updates_critic:
+        params = critic.abstract_state().params
+        yield "critic", critic.scorer, critic.scorer.score_program(params, ("values",))
+    if stage.needs_reference:
+        scored = stage.reference_model or policy.scorer
+        yield "reference", scored, scored.score_program(reference, ("logprobs",))
+
+
+def update_programs(stage: Stage, learner: Learner, microbatches: int) -> dict[str, Program]:
+    """Return `Learner.update_programs` of the policy or the critic for so many micro-batches an update."""
+    teachers = stage.loss_teachers if learner is stage.policy else ()
+    return learner.update_programs(loss_signals(stage), teachers, microbatches)
 
 
 def compile_stages(stages: Sequence[Stage], reference: Params) -> None:

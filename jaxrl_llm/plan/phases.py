@@ -13,13 +13,12 @@ from jax.sharding import Mesh
 from jaxrl_kernels.dispatch import choose
 from jaxrl_kernels.linear_logprob.api import tokens_at_once
 from jaxrl_llm import algos, models
-from jaxrl_llm.builders.models import has_own_reference
-from jaxrl_llm.builders.reference import abstract_reference, reference_model
+from jaxrl_llm.builders.models import abstract_reference, has_own_reference, reference_model
 from jaxrl_llm.builders.sizes import derived, mean_context, rows_needed
+from jaxrl_llm.builders.warm_up import score_programs, update_programs
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import reads_logits
-from jaxrl_llm.learn.programs import score_programs, update_programs
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig, flops

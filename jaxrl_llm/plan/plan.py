@@ -9,8 +9,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.builders.placement import make_meshes
-from jaxrl_llm.builders.sizes import derived, with_prefixes
+from jaxrl_llm.builders.sizes import derived, make_meshes, with_prefixes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.command import working

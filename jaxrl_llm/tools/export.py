@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     args = parse_arguments(ExportArguments, argv, "export")
     if args.push:
         check_repository(args.push, args.private)
-    from jaxrl_llm.builders.push import model_card  # these import jax: --help and bad flags end before
+    from jaxrl_llm.builders.exports import model_card  # these import jax: --help and bad flags end before
     from jaxrl_llm.checkpoint.params import restore_params
     from jaxrl_llm.hf.export import check_export_folder, save_model
     from jaxrl_llm.host.devices import open_devices

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.builders.placement import make_meshes, on_one_device
-from jaxrl_llm.builders.sizes import with_prefixes
+from jaxrl_llm.builders.sizes import make_meshes, on_one_device, with_prefixes
 from jaxrl_llm.checkpoint.manifest import flatten_state
 from jaxrl_llm.checkpoint.state import is_moment_path
 from jaxrl_llm.config import TrainConfig

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm import __main__
 from jaxrl_llm.algos import dpo, prm, reward_model, sft
-from jaxrl_llm.builders.next_command import next_command
+from jaxrl_llm.builders.describe import next_command
 from jaxrl_llm.config import (
     ChatConfig,
     DataConfig,

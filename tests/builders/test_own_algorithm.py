@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm.builders.models import check_own_algorithm, make_stages
-from jaxrl_llm.builders.placement import make_meshes
+from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learn.credit import _advantages
 from jaxrl_llm.recipe import load

@@ -13,7 +13,7 @@ from jax._src.array import ArrayImpl
 from jaxrl_llm import models
 from jaxrl_llm.algos import gkd, grpo, ppo
 from jaxrl_llm.builders.models import has_own_reference, make_stages, trained_config
-from jaxrl_llm.builders.placement import make_meshes
+from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.builders.weights import load_frozen
 from jaxrl_llm.config import (
     CriticConfig,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.builders.samples import per_token, token_texts
+from jaxrl_llm.builders.describe import per_token, token_texts
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.structs import Trajectory
 

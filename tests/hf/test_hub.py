@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from jaxrl_llm.__main__ import main
-from jaxrl_llm.builders.push import model_card, push_run
+from jaxrl_llm.builders.exports import model_card, push_run
 from jaxrl_llm.config import HubConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf import hub

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.algos import grpo, online_dpo
 from jaxrl_llm.builders.models import make_stages
-from jaxrl_llm.builders.placement import make_meshes
+from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.data.packing import PackItem, arrange, counts, from_trajectory
 from jaxrl_llm.learn.credit import assign_credit, side_by_side, split_minibatches
 from jaxrl_llm.learn.stage import Experience, Stage

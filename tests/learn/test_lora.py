@@ -13,7 +13,7 @@ from slow_cases import with_slow
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, value
 from jaxrl_llm.builders.models import make_stages, trained_config
-from jaxrl_llm.builders.placement import make_meshes
+from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.config import LoraConfig, MLAConfig, ModelConfig, MoEConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError

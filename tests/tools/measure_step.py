@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.builders.models import make_stages
-from jaxrl_llm.builders.placement import make_meshes
+from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig, TransformerConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.plan.compiled import open_target

@@ -21,7 +21,7 @@ from jaxrl_kernels.chips import CHIPS, GIB
 from jaxrl_kernels.topology import missing_compiler
 from jaxrl_llm import models
 from jaxrl_llm.builders.models import make_stages
-from jaxrl_llm.builders.placement import make_meshes
+from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.config import (
     ModelConfig,
     ReferenceConfig,

@@ -11,7 +11,7 @@ import pytest
 from plan_recipe import CONFIG, SMALL
 from rich.console import Console
 
-from jaxrl_llm.builders.placement import make_meshes
+from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.experts.dispatch import grouped_experts
 from jaxrl_llm.models.experts.weights import ExpertWeights

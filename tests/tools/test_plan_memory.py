@@ -10,7 +10,7 @@ from jaxrl_kernels.chips import GIB
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.builders.models import make_stages
-from jaxrl_llm.builders.placement import make_meshes
+from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.config import (
     ReferenceConfig,
     RolloutConfig,
