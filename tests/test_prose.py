@@ -22,6 +22,15 @@ CHECKED = (
     "jaxrl_llm/hf",
     "jaxrl_llm/data",
     "jaxrl_llm/rewards",
+    "jaxrl_llm/envs",
+    "jaxrl_llm/report",
+    "jaxrl_llm/host",
+    "jaxrl_llm/checkpoint",
+    "jaxrl_llm/experience",
+    "jaxrl_llm/bridge",
+    "jaxrl_llm/plan",
+    "jaxrl_llm/learn",
+    "jaxrl_llm/rollout",
 )
 """Folders and documents whose rates are within the limits."""
 

@@ -30,6 +30,15 @@ WITH_PHASES = (
     "jaxrl_llm/hf",
     "jaxrl_llm/data",
     "jaxrl_llm/rewards",
+    "jaxrl_llm/envs",
+    "jaxrl_llm/report",
+    "jaxrl_llm/host",
+    "jaxrl_llm/checkpoint",
+    "jaxrl_llm/experience",
+    "jaxrl_llm/bridge",
+    "jaxrl_llm/plan",
+    "jaxrl_llm/learn",
+    "jaxrl_llm/rollout",
 )
 
 RIDDLES = {"What", "Who", "Whose", "Where", "How", "Which", "Whether", "Why"}

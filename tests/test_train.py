@@ -99,7 +99,7 @@ def test_the_same_command_again_has_nothing_to_do(finished, capsys):
 
 def test_another_algorithm_is_told_to_use_another_folder(finished, capsys):
     assert train(finished, "--algo", "rloo", "--steps", "3", "--warm_start.steps", "2") == 2
-    assert f"directory of its own. Add --run_dir {finished}_rloo." in capsys.readouterr().err
+    assert f"another run directory. Add --run_dir {finished}_rloo." in capsys.readouterr().err
 
 
 def test_more_steps_continue_a_finished_run(finished, tmp_path):

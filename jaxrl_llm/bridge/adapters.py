@@ -1,4 +1,4 @@
-"""Adapters (LoRA) to servers: the base once, and the adapters of each version under a name of their own.
+"""Push adapters (LoRA) to servers: the base once, and the adapters of each version under a separate name.
 
     base -> test adapters, probe | each version: load -> probe through it -> in use; unload unused ones
 
@@ -47,20 +47,21 @@ from jaxrl_llm.models.lora import base_config, with_lora, with_random_b, without
 from jaxrl_llm.structs import Metrics, Params
 
 PREFIX = "jaxrl_llm-"
-"""First part of every name: what a killed run left on a server is known by it."""
+"""Prefix of every name, which identifies leftovers of a killed run on a server."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang computes as one: adapters of some of them are mixed up or ignored."""
 
 TEST_SIZES = (0.3, 1.0, 3.0, 10.0)
-"""Of the outputs of test adapters, where those of the layers are about 1: the first with enough effect."""
+"""Sizes of the outputs of test adapters, relative to outputs of layers: the first with enough effect is
+used."""
 TEST_EFFECT = 4.0
 """Mean change of log-probs by the test adapters, in tolerances of the probe."""
 
 
 def fit_lora(lora: LoraConfig) -> LoraConfig:
-    """Return adapters that SGLang computes correctly, and that have the same outputs as these.
+    """Return equivalent adapters that SGLang computes correctly.
 
-    SGLang multiplies by alpha / rank, also where `use_rslora` is set; and fused layers are adapted together.
+    SGLang multiplies by alpha / rank, even if `use_rslora` is set, and adapts fused layers together.
     """
     names = {hf for hf, ours in TARGETS.items() if ours in lora.adapted}
     for group in FUSED:
@@ -71,7 +72,8 @@ def fit_lora(lora: LoraConfig) -> LoraConfig:
 
 
 def fit_adapters(params: Params) -> Params:
-    """Return a model with the adapters of `fit_lora`: those that it lacks are zeros. No value head."""
+    """Return a model with the adapters of `fit_lora`, without value head; adapters that it lacks are
+    zeros."""
     params = without_value_head(params)
     shapes = abstract(with_lora(base_config(params.config), fit_lora(params.config.lora)))
     weights = dict(named_leaves(params))
@@ -140,13 +142,14 @@ class Adapter:
     tried: set[str] = field(default_factory=set)
 
     async def load(self, receiver: Receiver) -> Json:
-        """Have a server load it. A server takes a name once: what an earlier attempt left is unloaded first.
+        """Load the adapter on a server. A server accepts a name once, so leftovers of an earlier attempt are
+        unloaded first.
 
         Raises:
-            ServerError: it is not loaded, or may not be.
+            ServerError: the adapter is not loaded, or not certainly.
         """
         if receiver.server.url in self.tried:
-            with contextlib.suppress(ServerError):  # most often it is not there
+            with contextlib.suppress(ServerError):  # usually it is not loaded
                 await unload(receiver, self.name)
         self.tried.add(receiver.server.url)
         body = request_pieces(self.payload, receiver.ranks, self.options)
@@ -181,17 +184,16 @@ def prepare_adapter(params: Params, dtype: str, name: str, probe: Probe) -> Adap
 
 
 class AdapterPublisher:
-    """Pushes the adapters of a model, and the base to servers that do not hold it.
+    """Push the adapters of a model, and the base to servers without it.
 
-    The first adapters that a server gets are random ones, with a probe of their own: those of a new run
-    change nothing yet, so that a server that ignores adapters would pass.
+    The first adapters that a server gets are random ones, with a separate probe: adapters of a new run have
+    no effect yet, so that a server that ignores adapters would pass.
 
     Args:
         publisher: of the base.
         dtype: "float32" or "bfloat16", of the tensors that are sent.
 
-    Attributes:
-        base: label of the base on the servers, of this run alone; names of adapters start with it.
+    Attributes: base: label of the base on the servers, unique to this run; names of adapters start with it.
     """
 
     def __init__(self, publisher: Publisher, dtype: str):
@@ -199,7 +201,7 @@ class AdapterPublisher:
         self.pool, self.score, self.tolerance = publisher.pool, publisher.score, publisher.tolerance
         self.served_params = publisher.served_params
         self.base: str = publisher.on_first(lambda: PREFIX + uuid.uuid4().hex[:8])
-        self._push: Push | None = None  # of the base; each publish starts it anew
+        self._push: Push | None = None  # of the base; each publish restarts it
         self._test: Adapter | None = None
 
     def publish(self, params: Params, label: str) -> Metrics:
@@ -207,7 +209,7 @@ class AdapterPublisher:
 
         Raises:
             ServerError: no server took them.
-            RunError: weights are NaN or Inf; the servers keep what they have.
+            RunError: weights are NaN or Inf; the servers keep their weights.
         """
         start, publisher = time.perf_counter(), self.publisher
         check_finite(params)
@@ -232,7 +234,7 @@ class AdapterPublisher:
         return push_metrics(start, gather_seconds, base_bytes + adapter.num_bytes) | metrics
 
     def _prepare_test(self, params: Params) -> Adapter:
-        """Return random adapters, so large that the probe fails where they are ignored. A collective."""
+        """Return random adapters, so large that the probe fails if a server ignores them. A collective."""
         name, publisher = f"{self.base}-test", self.publisher
         plain = publisher.make_probe(without_effect(params), self.base).expected
         for size in TEST_SIZES:
@@ -269,7 +271,8 @@ class AdapterPublisher:
                 await unload(receiver, name)
 
     async def _load(self, adapter: Adapter, receiver: Receiver) -> Json:
-        """Load adapters; responses in flight are aborted, to continue with them, where that is the mode."""
+        """Load adapters; in mode "abort", responses in flight are aborted and continue with the new
+        adapters."""
         if self.publisher.pause != "abort":
             return await adapter.load(receiver)
         async with paused_generation(receiver, "abort"):

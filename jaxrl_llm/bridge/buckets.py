@@ -27,7 +27,7 @@ class Bucket:
     """Tensors that are sent together."""
 
     tensors: list[HFTensor]
-    arrays: list[Any]  # of those tensors: numpy on the host, jax on every device
+    arrays: list[Any]  # values of the tensors: numpy on the host, jax on every device
     dtype: str
 
     def bytes(self) -> list[memoryview]:
@@ -36,11 +36,11 @@ class Bucket:
 
 
 class WeightSource:
-    """Buckets of a model's weights; a value head, which serves training alone, is not among them.
+    """Buckets of a model's weights, without the value head, which only training needs.
 
     Args:
-        dtype: "float32" or "bfloat16", of what is sent; tensors of another type are buckets of their own.
-        limit: bytes of a bucket; a larger tensor is a bucket of its own.
+        dtype: "float32" or "bfloat16", type of sent tensors; tensors of another type are in separate buckets.
+        limit: bytes of a bucket; a larger tensor is a separate bucket.
         encode: of tensors that are not sent in `dtype`; None = all are.
     """
 
@@ -60,11 +60,11 @@ class WeightSource:
         return sum(map(self._num_bytes, self.groups))
 
     def check_names(self, expected: Mapping[str, tuple[int, ...]], folder: str) -> None:
-        """Compare names and shapes with those of a model: a server ignores unknown names.
+        """Compare names and shapes with a model's: a server ignores unknown names.
 
         Args:
             expected: name -> shape.
-            folder: that they were read from, for the message.
+            folder: source of `expected`, for the message.
 
         Raises:
             UserError: names are missing or unknown, or shapes differ.
@@ -82,7 +82,7 @@ class WeightSource:
             if names
         ]
         if lines:
-            raise UserError(f"the weights for the servers are not those of {folder}: {'; '.join(lines)}")
+            raise UserError(f"the weights for the servers do not match {folder}: {'; '.join(lines)}")
 
     def parts(self, params: Params, on_device: bool = False) -> Iterator[Part]:
         """Gather the weights, a `Bucket` a part; two are in memory. A collective: process 0 gets them.
@@ -95,7 +95,7 @@ class WeightSource:
         arrays_of = gather_tensors(params, self.groups, self.dtype, replicated=on_device)
         for i, (tensors, arrays) in enumerate(zip(self.groups, arrays_of, strict=True)):
             if on_device:
-                jax.block_until_ready(arrays)  # or the devices would fill up with what is to come
+                jax.block_until_ready(arrays)  # else later buckets would fill the devices
             else:
                 arrays = [np.ascontiguousarray(array) for array in arrays]
             content = Bucket(tensors, arrays, stored_dtype(tensors[0], self.dtype)) if first else None

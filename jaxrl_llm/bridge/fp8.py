@@ -2,9 +2,9 @@
 
     W [O, I] -> weight, float8_e4m3fn [O, I]; weight_scale_inv, float32 [ceil(O / 128), ceil(I / 128)]
 
-The format is DeepSeek-V3's (arXiv 2412.19437, 3.3.2) and that of SGLang's `--quantization fp8`. Embedding, LM
-head, routers, norms and biases stay in `--rollout.dtype`. Servers multiply by what they receive, so the probe
-compares them with the trainer's weights rounded in the same manner (`rounded_params`).
+The format is DeepSeek-V3's (arXiv 2412.19437, 3.3.2), which SGLang's `--quantization fp8` uses too.
+Embedding, LM head, routers, norms and biases stay in `--rollout.dtype`. Servers compute with the received
+weights, so the probe compares them with the trainer's weights rounded the same way (`rounded_params`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _scales(weight: jax.Array) -> jax.Array:
 
 
 def quantized_tensors(tensors: list[HFTensor]) -> list[HFTensor]:
-    """Return the tensors of the quantized model: those of linear layers as codes; last, all scales."""
+    """Return the tensors of the quantized model: linear layers as codes; all scales come last."""
     weights, scales = [], []
     for tensor in tensors:
         if _is_quantized(tensor.parts[0][0]):

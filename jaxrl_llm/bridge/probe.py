@@ -66,10 +66,10 @@ class Probe:
     differences: dict[str, float] = field(default_factory=dict)
 
     async def check(self, receiver: Receiver) -> None:
-        """Have a server score the tokens.
+        """Score the tokens on a server and compare.
 
         Raises:
-            ServerError: the difference is too large, or the weights are not those that were pushed.
+            ServerError: the difference is too large, or the server has other weights than the pushed ones.
         """
         body = {
             "input_ids": self.ids.tolist(),
@@ -84,6 +84,7 @@ class Probe:
             version = str(reply["meta_info"]["weight_version"])[:100]
             rows = reply["meta_info"]["input_token_logprobs"]
             logprobs = np.array([logprob for logprob, *_ in rows[1:]], np.float32)
+        # The label shows which weights answered, the difference whether they are right.
         if version != self.label:
             raise ServerError(f"{url} answers with weights {version!r} after {self.label!r} was sent")
         difference = np.inf

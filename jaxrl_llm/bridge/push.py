@@ -2,9 +2,9 @@
 
     gather buckets | per server: connect -> pause -> begin -> buckets -> end -> continue -> probe
 
-The trainer's thread gathers the weights part by part; each server takes the parts at its own pace, at most
-one behind. A server that fails anywhere - an error, no reply in time, a probe that differs - is left out, and
-the others go on without it. A server that was paused is continued after any failure.
+The trainer's thread gathers the weights part by part; each server takes the parts at its pace, at most one
+part late. A server that fails anywhere (an error, no reply in time, a probe that differs) is left out, and
+the others continue without it. A paused server is continued after any failure.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WeightTransport(Protocol):
         """Gather the weights, part by part. A collective: every process iterates."""
 
     async def connect(self, receiver: Receiver) -> None:
-        """Set up what must be there before the server is paused."""
+        """Make connections before the server is paused."""
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
         """Give the part to the server; `options` belong into the request, too.
@@ -69,17 +69,17 @@ class WeightTransport(Protocol):
 
 
 class Publisher:
-    """Pushes weights under a label, and probes each server.
+    """Push weights under a label, and probe each server.
 
     Args:
-        pause: what becomes of responses in flight.
+        pause: treatment of responses in flight.
         tolerance: of the probe, nats.
         pool: in process 0; None elsewhere.
         score: the trainer's log-probs, a collective.
         on_first: runs a function in process 0; every process gets its result, or its error.
-        wait_for_servers: returns when servers that are being started reply.
+        wait_for_servers: returns when starting servers reply.
         problem: of a server's reply to /server_info.
-        served_params: the trainer's weights -> those that servers compute with.
+        served_params: the trainer's weights -> the weights that servers compute with.
 
     Attributes:
         base: label of a base that stays on the servers: "", since all weights are pushed.
@@ -109,7 +109,7 @@ class Publisher:
 
         Raises:
             ServerError: no server took them.
-            RunError: weights are NaN or Inf; the servers keep what they have.
+            RunError: weights are NaN or Inf; the servers keep their weights.
         """
         start = time.perf_counter()
         check_finite(params)
@@ -286,7 +286,7 @@ class Push:
         receiver = await make_receiver(self.pool, server, self.problem)
         await self.transport.connect(receiver)
         part = await self._next(inbox)
-        async with server.update_lock:  # what it generates from here on counts once it has been probed
+        async with server.update_lock:  # later responses count only after the probe
             start = time.perf_counter()
             await receiver.resume_memory(WEIGHTS)
             async with paused_generation(receiver, self.pause):
@@ -296,7 +296,7 @@ class Push:
                         part = await self._next(inbox)
                         await self._send(receiver, part)
                 if self.pause == "in_place":
-                    # Refused while responses in flight read what is cached, and answered in plain text.
+                    # Refused while responses in flight read the cache; the answer is plain text.
                     with contextlib.suppress(ServerError):
                         await receiver.request("/flush_cache", {})
             self.pause_seconds[server.url] = time.perf_counter() - start

@@ -112,10 +112,10 @@ class Receiver:
         return await self.pool.request(self.server, path, body, timeout)
 
     async def request_in_health(self, path: str, body: Any) -> Json:
-        """Send a request of little work; while there is no reply, the server must prove its health.
+        """Send a short request; while the reply is missing, the server must prove its health.
 
         Raises:
-            ServerError: the request fails, or the server is not well.
+            ServerError: the request fails, or the server is unhealthy.
         """
         import asyncio  # slow to import: not for --help
 

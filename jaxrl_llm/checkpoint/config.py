@@ -23,10 +23,10 @@ class CheckpointConfig:
     keep_best: CountOrZero = 1
     """Best checkpoints to keep."""
     optimizer: bool = True
-    """Save the optimizer state. Without it checkpoints are a third as large, and a run that continues from
-    one starts its moments anew."""
+    """Save the optimizer state. Without it checkpoints are a third as large, and a continued run starts with
+    new moments."""
     hf_every: CountOrZero = 0
-    """Steps between exports of the model to exports/STEP/hf; 0 = none, but for the one at the end."""
+    """Steps between exports of the model to exports/STEP/hf; 0 = only at the end."""
     hf_keep: CountOrZero = 0
     """Newest of these exports to keep; 0 = all."""
     async_save: bool = True

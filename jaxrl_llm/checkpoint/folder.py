@@ -31,7 +31,7 @@ class CheckpointChoice(NamedTuple):
 
 
 def temporary(folder: Path, step: int) -> Path:
-    """Return where a checkpoint is while it is being written."""
+    """Return the folder of a checkpoint while it is being written."""
     return folder / f"{step}.tmp"
 
 
@@ -75,7 +75,7 @@ def prune(folder: Path, keep: set[int]) -> None:
 
 
 def remove_temporary(folder: Path) -> list[str]:
-    """Delete temporary folders. Return the names of those that were there."""
+    """Delete temporary folders and return their names."""
     left = sorted(folder.glob("[0-9]*.tmp*"))
     for path in left:
         shutil.rmtree(path, ignore_errors=True)

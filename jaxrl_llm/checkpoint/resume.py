@@ -35,7 +35,7 @@ FIXED = (
     "rollout.sampling.kept_sets",  # unfinished responses of a checkpoint have sets or none
     "prompts_per_step",  # step s reads prompts from s * prompts_per_step on
 )
-"""Keys, with all below them, that a run keeps for life: a checkpoint means nothing under others."""
+"""Keys, with all keys below them, that a run can never change: they give its checkpoints their meaning."""
 
 FIXED_FROM_STEP_1 = ("warm_start.steps",)
 """Keys that a run keeps once it has taken a step: step s would belong to another stage."""
@@ -61,10 +61,12 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[st
     Raises:
         UserError: another algorithm, a fixed key changed, or a removed key had an effect; lists all of them.
     """
+    # Keys that this run cannot change, by its step.
     _check_algorithm(old, new)
     fixed_keys = FIXED + (FIXED_FROM_STEP_1 if step else ())
     if 0 < step < old.get("warm_start", {}).get("steps", 0):
         fixed_keys += FIXED_IN_WARM_UP
+    # Sort each change into harmless and refused.
     harmless, refused = [], []
     stored = bool(new.get("model", {}).get("path"))  # whose files say the architecture
     for key, was, now in _changes("", old, json.loads(json.dumps(new))):
@@ -95,7 +97,7 @@ SAME_SETTINGS = "Put the settings it was saved with back, or start a new run wit
 def check_arrays(
     folder: Path, saved: dict[str, str], needed: dict[str, jax.ShapeDtypeStruct], fix: str = SAME_SETTINGS
 ) -> None:
-    """Compare the arrays of a checkpoint ("params.layers.q" -> "float32[2,8]") with those to be filled.
+    """Compare the arrays of a checkpoint ("params.layers.q" -> "float32[2,8]") with the arrays of this run.
 
     Raises:
         UserError: lists each array that one of them lacks or that has another shape or type.
@@ -119,8 +121,8 @@ def _check_algorithm(old: dict[str, Any], new: dict[str, Any]) -> None:
     if was and now and was != now:
         run_dir = str(new.get("run_dir", "run_dir"))
         raise UserError(
-            f"{run_dir} holds a run of {was}, and this one is of {now}: another algorithm needs a run "
-            f"directory of its own. Add --run_dir {run_dir.rstrip('/')}_{now}."
+            f"{run_dir} holds a run of {was}, and this one is of {now}: another algorithm needs another "
+            f"run directory. Add --run_dir {run_dir.rstrip('/')}_{now}."
         )
 
 
@@ -144,7 +146,7 @@ def _changes(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _same_but_masked(old: Any, new: Any) -> bool:
-    """Return whether two texts are one, up to what is masked in either: secrets are rotated."""
+    """Return whether two texts are equal up to their masked parts: secrets are rotated."""
     if not (isinstance(old, str) and isinstance(new, str)):
         return False
     fits = lambda masked, text: re.fullmatch(".*".join(map(re.escape, masked.split(MASKED))), text, re.S)

@@ -78,23 +78,24 @@ class Checkpointer:
             meta: JSON-able. `meta["config"]` is the resolved config, `meta["model"]` the dict of the
                 TransformerConfig.
             metrics: of this step, for `best_metric`.
-            files: further files of the checkpoint, by name; those of process 0 are written.
+            files: further files of the checkpoint, by name; process 0 writes them.
 
-        Returns: whether the save started; False if there is one of this step, or no space on the disk.
+        Returns: whether the save started; False if this step is saved already, or the disk has no space.
 
         Raises:
             RunError: an array is not finite (other than of the optimizer, which may start with infinity).
             DiskFullError: this or the previous save did not fit, and `on_full_disk` is "stop".
-            SaveError: one of them failed for another reason.
+            SaveError: this or the previous save failed for another reason.
         """
         self.wait()
         arrays = flatten_state(state)
         if not self.config.optimizer:
             arrays = {path: x for path, x in arrays.items() if not is_moment_path(path)}
-        meta = json.loads(json.dumps(meta))  # a copy; and what is not JSON-able fails here
+        meta = json.loads(json.dumps(meta))  # a copy, which fails here if it is not JSON-able
         metrics = {name: float(value) for name, value in metrics.items()}
         if on_first(lambda: self._exists(step)):
             return False
+        # Refuse what could not be restored or written.
         self._refuse_non_finite(step, arrays)
         self._warn_unranked(step, metrics)
         size = sum(x.nbytes for x in arrays.values()) + sum(map(len, files.values()))
@@ -110,6 +111,7 @@ class Checkpointer:
         except (OSError, ValueError) as error:  # Orbax raises either when the disk is full
             self._settle(step, error)
             return False
+        # The rest is done in the background.
         shapes = {path: array_type(x) for path, x in arrays.items()}
         finishing = self._thread.submit(self._finish, step, start, response, shapes, meta, metrics, files)
         self._saving = step, finishing
@@ -139,9 +141,9 @@ class Checkpointer:
         return on_first(lambda: step in self.steps())
 
     def file(self, step: int, name: str) -> bytes:
-        """Return one of the further files of a checkpoint, b"" if there is none.
+        """Return one of the further files of a checkpoint, or b"".
 
-        Every process reads it: the coordinator is too slow for the hundreds of MB that it may have.
+        Every process reads the file: it may have hundreds of MB, too many for the coordinator.
         """
         folder = self.folder / str(step)
         return (folder / name).read_bytes() if name in read_manifest(folder).files else b""
@@ -165,10 +167,10 @@ class Checkpointer:
             compatible: resolved config of this run, compared with the checkpoint's by `check_resume`.
 
         Returns: (step, state, meta), or None if the run has no checkpoint yet. Optimizer state that was not
-            saved (`CheckpointConfig.optimizer`) stays as it is in `target`.
+            saved (`CheckpointConfig.optimizer`) stays as in `target`.
 
         Raises:
-            UserError: there are checkpoints but none is valid; the config or the state does not fit.
+            UserError: no checkpoint is valid, or the config or the state does not fit.
         """
         self.wait()
         step = on_first(self._choose)
@@ -208,7 +210,7 @@ class Checkpointer:
         return step
 
     def _exists(self, step: int) -> bool:
-        """Return whether a step is saved; what killed or failed saves have left is deleted."""
+        """Return whether a step is saved; deletes partial files of killed or failed saves."""
         folders.remove_temporary(self.folder)
         return step in self.steps()
 
@@ -227,7 +229,7 @@ class Checkpointer:
             )
 
     def _warn_unranked(self, step: int, metrics: dict[str, float]) -> None:
-        """Say why a save cannot be the best, where its step has no `best_metric`; each reason once."""
+        """Print why a save cannot be the best if its step has no `best_metric`, each reason once."""
         metric = self.config.best_metric
         if not metric or metric in metrics:
             return
@@ -289,7 +291,7 @@ class Checkpointer:
         return "there is no checkpoint" if latest is None else f"the newest checkpoint is {latest}"
 
     def _sweep(self) -> None:
-        """Delete what a failed save has left; its other writers may be at work for a moment."""
+        """Delete partial files of a failed save; its other writers may still be writing for a moment."""
         tries = 50 if jax.process_index() == 0 else 0
         while tries and folders.remove_temporary(self.folder):
             tries -= 1
@@ -320,10 +322,10 @@ def load_arrays(
     """Return the part of a checkpoint below `prefix`, as a tree like `target`.
 
     Args:
-        optional_moments: optimizer state may be missing; its leaves stay as they are.
+        optional_moments: optimizer state may be missing; its leaves are unchanged.
 
     Raises:
-        UserError: it has other arrays.
+        UserError: the checkpoint has other arrays.
     """
     leaves = {prefix + path: leaf for path, leaf in flatten_state(target).items()}
     needed = {path: x for path, x in leaves.items() if not (optional_moments and is_moment_path(path))}

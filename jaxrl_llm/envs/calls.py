@@ -48,11 +48,11 @@ def render_call(call: ToolCall, format: str) -> str:
 
 
 def check_arguments(call: ToolCall, schema: dict[str, Any]) -> ToolCall | InvalidToolCall:
-    """Return the call with arguments as the tool's schema requires them, or what is wrong with them.
+    """Return the call with arguments converted to the tool's schema, or an InvalidToolCall with the problem.
 
-    A string where the schema has another type is read as JSON, or as Python's literal. Known of JSON schema:
-    type, properties, required, additionalProperties, items, enum, const, anyOf, oneOf, allOf, and $ref into
-    the schema itself. A reference that leads elsewhere allows any value.
+    If the schema has another type, a string is read as JSON or as a Python literal. Supports these keywords
+    of JSON schema: type, properties, required, additionalProperties, items, enum, const, anyOf, oneOf, allOf,
+    and $ref within the schema. A reference to another document allows any value.
     """
     parameters = {"type": "object", "properties": {}, **(schema.get("parameters") or {})}
     try:
@@ -97,7 +97,7 @@ def _conform(value: Any, schema: Any, root: dict[str, Any], *, where: str) -> An
 
 
 def _followed(schema: Any, root: dict[str, Any]) -> Any:
-    """Return a schema with what its `$ref` and `allOf` refer to; pydantic writes types of parameters so."""
+    """Resolve `$ref` and `allOf` in a schema; pydantic writes types of parameters with them."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or not ("$ref" in schema or "allOf" in schema):
             return schema
@@ -125,7 +125,7 @@ def _target(reference: Any, root: dict[str, Any]) -> Any:
 
 
 def _chosen(value: Any, schema: dict[str, Any], where: str) -> Any:
-    """Return the one of the allowed values that is meant."""
+    """Return the allowed value that matches."""
     allowed = [schema["const"]] if "const" in schema else schema["enum"]
     read = _literal(value) if isinstance(value, str) else value
     for meant in (value, read):
@@ -152,7 +152,7 @@ def _typed(value: Any, required: str | list[str], where: str) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Return the value that JSON or Python writes so (some templates write Python); else the text itself."""
+    """Parse text as JSON or a Python literal (some templates write Python); else return the text."""
     for read in (DECODER.decode, ast.literal_eval)[: 1 + (len(text) <= MAX_PYTHON)]:
         with contextlib.suppress(TypeError, *CANNOT_READ):  # 1e999, a set; a tuple is a list
             return json.loads(json.dumps(read(text), allow_nan=False))
@@ -192,13 +192,13 @@ class ToolResult(NamedTuple):
 class ToolEnv:
     """A turn without a tool call ends the conversation; the verifier scores it.
 
-    `role` is that of its messages. It limits the time of each call itself (`own_limits`).
+    `role` is the role of its messages. It limits the time of each call itself (`own_limits`).
 
     Args:
         tools: by name.
         format: of tool calls, a key of calls.FORMATS.
         timeout: seconds one call may take.
-        max_calls: of one turn that are carried out.
+        max_calls: maximum number of calls executed in one turn.
     """
 
     role = "tool"

@@ -47,24 +47,23 @@ class EnvConfig:
     """The environment or the tools of a run, and their limits."""
 
     name: str = ""
-    """A built-in environment (guess), or a file of yours: "my_env.py" or "my_env.py:Class"; "" = none,
-    unless there are tools."""
+    """A built-in environment (guess), or a file of yours: "my_env.py" or "my_env.py:Class"; "" = none, or the
+    environment of `tools`."""
     tools: tuple[str, ...] = ()
-    """Tools that the policy may call, by their names; yours as "my_tools.py:Class", those of an MCP server as
+    """Tools that the policy may call, by their names; yours as "my_tools.py:Class", tools of an MCP server as
     "mcp:COMMAND"."""
     format: Literal["auto", "hermes", "llama", "xml", "pythonic"] = "auto"
-    """Format of tool calls; auto = that of the chat template."""
+    """Format of tool calls; auto = the chat template's."""
     history: Literal["strict", "keep"] = "strict"
     """Chat templates that render earlier turns differently once more follow (some drop thoughts): refuse them
-    (strict), or keep the turns as generated and append what the template adds (keep)."""
+    (strict), or keep the turns as generated and append the template's additions (keep)."""
     max_turns: Annotated[int, Range(1, 10_000, usual="8 is usual")] = 8
     """Largest number of turns of the policy."""
     max_calls: Annotated[int, Range(1, 10_000, usual="16 is usual")] = 16
     """Largest number of tool calls that are carried out in one turn; the others return an error."""
     tool_timeout: Annotated[float, Range(0.0, 1e6, open_low=True, usual="30 is usual")] = 30.0
-    """Seconds one tool call, or one step of your own environment, may take, without the time that it waits
-    for a free sandbox. A call that takes longer returns an error; a step of an environment that does
-    ends its conversation as failed."""
+    """Time limit in seconds of a tool call, or of a step of your environment, without the wait for a free
+    sandbox. A longer call returns an error; a longer step ends its conversation as failed."""
     max_observation_tokens: Annotated[int, Range(1, 10_000_000, usual="1024 is usual")] = 1024
     """Longest observation after one turn; the rest is cut off, with a note to the policy."""
     toolbox: ToolsConfig = field(default_factory=ToolsConfig)
@@ -75,12 +74,12 @@ class EnvConfig:
         if self.name and self.tools:
             yield (
                 "name",
-                f"is {self.name}, and there are tools, an environment too: give one of the two.",
+                f"is {self.name}, and env.tools is set, which is an environment too: give one of the two.",
             )
         if doubled := [name for name in self.tools if self.tools.count(name) > 1]:
             yield "tools", f"has {doubled[0]} twice: name each tool once."
 
     @property
     def active(self) -> bool:
-        """True if there is an environment or a tool."""
+        """True if an environment or a tool is set."""
         return bool(self.name or self.tools)

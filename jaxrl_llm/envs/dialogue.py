@@ -21,8 +21,8 @@ from jaxrl_llm.rollout.engine import DialogueError, Reply
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.user_file import describe_error
 
-GRACE = 5.0  # seconds that a step may take beyond what its tool may
-PATIENCE = 60.0  # seconds beyond that after which nothing can be expected
+GRACE = 5.0  # seconds that a step may take in addition to its tool's limit
+PATIENCE = 60.0  # seconds in addition after which a step counts as lost
 MAX_REWARD = 1e6  # of one step; more is a mistake
 MAX_COUNT = 1_000_000
 
@@ -40,8 +40,8 @@ class EnvDialogue:
     """Answers the turns of the policy's responses to `prompts`, all conversations at once.
 
     Args:
-        seed: of this call; each conversation gets one of its own.
-        loop: runs in a thread of its own, so that no environment can block an engine.
+        seed: of this call; each conversation gets a separate seed.
+        loop: runs in a separate thread, so that no environment can block an engine.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class EnvDialogue:
     ) -> Reply:
         prompt = self.prompts[p]
         end = self._decode(ids[-1:]) if ids[-1] in self._controls else ""
+        # The policy's text; the environment's state is made on the first turn.
         text = self._decode(ids[start : len(ids) - bool(end)])
         try:
             async with asyncio.timeout(self.limit):
@@ -91,6 +92,7 @@ class EnvDialogue:
             if isinstance(error, TimeoutError) and self.limit:
                 return _failed(conversation, f"the environment took longer than {self.limit:g} s")
             return _failed(conversation, describe_error(error))
+        # The end, or an observation.
         episode = add_step(conversation.episode, step)
         if step.done or turn.last:
             episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1]))
@@ -124,7 +126,7 @@ class EnvDialogue:
         return Reply(ids, False, episode, conversation)
 
     def _cut(self, message: Message, count: int) -> Message:
-        """Return the message cut to its share of `max_observation_tokens`; the policy reads that it was."""
+        """Return the message cut to its share of `max_observation_tokens`; a note tells the policy."""
         limit = max(self.config.max_observation_tokens // count, 1)
         text = message["content"].encode(errors="replace").decode()  # no tokenizer takes lone surrogates
         message = {**message, "content": text}
@@ -167,10 +169,10 @@ def check_template(
 
 
 def check_step(step: Any) -> Step:
-    """Return what an environment's step returned, if it is a sound Step.
+    """Return the result of an environment's step if it is a valid Step.
 
     Raises:
-        ValueError: it is not; names the field.
+        ValueError: it is invalid; the message names the field.
     """
     if not isinstance(step, Step):
         raise ValueError(f"step returned {type(step).__name__}, not a Step")
@@ -223,7 +225,7 @@ def _failed(conversation: Conversation | None, reason: str) -> Reply:
 
 
 def _plain(prompt: Prompt) -> list[Message]:
-    """Return the prompt as messages where no template is used."""
+    """Return the prompt as messages, if no template is used."""
     example = prompt.example
     if example.messages:
         return without_reference(example.messages)

@@ -65,10 +65,10 @@ class Tool(Protocol):
     """OpenAI's function schema: {"name", "description", "parameters": a JSON schema}."""
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """Return what the model reads. `arguments` have been checked against the schema.
+        """Return the text for the model. `arguments` have been checked against the schema.
 
         Raises:
-            ToolError: the call failed; its text is what the model reads.
+            ToolError: the call failed; the model reads the error's text.
         """
 
 
@@ -82,7 +82,7 @@ class Guess:
         try:
             return int(example.answer)
         except (TypeError, ValueError):
-            raise UserError(f"the row's answer {str(example.answer)[:40]!r} is no whole number") from None
+            raise UserError(f"the row's answer {str(example.answer)[:40]!r} is not a whole number") from None
 
     async def step(self, state: int, turn: Turn) -> Step:
         """Return whether the number is higher or lower."""

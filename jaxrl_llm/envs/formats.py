@@ -64,7 +64,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _read_json(text: str, at: int) -> tuple[Any, int]:
-    """Return (value, where it ends)."""
+    """Return (value, index of its end)."""
     try:
         return DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
@@ -117,7 +117,7 @@ def _bad(text: str, at: int, error: BaseException) -> InvalidToolCall:
 def _each(
     text: str, opening: re.Pattern, read: Callable[[str, re.Match], tuple[ToolCall, int]]
 ) -> Iterator[ToolCall | InvalidToolCall]:
-    """Yield what `read` returns at each opening that is not inside a call before it."""
+    """Yield the results of `read` at each opening that is not inside an earlier call."""
     at = 0
     while match := opening.search(text, at):
         try:

@@ -48,8 +48,9 @@ MAX_SHOWN = 300  # characters of a call in a message
 def detect_format(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
     """Return (format of the tool calls of a chat template, a call in it).
 
-    A template whose own calls no format reads may show its prompt's reader an example of one that is known
-    (Llama 4's asks for a list of Python calls and writes earlier ones without the list).
+    If no format reads the calls that a template renders, its prompt may show an example in a known format
+    (Llama 4's prompt asks for a list of Python calls, but its template renders earlier calls without the
+    list).
 
     Raises:
         UserError: no format reads the call that the template writes; shows the call.
@@ -120,7 +121,7 @@ class Conversations:
     columns: dict[str, Any] = field(default_factory=dict)
     """Columns that every row gets: the tools, for the chat template to show."""
     line: str = ""
-    """A line on the format of tool calls, for the start of a run; "" = there are no tools."""
+    """A line on the format of tool calls, for the start of a run; "" without tools."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self):
@@ -136,7 +137,7 @@ class Conversations:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what still runs; an environment that blocks its thread is left behind."""
+        """Cancel running conversations; an environment that blocks its thread is abandoned."""
 
         async def cancel() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -152,10 +153,10 @@ class Conversations:
 
 
 def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> Conversations | None:
-    """Return the conversations of a run; None where the policy writes one turn only.
+    """Return the conversations of a run; None if the policy writes only one turn.
 
     Raises:
-        UserError: what does not exist or cannot work, with the fix.
+        UserError: the environment or a tool does not exist or cannot work; the message has the fix.
     """
     if not config.active:
         return None
@@ -187,7 +188,7 @@ def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:
             raise UserError(f"--env.tools search: {SEARCH}")
         else:
             raise UserError(
-                f"--env.tools {name}: unknown; there are {', '.join(TOOLS)}, mcp:COMMAND, and yours: "
+                f"--env.tools {name}: unknown; known are {', '.join(TOOLS)}, mcp:COMMAND, and yours: "
                 f"my_tools.py:Class.{did_you_mean(name, TOOLS)}"
             )
         for tool in made:
@@ -198,7 +199,7 @@ def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:
 
 
 def _format(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
-    """Return (format of tool calls, a line on it for the start); "auto" = that of the chat template."""
+    """Return (format of tool calls, a line on it for the start); "auto" = the chat template's."""
     notes = "" if shows_tools(tokenizer, chat) else "; the prompts do not show the tools to the policy"
     try:
         written, call = detect_format(tokenizer, chat)

@@ -1,11 +1,11 @@
-"""Environments and tools by name: built-in ones, and those in files of the user.
+"""Environments and tools by name: built-in ones, and ones in files of the user.
 
     ours   a class with `async reset(example, seed)` and `async step(state, turn) -> Step`
     RL2    interact(messages) -> messages, [] = the end; reward_fn(messages, answer) beside it rewards
     RL2    env_step(state, action, extra_info) or env_step(sample) -> {"next_state", "reward", "done"}
     tools  a class with `schema` and `async call(arguments) -> str`
 
-Plain functions and methods in place of async ones run in threads, many at once. Imports no jax.
+Plain functions and methods run in threads, many at once. Imports no jax.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ def load_env(name: str) -> Env:
     """Return a built-in environment, or the one in "file.py" or "file.py:Class".
 
     Raises:
-        UserError: no such name or file, nothing in it that is an environment, or the user's code raises.
+        UserError: unknown name or file, no environment in the file, or the user's code raises.
     """
     if name in ENVS:
         return ENVS[name]()
     path, attribute = split_name(name)
     if path.suffix != ".py":
         raise UserError(
-            f"--{ENV_KEY} {name}: unknown.{did_you_mean(name, ENVS)} There is {', '.join(ENVS)}; yours is "
+            f"--{ENV_KEY} {name}: unknown.{did_you_mean(name, ENVS)} Built in is {', '.join(ENVS)}; yours is "
             "the path of a .py file."
         )
+    # A named attribute, the only class with a step, or one of RL2's functions.
     module = import_user_file(path, ENV_KEY)
     if attribute:
         return _adapt(get_attribute(module, attribute, ENV_KEY), name)
@@ -72,7 +73,7 @@ def load_env(name: str) -> Env:
         return EnvStep(module.env_step)
     raise UserError(
         f"--{ENV_KEY} {name}: no class with a method step, and no function interact or env_step in it"
-        + ("; for a reward alone there is --reward.name" if hasattr(module, "reward_fn") else "")
+        + ("; for a reward alone set --reward.name" if hasattr(module, "reward_fn") else "")
     )
 
 
@@ -80,7 +81,7 @@ def load_tool(name: str) -> Tool:
     """Return the tool of "file.py:Class".
 
     Raises:
-        UserError: no such file or class, or what it makes is no tool.
+        UserError: unknown file or class, or its instance is not a tool.
     """
     path, attribute = split_name(name)
     tool = _make(get_attribute(import_user_file(path, TOOLS_KEY), attribute, TOOLS_KEY), name, TOOLS_KEY)
@@ -114,7 +115,7 @@ def _adapt(value: Any, name: str) -> Env:
         return Interact(value, None)
     if {"state", "action"} <= names or "sample" in names:
         return EnvStep(value)
-    raise UserError(f"{where}: {value!r} is no class, and takes neither messages nor state, action")
+    raise UserError(f"{where}: {value!r} is not a class, and takes neither messages nor state, action")
 
 
 def _make(make: Callable[[], Any], name: str, key: str) -> Any:
@@ -192,7 +193,7 @@ class EnvStep:
         return Row(example, dict(example.columns.get("extra_info") or {"answer": example.answer}))
 
     async def step(self, state: Row, turn: Turn) -> Step:
-        """Return what next_state adds to the turn."""
+        """Return the part of next_state after the turn."""
         before = turn.read()
         if self.takes_sample:
             row = {**state.example.columns, "answer": state.example.answer}
@@ -210,9 +211,8 @@ class EnvStep:
 
 
 async def call_user(function: Callable, *arguments: Any) -> Any:
-    """Return what a function returns, plain or async.
-
-    A plain one gets a daemon thread: one that hangs can be left behind.
+    """Call a function, plain or async. A plain function runs in a daemon thread, which can be abandoned if it
+    hangs.
     """
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
@@ -252,10 +252,10 @@ def check_env(config: EnvConfig, examples: Sequence[Example] = (), seconds: floa
 
     Args:
         examples: the first rows.
-        seconds: that it may take.
+        seconds: time limit.
 
     Raises:
-        UserError: what cannot be loaded, or fails for every row, with file and line.
+        UserError: loading fails, or reset fails for every row; the message has file and line.
     """
     files = [name for name in config.tools if split_name(name)[0].suffix == ".py"]
     if not config.name and not files:
@@ -287,7 +287,7 @@ def _start(writer: int, output: BinaryIO) -> subprocess.Popen:
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=output,  # no pipe: what the user's code starts may hold it open
+            stdout=output,  # no pipe: processes that the user's code starts could hold it open
             stderr=subprocess.STDOUT,
             pass_fds=(writer,),
             env={**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
@@ -298,14 +298,14 @@ def _start(writer: int, output: BinaryIO) -> subprocess.Popen:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill what is left of the process and its group."""
+    """Kill the process and its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def main(fd: int, parent: int) -> None:
-    """Load what the trainer named on standard input, and write "ok" or what is wrong to `fd`."""
+    """Load the environment or tools named on standard input, and write "ok" or the problem to `fd`."""
     end_with_parent(parent, signal.SIGKILL)
     os.set_inheritable(fd, False)
     name, tools, examples = pickle.load(sys.stdin.buffer)
@@ -319,7 +319,7 @@ def main(fd: int, parent: int) -> None:
     else:
         os.write(fd, b"ok")
     sys.stdout.flush()
-    os._exit(0)  # threads of the user's may run
+    os._exit(0)  # the user's threads may still run
 
 
 def _reset(name: str, env: Any, examples: Sequence[Example]) -> None:

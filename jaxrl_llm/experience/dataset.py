@@ -20,7 +20,7 @@ REFERENCE_FILE = "reference_logprobs.npz"  # in a checkpoint: `LogprobCache.pack
 
 @dataclass
 class DatasetSource:
-    """Examples of a dataset; they depend only on the step. The cache is that of their stage."""
+    """Examples of a dataset; they depend only on the step. The cache belongs to the stage."""
 
     loader: Loader
     examples: int

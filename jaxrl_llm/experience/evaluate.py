@@ -28,8 +28,8 @@ from jaxrl_llm.structs import Metrics, Outcome, Params, TrainState, Trajectory
 from jaxrl_llm.thoughts import split_thought
 
 ReferenceParams = Callable[[], Params | None]
-"""Returns the weights of the frozen reference, None where the algorithm needs none."""
-MAX_SOURCES = 32  # data sources with metrics of their own: those with the most prompts
+"""Returns the weights of the frozen reference, or None if the algorithm needs none."""
+MAX_SOURCES = 32  # data sources with separate metrics: the ones with the most prompts
 BY_SOURCE = ("loss", "perplexity", "accuracy", "margin")  # of examples
 
 
@@ -58,7 +58,7 @@ class HeldOutResponses:
     num_logged: int = 64  # prompts whose first response is returned as a sample
 
     def __call__(self, state: TrainState, reference: ReferenceParams, step: int) -> Evaluation:
-        """Return metrics eval/..., those of a data source as eval/NAME/SOURCE, and samples."""
+        """Return metrics eval/..., metrics of a data source as eval/NAME/SOURCE, and samples."""
         self.engine.publish(state.params, int(state.version))
         trajectories = generate_responses(
             self.engine, self.prompts, self.samples, self.max_tokens, self.sampling, self.key, self.env
@@ -80,7 +80,7 @@ class HeldOutResponses:
         reward_models = self.rewarder.reward_models
         examples = [self.prompts[t.prompt_index].example for t in trajectories]
         pending = [model.start(trajectories, examples) for model in reward_models]
-        for trajectory in trajectories:  # those without an answer
+        for trajectory in trajectories:  # rows without an answer keep reward 0
             trajectory.reward = 0.0
         verifiable = [t for t in trajectories if self.is_verifiable[t.prompt_index]]
         verify(self.rewarder.pool, self.prompts, verifiable)
@@ -131,10 +131,10 @@ class HeldOutLoss:
 
     items: list[PackItem]
     stage: Stage
-    sources: Mapping[str, list[PackItem]]  # data source -> its examples; {} = there is only one
+    sources: Mapping[str, list[PackItem]]  # data source -> its examples; {} = a single source
 
     def __call__(self, state: TrainState, reference: ReferenceParams, step: int) -> Evaluation:
-        """Return metrics eval/..., those of a data source as eval/NAME/SOURCE."""
+        """Return metrics eval/..., and metrics of a data source as eval/NAME/SOURCE."""
         metrics = {f"eval/{name}": value for name, value in self._measure(state, self.items, reference)}
         for source, items in self.sources.items():
             values = dict(self._measure(state, items, reference))

@@ -40,7 +40,7 @@ def generation_flops(stage: Stage, experience: Experience) -> float:
     """Return the FLOPs of responses and of their reward models.
 
     Each prompt is read once for all its responses. Responses that dynamic sampling dropped, and greedy ones,
-    count as those that are there on average.
+    count as the average of the kept responses.
     """
     source, trajectories = stage.source, experience.trajectories
     if not isinstance(source, RolloutSource) or not trajectories:
@@ -83,7 +83,7 @@ def scoring_flops(stage: Stage, items: Sequence[PackItem], reference: Params | N
 
 
 def learning_flops(stage: Stage, minibatches: Sequence[Sequence[PackItem]], step: int) -> float:
-    """Return the FLOPs of `Stage.update`, with those of the teachers that the loss reads."""
+    """Return the FLOPs of `Stage.update`, including teachers that the loss reads."""
     distinct, total = _distinct(stage, minibatches), 0.0
     if stage.critic and stage.updates_critic:
         total += distinct(training_flops, stage.critic.model, False)

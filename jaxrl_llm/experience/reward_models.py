@@ -77,10 +77,10 @@ class RewardModel:
         return finish
 
     def _item(self, trajectory: Trajectory, example: Example, prompt: int) -> PackItem:
-        """Return the trajectory and one more token: value t is that of the state after token t - 1.
+        """Return the trajectory and one more token: value t belongs to the state after token t - 1.
 
         Args:
-            prompt: its `PackItem.prompt`; a text with its own rendering shares no prompt.
+            prompt: the item's `PackItem.prompt`; a text with another rendering shares no prompt.
         """
         if self.rerenders:
             return self._truncated([*self.render(trajectory, example), 0])
@@ -145,7 +145,7 @@ class RewardModel:
         return finish
 
     def _scores(self, trajectory: Trajectory, read: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return the scores of the response's tokens; `values` are those of the tokens that were read."""
+        """Return the scores of the response's tokens from the `values` of the tokens that were read."""
         scores = np.zeros(len(trajectory.response_ids), np.float32)
         values = values - self.config.mean
         if self.config.kind == "outcome":
@@ -159,7 +159,7 @@ class RewardModel:
     def step_ends(self, ids: Sequence[int]) -> list[int]:
         """Return the positions of a response's tokens that end a step: ends of lines, and the last."""
         ends = [i for i, token in enumerate(ids) if "\n" in self.tokenizer.decode([token])]
-        last = max(len(ids) - 1 - int(ids[-1] == self.tokenizer.eos_token_id), 0)  # the end token is no step
+        last = max(len(ids) - 1 - int(ids[-1] == self.tokenizer.eos_token_id), 0)  # not the end token
         return sorted({*ends, last})
 
 
@@ -197,6 +197,7 @@ def load_reward_model(
         UserError: no such folder, no value head in it, a process model that reads other tokens, or a template
             that refuses the policy's chats.
     """
+    # The kind of model and its tokenizer must fit the kind of reward.
     folder: Path = resolve_model(config.path)
     model = read_config(folder)
     if problem := config.head_problem(model.value_head):
@@ -213,6 +214,7 @@ def load_reward_model(
         same and _same_template(tokenizer, policy_tokenizer, chat)
     ):
         _check_template(config.path, tokenizer, chat)
+    # Weights, and the settings of its forward pass.
     shardings = models.shardings(model, mesh, TRAIN)
     params = load_params(folder, model, shardings, jnp.dtype(step.dtype))
     step = replace(step, row_tokens=responses * step.row_tokens + EXTRA_TOKENS, temperature=1.0)

@@ -118,10 +118,10 @@ def group_by_prompt(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]
 
 
 def has_variance(group: Sequence[Trajectory], components: bool = False) -> bool:
-    """Return whether the rewards of a group differ, failed ones left out.
+    """Return whether the rewards of a group differ, without failed ones.
 
     Args:
-        components: compare each component by itself: sums are equal where one gains what another loses.
+        components: compare each component separately: sums can be equal if components differ.
     """
     scored = [t for t in group if np.isfinite(t.reward)]
     rewards = np.array([t.components if components else (t.total_reward,) for t in scored], np.float64)

@@ -43,7 +43,7 @@ class RolloutSource:
 
     Batches of prompts ("draws") are numbered and used in that order, one a step, or more under dynamic
     sampling. With `max_staleness` k the engine generates the responses of the next k draws while the trainer
-    learns (asynchronous rollout). Prompts are those of the synchronous run, in its order, so that short
+    learns (asynchronous rollout). Prompts and their order equal the synchronous run's, so that short
     responses are not favoured, and no token is older than k steps.
     """
 
@@ -82,6 +82,7 @@ class RolloutSource:
                 metrics = dict(self.engine.publish(params, version))
             for ahead in range(min(self.max_staleness + 1, self.steps - step)):
                 self._start(self.cursor + ahead)
+        # Take draws until the step is full.
         prompts: list[Prompt] = []
         kept: list[Trajectory] = []
         complete = self.prompts * self.responses
@@ -98,6 +99,7 @@ class RolloutSource:
         if dynamic:
             metrics["dynamic/draws"] = len(prompts) / self.prompts
             metrics["dynamic/kept_fraction"] = len(kept) / (len(prompts) * self.responses)
+        # Metrics, and the cursor of the next step.
         kept = kept[:complete]
         metrics |= statistics(kept or trajectories, components)
         metrics |= staleness(kept, version) | self.engine.usage()
@@ -187,7 +189,7 @@ class RolloutSource:
     def _experience(
         self, kept: list[Trajectory], last: list[Trajectory], prompts: list[Prompt], metrics: Metrics
     ) -> Experience:
-        """Return the kept trajectories as items; `last` are shown in the logs where none was kept."""
+        """Return the kept trajectories as items; logs show `last` if none was kept."""
         items = [from_trajectory(t) for t in kept]
         if self._requires.teachers:
             for item, t in zip(items, kept, strict=True):

@@ -1,4 +1,4 @@
-"""Win rate: responses to held-out prompts against those of the start, by score or by a pairwise judge.
+"""Win rate: responses to held-out prompts against responses of the start, by score or by a pairwise judge.
 
 The responses of the start stay in RUN/eval/start.jsonl. They are compared prompt by prompt with responses of
 the same random keys; the interval is Wilson's (1927) over prompts.
@@ -107,7 +107,7 @@ class WinRate:
         self.kept = None
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        """Return the rows of the start by their keys; {} with a warning where they cannot be compared."""
+        """Return the rows of the start by their keys; {} with a warning if they cannot be compared."""
         if self.kept is not None:
             return self.kept
         text = on_first(lambda: self.path.read_text() if self.path.exists() else "")
@@ -195,7 +195,7 @@ def win_rate_metrics(wins: np.ndarray) -> Metrics:
     """Return the 95% interval of the win rate, and the fraction of responses that were not compared.
 
     Args:
-        wins: [prompts, responses], NaN where a response was not compared.
+        wins: [prompts, responses], NaN for a response that was not compared.
     """
     compared = np.isfinite(wins)
     per_prompt = [row[known].mean() for row, known in zip(wins, compared, strict=True) if known.any()]

@@ -1,4 +1,4 @@
-"""A command: its entry point (signals, errors, exit codes), and lines on what it does. Imports no jax."""
+"""A command: its entry point (signals, errors, exit codes), and lines about its work. Imports no jax."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _under_way: list[str] = []  # the innermost last
 
 @contextlib.contextmanager
 def working(what: str, quiet: bool = False, first: float | None = None) -> Iterator[None]:
-    """Say on stderr what a piece of work is and how long it takes, if that is more than `first` seconds.
+    """Print the name and duration of some work to stderr, if it takes more than `first` seconds.
 
     Args:
-        quiet: say nothing, as in processes other than the first.
+        quiet: print nothing, as in processes other than the first.
         first: seconds of work before the first line; None = FIRST.
     """
     began, said = time.perf_counter(), []

@@ -20,7 +20,7 @@ def open_devices(platform: str | None = None) -> list[jax.Device]:
     """Return the devices of all processes, opened if they are not yet.
 
     Args:
-        platform: None = the first one that there is.
+        platform: None = JAX's default.
 
     Raises:
         UserError: jax cannot open a platform that JAX_PLATFORMS names.
@@ -34,10 +34,10 @@ def open_devices(platform: str | None = None) -> list[jax.Device]:
 
 
 def no_devices(platforms: str, reason: str) -> str:
-    """Return that jax cannot open the platforms of JAX_PLATFORMS, and the fix.
+    """Return the message that jax cannot open the platforms of JAX_PLATFORMS, with the fix.
 
     Args:
-        reason: jax's message; "" or its AssertionError: there is no NVIDIA GPU.
+        reason: jax's message; "" or its AssertionError means that no NVIDIA GPU is visible.
     """
     reason = reason.removeprefix("RuntimeError: ").partition(" (set JAX_PLATFORMS")[0].rstrip(".")
     if reason in ("", "AssertionError"):
@@ -56,7 +56,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 def available_bytes() -> int | None:
     """Return the bytes that a process may still take: of the machine, or of its container if that is less.
 
-    None where the system does not say.
+    None if the system does not report it.
     """
     free = [_container_bytes(CGROUP_ROOT / limit, CGROUP_ROOT / used) for limit, used in CGROUPS]
     if MEMINFO.is_file():
@@ -69,11 +69,11 @@ def check_host_memory(needed: int, setting: str, fix: str) -> None:
     """Refuse arrays that do not fit the memory of a host. A collective.
 
     Args:
-        needed: bytes of this process; those of the other processes of its host are added.
-        setting: what takes them, such as "--optim.offload True".
+        needed: bytes of this process; the bytes of other processes on the host are added.
+        setting: the setting that needs them, such as "--optim.offload True".
 
     Raises:
-        UserError: on every process, if they do not fit on any host; names the bytes.
+        UserError: on every process, if the arrays do not fit on some host; the message has the bytes.
     """
     free = available_bytes()
     own = np.array([_host_id(), needed >> 20, -1 if free is None else free >> 20], np.int32)  # MiB
@@ -90,7 +90,7 @@ def check_host_memory(needed: int, setting: str, fix: str) -> None:
 
 
 def _container_bytes(limit: Path, used: Path) -> int | None:
-    """Return the bytes that a container may still take, None where it has no limit."""
+    """Return the bytes that a container may still take, None without a limit."""
     if not (limit.is_file() and used.is_file()) or not limit.read_text().strip().isdigit():
         return None
     stat = limit.with_name("memory.stat")

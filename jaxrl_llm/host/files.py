@@ -1,4 +1,4 @@
-"""Durable files, which are on the disk when a call returns, and the folder of files that can be made anew."""
+"""Durable files, which are on the disk when a call returns, and the user's cache folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_json(text: str | bytes) -> Any:
     """Return a JSON value.
 
     Raises:
-        ValueError: no JSON, or nested more than MAX_DEPTH deep, which what reads the value could not walk.
+        ValueError: not JSON, or nested more than MAX_DEPTH deep, too deep for later readers.
     """
     try:
         value = json.loads(text)
@@ -44,7 +44,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def inode(path: Path) -> int:
-    """Return the number that tells a file or folder from others of its name; 0 = there is none."""
+    """Return the inode number of a file or folder, which identifies it; 0 if it does not exist."""
     try:
         return path.stat().st_ino
     except OSError:
@@ -69,10 +69,10 @@ def replace_lines(path: Path, rows: Sequence[Any]) -> None:
 
 
 def replace_text(path: Path, text: str, sync: bool = True) -> None:
-    """Write a file by one rename: a kill or a full disk leaves the old or the new one. Its folder is made.
+    """Write a file by one rename: a kill or a full disk leaves the old or the new file. Creates its folder.
 
     Args:
-        sync: a power cut, too, leaves one of them; takes milliseconds.
+        sync: also safe against a power cut; takes milliseconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")

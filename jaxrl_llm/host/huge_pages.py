@@ -1,7 +1,7 @@
 """Huge pages for arrays in main memory: with them, steps on a CPU are up to 1.3 times as fast.
 
-Where the system gives them to those who ask, the C library's allocator asks if GLIBC_TUNABLES says so when
-the process starts. Imports only the standard library, since a command asks before it imports jax.
+If the system gives huge pages only on request, the C library's allocator requests them if GLIBC_TUNABLES says
+so when the process starts. Imports only the standard library, since commands check before they import jax.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GPU_DEVICES = ("/dev/nvidia[0-9]*",)
 def are_missing() -> bool:
     """Return whether the system gives huge pages on request, and the allocator does not ask.
 
-    A setting of the user's, `glibc.malloc.hugetlb=0` for none, is left as it is.
+    A setting of the user, such as `glibc.malloc.hugetlb=0` for no huge pages, is kept.
     """
     asks = "glibc.malloc.hugetlb" in os.environ.get("GLIBC_TUNABLES", "")
     return not asks and ENABLED.exists() and "[madvise]" in ENABLED.read_text()

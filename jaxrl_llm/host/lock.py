@@ -35,9 +35,8 @@ def run_dir_lock(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cache_lock(folder: Path) -> Iterator[bool]:
-    """Make the folder and hold its lock inside the context, which waits for the process that holds it.
-
-    Yields: whether there is a lock; False = a file system without locks.
+    """Make the folder and hold its lock inside the context; waits for another process that holds it. Yields:
+    whether the lock is held; False on a file system without locks.
 
     Raises:
         OSError: the folder cannot be written to.

@@ -37,11 +37,11 @@ def share(value: Any) -> Any:
 
 
 def _combine(own: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
-    """Return what `combine` makes, in process 0, of the values of all processes, in their order.
+    """Return `combine` of the values of all processes, in order; process 0 calls it.
 
-    The values pass through the coordinator's key-value store rather than the devices: threads that start
-    programs of several processes on the same devices in another order in each process would wait forever.
-    Threads of one name are a group of their own.
+    The values pass through the coordinator's key-value store instead of the devices: if threads started
+    programs on the same devices in a different order in each process, they would wait forever. Threads with
+    the same name form a group.
     """
     client, index = distributed.global_state.client, jax.process_index()
     thread = threading.current_thread().name
@@ -114,7 +114,7 @@ def show_warnings() -> None:
 
 
 def _picklable(error: Exception | None) -> Exception | None:
-    """Return the exception, or a RunError in its place if it cannot be pickled."""
+    """Return the exception, or a RunError instead if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # any error of the exception's class

@@ -36,11 +36,11 @@ class SignalHandlers:
     """The handlers of this process.
 
     Args:
-        keep_process: SIGINT raises KeyboardInterrupt where it would end the process.
+        keep_process: SIGINT raises KeyboardInterrupt instead of ending the process.
 
     Attributes:
         received: number of the first signal; 0 = none yet.
-        unwinds: True where the first signal unwinds the main thread, False where it exits immediately.
+        unwinds: True if the first signal unwinds the main thread, False if it exits immediately.
         deferred: description of the work that is finished first; "" = none.
         interrupt: called in the main thread by each SIGINT, which then ends nothing; None = SIGINT ends.
         main_decides: the thread leaves SIGINT to the main thread: it may read one that `interrupt` handled.
@@ -106,7 +106,7 @@ class SignalHandlers:
                     self._action = second
 
     def _raises(self, number: int) -> bool:
-        """Return whether this signal is a KeyboardInterrupt where it would end the process."""
+        """Return whether this signal raises KeyboardInterrupt instead of ending the process."""
         return self.keep_process and number == signal.SIGINT
 
     def _handle(self, number: int, frame: object) -> None:
@@ -127,9 +127,9 @@ class SignalHandlers:
             exit_at_once(number)
 
     def _report_unraisable(self, unraisable: Any) -> None:
-        """Report an exception that Python drops, as in a finalizer, unless it is that of a signal.
+        """Report an exception that Python drops, as in a finalizer, unless a signal raised it.
 
-        `received` stays: the command ends where it next looks, or when a second signal arrives.
+        `received` stays set: the command ends at its next check, or at a second signal.
         """
         if not isinstance(unraisable.exc_value, Interrupted):
             self._previous_hook(unraisable)
@@ -178,10 +178,10 @@ def install_handlers(keep_process: bool = False) -> bool:
 
 @contextlib.contextmanager
 def handled_signals(keep_process: bool = False) -> Iterator[SignalHandlers | None]:
-    """Install the handlers inside the context; None in threads other than the main one.
+    """Install the handlers inside the context; yields None outside the main thread.
 
     Args:
-        keep_process: as of `SignalHandlers`, where this context installs them.
+        keep_process: as of `SignalHandlers`, if this context installs them.
     """
     global _handlers
     installed = install_handlers(keep_process)
@@ -220,7 +220,7 @@ def unwinding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Have SIGINT inside never end the process: what does not defer it sees KeyboardInterrupt."""
+    """Never let SIGINT end the process inside: code that does not defer it gets KeyboardInterrupt."""
     with handled_signals(keep_process=True):
         yield
 

@@ -37,9 +37,8 @@ class Cluster(NamedTuple):
 
 
 def open_compilation_cache() -> None:
-    """Share compiled programs with other commands: all that took 0.1 s, in a folder of the user's cache.
-
-    JAX's own variables, where they are set, name another folder and another least time.
+    """Share compiled programs with other commands: programs that took 0.1 s or more, in the user's cache
+    folder. JAX's variables, if set, name another folder and another minimum time.
     """
     write_programs_by_rename()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -51,13 +50,13 @@ def open_compilation_cache() -> None:
 def write_programs_by_rename() -> None:
     """Have JAX write each compiled program by one rename, unless the size of its cache is limited.
 
-    It writes in place: other processes could read a part of a program, and a kill would leave one for good.
+    JAX writes in place: other processes could read a partial program, and a kill would leave it there.
     """
     lru_cache.LRUCache.put = _put
 
 
 def _put(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
-    """Write a program that is not there yet; takes the place of `LRUCache.put`."""
+    """Write a program that is not cached yet; replaces `LRUCache.put`."""
     in_bucket = "://" in str(cache.path)  # whose objects are written whole
     if cache.eviction_enabled or in_bucket:  # with eviction a second file belongs to each program
         _jax_put(cache, key, value)
@@ -78,15 +77,15 @@ _jax_put = lru_cache.LRUCache.put
 
 
 def start_host() -> None:
-    """Join the other processes of the run, if there are any, share compiled programs, and open the devices.
+    """Join the other processes of the run, if any, share compiled programs, and open the devices.
 
     Processes on GCE TPU VMs, GKE, SLURM, Open MPI and in indexed Kubernetes Jobs are detected; elsewhere set
     JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
     JAX_COMPILATION_CACHE_DIR sets the folder of compiled programs ("" = no cache).
 
     Raises:
-        UserError: the variables are incomplete, a cluster does not describe its processes, or there are no
-            devices of JAX_PLATFORMS.
+        UserError: the variables are incomplete, a cluster does not describe its processes, or JAX_PLATFORMS
+            has no devices.
         RunError: jax cannot join the others.
     """
     quiet_transformers()

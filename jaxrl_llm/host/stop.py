@@ -5,10 +5,9 @@ Exit codes of a training run:
     0          finished
     75         EX_TEMPFAIL, "try again": stopped by a signal, by --max_runtime or by the loss of all servers,
                with its state saved; the same command continues it
-    143, 130   ended by SIGTERM, SIGINT: by the first one before the first step (imports, start-up), where
-               there is nothing to save, or immediately by a second one; the checkpoints are kept
-    1          the run failed; its checkpoints are kept
-    2          bad input
+    143, 130 ended by SIGTERM, SIGINT: by the first signal before the first step (imports, start-up), with
+    nothing to save, or immediately by a second signal; the checkpoints are kept 1 the run failed; its
+    checkpoints are kept 2 bad input
 
 A signal during a step, a compilation, an evaluation or a save is announced immediately and handled after the
 step. After one during the export, the export is finished.

@@ -61,9 +61,9 @@ def watched_processes() -> Iterator[None]:
 
 
 def hide_raised_errors() -> None:
-    """Hide the traceback that a thread of Orbax logs: it raises the same error where it is waited for.
+    """Hide the traceback that a thread of Orbax logs: waiting for the thread raises the same error.
 
-    A save that is cut off by a lost process would end in that traceback and not in our message.
+    Otherwise a save cut off by a lost process would end with that traceback instead of our message.
     """
     hide_records("absl", "_SignalingThread.run() raised")
 
@@ -145,7 +145,7 @@ class _Watch:
         os._exit(code)
 
     def update_events(self) -> None:
-        """Set `finished` and `alone` where their conditions hold."""
+        """Set `finished` and `alone` if their conditions hold."""
         if not self.loss and all(peer.ended for peer in self.peers if peer.process >= 0):
             self.finished.set()
         if not self.peers:

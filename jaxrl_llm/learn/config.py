@@ -49,7 +49,7 @@ class OptimConfig:
     beside the moments and exported to hf_ema; 0 = none."""
     init_from: str = ""
     """Run directory whose newest checkpoint has the moments to start from, of the same weights and optimizer;
-    the learning-rate schedule starts anew. "" = zeros."""
+    the learning-rate schedule restarts. "" = zeros."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the gradients between the micro-batches of an update, and until it is applied."""
     offload: bool = False
@@ -60,7 +60,7 @@ class OptimConfig:
     """Updates with NaN or Inf in loss, gradient or weights are skipped; so many in a row end the run."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it and the fix)."""
+        """Yield (field, problem and fix)."""
         if self.name in ("adafactor", "adafactor_unscaled", "adagrad") and self.moments != "float32":
             kind = "a sum" if self.name == "adagrad" else "factored and small"
             yield "moments", f"is int8: {self.name}'s moments are {kind}; it must be float32."
@@ -75,11 +75,11 @@ class RoutingConfig:
 
     balance_coef: Annotated[float, Range(0, 1e3, usual="0 is usual in RL, 0.001 to 0.01 in SFT")] = 0.0
     """Coefficient of the balance loss, which moves tokens from busy experts to others: the sum over layers of
-    X sum f P, where f and P are an expert's share of the assignments and its mean score over the whole
-    mini-batch, and X is the number of experts. 0 = none."""
+    X sum f P, with an expert's share f of the assignments, its mean score P over the whole mini-batch, and
+    the number X of experts. 0 = none."""
     bias_rate: Annotated[float, Range(0, 1, usual="0 is usual in RL, 0.001 in pretraining")] = 0.0
-    """Change of a router's selection bias in each update: up where an expert has less than the mean load of
-    the mini-batch, down where it has more (DeepSeek-V3). 0 = the bias stays as it is."""
+    """Change of a router's selection bias in each update: up if an expert has less than the mean load of the
+    mini-batch, down if it has more (DeepSeek-V3). 0 = the bias does not change."""
     replay: Literal["none", "old", "rollout"] = "none"
-    """Experts that the policy's tokens pass in training: those of its own choice (none), those that the
-    policy chose before the first update of the step (old, R2), or those of the rollout (rollout, R3)."""
+    """Experts of the policy's tokens in training: the routers' present choice (none), the policy's choice
+    before the first update of the step (old, R2), or the rollout's choice (rollout, R3)."""

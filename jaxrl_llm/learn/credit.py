@@ -61,6 +61,7 @@ def side_by_side(
             line[: len(row)] = row
         return jnp.asarray(out)
 
+    # Signals of an item cover its prompt too; responses start after it.
     numbers = lambda values: jnp.asarray(np.array(values, np.float32))
     rewards = numbers([t.reward for t in trajectories])
     response_part = lambda name: [
@@ -106,11 +107,11 @@ def split_minibatches(
     epochs: int = 1,
     whole_prompts: bool = False,
 ) -> list[list[PackItem]]:
-    """Return at most `count` mini-batches of the shuffled items, none empty; one keeps their order.
+    """Split the shuffled items into at most `count` nonempty mini-batches; a single one keeps their order.
 
     Args:
         group_size: consecutive items that are kept together.
-        epochs: passes over the items, each shuffled by itself; their mini-batches follow one another.
+        epochs: passes over the items, each shuffled separately; their mini-batches follow one another.
         whole_prompts: keep all responses to a prompt together, in their order, if there are at least `count`
             prompts.
     """
@@ -118,7 +119,7 @@ def split_minibatches(
         return [list(items)] * epochs if items else []
     groups = [items[i : i + group_size] for i in range(0, len(items), group_size)]
     if whole_prompts:
-        prompts: dict[int | None, list[PackItem]] = {}  # examples of a dataset are all under None
+        prompts: dict[int | None, list[PackItem]] = {}  # all examples of a dataset have None
         for group in groups:
             prompts.setdefault(group[0].prompt, []).extend(group)
         groups = list(prompts.values()) if len(prompts) >= count else groups

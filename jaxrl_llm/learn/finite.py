@@ -128,7 +128,7 @@ def scale_loss(loss: Float[Array, ""], scale: Float[Array, ""] | None) -> Float[
 
 
 def unscale(grads: Params, scale: Float[Array, ""] | None) -> Params:
-    """Return float32 gradients of the loss from those of the scaled loss."""
+    """Return float32 gradients of the loss from gradients of the scaled loss."""
     return grads if scale is None else jax.tree.map(lambda g: g / scale, grads)
 
 
@@ -150,7 +150,7 @@ def next_loss_scale(
 def new_gradients(
     backward: Callable, loss: Float[Array, ""], loss_scale: Float[Array, ""] | None, dtype: DTypeLike
 ) -> Params:
-    """Return the gradients of a loss, in `dtype`, or in the type of their weight where that is narrower.
+    """Return the gradients of a loss, in `dtype`, or in the type of their weight if it is narrower.
 
     Args:
         backward: of `jax.vjp` of the scaled loss with respect to the trained weights.
@@ -170,8 +170,8 @@ def add_gradients(
 ) -> Params:
     """Return `grads` plus the gradients of a loss, which the backward pass adds in place, layer by layer.
 
-    `grads + new` would write the new gradients of all layers to memory first, and keep both. It remains where
-    weights have another type than their `grads`, since a buffer adds numbers of its own type.
+    `grads + new` would write the new gradients of all layers to memory first, and keep both. It is used only
+    if weights and `grads` have different types, since a buffer adds only numbers of the same type.
 
     Args:
         backward: see `new_gradients`.

@@ -22,7 +22,7 @@ def kept_logprobs(
 ) -> Float[Array, "B T"]:
     """Return the log-prob of each target under the softmax over its kept set, float32 nats; 0 without a set.
 
-    Only the head's rows of the sets are read. The ratio of two such log-probs is that of the distributions
+    Reads only the head's rows of the sets. The ratio of two such log-probs is the ratio of the distributions
     that the tokens were drawn from, before and after an update (arXiv 2512.02556, section 3.1).
     """
     temperature, softcap = config.temperature, params.config.logit_softcap

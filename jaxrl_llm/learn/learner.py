@@ -52,11 +52,13 @@ class Learner:
         self.config, self.mesh, self.group_size = config, mesh, self.scorer.group_size
         self.replicated = self.scorer.replicated
         self.algo, self.model, self.optimizer = algo, model, optimizer
+        # Shapes and shardings of the state.
         self.param_shardings = models.shardings(model, mesh, TRAIN)
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
         self.state_shardings = self._shardings(self.state_shapes)
         self.one_at_a_time = mesh.devices.flat[0].platform == "cpu"  # a long queue of collectives deadlocks
         self.grad_shardings = lora.split_params(self.param_shardings)[0]
+        # The programs of an update: zeros, one micro-batch, measures, the optimizer.
         self._zeros = jax.jit(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, config.grad_dtype), params),
             out_shardings=self.grad_shardings,
@@ -212,11 +214,11 @@ class Learner:
         return moved
 
     def _shardings(self, state: TrainState) -> TrainState:
-        """Return shardings of the state: moments have those of their weights, counters are replicated."""
+        """Return shardings of the state: moments are sharded as their weights, counters are replicated."""
         place = on_host if self.config.offload else lambda sharding: sharding
 
         def like_weight(moment, p, s):
-            if isinstance(moment, optax.MaskedNode):  # of optax.partition: updated by its other part
+            if isinstance(moment, optax.MaskedNode):  # of optax.partition: its other part updates it
                 return moment
             return moment_shardings(moment, p.shape, place(s), self.replicated)
 

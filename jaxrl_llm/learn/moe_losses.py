@@ -50,7 +50,7 @@ def balance(
 
 
 def routing_metrics(metrics: Metrics) -> tuple[Metrics, RoutingSums | None]:
-    """Return the metrics with those of the routing in place of its sums, and these; None without experts."""
+    """Replace the routing sums by routing metrics; return (metrics, sums), with sums None without experts."""
     if ROUTING not in metrics:
         return metrics, None
     metrics = dict(metrics)
@@ -81,7 +81,7 @@ def balance_weights(
 
 
 def with_bias_gradient(grads: Params, sums: RoutingSums | None) -> Params:
-    """Return the gradients with sign(load - mean load) as that of the selection bias (arXiv 2408.15664)."""
+    """Set the gradient of the selection bias to sign(load - mean load) (arXiv 2408.15664)."""
     if sums is None:
         return grads
     load = sums.load.astype(jnp.float32)

@@ -19,7 +19,7 @@ from jaxrl_llm.sharding.rules import on_device
 from jaxrl_llm.structs import Params, TrainState
 
 BLOCK = 128  # numbers that share a scale, at most: a row of a TPU register
-MIN_BLOCK, MIN_SIZE = 16, 4096  # what has smaller blocks or leaves stays float32
+MIN_BLOCK, MIN_SIZE = 16, 4096  # leaves that are smaller, or have smaller blocks, stay float32
 OCTAVES = 40  # below the largest second moment of a block: 2^-40 is 1e-12
 FIRST, SECOND = {"mu", "trace"}, {"nu"}  # fields of optax's states that hold moments
 ONE = 0x3F800000  # bits of 1.0
@@ -107,7 +107,7 @@ def average_weights(inner: optax.GradientTransformation, decay: float) -> optax.
 
 
 def averaged_weights(opt_state: Any) -> Params | None:
-    """Return the moving average of the trained weights, which may be in host memory; None = there is none."""
+    """Return the moving average of the trained weights, which may be in host memory, or None."""
     if isinstance(opt_state, MasterState):
         opt_state = opt_state.inner
     return opt_state.ema if isinstance(opt_state, EmaState) else None
@@ -128,7 +128,7 @@ def master_weights(params: Params, opt_state: Any) -> Params:
 
 
 def float32_params(state: TrainState) -> Params:
-    """Return the float32 weights of a state, for an optimizer that starts anew."""
+    """Return the float32 weights of a state, for a new optimizer."""
     if not isinstance(state.opt_state, MasterState):
         return state.params
     low = jax.tree.map(lambda x: jax.device_put(x, on_device(x.sharding)), state.opt_state.remainders)
@@ -152,7 +152,7 @@ def stored_weights(params: Params, opt_state: Any) -> Params:
 
 
 def is_moment(x: Any) -> bool:
-    """Return whether a node of an optimizer's state stands for one weight, though it is no array."""
+    """Return whether a node of an optimizer's state stands for one weight without being an array."""
     return isinstance(x, Quantized | optax.MaskedNode)
 
 
@@ -201,7 +201,7 @@ def dequantize(moment: Quantized) -> Float[Array, "*dims"]:
 
 
 def moment_shardings(moment: Any, shape: tuple[int, ...], like: NamedSharding, other: NamedSharding) -> Any:
-    """Return the sharding of a moment: that of its weight for an array of its shape and for codes.
+    """Return the sharding of a moment: its weight's sharding for codes and for arrays of the weight's shape.
 
     Args:
         moment: abstract, an array or `Quantized`.

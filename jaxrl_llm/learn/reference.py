@@ -1,4 +1,4 @@
-"""Frozen models of an update: the reference policy of the KL penalty, and teachers on a mesh of their own."""
+"""Frozen models of an update: the reference policy of the KL penalty, and teachers on a separate mesh."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class TeacherOutputs:
         self.hidden, self.head, self.config = hidden, head, config
 
     def __call__(self, *args, **settings) -> Float[Array, "B T D"]:
-        """Return the hidden states; the arguments are those of `Transformer`."""
+        """Return the hidden states; takes the arguments of `Transformer`."""
         return self.hidden
 
 
 class PlacedTeachers:
-    """Teachers whose hidden states are computed on their own mesh, then sent to the policy's.
+    """Teachers whose hidden states are computed on a separate mesh, then sent to the policy's mesh.
 
-    Their devices are one micro-batch ahead at most of what the policy's read: nothing waits in between.
+    Their devices are at most one micro-batch ahead of the policy's devices.
 
     Args:
         model: the forward pass on the teachers' mesh.
@@ -107,7 +107,7 @@ class PlacedTeachers:
 
 
 def _head_of(teacher: Params) -> Float[Array, "V D"]:
-    """Return a copy of the LM head on the devices: that of an offloaded teacher is in host memory."""
+    """Return a copy of the LM head on the devices: an offloaded teacher's head is in host memory."""
     return teacher.head
 
 
@@ -121,15 +121,15 @@ def teachers_of(batch: Batch, teachers: Teachers) -> tuple:
 
 
 class Reference:
-    """Weights at the start of the last stage of a run, or those of another model, in the compute type.
+    """Weights at the start of the last stage of a run, or of another model, in the compute type.
 
     Without an SFT warm-up they are the initial weights, loaded or initialised again when needed; after one
-    they are saved once, in run_dir/reference. Of a model with adapters the reference is another set of them
-    on the same frozen weights.
+    they are saved once, in run_dir/reference. The reference of a model with adapters is another set of
+    adapters on the same frozen weights.
 
     Args:
         initial: returns the initial weights.
-        abstract: shapes and shardings of the policy's weights, to restore those that were saved into.
+        abstract: shapes and shardings of the policy's weights, to restore saved weights.
         mesh: of the reference, which then holds a copy of all its weights; None = the policy's.
         offload: keep them in host memory.
         pretrained: returns the weights of another model, which is the reference all along; None = none.
@@ -167,7 +167,7 @@ class Reference:
             return self._shared(start, step, current)
         if self.placed is None:
             trained, frozen = lora.split_params(self._shared(start, step, current))
-            if current.config.lora:  # those of the policy are donated to its next update
+            if current.config.lora:  # the policy's adapters are donated to its next update
                 trained = jax.tree.map(jnp.copy, trained)
             shardings = models.shardings(current.config, self.mesh, TRAIN)
             placed = reshard(lora.join_params(trained, frozen), shardings)
@@ -216,8 +216,8 @@ KEY_BYTES = 16  # of a row in the cache
 class LogprobCache:
     """Least-recently-used cache of the reference log-probs of dataset rows, which repeat every epoch.
 
-    Its key is a hash of a row's tokens and mask: log-probs are computed only where the mask is 1. Checkpoints
-    hold it: what is computed again, packed with other rows, may differ in its last bits.
+    The key is a hash of a row's tokens and mask: log-probs are computed only where the mask is 1. Checkpoints
+    store the cache: recomputed log-probs, packed with other rows, may differ in their last bits.
 
     Args:
         max_bytes: of the arrays that are kept.
@@ -239,7 +239,7 @@ class LogprobCache:
         self._put(self._key(item), logprobs)
 
     def pack(self) -> bytes:
-        """Return the rows as one .npz, from the one that was used longest ago; b"" where there are none."""
+        """Return the rows as one .npz, least recently used first; b"" without rows."""
         if not self._rows:
             return b""
         rows, out = list(self._rows.values()), io.BytesIO()

@@ -77,8 +77,8 @@ class Stage:
     critic_params: Callable[[], Params] | None = None  # loads its own weights; None = the policy's
     critic_warmup: int = 0  # first steps in which the critic alone is updated
     teachers: tuple[Params, ...] = ()  # an item's label is the index of its teacher
-    reference_model: Scorer | None = None  # on a mesh of its own; None = the policy's
-    teacher_model: Scorer | None = None  # likewise, of all teachers
+    reference_model: Scorer | None = None  # on a separate mesh; None = the policy's
+    teacher_model: Scorer | None = None  # the same for all teachers
     updates_critic: bool = True
     reference_cache: LogprobCache = field(default_factory=LogprobCache)
 
@@ -97,7 +97,7 @@ class Stage:
 
     @functools.cached_property
     def loss_teachers(self) -> Teachers:
-        """Teachers that the loss reads; those that are scored alone are none."""
+        """Teachers that the loss reads, without teachers that are only scored."""
         if self.teacher_model and self.requires.divergence:
             return PlacedTeachers(self.teacher_model, self.teachers, self.policy.mesh)
         return self.teachers if self.requires.divergence else ()
@@ -109,7 +109,8 @@ class Stage:
     def init_state(self, params: Params, critic: TrainState | None = None) -> TrainState:
         """Return a state with fresh optimizers, to which `params` are donated.
 
-        The critic starts from a copy of them, or is that of the stage before if it has weights of its own.
+        The critic starts from a copy of `params`, or is the previous stage's critic if it has separate
+        weights.
         """
         if self.critic and not (critic and self.critic_params):
             fit = jax.jit(functools.partial(models.with_heads, config=self.critic.model))
@@ -167,7 +168,7 @@ class Stage:
         if self.policy.config.old_logprobs_source == "rollout":
             for item in items:
                 item.signals["old_logprobs"] = item.signals["rollout_logprobs"]
-        started = []  # all, before the first is waited for: those on disjoint devices run at the same time
+        started = []  # start all, then wait: models on disjoint devices overlap
         if outputs := policy_scores(self.requires, self.policy.config):
             started.append(self._start(self.policy.scorer, state.params, items, outputs))
         if self.critic and self.updates_critic:

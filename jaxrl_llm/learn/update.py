@@ -55,7 +55,7 @@ class StepConfig:
     dtype: str = "float32"
     remat: str = "none"
     sequence_parallel: str = "ring"  # context parallelism, where the mesh divides the tokens of a row
-    share_prefixes: bool = False  # a row holds what its trajectories have in common once
+    share_prefixes: bool = False  # a row stores shared prefixes of its trajectories once
     strict: bool = False  # batch-invariant: a log-prob depends, bit for bit, on its trajectory alone
     temperature: float = 1.0  # of the rollout: its log-probs are of the softmax at this temperature
     score_rows: int = 0  # rows of a micro-batch that is scored without gradient; 0 = rows
@@ -96,6 +96,7 @@ def model_outputs(
     settings = {n: getattr(config, n) for n in ("remat", "sequence_parallel", "strict")}
     settings |= {"dtype": dtype, "last": batch.last}
     rows = batch.tokens, batch.positions, batch.segments
+    # One forward pass, whatever is asked of it.
     hidden, sums, routes = params.forward(*rows, batch.routes, **settings)
     head = batch_invariant.rounded(params.head, dtype)
     softmax = dict(temperature=config.temperature, softcap=params.config.logit_softcap, chunk=config.chunk)
@@ -111,6 +112,7 @@ def model_outputs(
         outputs["sum_pi_squared"] = linear_square(hidden, head, **softmax)
     if "values" in names:
         outputs["values"] = params.values(hidden)
+    # Each teacher's divergence at all tokens; a token keeps its teacher's.
     if "divergence" in names:
         by_teacher = [
             linear_divergence(
@@ -203,11 +205,11 @@ def baseline(batch: Batch, totals: BatchTotals, *, algo: AlgoConfig) -> Float[Ar
 
 def loss_inputs(batch: Batch, outputs: Outputs, totals: BatchTotals) -> LossInputs:
     """Return the inputs of the loss. Masked places read 0, so that NaN or Inf there reaches no gradient.
-
-    Values belong to states, not to tokens to come, so they count wherever there is no padding.
+    Values are defined at every non-padding position, not only at trained tokens.
     """
     clean = lambda x: None if x is None else jnp.where(batch.mask > 0, x, 0.0)
     clean_value = lambda x: None if x is None else jnp.where(batch.segments > 0, x, 0.0)
+    # Tokens outside the mask are not read; old log-probs default to the present ones.
     logprobs = clean(outputs.get("logprobs", jnp.zeros_like(batch.mask)))
     return LossInputs(
         logprobs=logprobs,
@@ -261,13 +263,13 @@ def is_max(name: str) -> bool:
 
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
-    """Combine the metrics of micro-batches into those of their mini-batch."""
+    """Combine the metrics of micro-batches into the metrics of their mini-batch."""
     take = lambda name: functools.partial(jax.tree.map, jnp.maximum if is_max(name) else jnp.add)
     return {name: functools.reduce(take(name), [part[name] for part in parts]) for name in parts[0]}
 
 
 def average(parts: Sequence[Metrics]) -> Metrics:
-    """Average the metrics of mini-batches into those of the step."""
+    """Average the metrics of mini-batches into the metrics of the step."""
     return {name: value if is_max(name) else value / len(parts) for name, value in combine(parts).items()}
 
 
@@ -292,6 +294,7 @@ def apply(
     Args:
         by_leaf: see `finite_update.update_by_leaf`.
     """
+    # The gradient's norm is of all weights, before clipping.
     metrics, routing = routing_metrics(metrics)
     grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
 
@@ -309,6 +312,7 @@ def apply(
     update = functools.partial(update_by_leaf, optimizer) if by_leaf else update_if_finite
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
     new = update(step, (state.params, state.opt_state, grads), finite)
+    # Controllers move only after an update that was applied.
     kl_coef = next_kl_coef(algo, state.kl_coef, metrics, num_sequences)
     entropy_coef = state.entropy_coef
     if entropy_coef is not None:

@@ -70,8 +70,9 @@ class _Collective(NamedTuple):
 def count_collectives(module: Module, devices: int, hints: Hints = NO_HINTS) -> dict[str, CollectiveStats]:
     """Count collectives by kind, times the trip counts of their loops.
 
-    Bytes are the least that a device sends in a ring: (n - 1) shards of an all-gather's input, (n - 1) / n of
-    the input of a reduce-scatter or all-to-all, twice that of an all-reduce, the input of a permute.
+    Bytes are the minimum that a device sends in a ring: (n - 1) shards of an all-gather's input, (n - 1) / n
+    of the input of a reduce-scatter or all-to-all, 2 (n - 1) / n of an all-reduce's input, the input of a
+    permute.
 
     Args:
         devices: number of devices, for replica groups that the text omits.
@@ -123,9 +124,9 @@ def _collectives(module: Module, devices: int, hints: Hints) -> list[_Collective
 
 
 def _place(kind: str, execution: Execution) -> str:
-    """Return what tells a collective from others of its kind: repetitions in fusions share a channel.
+    """Return a key that distinguishes collectives of a kind: repetitions in fusions share a channel.
 
-    A reduce-scatter is not repeated; those of `shard_map` share a channel, too.
+    A reduce-scatter is not repeated; reduce-scatters of `shard_map` share a channel too.
     """
     line, caller = execution.line, execution.caller
     channel = re.search(r"channel_id=(\d+)", line.rest)
@@ -158,7 +159,7 @@ def _is_overlapped(start: Instruction, computation: Computation, module: Module)
             if line.op.endswith("-done"):
                 return overlapped
             parts.add(line.name)
-            if line.op == "call-update":  # where a SparseCore gets its operands
+            if line.op == "call-update":  # a SparseCore gets its operands here
                 overlapped = False
         overlapped = overlapped or computes(line, module)
     return True  # its end is in the next iteration of a loop
@@ -194,7 +195,7 @@ OUT_OF_MEMORY = (
 
 
 class CompiledStats(NamedTuple):
-    """The compiler's report on one call of a program; bytes are those of each device."""
+    """The compiler's report on one call of a program, with bytes per device."""
 
     arguments: float  # with the padding of the device's memory layouts
     outputs: float  # that do not alias a donated argument
@@ -228,6 +229,7 @@ def compile_program(program: Program, mesh: Mesh, platform: str, hints: Hints = 
         message = str(error).splitlines()[0]
         seconds = time.perf_counter() - start
         return CompiledStats(arguments, 0.0, needed - arguments, {}, seconds, error=message)
+    # Memory by the compiler's analysis; work by the text of the program.
     memory = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
     if not memory.host_argument_size_in_bytes:  # a CPU counts them as the device's

@@ -64,11 +64,11 @@ class ExpertGather:
 def expert_gather(
     config: TrainConfig, model: TransformerConfig, sizes: Mapping[str, int], chip: Chip | None
 ) -> ExpertGather | None:
-    """Return the numbers of a model whose experts are gathered; None = there are none, or none are gathered.
+    """Return the numbers of a model whose experts are gathered; None if no experts are gathered.
 
-    All weights of the layers are sharded over fsdp, sequence and expert and gathered, but experts over
-    expert, which divides them. What tensor parallelism divides, it divides on both sides. What the GPUs of a
-    host gather from other hosts enters it once, through all of its adapters, and goes on over NVLink.
+    All weights of the layers are sharded over fsdp, sequence and expert, and gathered, except that experts
+    stay divided over expert. Tensor parallelism divides both sides equally. Weights that the GPUs of a host
+    gather from other hosts arrive once, through all of its adapters, and are distributed over NVLink.
 
     Args:
         sizes: mesh axis -> size. chip: None = unknown.
@@ -94,7 +94,7 @@ def expert_gather(
 def tile_trips(
     model: TransformerConfig, mesh: Mesh, rules: Rules, dtype: DTypeLike, tokens: float
 ) -> dict[str, float]:
-    """Return TILES -> tiles of an expert at an even load, where the mesh's devices have no grouped kernel.
+    """Return TILES -> tiles of an expert at a balanced load, if the mesh's devices have no grouped kernel.
 
     Args:
         tokens: of all devices, in a call of the program.

@@ -1,13 +1,13 @@
-"""Floors of a phase: the least work of one device that its arithmetic and its sharding need.
+"""Floors of a phase: the minimum work of one device by its arithmetic and its sharding.
 
-- FLOPs: those of the model once, forward, and twice that backward. Recomputation is not part of it.
+- FLOPs: the model's FLOPs once forward, and twice that number backward, without recomputation.
 - Device memory: each matrix product reads its input and writes its output once, attention reads queries, keys
   and values and writes its output; everything else is fused into them. Weights are read once a pass, in the
   type of the products, and their gradient is written once. Logits are never in memory.
-- Links: weights of the layers are gathered once a pass, those of embedding and head once a call, and
-  gradients scattered once. Tensor parallelism gathers and scatters tokens before and after attention and MLP
-  (arXiv 2205.05198), context parallelism sends keys and values around the ring or heads all to all, and
-  experts get a token once a device that it chooses, and return it.
+- Links: weights of the layers are gathered once per pass, embedding and head once per call, and gradients
+  scattered once. Tensor parallelism gathers and scatters tokens before and after attention and MLP (arXiv
+  2205.05198), context parallelism sends keys and values around the ring or heads all to all, and experts get
+  a token once a device that it chooses, and return it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def training_floor(
 
 
 def rollout_rows(calls: Mapping[str, Program], longest: int) -> dict[str, Rows]:
-    """Return program of the native engine -> what it computes.
+    """Return program of the native engine -> the rows that it computes.
 
     Args:
         calls: `NativeEngine.largest_calls`.
@@ -140,7 +140,7 @@ def rollout_floors(
 def kernel_flops(
     c: TransformerConfig, mesh: Mesh, rows: Rows, trained: bool = False, remat: str = "none"
 ) -> dict[str, float]:
-    """Return scope of a kernel in the model -> FLOPs of all its runs on one device, where it is a kernel.
+    """Return scope of a kernel in the model -> FLOPs of all its runs on one device, if it is a kernel.
 
     Attention is two products forward, and backward seven: each of two kernels computes the scores again.
     Of log-probs the kernel backward computes the logits again; the two products that follow are XLA's.
@@ -217,7 +217,7 @@ def _gathers(held: Sizes, stored: Sizes, passes: int) -> float:
 
 
 def _local_tokens(mesh: Mesh, rows: Rows) -> float:
-    """Return the tokens of a replica's part of the rows; those that share it by tensor have the same."""
+    """Return the tokens of a replica's part of the rows; tensor parallelism does not divide it."""
     return rows.tokens / (num_shards("batch", mesh.shape) * num_shards("sequence", mesh.shape))
 
 

@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
 
     @property
     def arrays(self) -> list[Array]:
-        """The arrays of its result, those of a tuple in order."""
+        """The arrays of the result; a tuple's arrays in order."""
         return arrays_of(self.shape)
 
     @property
@@ -118,7 +118,7 @@ class Execution(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """True where its result is no array of its own in memory."""
+        """True if its result is not a separate array in memory."""
         return self.caller is not None and self.caller.op not in RUN_IN_PLACE
 
 
@@ -192,7 +192,7 @@ def _trip_count(line: Instruction, module: Module, hints: Hints) -> float:
 
 
 def _step(line: Instruction, module: Module, counter: Instruction | None) -> float:
-    """Return what an iteration adds to the counter of a loop: 2 where the compiler has unrolled it once."""
+    """Return the step of a loop's counter: 2 if the compiler has unrolled the loop once."""
     index = re.search(r"index=(\d+)", counter.rest) if counter else None
     body = module.computations[called_computations(line, module)[0]]
     root = next((i for i in body.values() if i.is_root and i.op == "tuple"), None)

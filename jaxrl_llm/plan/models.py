@@ -147,7 +147,7 @@ class AbstractModels:
         """Return the architecture of a local folder's model, or of one in `plan.models`.
 
         Raises:
-            UnknownModelError: there is neither such a folder nor such a preset.
+            UnknownModelError: neither a folder nor a preset has this name.
         """
         folder = expand_home(path)
         if folder.is_dir():

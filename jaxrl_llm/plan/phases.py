@@ -69,7 +69,7 @@ def phases(config: TrainConfig, meshes: Mapping[str, Mesh]) -> list[Phase]:
     Args:
         meshes: `make_meshes`.
 
-    Numbers of calls and FLOPs are those of a step whose prompts and responses all have their full length.
+    Numbers of calls and FLOPs assume prompts and responses of full length.
 
     Raises:
         UserError: the recipe cannot run on these meshes, with the fix.
@@ -112,6 +112,7 @@ def _rollout(
     mesh, rollout = meshes[ROLLOUT_ENGINE], config.rollout
     engine = NativeEngine(rollout, model, mesh, routes=config.routing.replay == "rollout")
     calls, response = _rollout_calls(config, engine, params), config.max_response_tokens
+    # Memory: the cache, copies of the weights, prompts.
     weights, cache, state, *_, last = calls["decode"].args
     slots, width = len(state.tokens), calls["prefill"].args[1].shape
     paged = "write_pages" in calls
@@ -123,6 +124,7 @@ def _rollout(
     kept = calls["read_kept"].args[1] if "read_kept" in calls else None
     holding = lambda *caches: with_weights | {"KV cache": [*caches, prompts, kept]}
     full = holding(cache)
+    # Calls of each program in a step.
     prompts_drawn = config.prompts_per_step * algos.requirements(config.algo).draws
     samples = prompts_drawn * config.responses_per_prompt
     rounds, prefills = math.ceil(samples / slots), math.ceil(prompts_drawn / width[0])
@@ -138,6 +140,7 @@ def _rollout(
         args = calls[program], resident, count, work, on, unit
         return Phase(f"rollout: {name}", *args, floor=floors[program], hints=hints)
 
+    # The phases, in order.
     sender = meshes[POLICY] if engine.transfer.is_needed(params) else mesh
     yield phase("publish", "publish", base, 1, on=sender)
     yield phase("prefill", "prefill", full, prefills)
@@ -196,7 +199,7 @@ def _update(
     results = grads if per_minibatch == 1 else None  # otherwise they replace an argument
     accumulate, times = calls["accumulate"], times * config.ppo_epochs
     size, state = bytes_per_device(grads), bytes_per_device(calls["apply"].args[0])
-    added = 2 * size if results is None else size  # not read where there is nothing to add to
+    added = 2 * size if results is None else size  # not read by the first addition
     floor = training_floor(learner.model, mesh, config.model.dtype, counted, added)
     kernels = kernel_flops(learner.model, mesh, counted, trained=True, remat=remat)
     hints = _hints(config, learner.scorer, learner.model, rows, kernels)

@@ -36,7 +36,7 @@ MEMORY_KINDS = (
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """A phase on one device. Bytes, FLOPs and seconds are those of one call."""
+    """A phase on one device. Bytes, FLOPs and seconds are per call."""
 
     name: str
     memory: dict[str, float]  # kind -> bytes, of MEMORY_KINDS and "activations"; the sum is the peak
@@ -46,8 +46,8 @@ class PhaseCost:
     collectives: dict[str, Any]  # kind of collective -> count and bytes sent
     roofline: dict[str, float]  # least seconds of a call for compute, memory and interconnect; {} = unknown
     compile_seconds: float
-    error: str  # of the compiler, where the program alone is too large
-    host: float = 0.0  # bytes in the memory of the host, for each device: what is offloaded
+    error: str  # of the compiler, if the program alone is too large
+    host: float = 0.0  # offloaded bytes in the memory of the host, for each device
     devices: str = ""  # of each process, on which it needs the most; "" = all are alike
     compiled: dict[str, float] = field(default_factory=dict)  # `ProgramWork` of the compiled program
     floor: dict[str, float] = field(default_factory=dict)  # `ProgramWork` that is needed (`plan.floors`)
@@ -78,7 +78,7 @@ class Plan:
     versions: dict[str, str]
     kernels: str = ""  # implementations of attention and log-probs, and the reason
     meshes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Role -> devices and mesh, of the policy and those that have others; {} where all have the policy's."""
+    """Role -> devices and mesh, of the policy and of models with others; {} if all share the policy's."""
     experts: ExpertGather | None = None  # of the policy; None = a dense model, or nothing is gathered
     selected: str = ""  # filter of the phases that were compiled, such as "update"; "" = all
     advice: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Roofline of a step; 0 where the chip is not known."""
+        """Roofline of a step; 0 if the chip is unknown."""
         return sum(phase.step_seconds for phase in self.phases)
 
     def to_json(self) -> dict[str, Any]:
@@ -136,9 +136,10 @@ def make_plan(
     selected = [p for p in step if not only or any(word.strip() in p.name for word in only.split(","))]
     if not selected:
         names = ", ".join(phase.name for phase in step)
-        raise UserError(f"--only {only}: no phase of this recipe has such a name; there are {names}.")
+        raise UserError(f"--only {only}: no phase of this recipe has such a name; known are {names}.")
     if warning := turing_warning(config.dtypes, mesh):
         log(warning)
+    # Compile each phase and take its numbers.
     costs = []
     for phase in selected:
         log(f"compiling {phase.name}")
@@ -165,7 +166,7 @@ def make_plan(
 
 
 def device_groups(meshes: Mapping[str, Mesh]) -> list[list[Any]]:
-    """Return the devices in groups, those of one group being in the same meshes."""
+    """Group the devices by the meshes that contain them."""
     groups: dict[tuple[bool, ...], list[Any]] = {}
     for device in dict.fromkeys(device for mesh in meshes.values() for device in mesh.devices.flat):
         groups.setdefault(tuple(device in mesh.devices for mesh in meshes.values()), []).append(device)
@@ -185,12 +186,14 @@ def phase_cost(
         kept = {kind: phase.resident.get(kind, []) for kind in MEMORY_KINDS}
         return {kind: float(bytes_per_device(tree, memory, devices)) for kind, tree in kept.items()}
 
+    # The fullest group of devices decides.
     used = [group for group in groups if group[0] in phase.mesh.devices]
     fullest = max(used, key=lambda group: sum(resident(group).values()))
     memory, host = resident(fullest), stats.host + sum(resident(fullest, HOST).values())
     padding = max(stats.arguments - bytes_per_device(phase.program.args), 0.0)
     outputs = max(stats.outputs - bytes_per_device(phase.results), 0.0)
     memory["activations"] = stats.temporary + outputs + padding
+    # The roofline of a known chip.
     flops, roofline = phase.flops / phase.mesh.size, {}
     if target.chip:
         sent = sum(collective.bytes for collective in stats.collectives.values())

@@ -104,7 +104,7 @@ def floor_table(plan: Plan) -> Table:
 
 
 def synchronous_lines(plan: Plan) -> list[str]:
-    """Return lines on the collectives in loops that the devices wait for, those of a MiB or more."""
+    """Return lines on collectives in loops that the devices wait for, if they have a MiB or more."""
     return [
         f"Synchronous in {phase.name}: {one['kind']}, {format_bytes(one['bytes'])} ({one['count']:.0f}), of "
         f"{one['source'] or 'no operation of JAX'}"
@@ -125,7 +125,7 @@ def verdict(plan: Plan) -> list[str]:
     """Return lines that state whether the plan fits, and the advice."""
     peak, memory = plan.peak, f"of the {format_bytes(plan.memory)} that a run may use"
     host = max(phase.host for phase in plan.phases)
-    lines = [f"Host memory: {format_bytes(host)} for each device, of what is offloaded."] if host else []
+    lines = [f"Host memory: {format_bytes(host)} for each device, offloaded."] if host else []
     lines += [
         f"Devices {name}: at most {format_bytes(cost.peak)}, in {cost.name}."
         for name, cost in peaks(plan).items()
@@ -140,7 +140,7 @@ def verdict(plan: Plan) -> list[str]:
 
 
 def peaks(plan: Plan) -> dict[str, PhaseCost]:
-    """Return the phase with the highest peak of each group of devices; {} where all devices are alike."""
+    """Return the phase with the highest peak of each group of devices; {} if all devices are alike."""
     by_group: dict[str, PhaseCost] = {}
     for phase in plan.phases:
         if phase.devices and phase.peak > getattr(by_group.get(phase.devices), "peak", 0.0):
@@ -257,7 +257,7 @@ def _linear_fraction(config: TrainConfig) -> float:
 
 
 def _compressed(config: TrainConfig) -> float:
-    """Return the bytes of the optimizer state with 8-bit moments, as a fraction of those it has."""
+    """Return the bytes of the optimizer state with 8-bit moments, as a fraction of the present bytes."""
     optim = config.optim
     if optim.name in ("adafactor", "adafactor_unscaled", "adagrad") or optim.moments == "int8":
         return 1.0

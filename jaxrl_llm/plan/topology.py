@@ -44,6 +44,7 @@ def parse_topology(name: str) -> Topology:
     """
     if name == "cpu":
         return Topology(name, "cpu", "cpu", ())
+    # GPUs: one host of up to 8, or several hosts of 8.
     if match := re.fullmatch(rf"({'|'.join(GPUS)})(?:x(\d+))?", name):
         count = int(match[2] or 1)
         if not count or (count > GPUS_PER_HOST and count % GPUS_PER_HOST):
@@ -56,6 +57,7 @@ def parse_topology(name: str) -> Topology:
     if not match:
         problem = f"{name}: unknown" if name else "is missing"
         raise ConfigError(f"--topology {problem}. Known: {KNOWN_TOPOLOGIES}.")
+    # TPUs: a slice by its number or by its shape.
     kind = match[1].replace("v5litepod", "v5e")
     dims = CHIPS[kind].torus_dims
     shapes = {math.prod(shape): shape for shape in map(_sizes, SLICES[dims].split())}

@@ -1,7 +1,7 @@
 """Work of a compiled program on one device: FLOPs of its matrix products, bytes in and out of its memory.
 
-Both are read from the text of the program, which does not show what a kernel does inside: its FLOPs are
-hints, its bytes those of operands and results.
+Both are read from the text of the program, which does not show the inside of kernels: their FLOPs are hints,
+their bytes are the operands' and results'.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ NO_WORK = ProgramWork()
 def count_work(module: Module, hints: Hints) -> ProgramWork:
     """Return FLOPs and memory traffic of a program.
 
-    FLOPs are those of matrix products, padding of tiles not counted. Memory traffic is operands and results
-    of every instruction that is not fused into another: of an array that is sliced or updated in place the
-    slice alone, and nothing of arrays in the vector memory of a TPU or in the host's.
+    FLOPs count matrix products, without padding of tiles. Memory traffic counts operands and results of every
+    instruction that is not fused into another: for an array that is sliced or updated in place only the
+    slice, and nothing for arrays in the vector memory of a TPU or in host memory.
     """
     flops = memory = cache = 0.0
     kernels = set()
@@ -72,7 +72,7 @@ def count_work(module: Module, hints: Hints) -> ProgramWork:
         flops += execution.times * _product(line, computation)
         is_kernel = KERNEL.search(line.rest) is not None
         kernels.update(name for name in hints.kernels if is_kernel and name in line.source)
-        if execution.is_fused:  # a kernel too, where CUDA's compiler has fused the slices that it reads
+        if execution.is_fused:  # also kernels, if CUDA's compiler has fused the slices that they read
             continue
         moved = _moved(line, module, computation)
         if is_kernel and hints.reads_cache and ATTENTION in line.source:
@@ -104,9 +104,10 @@ def _product(line: Instruction, computation: Computation) -> float:
 
 
 def _convolution(line: Instruction, computation: Computation) -> float:
-    """Return the FLOPs of a convolution, which is what a TPU makes of a matrix product.
+    """Return the FLOPs of a convolution, the form of a matrix product on TPU.
 
-    Batch dims and heads become spatial dims, of whose window most positions are padding: those count nothing.
+    Batch dims and heads become spatial dims. Most positions of their window are padding, which does not
+    count.
     """
     inputs, kernel = (arrays[0] for arrays in operand_arrays(line, computation))
     of_input, of_kernel, of_output = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.rest).groups()
@@ -161,7 +162,7 @@ def _moved_by_fusion(line: Instruction, operands: list[list[Array]], module: Mod
 
 
 def _moved_by_call(line: Instruction, operands: list[list[Array]]) -> float:
-    """Return the bytes of operands and results of a kernel, without those that it updates in place."""
+    """Return the bytes of operands and results of a kernel, without arrays that it updates in place."""
     results = line.arrays
     if GEMM in line.rest:
         results = results[:1]  # the second is a workspace
@@ -175,7 +176,7 @@ def _moved_by_call(line: Instruction, operands: list[list[Array]]) -> float:
 
 
 def _read(name: str, fused: Computation, module: Module) -> float:
-    """Return the bytes that a fusion reads of a value: its slices alone where these are all that it uses."""
+    """Return the bytes that a fusion reads of a value: only slices, if it uses nothing else."""
     total = 0.0
     for line in fused.values():
         for i in [i for i, operand in enumerate(line.operands) if operand == name]:

@@ -36,7 +36,7 @@ class LogConfig:
     swanlab: str = ""
     """SwanLab project, or WORKSPACE/PROJECT; "" = off (needs the extra "swanlab")."""
     name: str = ""
-    """Name of the logger's run; "" = WANDB_NAME or SWANLAB_EXP_NAME, else that of the run directory."""
+    """Name of the logger's run; "" = WANDB_NAME or SWANLAB_EXP_NAME, else the name of the run directory."""
     group: str = ""
     """Group of the run; in mlflow the tag "group"."""
     tags: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ def profiled_steps(text: str) -> range:
     """Return the steps of "3:5" (3, 4 and 5, as they are numbered in metrics.jsonl) or "3"; "" = none.
 
     Raises:
-        ValueError: says what is wrong, as in "--profile is '5:3': it ...".
+        ValueError: the message has the problem, as in "--profile is '5:3': it ...".
     """
     if not text:
         return range(0)

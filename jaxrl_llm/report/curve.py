@@ -24,10 +24,9 @@ HELD_OUT = {
 def draw_curve(run_dir: Path) -> Path | None:
     """Draw run_dir/curve.png from metrics.jsonl.
 
-    Training accuracy and reward (the loss, where there is no reward), held-out accuracy or win rate, and
-    held-out reward (or loss); the SFT warm-up is shaded. A note names a run without held-out evaluation.
-
-    Returns: the path of the picture, or None where there are no points.
+    Draws training accuracy and reward (or the loss, without a reward), held-out accuracy or win rate, and
+    held-out reward (or loss); the SFT warm-up is shaded. A note marks a run without held-out evaluation.
+    Returns: the path of the picture, or None without points.
     """
     from matplotlib.figure import Figure  # half a second to import
 
@@ -36,11 +35,13 @@ def draw_curve(run_dir: Path) -> Path | None:
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     _style(axes)
+    # The series that the run has.
     accuracy, reward, loss = series(train, "accuracy"), series(train, "reward/mean"), series(rows, "loss")
     held_out, label = max(
         ((series(rows, key), label) for key, label in HELD_OUT.items()), key=lambda x: len(x[0])
     )
     held_out_reward, held_out_loss = series(rows, "eval/reward"), series(rows, "eval/loss")
+    # Training values as lines, held-out values as points.
     if len(accuracy):
         _line(axes, accuracy, BLUE, "training accuracy")
     if len(reward) and not _equal(reward, accuracy):
@@ -57,6 +58,7 @@ def draw_curve(run_dir: Path) -> Path | None:
         return None
     if not len(held_out) + len(held_out_reward) + len(held_out_loss):
         axes.set_title("no held-out evaluation", loc="right", fontsize=9, color=GREY)
+    # The SFT warm-up, cut if it is long.
     warm_up = [row["step"] for row in rows if row.get("kind") == "warm_start"]
     first, last = max(rows[0]["step"] - 1, 0), rows[-1]["step"] + 1
     if warm_up and max(warm_up) < last - 1:  # a long SFT warm-up is cut, to a third of the run's width
@@ -142,7 +144,7 @@ def _points(axes: Axes, points: np.ndarray, color: str, label: str, form: str) -
 
 
 def _loss(axes: Axes, points: np.ndarray, held_out: np.ndarray, second_axis: bool) -> None:
-    """Draw the loss and the held-out loss, on a second axis where the first is that of accuracy."""
+    """Draw the loss and the held-out loss, on a second axis if the first shows accuracy."""
     if second_axis:
         axes.set_ylabel("accuracy")
         axes = axes.twinx()

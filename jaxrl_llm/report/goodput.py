@@ -86,7 +86,7 @@ class PhaseClock:
             jax.monitoring.unregister_event_time_span_listener(self._on_span)
 
     def _on_span(self, event: str, start: float, end: float, **_: Any) -> None:
-        """Collect a span of compilation, in place of the shorter ones inside it."""
+        """Collect a span of compilation; it replaces shorter spans inside it."""
         if event.startswith(COMPILE_EVENTS) and threading.get_ident() == self._thread:
             self._compiling = [span for span in self._compiling if span[0] < start] + [(start, end)]
 
@@ -105,10 +105,10 @@ class Goodput:
         self._written = -WRITE_INTERVAL
 
     def resume(self, step: int, row: Mapping[str, Any]) -> None:
-        """Continue what earlier starts have counted.
+        """Continue the counts of earlier starts.
 
         Args:
-            step: of the checkpoint that the run continues from; below 1 = the run starts anew.
+            step: of the checkpoint that the run continues from; below 1 = a new run.
             row: that step's line of metrics.jsonl, {} = none.
         """
         if step < 1 or not self.path.exists():
@@ -138,7 +138,7 @@ class Goodput:
         return metrics | {"goodput/productive": productive, "goodput/wall_seconds": wall}
 
     def write(self, now: bool = False) -> None:
-        """Write the file, unless that was done less than WRITE_INTERVAL ago."""
+        """Write the file, unless it was written less than WRITE_INTERVAL ago."""
         if now or time.perf_counter() - self._written >= WRITE_INTERVAL:
             wall = sum(self.seconds.values()) + sum(self.unfinished.values())
             saved = {"step": self.step, "wall_seconds": wall, "seconds": dict(self.seconds)}
@@ -161,7 +161,7 @@ def startup_line(seconds: Mapping[str, float]) -> str:
 
 
 def _seconds_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds by phase from the metrics of a step, {} = it has none."""
+    """Return the seconds by phase from the metrics of a step, or {}."""
     wall = row.get("goodput/wall_seconds") or 0.0
     shares = {key.removeprefix("goodput/"): x for key, x in row.items() if key.startswith("goodput/")}
     return {name: x * wall for name, x in shares.items() if name not in ("productive", "wall_seconds")}

@@ -20,7 +20,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def scan_rows(path: Path) -> tuple[list[Row], list[int]]:
-    """Return the rows, and the numbers of the lines, from 1, that are none."""
+    """Return the rows, and the numbers (from 1) of the lines that are not rows."""
     rows: list[Row] = []
     damaged = []
     for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], 1):
@@ -45,7 +45,7 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Delete the lines of steps after `step`, and those that were cut short."""
+    """Delete the lines of steps after `step`, and partial lines."""
     if path.exists():
         replace_rows(path, [row for row in read_rows(path) if row["step"] <= step])
 

@@ -55,14 +55,14 @@ class RunLog:
             log.step(step, metrics, tokens=n)  # before the step's checkpoint: a resumed run keeps the line
         log.finish(next_command="...")  # log.close() in any case
 
-    On resume, lines after `resume_step` (-1: all) are dropped: the files of a resumed run equal those of an
-    uninterrupted one (but for times). Loggers get every step once, also those that an earlier start could not
-    send.
+    On resume, lines after `resume_step` (-1: all) are dropped, so that a resumed run has the same files as an
+    uninterrupted one (except times). Loggers get every step once, including steps that an earlier start could
+    not send.
 
     Args:
         devices: of the run, for perf/...; () = none.
         profile: steps to profile, numbered from 1.
-        clock: of the start-up, whose times are printed with the first step; None = there was none.
+        clock: of the start-up, whose times are printed with the first step; None = no clock.
     """
 
     def __init__(
@@ -84,12 +84,14 @@ class RunLog:
         self.progress = Progress(
             config.progress if self.is_writer else "none", total_steps, max(resume_step, 0)
         )
+        # Times start with the command, not with the log.
         self.step_started = time.perf_counter()
         self.clock, self.goodput = clock or PhaseClock(), Goodput(self.run_dir)
         self.startup = clock and Counter(clock.take())  # seconds by phase; None = after the first step
         self.started = self.step_started - sum((self.startup or {}).values())  # with the command
         self.times: Counter[str] = Counter()  # of the step
         self.profiler = Profiler(self.run_dir / "profile", profile, self.message, self.clock.phase)
+        # Files of an earlier start are cut to the restored step.
         self.inode, self.described = 0, "{}"
         self._try("run directory", lambda: self.run_dir.mkdir(parents=True, exist_ok=True))
         self.inode = inode(self.run_dir)
@@ -219,7 +221,7 @@ class RunLog:
         self._try("summary", lambda: self.message(summary(self.run_dir)))
         if stopped:
             saved = any((self.run_dir / "checkpoints").glob("[0-9]*"))
-            what = "continues from the last checkpoint" if saved else "begins anew: there is no checkpoint"
+            what = "continues from the last checkpoint" if saved else "starts over: no checkpoint was saved"
             self.message(f"The same command again {what}.")
         if next_command:
             self.message(f"\nnext:  {next_command}")
@@ -249,14 +251,14 @@ class RunLog:
         replace_text(self.run_dir / "config.json", self.described, sync=False)
 
     def _replace_lost(self) -> None:
-        """Warn of a run directory that was deleted or moved under the run, and make it anew."""
+        """Warn if the run directory was deleted or moved during the run, and create it again."""
         if not self.inode or self.inode == inode(self.run_dir):
             return
         self.inode = 0
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._write_config()
-            self.inode, then = inode(self.run_dir), "what follows is written to a new one"
+            self.inode, then = inode(self.run_dir), "further output is written to a new one"
         except OSError as error:
             then = f"nothing more can be written ({error.strerror})"
             self.warned |= {*OUTPUTS.values(), "config.json", GOODPUT_FILE, loggers.RUNS_FILE, "tensorboard"}
@@ -284,7 +286,7 @@ class RunLog:
         self._try(loggers.RUNS_FILE, self.runs.write)
 
     def _send_missing(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Send the steps of earlier starts that loggers lack: new ones, or those that a kill left behind."""
+        """Send the steps of earlier starts that loggers lack: to new loggers, or after a kill."""
         if all(self.runs.has(name, row["step"]) for name in self.loggers for row in rows[-1:]):
             return
         samples: dict[int, list[dict[str, Any]]] = {}
@@ -327,13 +329,13 @@ def performance(
     """Return perf/per_device_tokens_per_sec, perf/per_device_tflops_per_sec and perf/mfu of a step.
 
     Model FLOPs utilization is model FLOPs / (seconds x peak FLOP/s of all devices), arXiv 2204.02311,
-    appendix B. The seconds are those of a step without UNMEASURED.
+    appendix B. The seconds of a step exclude the phases UNMEASURED.
 
     Args:
         times: seconds by phase.
         model_flops: 0 = not known.
 
-    Returns: what is known; no MFU where the peak of the devices is not, as on a CPU.
+    Returns: the known metrics; no MFU if the devices' peak is unknown, as on a CPU.
     """
     seconds = sum(x for name, x in times.items() if name not in UNMEASURED)
     device_seconds = len(devices) * seconds
@@ -364,7 +366,7 @@ def sample_rows(
         prompts: `data.chat.prompt_row` of each trajectory: "prompt" and, of a chat, "messages".
 
     Returns: the prompt's row with "response" (text), "turns" (messages of a conversation), "reward",
-        "outcome", "finish" and "response_tokens"; "opens_thought" where the prompt opens the thought that the
+        "outcome", "finish" and "response_tokens"; "opens_thought" if the prompt opens the thought that the
         response begins in.
     """
     return [

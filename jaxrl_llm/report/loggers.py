@@ -41,7 +41,7 @@ SAMPLE_COLUMNS = (
     "finish",
     "response_tokens",
 )
-"""Columns of the tables of samples, in which eval, data_source, score and win are those of evaluations;
+"""Columns of the tables of samples; eval, data_source, score and win are set for evaluations only.
 samples.jsonl has all fields."""
 MAX_PARAM_LENGTH = 6000  # of a value, mlflow.utils.validation
 MAX_PARAMS = 100  # of a request, there too
@@ -52,7 +52,7 @@ does, where the text "007" is a number."""
 
 
 class Logger(Protocol):
-    """A logger of one run, opened with the settings, the run directory and what an earlier start left."""
+    """A logger of one run, opened with the settings, the run directory and the state of an earlier start."""
 
     id: str
     """Identifies the logger's run, so that a later start continues it; "" = the run directory does."""
@@ -70,7 +70,7 @@ class Logger(Protocol):
 
 
 class LoggerRuns:
-    """RUN/loggers.json: id and last step of each logger's run; nothing where training starts anew."""
+    """RUN/loggers.json: id and last step of each logger's run; empty for a new run."""
 
     def __init__(self, run_dir: Path, resume_step: int):
         self.path = run_dir / RUNS_FILE
@@ -83,7 +83,7 @@ class LoggerRuns:
         return self.runs.get(name, {}).get("id", "")
 
     def opened(self, name: str, logger: Logger) -> None:
-        """Note the id of a run; its last step is the one that the service has, where that is known."""
+        """Record the id of a run; its last step is the service's, if known."""
         known = self.runs.get(name, {}).get("step", -1) if self.id(name) == logger.id else -1
         step = known if logger.last_step is None else logger.last_step
         self.runs[name] = {"id": logger.id, "step": step}
@@ -118,8 +118,8 @@ def _hidden(package: str) -> Iterator[None]:
 class Tensorboard:
     """Event files in run_dir/tensorboard; events after the restored step are hidden on resume.
 
-    They are written in the calling thread: that of tensorboardX's `SummaryWriter` ends when the disk is full,
-    and its queue then blocks the run for ever.
+    Events are written in the calling thread: the thread of tensorboardX's `SummaryWriter` ends when the disk
+    is full, and its queue then blocks the run forever.
     """
 
     id = ""

@@ -87,7 +87,7 @@ class NotebookPanel:
 
 
 def _number(row: Mapping[str, Any], name: str) -> str:
-    """Return a metric as text, "" where the row has none."""
+    """Return a metric as text, or ""."""
     value = row.get(name)
     return f"{value:.4g}" if isinstance(value, int | float) else ""
 
@@ -124,7 +124,7 @@ class Progress:
     """Steps done, phase, tokens per second, remaining time and the last metrics.
 
     Args:
-        kind: "rich" redraws one panel, "plain" prints a line per step (files, pipes), "auto" is rich where
+        kind: "rich" redraws one panel, "plain" prints a line per step (files, pipes), "auto" is rich if
             stdout is a terminal and a `NotebookPanel` in a notebook, "none" prints only messages.
         total: steps of the run.
         done: steps of the checkpoint that the run continues from.
@@ -214,21 +214,21 @@ class Progress:
 class RemainingTime:
     """Estimate of the time to the end of a run.
 
-    A step is the median of the last steps, without what is not in every step: evaluations and checkpoints
-    count by their average over the steps of this start; compilation and start-up do not count. In the SFT
-    warm-up the end is its own, for the steps after it are longer, and how long is not known yet.
+    A step takes the median time of the last steps. Evaluations and checkpoints are not in every step and
+    count by their average over the steps of this start; compilation and start-up do not count. During the SFT
+    warm-up, the estimate is for its end, since later steps are longer by an unknown factor.
 
     Args:
         total: steps of the run.
     """
 
     def __init__(self, total: int):
-        self.total, self.warm_up = total, 0  # steps; those of the warm-up come first
+        self.total, self.warm_up = total, 0  # steps; the warm-up's steps come first
         self.recent, self.kind = deque(maxlen=WINDOW), ""
         self.steps, self.occasional = 0, 0.0
 
     def after(self, step: int, row: Mapping[str, Any]) -> float | None:
-        """Return the seconds left after a step, of the SFT warm-up in it; None = not known."""
+        """Return the seconds left after a step, during the SFT warm-up until its end; None = unknown."""
         kind = row.get("kind", "train")
         if kind != self.kind:
             self.recent.clear()
@@ -251,14 +251,14 @@ def on_terminal() -> bool:
 
 
 def format_metrics(row: Mapping[str, Any], separator: str) -> str:
-    """Return the main metrics in a row as text, and `nonfinite`, of skipped updates, where there are any."""
+    """Return the main metrics in a row as text, and `nonfinite` if updates were skipped."""
     keys = (*PROGRESS_METRICS, "nonfinite") if row.get("nonfinite") else PROGRESS_METRICS
     pairs = ((key, row.get(key)) for key in keys)
     return separator.join(f"{key} {value:.4g}" for key, value in pairs if isinstance(value, int | float))
 
 
 def format_evaluation(row: Mapping[str, Any]) -> str:
-    """Return the held-out metrics in a row as text: "pass@1 0.5  maj@4 0.6"; "" where there are none."""
+    """Return the held-out metrics in a row as text: "pass@1 0.5 maj@4 0.6"; "" without such metrics."""
     pairs = [(key.removeprefix("eval/"), value) for key, value in row.items() if key.startswith("eval/")]
     pairs = [(key, value) for key, value in pairs if isinstance(value, int | float)]
     pairs.sort(key=lambda pair: not pair[0].startswith(RESULTS))

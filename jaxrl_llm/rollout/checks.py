@@ -43,7 +43,8 @@ def check_sampling(sampling: SamplingConfig, model: TransformerConfig, tokenizer
 
 
 def token_problems(sampling: SamplingConfig, model: TransformerConfig) -> Iterator[str]:
-    """Yield what is wrong with token ids that end responses of this model, from the name of the field on."""
+    """Yield the problems of token ids that end responses of this model, each starting with the field's
+    name."""
     for token in sampling.stop_tokens:
         if token >= model.vocab_size:
             yield (
@@ -83,6 +84,6 @@ def dynamic_rope_hint(scaling: str) -> str:
     if scaling != "dynamic":
         return "."
     return (
-        '. "dynamic" RoPE would go on, but rotates all keys anew with every token, and cached keys stay: '
+        '. "dynamic" RoPE would go on, but rotates all keys again with every token, and cached keys stay: '
         'for longer text set rope scaling to "yarn" in the config.json of the model.'
     )

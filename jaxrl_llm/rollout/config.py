@@ -53,13 +53,13 @@ class SamplingConfig:
         """Return the token ids that end a response, once each: none with `ignore_eos`.
 
         Args:
-            eos_ids: those of the model and its tokenizer.
+            eos_ids: end tokens of the model and its tokenizer.
         """
         return () if self.ignore_eos else tuple(dict.fromkeys((*eos_ids, *self.stop_tokens)))
 
     @property
     def num_kept(self) -> int:
-        """Return the most tokens of a kept set; 0 = there are none."""
+        """Return the maximum size of a kept set; 0 = no kept sets."""
         return self.top_k if self.kept_sets else 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -111,7 +111,7 @@ class RolloutConfig(PlacementConfig):
     needs the native engine."""
     cache: Literal["auto", "ring", "paged"] = "auto"
     """KV cache: for every slot a ring buffer as long as the longest sequence; or pages, allocated as
-    sequences grow, those of a prompt shared by its responses. auto = paged where a kernel reads pages (TPU,
+    sequences grow, with a prompt's pages shared by its responses. auto = paged if a kernel reads pages (TPU,
     Hopper), else ring, which plain JAX reads faster, with pages for conversations between turns."""
     cache_dtype: Literal["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"] | None = None
     """Type of cached keys and values; None = dtype. 8-bit types (one scale per token and head) need the paged
@@ -119,20 +119,20 @@ class RolloutConfig(PlacementConfig):
     page: Annotated[int, Range(1, 65536, usual="128 is usual")] = 128
     """Tokens per page of the paged cache."""
     pages: Count | None = None
-    """Pages on each device; None = enough for all slots, or what its memory holds. With fewer, responses wait
-    until others have finished; with more, conversations keep theirs while they wait for a slot."""
+    """Pages on each device; None = enough for all slots, or as many as fit. With fewer, responses wait until
+    others have finished; with more, conversations keep their pages while they wait for a slot."""
     draft_tokens: Annotated[int, Range(0, 63, usual="7 is usual")] = 0
     """Draft tokens that a slot reads with its last one, in one forward: what followed the same few tokens
     earlier in the text, its group or the last epoch. They make text that repeats itself faster, and never
     change it. 0 = none."""
     draft_slots: Annotated[int, Range(1, 65536, usual="8 is usual")] = 8
-    """Largest number of running sequences that drafts are made for: the tail of long responses, where a
-    forward takes as long for several tokens as for one."""
+    """Largest number of running sequences with drafts: the tail of long responses, when a forward pass takes
+    as long for several tokens as for one."""
     max_staleness: Annotated[int, Range(0, 1000, usual="1 to 4 are usual")] = 0
     """Bounded staleness of asynchronous rollout: largest number of steps by which rollout may run ahead of
     training. The responses of the next steps are generated while the trainer learns: on servers, where they
-    continue under new weights when these arrive, or by the native engine on --rollout.devices, where each has
-    the weights of this many steps before. 0 = synchronous: rollout and training alternate."""
+    continue under new weights when these arrive, or by the native engine on --rollout.devices, with the
+    weights of this many steps before. 0 = synchronous: rollout and training alternate."""
     warm_up: bool = False
     """Compile every shape of every program of rollout, scoring and update before the first step, several at
     a time, instead of at its first use: a slower start (seconds for a small model, minutes for a large one),
@@ -147,21 +147,22 @@ class RolloutConfig(PlacementConfig):
         if self.engine == "sglang" and self.is_own:
             yield (
                 "mesh" if self.mesh else "devices",
-                "is for the native engine: SGLang servers have devices of their own (--sglang.devices, "
+                "is for the native engine: SGLang servers have separate devices (--sglang.devices, "
                 "--sglang.flags). Leave it out, or set --rollout.engine native.",
             )
         if self.engine == "sglang" and self.sampling.kept_sets:
             yield (
                 "sampling.kept_sets",
-                "is for the native engine: SGLang does not report what its filters keep. Set it to False.",
+                "is for the native engine: SGLang does not report tokens kept by filters. Set it to False.",
             )
         if self.cache == "ring" and self.cache_dtype in EIGHT_BITS:
             yield "cache_dtype", f"is {self.cache_dtype}: it needs --rollout.cache paged."
+        # Drafts.
         if self.draft_tokens and self.engine == "sglang":
             yield (
                 "draft_tokens",
                 f"is {self.draft_tokens}: it is for the native engine. Set it to 0; SGLang servers have "
-                'drafts of their own, such as --sglang.flags "--speculative-algorithm NGRAM".',
+                'other drafts, such as --sglang.flags "--speculative-algorithm NGRAM".',
             )
         if self.draft_tokens and self.cache == "ring":
             yield (
@@ -171,6 +172,7 @@ class RolloutConfig(PlacementConfig):
             )
         if self.engine == "sglang" and self.dtype == "float16":
             yield "dtype", "is float16: it needs --rollout.engine native; servers take float32 and bfloat16."
+        # Servers, and devices of asynchronous rollout.
         if self.engine == "native" and (self.servers or self.launch):
             name = "servers" if self.servers else "launch"
             yield name, "is for SGLang servers: add --rollout.engine sglang."
@@ -178,7 +180,7 @@ class RolloutConfig(PlacementConfig):
             yield (
                 "max_staleness",
                 f"is {self.max_staleness}: the native engine generates while the trainer learns only on "
-                "devices of its own. Add them, such as --devices 0:4 --rollout.devices 4:8, or "
+                "separate devices. Add them, such as --devices 0:4 --rollout.devices 4:8, or "
                 "--rollout.engine sglang; or set it to 0.",
             )
         if self.engine == "sglang" and bool(self.servers) == bool(self.launch):
@@ -204,7 +206,7 @@ class SGLangConfig:
     flags: str = ""
     """More flags for them, as on SGLang's own command line: "--tp 2 --mem-fraction-static 0.6"."""
     devices: tuple[str, ...] = ()
-    """CUDA_VISIBLE_DEVICES of each server started here, such as 0,1 2,3; none given = that of the run."""
+    """CUDA_VISIBLE_DEVICES of each server started here, such as 0,1 2,3; none given = the run's."""
     start_timeout: Seconds = 600.0
     """Seconds a server may take until it replies."""
     timeout: Seconds = 600.0
@@ -220,7 +222,7 @@ class SGLangConfig:
     algo.correction, and rollout.dtype bfloat16 for all else."""
     pause: PauseMode = "retract"
     """Responses in flight when weights change: aborted and requested again (abort), back in the server's
-    queue and prefilled anew under the new weights (retract), or continued on keys and values of the old
+    queue and prefilled again under the new weights (retract), or continued on keys and values of the old
     weights (in_place: the shortest pause; needs algo.correction)."""
     bucket_bytes: Annotated[int, Range(1, 2**40, usual="256 MiB is usual")] = 256 * 2**20
     """Bytes of weights that http, group and ipc send at once; a larger tensor goes alone."""

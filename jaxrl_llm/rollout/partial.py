@@ -23,10 +23,10 @@ PER_TOKEN = {"ids": np.int32, "logprobs": np.float32, "versions": np.int32}  # f
 def new_responses(
     requests: Sequence[Request], key: jax.Array, partial: Sequence[PartialResponse] = ()
 ) -> list[PartialResponse]:
-    """Return a response for each (request, response index), in order, with a random key of its own.
+    """Return a response for each (request, response index), in order, each with a separate random key.
 
     Args:
-        partial: responses that these continue, one for each; () = all begin empty.
+        partial: responses to continue, one for each; () = start empty.
     """
     pairs = [(request, g) for request in requests for g in range(request.num_responses)]
     names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
@@ -63,7 +63,7 @@ def trajectory_of(response: PartialResponse, tokenizer: Any, end_ids: Sequence[i
 
 
 def routes_of(response: PartialResponse) -> np.ndarray | None:
-    """Return the routes of all tokens, `unknown_route` after the last known one; None = there are none."""
+    """Return the routes of all tokens, `unknown_route` after the last known one; None without routes."""
     if not response.routes:
         return None
     known = np.stack(response.routes)
@@ -73,7 +73,7 @@ def routes_of(response: PartialResponse) -> np.ndarray | None:
 
 
 def kept_of(response: PartialResponse) -> np.ndarray | None:
-    """Return the kept sets of all tokens of a response, -1 on observations; None = there are none."""
+    """Return the kept sets of all tokens of a response, -1 on observations; None without kept sets."""
     if not response.kept:
         return None
     kept = np.full((len(response.ids), max(map(len, response.kept))), -1, np.int32)

@@ -30,7 +30,7 @@ def stop_end(
     if not holds_stop(len(ids)):
         return None
     ends = range(checked + 1, len(ids) + 1)
-    return ends[bisect.bisect_left(ends, True, key=holds_stop)]  # what a text holds, longer ones hold
+    return ends[bisect.bisect_left(ends, True, key=holds_stop)]  # longer texts contain it too
 
 
 def max_stop_tokens(stops: Sequence[str]) -> int:
@@ -93,7 +93,7 @@ def append_reply(response: PartialResponse, reply: Reply) -> bool:
 
 
 def _reply_problem(reply: Any, vocab_size: int) -> str:
-    """Return what is wrong with a reply; "" if nothing is."""
+    """Return the problem with a reply, or ""."""
     if not isinstance(reply, Reply) or not isinstance(reply.episode, Episode):
         return f"the reply is {type(reply).__name__}, not a Reply with an Episode"
     if not isinstance(reply.done, bool):
@@ -101,7 +101,7 @@ def _reply_problem(reply: Any, vocab_size: int) -> str:
     if reply.done:
         return ""
     if not isinstance(reply.ids, list) or not all(isinstance(i, numbers.Integral) for i in reply.ids):
-        return f"the reply's ids are no list of integers: {reply.ids!r:.100}"
+        return f"the reply's ids are not a list of integers: {reply.ids!r:.100}"
     wrong = next((i for i in reply.ids if not 0 <= i < vocab_size), None)
     return "" if wrong is None else f"the reply's token id {wrong} is outside the vocabulary of {vocab_size}"
 

@@ -314,10 +314,10 @@ def test_every_prompt_of_the_run_shows_the_tools(tmp_path):
     [
         (
             EnvConfig(name="chess"),
-            "--env.name chess: unknown. There is guess; yours is the path",
+            "--env.name chess: unknown. Built in is guess; yours is the path",
         ),
         (EnvConfig(name="nowhere.py"), "--env.name: there is no file .*nowhere.py"),
-        (EnvConfig(tools=("abacus",)), "--env.tools abacus: unknown; there are calculator"),
+        (EnvConfig(tools=("abacus",)), "--env.tools abacus: unknown; known are calculator"),
         (EnvConfig(tools=("search",)), "--env.tools search: an MCP server now: .* examples/search_server.py"),
         (EnvConfig(tools=("calculator",)), "--env.format auto: the chat template shows no format"),
     ],
@@ -331,7 +331,7 @@ def test_what_does_not_exist_is_named(config, message):
 @pytest.mark.parametrize(
     "field, config, text",
     [
-        ("name", EnvConfig(name="guess", tools=("calculator",)), "is guess, and there are tools"),
+        ("name", EnvConfig(name="guess", tools=("calculator",)), "is guess, and env.tools is set"),
         ("tools", EnvConfig(tools=("calculator", "calculator")), "has calculator twice"),
         ("max_turns", EnvConfig(max_turns=0), "is 0: it must be at least 1 and at most 10000; 8 is usual."),
         ("max_calls", EnvConfig(max_calls=-1), "is -1: it must be at least 1"),

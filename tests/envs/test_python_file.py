@@ -131,7 +131,7 @@ def test_an_exception_ends_the_conversation(talk):
     "source, name, message",
     [
         ("x = 1", "", "no class with a method step, and no function interact or env_step"),
-        ("def reward_fn(messages, answer): ...", "", "for a reward alone there is --reward.name"),
+        ("def reward_fn(messages, answer): ...", "", "for a reward alone set --reward.name"),
         (CLASS + CLASS.replace("class Guess", "class Other"), "", "which of Guess, Other.*py:Guess"),
         ("class Game:\n    def step(self, state, turn): ...", "", "Game has no method reset"),
         (CLASS, ":Chess", "has no function or class Chess; it has .*Guess"),
@@ -178,7 +178,7 @@ def test_reset_is_tried_with_the_first_rows(tmp_path):
     with pytest.raises(UserError, match=r"every row that was tried \(2\): .*mine.py:6: ValueError"):
         check_env(config, ROWS[:2])
     check_env(EnvConfig(name="guess"), ROWS)
-    with pytest.raises(UserError, match="the row's answer 'forty' is no whole number"):
+    with pytest.raises(UserError, match="the row's answer 'forty' is not a whole number"):
         check_env(EnvConfig(name="guess"), ROWS[:2])
     with pytest.raises(UserError, match=r"gues: unknown. Did you mean guess\?"):
         check_env(EnvConfig(name="gues"))

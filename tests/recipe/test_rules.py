@@ -164,7 +164,7 @@ def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
         {"rope_parameters": {"rope_type": "dynamic", **dynamic}},
     ):
         (folder / "config.json").write_text(json.dumps(llama | rope))
-        assert '"dynamic" RoPE would go on, but rotates all keys anew' in refusal(check_config, here)
+        assert '"dynamic" RoPE would go on, but rotates all keys again' in refusal(check_config, here)
     (folder / "config.json").write_text(json.dumps(llama | {"max_position_embeddings": 32}))
     check_config(here)
     assert "more than the model's 31 positions" in refusal(

@@ -475,4 +475,4 @@ def test_an_early_end_says_why_and_how_to_go_on(tmp_path, monkeypatch, capsys):
     RunLog(tmp_path / "new", QUIET, 3, resume_step=-1).finish(stopped="SIGTERM")
     out = capsys.readouterr().out
     assert "stopped by SIGTERM: step 0 of 3" in out
-    assert out.endswith("The same command again begins anew: there is no checkpoint.\n")
+    assert out.endswith("The same command again starts over: no checkpoint was saved.\n")

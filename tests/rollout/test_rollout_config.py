@@ -62,7 +62,7 @@ def test_every_number_has_a_range_that_refuses_nonsense(config):
         (
             RolloutConfig(engine="sglang", launch=1, draft_tokens=7),
             "draft_tokens",
-            "is 7: it is for the native engine. Set it to 0; SGLang servers have drafts of their own, such",
+            "is 7: it is for the native engine. Set it to 0; SGLang servers have other drafts, such",
         ),
         (RolloutConfig(launch=1), "launch", "is for SGLang servers: add --rollout.engine sglang."),
         (
@@ -73,7 +73,7 @@ def test_every_number_has_a_range_that_refuses_nonsense(config):
         (
             RolloutConfig(max_staleness=1),
             "max_staleness",
-            "is 1: the native engine generates while the trainer learns only on devices of its own. Add "
+            "is 1: the native engine generates while the trainer learns only on separate devices. Add "
             "them, such as --devices 0:4 --rollout.devices 4:8, or --rollout.engine sglang; or set it to 0.",
         ),
         (

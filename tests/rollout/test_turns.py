@@ -295,8 +295,8 @@ class Nonsense:
     [
         (Reply([5, 128], False, Episode()), "the reply's token id 128 is outside the vocabulary of 128"),
         (Reply([-1], False, Episode()), "the reply's token id -1 is outside the vocabulary of 128"),
-        (Reply(["5"], False, Episode()), "the reply's ids are no list of integers: ['5']"),
-        (Reply(None, False, Episode()), "the reply's ids are no list of integers: None"),
+        (Reply(["5"], False, Episode()), "the reply's ids are not a list of integers: ['5']"),
+        (Reply(None, False, Episode()), "the reply's ids are not a list of integers: None"),
         (Reply([5], "no", Episode()), "the reply's done is 'no', not True or False"),
         (Reply([5], False, None), "the reply is Reply, not a Reply with an Episode"),
         (("text", False), "the reply is tuple, not a Reply with an Episode"),

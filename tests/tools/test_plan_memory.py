@@ -178,7 +178,7 @@ def test_a_frozen_state_that_does_not_fit():
 def test_the_verdict_names_host_memory():
     phase = dataclasses.replace(cost("update: accumulate", parameters=4), host=2.0 * GIB)
     plan = Plan("a model", "v5e-4", {}, 16 * GIB, [phase], {}, {})
-    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, of what is offloaded."
+    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, offloaded."
     assert verdict(plan)[1].startswith("Fits: at most 4.00 GiB")
 
 

@@ -1,7 +1,7 @@
 """Weights as handles of GPU memory, for servers on the trainer's own GPUs. Written for CUDA and not yet run.
 
-On each GPU JAX gathers the tensors of a bucket, torch takes them over (DLPack) and copies them into memory of
-its own - what XLA allocates need not be exportable - and the server's rank on that GPU opens its handle.
+On each GPU JAX gathers the tensors of a bucket, torch imports them (DLPack) and copies them into torch's
+memory, since XLA's allocations may not be exportable, and the server's rank on the GPU opens the handle.
 """
 
 from __future__ import annotations

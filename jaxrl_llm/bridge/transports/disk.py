@@ -102,7 +102,7 @@ def weight_folder(run_dir: Path, shared: str, in_memory: bool, num_bytes: int) -
 
 
 def remove_abandoned() -> None:
-    """Free the memory of runs that were killed: their folders are those whose lock no process holds."""
+    """Free the memory of killed runs: no process holds the locks of their folders."""
     for folder in MEMORY.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (folder / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ REBUILD = {"float8_e4m3fn": ("_rebuild_tensor_v3", b"ctorch\nfloat8_e4m3fn\n")}
 """Types without a storage -> the function that rebuilds tensors of one, and the pickle of the type."""
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save's files
 SIZES = {"short": 2, "int": 4, "long": 4}
-MEMO = 1000  # memo index of the storage: beyond those of `_value`, which counts from 0
+MEMO = 1000  # memo index of the storage, above the indices of `_value`, which count from 0
 
 
 def pickle_bucket(bucket: Bucket, as_dict: bool = False) -> bytes:

@@ -1,6 +1,6 @@
 """Weights over a torch process group, gloo over TCP.
 
-Every server has a group and a relay of its own (relay.py): one that hangs or dies affects no other.
+Every server has a separate group and relay (relay.py), so that one that hangs or dies affects no other.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class GroupTransport:
         return self.source.parts(params)
 
     async def connect(self, receiver: Receiver) -> None:
-        """Join the server in a process group, if there is none that works."""
+        """Join the server in a process group, unless one works already."""
         if receiver.server.url in self._relays:
             return
         relay = await asyncio.to_thread(

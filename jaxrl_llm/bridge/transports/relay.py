@@ -50,5 +50,5 @@ def main(settings: dict) -> None:
 
 if __name__ == "__main__":
     sys.stdout = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print there, which is no reply
+    os.dup2(2, 1)  # output of libraries must not mix with replies
     main(json.loads(sys.argv[1]))

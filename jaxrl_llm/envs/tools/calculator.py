@@ -44,7 +44,7 @@ def calculate(expression: str) -> str:
     """Return the value of an expression in digits.
 
     Raises:
-        ToolError: it is no arithmetic, has no real value, or is too large to work out.
+        ToolError: the expression is not arithmetic, has no real value, or is too large.
     """
     if len(expression) > MAX_CHARS:
         raise ToolError(f"the expression is longer than {MAX_CHARS} characters")

@@ -26,8 +26,8 @@ class McpServer:
     """A server started by `command`, reached over its standard input and output; `tools` are its tools.
 
     It runs with your rights, outside any sandbox; of the environment variables it gets only PATH, HOME and a
-    few more.
-    It ends with this process. The connection has a thread of its own, so its tools serve any event loop.
+    few more. It ends with this process. The connection has a separate thread, so its tools serve any event
+    loop.
 
     Raises:
         UserError: the SDK is not installed, or the server does not start or answer.
@@ -101,8 +101,8 @@ class McpTool:
 def result_text(answer: CallToolResult) -> str:
     """Return a result as text for the model.
 
-    An embedded resource is its text, a link its URI, structured content without text its JSON; of an image or
-    a sound, which no model here reads, the kind is named.
+    An embedded resource is its text, a link its URI, structured content without text its JSON; images and
+    sounds, which no model here reads, are named by kind.
     """
     parts = [_block_text(block) for block in answer.content]
     has_text = any(block.type == "text" and block.text for block in answer.content)

@@ -1,7 +1,7 @@
 """The tool `python`: untrusted programs under bubblewrap's namespaces, a seccomp filter and resource limits.
 
-The program sees the system's folders and this Python's standard library, read-only, and a /tmp of its own.
-It has no network, no /proc, no home, no environment, no other process; docs/agents_tools.md lists the limits.
+The program sees the system's folders and this Python's standard library, read-only, and a private /tmp. It
+has no network, no /proc, no home, no environment, no other process; docs/agents_tools.md lists the limits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SandboxError(UserError):
 
 
 class Python:
-    """The tool `python`. Each call is a program of its own: nothing is kept from one to the next.
+    """The tool `python`. Each call is a separate program and keeps nothing for the next.
 
     Raises:
         SandboxError: no sandbox can be made here.
@@ -82,7 +82,7 @@ class Python:
 
     schema: ClassVar[dict[str, Any]] = {
         "name": "python",
-        "description": "Runs a Python program and returns what it prints. It has the standard library, no "
+        "description": "Runs a Python program and returns its output. It has the standard library, no "
         "network and no subprocesses; every call starts afresh.",
         "parameters": {
             "type": "object",
@@ -96,7 +96,7 @@ class Python:
         self.turn = asyncio.Semaphore(config.python.concurrent or os.cpu_count() or 1)
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """Return what the program prints."""
+        """Run the program and return its output."""
         return await self._sandbox.run(arguments["code"])
 
 
@@ -136,10 +136,10 @@ class Sandbox:
             print("python tool: the number of files in /tmp is not limited here", file=sys.stderr, flush=True)
 
     async def run(self, code: str) -> str:
-        """Return what the program printed, its standard output and error together.
+        """Run a program and return its standard output and error together.
 
         Raises:
-            ToolError: it failed or broke a limit; the text has what it printed, and why it ended.
+            ToolError: the program failed or broke a limit; the text has its output and the reason.
         """
         limits = self._config
         if len(code) > limits.code_chars:
@@ -185,7 +185,7 @@ class Sandbox:
         return [*self._wrapped, _interpreter(), "-I", "-S", "-c", BOOT, limits]
 
     def _probe(self) -> str:
-        """Run one program now, before a model is loaded; return why it did not work, "" = it did."""
+        """Run one program now, before a model is loaded; return why it failed, or ""."""
         try:
             done = subprocess.run(
                 self._command(status=2),
@@ -261,7 +261,7 @@ class _Program(asyncio.SubprocessProtocol):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
     def _why(self) -> str:
-        """Return why it failed, "" = it did not."""
+        """Return why the program failed, or ""."""
         code = self._transport.get_returncode()
         if self._status >= 0:  # else it is the program's own
             told = os.read(self._status, 16)
@@ -286,7 +286,7 @@ def _rules() -> str:
 
 
 def _bubblewrap(config: SandboxConfig, limits_files: bool) -> list[str]:
-    """Return the command that contains what follows it."""
+    """Return the command prefix that sandboxes a program."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError(f"bubblewrap (bwrap) is not on the PATH. {FIX}")

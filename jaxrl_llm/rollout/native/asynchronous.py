@@ -1,12 +1,11 @@
 """Asynchronous rollout: the native engine in a thread, on devices that no trained or scoring model uses.
 
-Calls of `start` are served one after the other, in their order, each with the weights that were published
-last when it was made. What a response is, and which version generated it, are therefore functions of the
-order of the calls and not of time: with `max_staleness` k, the responses of step s are those of the weights
-before step max(0, s - k), in every run of the recipe.
+Calls of `start` are served in order, each with the weights that were published last before the call. So a
+response and its version depend on the order of the calls, not on time: with `max_staleness` k, the weights
+before step max(0, s - k) generate the responses of step s, in every run of the recipe.
 
-The thread alone starts programs on the rollout's devices, and the trainer's thread alone those on the others:
-programs with collectives that two threads start on the same devices could wait for each other.
+Only the thread starts programs on the rollout's devices, and only the trainer's thread on the others: if two
+threads started programs with collectives on the same devices, the programs could wait for each other.
 """
 
 from __future__ import annotations
@@ -57,17 +56,17 @@ class QueuedGeneration:
 
 
 class AsynchronousEngine:
-    """The `Engine` that generates while the trainer learns.
+    """`Engine` that generates while the trainer learns.
 
     Args:
-        engine: on devices of its own, on which the thread alone starts programs from here on.
+        engine: on separate devices; from here on only the thread starts programs there.
     """
 
     def __init__(self, engine: NativeEngine):
         self.engine, self.model, self.tokenizer = engine, engine.model, engine.tokenizer
         self.metrics: Metrics = {}
         own = (d for d in engine.mesh.devices.flat if d.process_index == jax.process_index())
-        self._device = next(own)  # of small programs, such as those of keys, which the trainer's would delay
+        self._device = next(own)  # for small programs, such as keys, which the trainer's programs would delay
         self._error: BaseException | None = None  # that ended the thread
         self._queue: queue.SimpleQueue[QueuedGeneration | None] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -94,12 +93,11 @@ class AsynchronousEngine:
         """Queue the generation of responses with the weights that are published now.
 
         Args:
-            partial: complete ones are kept; the others are generated anew.
+            partial: complete responses are kept; the others are generated again.
 
         Raises:
             UserError: an impossible prompt or sampling setting.
-            ValueError: nothing is published.
-            Exception: the one that ended the thread.
+            ValueError: no weights are published. Exception: the error that ended the thread.
         """
         self._raise_error()
         check_requests(requests, sampling, self.model, self.tokenizer)
@@ -146,7 +144,7 @@ class AsynchronousEngine:
             self.engine.warm_up(*args, **kwargs)
 
     def close(self) -> None:
-        """End the thread, before the next chunk of tokens; what it has not finished is lost."""
+        """End the thread before the next chunk of tokens; unfinished responses are lost."""
         self._closed.set()
         self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT)
@@ -160,7 +158,7 @@ class AsynchronousEngine:
             raise RunError("rollout: the engine is closed")
 
     def _serve(self) -> None:
-        """Generate what is queued until the engine is closed; after an error nothing is generated."""
+        """Generate queued responses until the engine is closed; stop after an error."""
         with jax.default_device(self._device):
             self._serve_queue()
 

@@ -42,11 +42,11 @@ def call_all(
     stop_ids: Collection[int],
     key: np.ndarray,
 ) -> None:
-    """Call every program once in every shape that a `Scheduler` may need, with empty slots.
+    """Call every program once in every shape that a `Scheduler` can need, with empty slots.
 
     Args:
-        weights: or their shapes, where the calls only compile.
-        samplings: those of the run; with filters `decode` is another program.
+        weights: or their shapes, if the calls only compile.
+        samplings: settings of the run; with filters `decode` is another program.
         stop_ids: as many as will end a response.
         key: any key data, for its shape.
     """
@@ -73,6 +73,7 @@ def call_all(
         for count in counts:
             prompts, _ = programs.prefill(weights, _zeros(count, width), _zeros(count))
             prompts = programs.gather(prompts, _zeros(max_slots), length=shapes.max_prefill_length)
+    # The ring: decode every batch at every length.
     for i, length in enumerate(shapes.cache_lengths):
         cache = programs.empty_cache(max_slots, length)
         cache = programs.insert(cache, prompts, np.zeros(max_slots, bool))
@@ -139,6 +140,7 @@ def largest_calls(
         num_prompts: different prompts of one call of `generate`.
     """
     shardings, max_slots = programs.shardings, shapes.slot_counts[-1]
+    # Abstract arguments of the largest shapes.
     width, counts = shapes.prefill[-1]
     rows = round_up(counts, min(num_prompts, counts[-1]))
     tokens, lengths = _zeros(rows, width), _zeros(rows)
@@ -173,7 +175,7 @@ def largest_calls(
 def _largest_extend(
     programs: Programs, shapes: ProgramShapes, weights: DecodeWeights, pages: PagedCache
 ) -> dict[str, Program]:
-    """Return the largest prefill behind kept pages; nothing where there are no conversations."""
+    """Return the largest prefill after kept pages; {} without conversations."""
     if not shapes.extend:
         return {}
     width, (*_, rows) = shapes.extend[-1]
@@ -246,7 +248,7 @@ def _null_copies(programs: Programs | CompiledCalls, shapes: ProgramShapes) -> t
 
 
 def _draft_inputs(programs: Programs, shapes: ProgramShapes, num_slots: int, settings) -> tuple:
-    """Return the arguments of `Programs.decode_drafts` behind the cache, for so many slots."""
+    """Return the arguments of `Programs.decode_drafts` after the cache, for this many slots."""
     state = empty_slots(num_slots, np.zeros(2, np.uint32))
     table = _zeros(num_slots, _columns(programs, shapes))
     uniform = with_shardings(jax.eval_shape(programs.uniforms, state), programs.shardings["replicated"])

@@ -13,7 +13,7 @@ from jaxrl_llm.rollout.engine import Dialogue, DialogueError, PartialResponse, R
 from jaxrl_llm.rollout.keys import turn_keys
 from jaxrl_llm.rollout.turns import append_reply, no_reply_error, read_reply, request_reply
 
-BATCH_WINDOW = 0.002  # seconds without another reply after which those that have arrived are one batch
+BATCH_WINDOW = 0.002  # seconds without another reply before the received ones form a batch
 
 
 class TurnQueue:
@@ -52,7 +52,7 @@ class TurnQueue:
             future.add_done_callback(lambda future: self._arrived.put((number, future)))
 
     def collect(self, block: bool) -> tuple[list[PartialResponse], list[PartialResponse]]:
-        """Return responses that have got a reply: (those that continue, those that have ended). A collective.
+        """Return responses with a reply: (responses that continue, responses that ended). A collective.
 
         Args:
             block: wait for a reply, at most as long as the dialogue's patience.

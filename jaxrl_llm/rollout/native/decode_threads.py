@@ -48,7 +48,7 @@ def run_decode_threads(
     After an error in one of them, or in the thread that waits, the others end before their next chunk.
 
     Args:
-        before_chunk: called before each chunk; what it raises ends the call.
+        before_chunk: called before each chunk; an exception ends the call.
 
     Raises:
         Exception: the first one of a part.

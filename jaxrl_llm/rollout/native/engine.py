@@ -48,8 +48,8 @@ class DeferredGeneration(NamedTuple):
 
 
 class NativeEngine:
-    """The `Engine` on the devices of `mesh`: slots are sharded over data and fsdp, heads and vocabulary over
-    tensor. With several processes each runs the same schedule and gets all trajectories.
+    """`Engine` on the devices of `mesh`: slots are sharded over data and fsdp, heads and vocabulary over
+    tensor. With several processes, each runs the same schedule and gets all trajectories.
 
     Args:
         tokenizer: gives `eos_token_id` and `decode(ids)`; None = no end token and no text.
@@ -154,12 +154,13 @@ class NativeEngine:
         """Generate empty responses with these weights; return the metrics of the call.
 
         Args:
-            before_chunk: called before each chunk of tokens; what it raises ends the call.
+            before_chunk: called before each chunk of tokens; an exception ends the call.
         """
         requests = list({id(response.request): response.request for response in responses}.values())
         self._fit_shapes(requests, turns=dialogue is not None)
         if self.programs.page_size:
             check_pages(requests, self.programs.page_size, self._shapes.num_pages)
+        # Each thread decodes a part of the responses.
         turns = TurnQueue(dialogue, responses, self.share, self.model.vocab_size) if dialogue else None
         shapes, memory, stop_ids = self._shapes, self.memory, sampling.stop_ids(self.eos_ids)
         start, detokenize = time.perf_counter(), functools.partial(text_of, self.tokenizer)
@@ -213,14 +214,14 @@ class NativeEngine:
         samplings: Sequence[SamplingConfig] = (SamplingConfig(),),
         turns: bool = False,
     ) -> None:
-        """Compile all that prompts and responses of at most these lengths may need, in any number.
+        """Compile all programs for any number of prompts and responses of at most these lengths.
 
         After it `generate` compiles nothing. Without it, or beyond these lengths, programs are compiled
         when they are first needed. Needs no weights, and runs nothing.
 
         Args:
-            samplings: those that `generate` will be given (filters make another program).
-            turns: whether it will be given a dialogue.
+            samplings: settings for `generate` (filters change the program).
+            turns: whether `generate` gets a dialogue.
         """
         self._shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
         key = np.zeros(2, np.uint32)

@@ -1,10 +1,10 @@
-"""Kept turns of the ring cache: conversations whose environment answers are kept in pages.
+"""Kept turns of the ring cache: conversations wait in pages for their environment's answer.
 
-A turn that has ended leaves the ring: its tokens are copied into pages. The next turn prefills what follows
-them, behind them, and then all are copied into the ring, from which they are decoded. So each token is read
-once, as with the paged cache, and decoded as fast as with the ring: without a kernel, every step of decoding
-from pages gathers them all. Pages hold nothing else. Where they are too few, the least recently used
-conversations are dropped, and prefilled from their start. So are all where that takes next to no time.
+After a turn, its tokens are copied from the ring into pages. On the next turn, new tokens are prefilled after
+the cached pages; all pages are then copied to the ring for decoding. So each token is prefilled once, as with
+the paged cache, and decoded as fast as with the ring: without a kernel, every decoding step from pages would
+gather all of them. Pages hold nothing else. If they are too few, the least recently used conversations are
+dropped, and prefilled from their start; so are all conversations if this takes almost no time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KeptPrograms(Programs):
 def make_programs(
     config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool, routes: bool
 ) -> Programs:
-    """Return the programs of `rollout.cache`: those of "auto", where it is a ring, keep turns."""
+    """Return the programs of `rollout.cache`; "auto", if it is a ring, keeps turns."""
     paged = uses_pages(config, model, mesh, strict)
     shared = model, mesh, config.dtype, config.cache_dtype or config.dtype, config.chunk, strict
     keeps = config.cache == "auto" and not paged
@@ -87,9 +87,9 @@ class KeptTurnsManager(PagedCacheManager):
         max_new_tokens: int,
         conversation: Hashable = None,
     ) -> bool:
-        """Give the slot the pages kept of the conversation, and those that the rest of its context fills.
+        """Give the slot the kept pages of the conversation, and pages for the rest of its context.
 
-        Returns: True, since every slot has its own columns of the ring.
+        Returns: True, since every slot has separate columns of the ring.
         """
         shard = self.shard_of(slot)
         kept, total = self.kept[shard].get(conversation), pages_for(num_context - 1, self.page_size)
@@ -122,7 +122,7 @@ class KeptTurnsManager(PagedCacheManager):
         return True
 
     def insert(self, batch: PrefillBatch, rows: np.ndarray) -> None:
-        """Copy prompt rows[s] of the batch into slot s of the ring (row -1 = the slot keeps what it has)."""
+        """Copy prompt rows[s] of the batch into slot s of the ring (row -1 = the slot is unchanged)."""
         self.ring.insert(batch, rows)
 
     def reserve(self, state: SlotState, steps: int) -> None:

@@ -1,15 +1,14 @@
-"""The paged KV cache on the host: how many pages fit, and which slot uses which (vLLM's block manager).
+"""The paged KV cache on the host: the number of pages, and the pages of each slot (vLLM's block manager).
 
 Prefix sharing: the pages of a prompt are written once and shared by its responses, with reference counts. The
 last page, if it is not full, is copied for each response, which continues in the copy. A response is admitted
-only if its longest continuation fits besides those of all running ones, so nothing is ever preempted, and no
-result depends on the size of the cache.
+only if its longest continuation fits beside the longest continuations of all running responses, so nothing is
+ever preempted, and no result depends on the size of the cache.
 
-Conversations: the pages of a turn that has ended are kept while the environment answers, and the next turn
-prefills only what follows them. Kept pages are not reserved: where running responses need them, those
-of prompts that no slot uses go first, then those of conversations, least recently used ones first; such a
-conversation is prefilled from its start. The cache is made for one call of `generate`, so for one version of
-the weights.
+Conversations: the pages of an ended turn are kept while the environment answers, and the next turn prefills
+only new tokens. Kept pages are not reserved: if running responses need pages, pages of unused prompts are
+freed first, then pages of conversations, least recently used first; such a conversation is prefilled from its
+start. A cache serves one call of `generate`, so one version of the weights.
 """
 
 from __future__ import annotations
@@ -116,12 +115,13 @@ class PagedCacheManager:
         max_new_tokens: int,
         conversation: Hashable = None,
     ) -> bool:
-        """Give the slot its first pages, or those kept of the conversation, and reserve all it may ever need.
+        """Give the slot its first pages, or the conversation's kept pages, and reserve all pages it may need.
 
-        Returns: whether there were enough; otherwise nothing has changed.
+        Returns: whether the pages sufficed; otherwise nothing has changed.
         """
         shard = self.shard_of(slot)
         pool, prompts = self.pools[shard], self.prompts[shard]
+        # A conversation continues on its kept pages.
         total = pages_for(num_context + max_new_tokens - 1, self.page_size)
         if kept := self.kept[shard].get(conversation):
             if not self._make_room(shard, total - len(kept.pages), conversation):
@@ -129,6 +129,7 @@ class PagedCacheManager:
             del self.kept[shard][conversation]
             self.slots[slot] = SlotPages(kept.pages, total, None, kept.num_tokens)
             return True
+        # Full pages of the prompt are shared; its last page is copied.
         shared = (num_context - 1) // self.page_size
         first = pages_for(num_context - 1, self.page_size)
         needed = total - shared + (0 if prompt_key in prompts else first)
@@ -155,13 +156,13 @@ class PagedCacheManager:
         self.kept[self.shard_of(slot)][conversation] = KeptPages(pages, num_tokens)
 
     def drop(self, conversation: Hashable) -> None:
-        """Free the pages kept of a conversation, if there are any."""
+        """Free the kept pages of a conversation, if any."""
         for pool, kept in zip(self.pools, self.kept, strict=True):
             if conversation in kept:
                 pool.free(kept.pop(conversation).pages)
 
     def kept_in(self, conversation: Hashable) -> int | None:
-        """Return the shard that keeps pages of the conversation; None = there are none."""
+        """Return the shard that keeps pages of the conversation, or None."""
         return next((shard for shard, kept in enumerate(self.kept) if conversation in kept), None)
 
     def is_scarce(self, shard: int) -> bool:
@@ -212,7 +213,7 @@ class PagedCacheManager:
     def extend(
         self, weights, slots: Sequence[int], tokens: np.ndarray, lengths: np.ndarray
     ) -> jax.Array | None:
-        """Prefill tokens behind the kept pages of slots; return their routes.
+        """Prefill tokens after the kept pages of slots; return their routes.
 
         Args:
             slots: of each row, -1 = none; with equally many rows for each shard, the first shard's first.
@@ -244,7 +245,7 @@ class PagedCacheManager:
     def decode(
         self, weights, state: SlotState, *args, texts: np.ndarray | None = None, **options
     ) -> ChunkOutput:
-        """Generate a chunk, with drafts where there are texts for them."""
+        """Generate a chunk, with drafts if texts are given."""
         run, tables = self.programs.decode, (self._table(),)
         if texts is not None:
             run, tables = self.programs.decode_drafts, (*tables, texts)
@@ -277,12 +278,12 @@ class PagedCacheManager:
         return own.pages[:num_pages]
 
     def _make_room(self, shard: int, needed: int, spared: Hashable) -> bool:
-        """Drop what no slot uses until so many pages are unreserved.
+        """Drop unused prompts and conversations until this many pages are unreserved.
 
         Args:
             spared: prompt or conversation that stays.
 
-        Returns: whether there are enough; otherwise nothing is dropped.
+        Returns: whether the pages suffice; otherwise nothing is dropped.
         """
         pool, prompts, kept = self.pools[shard], self.prompts[shard], self.kept[shard]
         unused = [(prompts, key) for key, prompt in prompts.items() if not prompt.num_active]
@@ -307,7 +308,7 @@ class PagedCacheManager:
 
 
 def uses_pages(config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool = False) -> bool:
-    """Resolve `rollout.cache`: "auto" is paged where a kernel reads pages, for 8 bits and for drafts."""
+    """Resolve `rollout.cache`: "auto" is paged if a kernel reads pages, for 8 bits and for drafts."""
     dtype = jnp.dtype(config.cache_dtype or config.dtype)
     if config.cache != "auto" or dtype.itemsize == 1 or config.draft_tokens:
         return config.cache != "ring"

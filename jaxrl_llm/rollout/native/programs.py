@@ -21,7 +21,7 @@ from jaxrl_llm.sharding.compile import compiler_options
 from jaxrl_llm.sharding.rules import ROLLOUT, sharding_for, with_shardings
 from jaxrl_llm.structs import Params
 
-FAR = 2**30  # a column behind all, where nothing is written
+FAR = 2**30  # a column past all others, so that nothing is written
 PromptKV = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 
@@ -46,7 +46,7 @@ class ChunkOutput(NamedTuple):
     produced: jax.Array  # int32 [S]
     active: jax.Array  # bool [S]
     steps: jax.Array  # int32
-    drafts: jax.Array | None = None  # int32 [2], draft tokens that were read, and those that were accepted
+    drafts: jax.Array | None = None  # int32 [2], draft tokens read, and draft tokens accepted
 
 
 class PrefillBatch(NamedTuple):
@@ -58,7 +58,7 @@ class PrefillBatch(NamedTuple):
 
 
 class StopConditions(NamedTuple):
-    """The conditions that end a response, and those that end a chunk."""
+    """The conditions that end a response or a chunk."""
 
     token_ids: np.ndarray  # int32 [.], ids that end a response, padded with -1
     max_steps: np.ndarray  # int32, tokens per slot
@@ -192,7 +192,7 @@ class Programs:
     def _extend(
         self, weights: DecodeWeights, cache: PagedCache, table, tokens, lengths, starts
     ) -> tuple[PagedCache, jax.Array | None]:
-        """Prefill tokens behind those that pages hold already; return the cache and the tokens' routes.
+        """Prefill tokens after the tokens in the pages; return the cache and the new tokens' routes.
 
         Args:
             table: int32 [R, N], pages of each row, in order. R is a multiple of num_shards: the first rows
@@ -211,8 +211,8 @@ class Programs:
     def _gather(self, prompts: PromptKV, rows, *, length: int) -> PromptKV:
         """Copy prompt rows[s] for slot s, padded to `length` columns.
 
-        Separate from `insert`: the number of programs is then that of prefill shapes plus that of cache
-        lengths, not their product.
+        Separate from `insert`: so there is one program per prefill shape and one per cache length, not one
+        per combination.
         """
         self.compile_count += 1
 
@@ -289,6 +289,7 @@ class Programs:
             return (step < stop.max_steps) & (self._busiest(state) > stop.min_active)
 
         def body(carry):
+            # One token for each active slot.
             step, cache, state, out = carry
             positions = state.positions if table is None else jnp.where(state.active, state.positions, -1)
             inputs = state.tokens[:, None], positions[:, None]
@@ -314,10 +315,10 @@ class Programs:
     def _decode_drafts(
         self, weights, cache, slots: SlotState, uniform, params, stop, table, texts, *, num_drafts, filters
     ) -> tuple[PagedCache, ChunkOutput]:
-        """Generate what `_decode` would, in fewer steps: a step may keep several tokens of a draft.
+        """Generate the same tokens as `_decode` in fewer steps: a step may keep several tokens of a draft.
 
         Ends once any slot has stop.max_steps tokens. Keys and values of rejected drafts stay in the pages,
-        behind the slot's length, until other tokens are written there.
+        past the slot's length, until other tokens overwrite them.
 
         Args:
             texts: int32 [S, C], see `propose_drafts`; own_start = C - N page.
@@ -333,6 +334,7 @@ class Programs:
 
         def body(carry):
             step, cache, state, texts, counted, out = carry
+            # Read the last token and its draft; places past the end or without a draft are padding.
             drafts = propose_drafts(texts, own_start, state.positions, num_drafts)
             tokens = jnp.concatenate([state.tokens[:, None], drafts], axis=1)
             at = (state.counts - slots.counts)[:, None] + places  # in the chunk

@@ -14,7 +14,8 @@ from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
 
 
 class RingCacheManager:
-    """The ring cache behind the methods of `PagedCacheManager`: every slot holds the longest sequence."""
+    """The ring cache with the methods of `PagedCacheManager`: every slot has room for the longest
+    sequence."""
 
     def __init__(self, programs: Programs, shapes: ProgramShapes):
         self.programs, self.shapes, self.cache = programs, shapes, None
@@ -36,7 +37,7 @@ class RingCacheManager:
         """Return None: nothing is kept."""
 
     def is_scarce(self, shard: int) -> bool:
-        """Return False: there are no pages."""
+        """Return False: a ring has no pages."""
         return False
 
     def num_kept(self, slot: int) -> int:
@@ -58,7 +59,7 @@ class RingCacheManager:
                 self._resize(np.arange(num_slots, dtype=np.int32), length)
 
     def insert(self, batch: PrefillBatch, rows: np.ndarray) -> None:
-        """Copy prompt rows[s] of the batch into slot s (row -1 = the slot keeps what it has)."""
+        """Copy prompt rows[s] of the batch into slot s (row -1 = the slot is unchanged)."""
         if (rows >= 0).any():
             prompts = self.programs.gather(batch.kv, rows.copy(), length=self.shapes.max_prefill_length)
             self.cache = self.programs.insert(self.cache, prompts, rows >= 0)

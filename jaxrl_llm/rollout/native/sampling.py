@@ -78,8 +78,8 @@ def sample_tokens(
         strict: log-probs are bit-equal to training (`batch_invariant`).
 
     Returns: tokens with their log-probs in nats under the softmax at `temperature`, before any filter; with
-    kept sets, over the kept set alone. At temperature 0 the token is the argmax and the log-prob that of
-    temperature 1.
+        kept sets, over the kept set alone. At temperature 0 the token is the argmax, with its log-prob at
+        temperature 1.
     """
     if strict:
         return _sample_strict(logits, uniform, params, filters)

@@ -1,19 +1,19 @@
-"""Continuous batching: which response decodes in which slot, and when prompts are prefilled.
+"""Continuous batching: assign responses to slots, and decide when prompts are prefilled.
 
 - **Chunked decoding.** The device decodes a chunk of tokens in one call (multi-step scheduling); then the
   host reads the tokens, looks for stop strings, frees slots of finished responses and admits waiting ones.
 - **Early end of a chunk.** While responses wait, a chunk ends once an eighth of the running ones have
-  finished. When none waits, it ends once half of the slots are free, and the batch is halved: a few long
-  responses do not pay for the many that have finished.
+finished. When none waits, it ends once half of the slots are free, and the batch is halved, so that a few
+long responses do not decode in a large batch.
 - **Prefix sharing.** A prompt is prefilled once for all its responses, and prompts are prefilled in batches.
   In the paged cache its pages are shared; in the ring cache every slot gets a copy.
 - **Conversations.** The pages of a turn are kept while the environment answers; the next turn prefills only
-  the observation, behind them. A response goes to a slot in the shard of its pages, and where these are
-  scarce before those that have none. The ring cache has pages for that alone (`kept.py`).
+the observation after them. A response goes to a slot in the shard of its pages, and if pages are scarce,
+responses with kept pages go first. The ring cache has pages only for this purpose (`kept.py`).
 - **Cache growth.** The ring cache is as long as the longest sequence is at the end of the chunk, the paged
   cache holds the pages that each sequence needs (`ring_cache.py`, `paged_cache.py`).
 - **Compiled shapes.** All sizes are rungs of short ladders (`shapes.py`), so programs are few and each is
-  compiled once: responses are admitted only while all slots are there, and sizes change one rung at a time.
+  compiled once: responses are admitted only before the batch shrinks, and sizes change one rung at a time.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Scheduler:
     """The schedule of one call of `generate`.
 
     Args:
-        responses: what is to be generated, in order of admission.
+        responses: the responses to generate, in order of admission.
         stop_ids: token ids that end a response, or a turn.
-        turns: where there are conversations; a turn that has ended is answered while others decode.
+        turns: queue of conversations, if any; an ended turn is answered while others decode.
         memory: responses of earlier calls, for drafts.
     """
 
@@ -83,6 +83,7 @@ class Scheduler:
             self.cache = KeptTurnsManager(programs, shapes)
         else:
             self.cache = RingCacheManager(programs, shapes)
+        # The last prefill batch, from which slots are filled.
         self.prefilled = PrefillBatch(None, {}, np.zeros(0, np.int32))
         self.prompt_routes: dict[bytes, np.ndarray] = {}  # of all tokens of a prompt but the last
         self.prefill_seconds, self.slot_steps = 0.0, 0
@@ -98,7 +99,7 @@ class Scheduler:
         """Finish all responses.
 
         Args:
-            before_chunk: called before each chunk; what it raises ends the call.
+            before_chunk: called before each chunk; an exception ends the call.
         """
         while self._collect_replies() or self.waiting or self.slots.active.any():
             before_chunk()
@@ -150,7 +151,7 @@ class Scheduler:
         return min(self.waiting, key=lambda response: order.get(self.cache.kept_in(response), 2))
 
     def _prefill(self) -> None:
-        """Prefill newly admitted responses: what follows their kept pages, or their whole context."""
+        """Prefill newly admitted responses: the tokens after their kept pages, or their whole context."""
         new = np.flatnonzero(self.slots.active & (self.slots.counts == 0))
         for slot in new:  # decode reads the last token, and returns its route
             response = self.running[slot]
@@ -220,6 +221,7 @@ class Scheduler:
     def _prefill_batch(self, responses: list[PartialResponse]) -> None:
         """Run one forward over the first prompts of these responses: as many as fit, and fill its rows."""
         start = time.perf_counter()
+        # Take prompts as long as the batch stays within one shape.
         counts_of = dict(self.shapes.prefill)
         widths = tuple(counts_of)
         batch: dict[bytes, np.ndarray] = {}
@@ -235,6 +237,7 @@ class Scheduler:
         if fewer * width >= MIN_PREFILL:
             batch = dict(itertools.islice(batch.items(), fewer))
         width = round_up(widths, max(map(len, batch.values())))
+        # Left-pad, run, and keep the routes of each prompt.
         tokens = np.zeros((round_up(counts_of[width], len(batch)), width), np.int32)
         lengths = np.zeros(len(tokens), np.int32)
         for row, ids in enumerate(batch.values()):
@@ -292,9 +295,10 @@ class Scheduler:
         return chunk
 
     def _process(self, chunk: ChunkOutput, stops: Sequence[str], detokenize: Detokenize) -> None:
-        """Append the chunk's tokens to the responses; free the slots of those that have ended."""
+        """Append the chunk's tokens to the responses; free the slots of ended responses."""
         tokens, logprobs = chunk.tokens.T.tolist(), chunk.logprobs.T.tolist()
         slots = self.slots
+        # The device has advanced the slots.
         slots.positions[:] += chunk.produced
         slots.counts[:] += chunk.produced
         slots.active[:] = chunk.active
@@ -305,6 +309,7 @@ class Scheduler:
             response.routes.extend(() if chunk.routes is None else chunk.routes[:produced, s])
             response.kept.extend(() if chunk.kept is None else chunk.kept[:produced, s])
             slots.tokens[s] = response.ids[-1]
+            # A stop string may end the response before the device's end.
             end = stop_end(response.ids, checked, stops, detokenize, response.turn_start) if stops else None
             if end is not None:
                 response.truncate(end)

@@ -27,7 +27,7 @@ class ProgramShapes:
     prefill: tuple[tuple[int, tuple[int, ...]], ...]
     """(prompt length, numbers of rows) of the batches that one prefill reads."""
     extend: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(tokens, numbers of rows) of the batches that are read behind the kept pages of conversations."""
+    """(tokens, numbers of rows) of the batches that are prefilled after the kept pages of conversations."""
     num_pages: int = 0
     """Pages of the paged cache in each shard of the slots."""
     draft_tokens: int = 0
@@ -68,17 +68,18 @@ def make_shapes(
         max_prompt, max_response: longest prompt and response in tokens.
         slots: sequences decoded at once, rounded up to a multiple of `num_shards`.
         prefill_tokens: tokens of one prefill batch, padding included, unless it is a single prompt.
-        turns: whether there are conversations: each turn prefills all tokens before it, so a prefill may be
-            as long as prompt and response together; and turns come back, so the slots are never fewer.
+        turns: conversations are possible: each turn prefills all tokens before it, so a prefill may be as
+            long as prompt and response together; and turns come back, so the number of slots never falls.
         draft_tokens: of a slot.
-        draft_slots: the most slots with drafts, rounded up as `slots`; a rung of their own.
+        draft_slots: maximum slots with drafts, rounded up as `slots`; a separate rung.
     """
     per_shard = -(-slots // num_shards)
-    parts = (1,) if turns else (1, 2, 4, 8)  # below an eighth there is little left to save
+    parts = (1,) if turns else (1, 2, 4, 8)  # batches below an eighth save little more
     counts = {-(-per_shard // part) for part in parts}
     with_drafts = -(-draft_slots // num_shards)
     if draft_tokens and with_drafts < per_shard and not turns:
         counts.add(with_drafts)
+    # Widths of prefill, with and without earlier turns.
     longest = max_prompt + max_response * turns
     lengths = ladder(longest - 1, MIN_LENGTH, 2 if turns else 4)  # decode reads the last prompt token
     multiples = lambda counts: tuple(sorted({-(-n // num_shards) * num_shards for n in counts}))
@@ -117,8 +118,8 @@ def num_copies(num_slots: int, num_shards: int) -> int:
 
 
 def ladder(top: int, lowest: int, factor: float) -> tuple[int, ...]:
-    """Return `top`, `top` / factor, ... down to `lowest`, ascending: multiples of MIN_LENGTH, of half of it
-    where they are short, for which the padding counts."""
+    """Return `top`, `top` / factor, ... down to `lowest`, ascending: multiples of MIN_LENGTH, or of half of
+    it for short lengths, for which padding matters."""
     unit = lambda size: MIN_LENGTH if size > 4 * MIN_LENGTH else MIN_LENGTH // 2
     rounded = lambda size: -int(-size // unit(size)) * unit(size)
     sizes, size = set(), rounded(max(top, 1))

@@ -1,4 +1,4 @@
-"""Weights of the policy, copied to a rollout whose devices are not those of the trainer."""
+"""Copy the policy's weights to a rollout on other devices than the trainer's."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ MAX_ERROR_BYTES = 64 * 2**10  # read of a reply with an error status
 
 
 class Client:
-    """An HTTP session; made and used in one event loop.
+    """An HTTP session, made and used in one event loop.
 
     Args:
-        timeout: seconds that a request may take if it has no limit of its own.
+        timeout: default time limit of a request, seconds.
     """
 
     def __init__(self, timeout: float):
@@ -47,17 +47,17 @@ class Client:
         headers: Mapping[str, str] = NO_HEADERS,
         max_bytes: int = MAX_REPLY_BYTES,
     ) -> Json:
-        """Return the JSON object of the reply to a POST, or to a GET where there is no body.
+        """Return the JSON object of the reply to a POST, or to a GET without a body.
 
         Args:
-            body: a dict, or JSON in pieces, where it is too large for memory.
+            body: a dict, or JSON in pieces if it is too large for memory.
             max_bytes: of the reply; a longer one is not read to its end.
 
         Raises:
-            InvalidReplyError: too long, or no JSON object.
-            RefusedError: the request is wrong, or the key.
+            InvalidReplyError: the reply is too long, or not a JSON object.
+            RefusedError: the request or the key is wrong.
             BusyError: status 429 or 503.
-            UnreachableError: no reply in time, or one that reports a failure of the server.
+            UnreachableError: no reply in time, or the reply reports a failure of the server.
         """
         reply = await self.request_bytes(server, path, body, timeout, headers, max_bytes)
         try:
@@ -78,7 +78,8 @@ class Client:
         headers: Mapping[str, str] = NO_HEADERS,
         max_bytes: int = MAX_REPLY_BYTES,
     ) -> bytes:
-        """Return the reply as it is; see `request`."""
+        """Return the unparsed reply; see `request`."""
+        # Keys go only to this server: redirects are not followed.
         limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
         content = {"json": body} if body is None or isinstance(body, dict) else {"data": body}
         request = self._session.request(
@@ -107,6 +108,7 @@ class Client:
             ) from None
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise UnreachableError(f"{server.url}{path}: {type(error).__name__} {error}") from None
+        # A longer reply is not parsed.
         if len(reply) > max_bytes:
             raise InvalidReplyError(f"{server.url}{path}: a reply of more than {max_bytes:,} bytes")
         return reply

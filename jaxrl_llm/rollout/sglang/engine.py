@@ -119,13 +119,14 @@ class SGLangEngine:
         dialogue: Dialogue | None = None,
         partial: Sequence[PartialResponse] = (),
     ) -> PendingResponses:
-        """Begin to generate responses in order (request, response index); sample (p, g) has its own seed.
+        """Start to generate responses in order (request, response index); each sample (p, g) has a separate
+        seed.
 
-        A response that a server breaks off (its weights change) continues where it stopped; each token
-        carries the version that generated it.
+        A response that a server interrupts (because its weights change) continues at the same token; each
+        token has the version that generated it.
 
         Args:
-            partial: of each response, to be continued; () = none.
+            partial: the response to continue for each; () = none.
 
         Raises:
             UserError: an impossible request or sampling setting.
@@ -177,12 +178,11 @@ class SGLangEngine:
     def check_logprobs(self, params: Params, trajectories: Sequence[Trajectory]) -> list[int]:
         """Compare some responses of each server with the trainer's own log-probs. A collective.
 
-        Compared are finished responses, at least two of a server and `MIN_TOKENS` tokens where it has them,
-        and one pending response of each server: in asynchronous rollout the weights that generated a finished
-        one are gone. A server whose mean difference exceeds the probe's tolerance is left out for good, and
-        what it generated of pending responses is generated again. Not compared are tokens of other weights
-        than `params`, and rollouts with `weight_noise` or temperature 0. Routes that servers reported are
-        replayed, as in training.
+        Compares finished responses (at least two of a server and `MIN_TOKENS` tokens if it has them) and one
+        pending response of each server, since in asynchronous rollout the weights of finished ones are gone.
+        A server whose mean difference exceeds the probe's tolerance is excluded permanently, and its parts of
+        pending responses are generated again. Skips tokens of other weights than `params`, and rollouts with
+        `weight_noise` or temperature 0. Routes that servers reported are replayed, as in training.
 
         Args:
             params: the weights that were published last.
@@ -207,7 +207,7 @@ class SGLangEngine:
     def _find_false(
         self, trajectories: Sequence[Trajectory], trainer_logprobs: Sequence[np.ndarray], tolerance: float
     ) -> set[str]:
-        """Return the `server`s with false log-probs; leave out those that are in the pool."""
+        """Return the servers with false log-probs; exclude them if they are in the pool."""
         in_place = self.sglang.pause == "in_place"
         gaps = [
             logprob_differences(trajectory, logprobs, self._version, in_place)
@@ -220,7 +220,7 @@ class SGLangEngine:
         return {*self.pool.excluded, *(trajectories[i].server for i in alone)}
 
     async def _exclude(self, url: str, mean: float, tolerance: float) -> None:
-        """Leave a server out for good; reject what it generated of pending responses."""
+        """Exclude a server permanently; reject its parts of pending responses."""
         problem = (
             f"{url}: log-probs of its responses differ from the trainer's by {mean:.3g} on average, more "
             f"than {tolerance:g} (--sglang.probe_tolerance): it is not used again, nor are they trained on"
@@ -251,12 +251,12 @@ MIN_TOKENS = 24  # of a mean that is compared: as many as the probe has
 def logprob_differences(
     trajectory: Trajectory, trainer_logprobs: np.ndarray, version: int, in_place: bool
 ) -> np.ndarray:
-    """Return |trainer - reported|, nats, of tokens that rest on the weights of `version` alone, float64 [n].
+    """Return |trainer - reported|, nats, of tokens that depend only on the weights of `version`, float64 [n].
 
     Args:
         trainer_logprobs: log-probs of the response, [R'], under the weights of `version` and at the sampling
-            temperature; what is not finite is not compared.
-        in_place: whether weights change in place: then tokens after a change rest on older keys and values.
+            temperature; values that are not finite are skipped.
+        in_place: weights change in place, so that tokens after a change depend on older keys and values.
     """
     same = trajectory.versions == version
     if in_place and not same.all():
@@ -270,7 +270,7 @@ def logprob_differences(
 def choose_compared(trajectories: Sequence[Trajectory], version: int) -> list[Trajectory]:
     """Return trajectories to compare, of every server: at least two and `MIN_TOKENS` tokens of `version`.
 
-    Those with most such tokens are taken first; every process chooses the same.
+    Trajectories with the most such tokens come first; every process chooses the same.
     """
     counts = [int(((t.versions == version) & (t.mask > 0)).sum()) for t in trajectories]
     chosen: list[Trajectory] = []
@@ -284,7 +284,7 @@ def choose_compared(trajectories: Sequence[Trajectory], version: int) -> list[Tr
 
 
 class MismatchTotals:
-    """Differences added up by server, until there are enough tokens for a mean.
+    """Differences summed by server, until the tokens suffice for a mean.
 
     Attributes:
         worst: the largest mean difference since it was last set to 0, nats.
@@ -301,13 +301,13 @@ class MismatchTotals:
         tolerance: float,
         servers: Collection[str],
     ) -> tuple[dict[str, float], list[int]]:
-        """Return ({server: its mean difference} beyond the tolerance, trajectories beyond it by themselves).
+        """Return ({server: mean difference} beyond the tolerance, single trajectories beyond it).
 
         Args:
             gaps: the `logprob_differences` of each trajectory.
             tolerance: largest mean difference, nats.
-            servers: addresses with a mean of their own. A trajectory of several servers, or from behind a
-                router, is compared by itself.
+            servers: addresses with a separate mean. A trajectory of several servers, or from a router, is
+                compared alone.
         """
         alone = []
         for i, (trajectory, each) in enumerate(zip(trajectories, gaps, strict=True)):

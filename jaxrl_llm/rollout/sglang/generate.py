@@ -27,7 +27,7 @@ from jaxrl_llm.structs import Metrics
 
 ABORT = {"rid": "", "abort_all": True}
 ABORT_TIMEOUT = 10.0
-SNAPSHOT_TIMEOUT = 30.0  # seconds; what a server has not given by then is generated again
+SNAPSHOT_TIMEOUT = 30.0  # seconds; later, missing parts are generated again
 POLL_INTERVAL = 0.05
 
 
@@ -36,10 +36,10 @@ class ResponseGenerator:
 
     Args:
         eos_ids: token ids that end a response.
-        versions: label of weights -> policy version, of all that were ever sent.
-        base: label of the base that every server holds, where requests name adapters; "" = they name none.
+        versions: label of weights -> policy version, for all weights sent so far.
+        base: label of the base on every server, if requests name adapters; "" = requests name none.
         routes: responses have routes, which servers started with `ROUTES_FLAG` report.
-        tokenizer: decodes, where there are stop strings.
+        tokenizer: decodes responses to find stop strings.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ResponseGenerator:
     async def finish_all(
         self, responses: Sequence[PartialResponse], sampling: SamplingConfig, dialogue: Dialogue | None = None
     ) -> None:
-        """Generate what is missing of the responses.
+        """Generate the missing parts of the responses.
 
         Raises:
             ServerError: a response that no server could complete.
@@ -168,6 +168,7 @@ class ResponseGenerator:
                     (ids, logprobs, versions, finish, routes), server = await self.pool.generate(
                         body, group_servers, request.prompt_index, self._read
                     )
+            # Append the tokens; an interrupted response that made no progress counts as stalled.
             checked = len(response.ids)
             response.append(ids, logprobs, versions)
             response.routes.extend(routes)
@@ -188,9 +189,9 @@ class ResponseGenerator:
     ) -> str:
         """Cut a turn at its first stop string; return how the last request has finished.
 
-        A server looks for stop strings in the last tokens of one request, as many as its tokenizer makes of
-        the longest: it misses those that are spelt by more tokens, and those that an abort has divided. It
-        reports "length" where a turn stops with the last token allowed.
+        A server looks for stop strings in the last tokens of one request, as many as the longest stop string
+        has in its tokenization: it misses stop strings that are spelt with more tokens, or that an abort has
+        divided. It reports "length" if a turn stops with the last allowed token.
 
         Args:
             checked: tokens of the response before the request.
@@ -221,7 +222,7 @@ class ResponseGenerator:
 
 
 def turn_seed(response: PartialResponse) -> int:
-    """Return a seed of its own for each turn of each response, in [0, 2^31)."""
+    """Return a separate seed for each turn of each response, in [0, 2^31)."""
     return (int(response.key[1]) + 0x9E3779B1 * len(response.observed)) & 0x7FFFFFFF
 
 

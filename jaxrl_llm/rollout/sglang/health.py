@@ -100,7 +100,7 @@ def read_addresses(path: Path) -> list[str]:
     """Return the addresses in the file.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no text.
+        OSError, ValueError: the file cannot be read, or is not text.
     """
     lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
     return [line.rstrip("/") for line in lines if line]

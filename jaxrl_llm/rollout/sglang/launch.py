@@ -1,6 +1,6 @@
 """SGLang servers as child processes: started together, waited for, stopped with the run that started them.
 
-Linux ends them with the run: one that is killed leaves no server behind on the accelerator.
+Linux ends them with the run, so that a killed run leaves no server on the accelerator.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """  # SGLang takes keys on its command line alone, and logs it: here neither `ps` nor the log shows them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ROUTES_FLAG = "--enable-return-routed-experts"
-CPU_LORA = ("--lora-backend", "torch_native")  # the others are kernels of a GPU
-PORTS = range(20_000, 32_768)  # below those that Linux gives meanwhile to sockets that name none
+CPU_LORA = ("--lora-backend", "torch_native")  # other backends are GPU kernels
+PORTS = range(20_000, 32_768)  # below the ephemeral ports of Linux
 KILL_DELAY = 10.0  # seconds between SIGTERM and SIGKILL
 POLL_INTERVAL = 0.5
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
@@ -118,15 +118,16 @@ class ServerProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                start_new_session=True,  # a group of its own: stopped whole, and Ctrl-C does not reach it
+                start_new_session=True,  # its own group: stopped as a whole, not by Ctrl-C
             )
 
     def wait(self) -> None:
-        """Wait until every server replies; in later calls, until one does: health checks restart the others.
+        """Wait until every server replies; in later calls until one replies, since health checks restart the
+        others.
 
         Raises:
-            ServerError: one has ended at the start, or all have later, or there is no reply in time; with the
-                end of a log.
+            ServerError: at the start a server ended, or later all ended, or no reply came in time; the
+                message has the end of a log.
         """
         deadline, enough = time.monotonic() + self.timeout, any if self._replied else all
         while not enough(map(is_up, self.urls)):
@@ -253,10 +254,10 @@ async def release_memory(pool: ServerPool) -> None:
 
 
 def colocated_problems(sglang: SGLangConfig, launch: int, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield why trainer and servers cannot share these GPUs; `sglang` has no problem of its own.
+    """Yield why trainer and servers cannot share these GPUs; `sglang` itself is valid.
 
     Args:
-        launch: servers that are started here.
+        launch: number of servers started here.
         environment: of the process, with jax's variables.
     """
     if not launch:
@@ -271,6 +272,7 @@ def colocated_problems(sglang: SGLangConfig, launch: int, environment: Mapping[s
             "--sglang.flags='--mem-fraction-static 0.4' with XLA_CLIENT_MEM_FRACTION=0.5 in the environment."
         )
         return
+    # Both shares of a GPU's memory.
     name, own = next(((name, environment[name]) for name in FRACTIONS if environment.get(name)), ("", ""))
     server, trainer = _fraction(given), _fraction(own) if own else XLA_DEFAULT
     if server is None:

@@ -42,14 +42,14 @@ class ServerResponse(NamedTuple):
 
 
 class ServerPool:
-    """Requests to the servers, from a thread with its own event loop (a notebook has one of its own).
+    """Send requests to the servers, from a thread with a separate event loop (a notebook has one already).
 
     Args:
-        urls: an address that is given twice is one server.
-        timeout: seconds that one request may take.
+        urls: repeated addresses count once.
+        timeout: time limit of a request, seconds.
         retries: times that a request is tried, on one server or another.
         slots: requests at once on one server.
-        patience: seconds to wait for a server when none can be used, or all are too busy.
+        patience: seconds to wait if no server is usable, or all are too busy.
         router: address of a router in front of the servers, which then gets all requests to generate;
             "" = none.
 
@@ -77,6 +77,7 @@ class ServerPool:
         self.memory_released = False  # colocated: no server is brought into use
         self._update: Callable[[Server], Awaitable[Any]] | None = None  # gives a server the newest weights
         self._max_servers, self._next_line = len(self.servers), 0.0
+        # The event loop runs in a thread; requests of any thread go there.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
         self._thread.start()
@@ -131,13 +132,13 @@ class ServerPool:
         }
 
     def check_reachable(self, problem: Callable[[Json], str]) -> None:
-        """Refuse addresses where no server replies, or an unsuitable one: at the start that is a mistake.
+        """Refuse addresses without a reply, or with an unsuitable server: at the start, this is a mistake.
 
         Args:
-            problem: of a server's reply to /server_info, with the fix; "" = none.
+            problem: returns the problem of a server's reply to /server_info, with the fix, or "".
 
         Raises:
-            UserError: one does not; names it.
+            UserError: a server does not reply or is unsuitable; the message names it.
         """
 
         async def check(server: Server) -> None:
@@ -162,8 +163,8 @@ class ServerPool:
     ) -> ServerResponse:
         """Return a response to /generate, from the server of the group's other samples if it has a slot.
 
-        It counts only if the server has not been left out meanwhile, and new weights that came meanwhile
-        have been probed. What one server refuses is tried on every other one.
+        It counts only if the server was not left out meanwhile, and any new weights have been probed. A
+        request that one server refuses is tried on every other server.
 
         Args:
             group_servers: group -> server, kept by the caller: a shared prompt is read once.
@@ -172,6 +173,7 @@ class ServerPool:
             RefusedError: every server refuses the request.
             ServerError: no server gave a response.
         """
+        # Refusals are final for a server, busy servers are retried, failures leave a server out.
         problems: list[str] = []
         refusals: dict[Server, str] = {}
         deadline, pause = time.monotonic() + self.patience, 0.25
@@ -183,7 +185,7 @@ class ServerPool:
             except RefusedError as error:
                 refusals[server] = str(error)
                 self._print_wait(f"a refused request is tried on another server: {error}")
-                if server is self.router:  # which may choose another server next time
+                if server is self.router:  # the router may choose another server next time
                     problems.append(str(error))
             except ServerError as error:
                 down = server is self.router and isinstance(error, UnreachableError)
@@ -207,15 +209,15 @@ class ServerPool:
         label: str = "",
         servers: Sequence[Server] | None = None,
     ) -> None:
-        """Run `update` for all servers at once; those for which it fails are left out, the others used.
+        """Run `update` for all servers at once; servers for which it fails are left out.
 
-        It runs again, in time, for a server that is left out later or comes later.
+        It runs again later for a server that was left out or that is new.
 
         Args:
             servers: None = the present ones.
 
         Raises:
-            ServerError: none can be used; at once where they reply, after `patience` where they do not.
+            ServerError: no server is usable; raised immediately if servers reply, else after `patience`.
         """
         self._update, self.label, self.memory_released = update, label, False
         await asyncio.gather(*map(self.admit, self.servers if servers is None else servers))
@@ -294,10 +296,10 @@ class ServerPool:
         refusals: Mapping[Server, str],
         deadline: float,
     ) -> Server:
-        """Return the group's own server while it has a free slot, else the least busy one.
+        """Return the group's server if it has a free slot, else the least busy server.
 
         Raises:
-            RefusedError: all servers have refused the request, or those that were there until the deadline.
+            RefusedError: all servers, or all usable ones until the deadline, have refused the request.
         """
         if self.router:
             return self.router

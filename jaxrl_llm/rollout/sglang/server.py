@@ -101,7 +101,7 @@ class Server:
         return set(self._requests.values())
 
     def leave_out(self, error: ServerError) -> None:
-        """Stop sending requests to it; those in flight go to other servers."""
+        """Stop sending requests to the server; requests in flight go to other servers."""
         if "left out" not in self._since:
             print_line(f"a server is left out: {error}")
             self.failures += 1
@@ -109,7 +109,7 @@ class Server:
         self.unreachable = isinstance(error, UnreachableError | BusyError)
         self.label, self._since["left out"] = "", self._since.get("left out", time.monotonic())
         if self.unreachable:
-            self.released.clear()  # the next reply is of another process, or of one in an unknown state
+            self.released.clear()  # the next reply comes from another process, or one in an unknown state
         self.next_try = time.monotonic() + self._retry_delay
         self._retry_delay = min(2 * self._retry_delay, LAST_RETRY)
         for request in self._requests:

@@ -20,7 +20,7 @@ FINISHES = ("stop", "length", "abort")
 ROUNDING = 1e-4  # nats above 0 that the log-prob of a certain token may be
 MAX_ROUTE_BYTES = 2**14
 """Of a token: 8 experts in each of 61 layers (DeepSeek-V3) take 2,603."""
-LOWEST = -104.0  # nats: exp of less is 0 in float32, and what has probability 0 is never drawn
+LOWEST = -104.0  # nats: exp of less is 0 in float32, and a token of probability 0 is never drawn
 
 
 class Generated(NamedTuple):
@@ -48,13 +48,13 @@ def read_generated(
     Args:
         body: of the request.
         label: of the last weights that were sent to the server before the request; "" = not known.
-        versions: label of weights -> policy version, of all that this run ever sent.
-        base: label of the base that every server holds, where the request names adapters: then all tokens
-            have their version.
+        versions: label of weights -> policy version, for all weights that this run sent.
+        base: label of the base on every server, if the request names adapters: then all tokens have the
+            adapters' version.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError: it is not valid; the server is left out.
-        RefusedError: the server ended the response before the length that was asked for.
+        ValueError, TypeError, LookupError, AttributeError: the reply is invalid; the server is left out.
+            RefusedError: the server ended the response before the length that was asked for.
     """
     if base:
         label, versions = base, {base: versions[body["lora_path"]]}
@@ -62,12 +62,13 @@ def read_generated(
     _check_request(meta, body)
     finish = meta["finish_reason"]["type"]
     pairs = [(token, logprob) for logprob, token, *_ in meta["output_token_logprobs"]]
+    # The number of tokens, and how the response ended.
     ids, logprobs = [token for token, _ in pairs], [logprob for _, logprob in pairs]
     if finish not in FINISHES:
         raise ValueError(f"it ended by {short(finish)}")
     if len(ids) > max_tokens or (not ids and finish != "abort"):
         raise ValueError(f"{len(ids)} tokens where 1 to {max_tokens} were asked for")
-    if finish == "length" and len(ids) < max_tokens:  # a healthy server that holds less than was asked for
+    if finish == "length" and len(ids) < max_tokens:  # healthy, but with too little memory
         raise RefusedError(
             f"it ended a response for length after {len(ids)} of {max_tokens} tokens, with "
             f"{len(body['input_ids'])} before them: they do not fit its --context-length or "
@@ -76,12 +77,13 @@ def read_generated(
     counts = {len(ids), len(reply.get("output_ids", ids)), meta.get("completion_tokens", len(ids))}
     if len(counts) > 1 or list(reply.get("output_ids", ids)) != ids:
         raise ValueError(f"log-probs of {len(ids)} tokens, and other tokens or another number of them")
+    # Each token and its log-prob.
     for token, logprob in pairs:
         if type(token) is not int or not 0 <= token < model.vocab_size:
             raise ValueError(f"token {short(token)} of a vocabulary of {model.vocab_size}")
         if type(logprob) not in (int, float) or not LOWEST <= logprob <= ROUNDING:
             raise ValueError(f"log-prob {short(logprob)} of token {token}")
-    routes: Sequence[np.ndarray] = ()  # of a response that was broken off they may come with its next part
+    routes: Sequence[np.ndarray] = ()  # routes of an interrupted response may come with its next part
     if body.get("return_routed_experts") and (finish != "abort" or meta.get("routed_experts")):
         routes = routed_experts(meta, body, len(ids), model)
     return Generated(ids, logprobs, token_versions(meta, len(ids), label, versions), finish, routes)
@@ -92,9 +94,9 @@ def routed_experts(
 ) -> UInt[np.ndarray, "N L K"]:
     """Return the routes of tokens of prompt and response (`route_spec`), ascending numbers.
 
-    SGLang sends them as base64 of int32 (`--enable-return-routed-experts`), of all tokens but the last, which
-    no layer has read yet, from `routed_experts_start_len` on, and of all layers: those of layers without
-    experts mean nothing.
+    SGLang sends routes as base64 of int32 (`--enable-return-routed-experts`), for all tokens from
+    `routed_experts_start_len` on except the last, which no layer has read yet, and for all layers; routes of
+    layers without experts have no meaning.
 
     Args:
         meta: `meta_info` of a reply that `read_generated` accepts.
@@ -120,7 +122,7 @@ def routed_experts(
 
 
 def _check_request(meta: Mapping[str, Any], body: Json) -> None:
-    """Refuse a reply to another request; what was aborted in the queue comes without `prompt_tokens`.
+    """Refuse a reply to another request; replies aborted in the queue have no `prompt_tokens`.
 
     Raises:
         ValueError: the id or the number of prompt tokens differs.
