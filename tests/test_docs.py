@@ -19,6 +19,8 @@ from jaxrl_import import import_config
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.hf.config import to_hf_config
+from jaxrl_llm.models.config import check_model_config
 from jaxrl_llm.recipe.fields import check_fields
 from jaxrl_llm.recipe.keys import add_missing, iter_fields
 from jaxrl_llm.recipe.load import find_recipe, load_recipe, packaged_recipes, with_algo
@@ -374,6 +376,15 @@ def test_the_algorithm_of_the_guide_keeps_the_contract(tmp_path):
     algorithm = algos.load_algorithm(str(tmp_path / "my_algo.py"))
     assert algorithm.input == "rollouts" and algorithm.config.aggregation == "token"
     assert algos.of(algorithm.Config(aggregation="sequence")) is algorithm
+
+
+def test_the_shapes_of_the_guide_have_a_config_json():
+    page = (ROOT / "docs/recipes.md").read_text()
+    names: dict[str, typing.Any] = {}
+    exec(re.search(r"```python\n(from jaxrl_llm.config import MLAConfig.*?)```", page, re.S)[1], names)
+    for shape in (names["latent"], names["sinks"]):
+        check_model_config(shape, "docs/recipes.md")
+        assert to_hf_config(shape)["model_type"] == shape.family
 
 
 def test_the_reading_path_names_what_its_files_define():
