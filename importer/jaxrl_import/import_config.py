@@ -13,13 +13,13 @@ from typing import Literal
 from jaxrl_import.fields import Assumptions, Conversion
 from jaxrl_import.hints import missing_reason
 from jaxrl_import.read import read_settings
+from jaxrl_import.recipe_text import WIDTH, build_config, comment_lines, recipe_source
 from jaxrl_import.reward_file import extract_functions
 from jaxrl_import.systems import SYSTEMS
 from jaxrl_import.values import path_text, printable
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.ranges import Count
-from jaxrl_llm.recipe.source import WIDTH, build_config, comment_lines, recipe_source
 from jaxrl_llm.tools.arguments import parse_arguments
 
 SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
