@@ -19,6 +19,7 @@ NUMBERS = np.arange(64.0).reshape(8, 8)
 class FakeDevice(NamedTuple):
     process_index: int
     id: int
+    platform: str = "cpu"
 
 
 def ids(mesh):
