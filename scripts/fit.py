@@ -137,7 +137,7 @@ GiB of each device.
 """
 NOTES = """
 - State: weights, optimizer, gradients and the frozen reference. Activations: the largest of any phase.
-- Host: memory on the host for each device, for what is offloaded.
+- Host: memory on the host for each device, for offloaded state.
 - Peak: memory of the phase that needs most, and the memory that a run may use there (on a TPU what the
   compiler grants, on a GPU three quarters, XLA's default). The columns are of different phases, so a peak is
   not the sum of its line. If a number of phases is given, only these were compiled.

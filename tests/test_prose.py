@@ -31,6 +31,7 @@ CHECKED = (
     "jaxrl_llm/plan",
     "jaxrl_llm/learn",
     "jaxrl_llm/rollout",
+    "docs",
 )
 """Folders and documents whose rates are within the limits."""
 
