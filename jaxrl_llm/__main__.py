@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; a mistake of the user is one message and exit code 2, not a traceback.
 
     Args:
-        argv: None = those of this process, which may start again for huge pages (`host.huge_pages`).
+        argv: None = the words of this process, which may restart for huge pages (`host.huge_pages`).
     """
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if argv is None and command in COMPUTING:

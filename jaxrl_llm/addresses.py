@@ -15,7 +15,7 @@ MASKED = "***"
 SECRET_NAME = re.compile(
     r"(^|_)(api_?key|(access|secret|private|auth)_?key|token|secret|password|credential)$", re.I
 )
-MIN_SECRET = 8  # characters; what is shorter may be an ordinary word
+MIN_SECRET = 8  # characters; a shorter text may be an ordinary word
 _LOGIN = re.compile(r"(?<=://)[^/?#\s]+(?=@)")  # user:password, or a token alone
 _VALUE = r"""(?!\$\{)[^\s&#;"'<>]"""  # a character of a parameter; ${NAME} is a variable
 _SECRETS = (  # names of parameters; not tokenizer, author, encode
@@ -45,11 +45,11 @@ _KEY = re.compile(
 
 
 def mask_text(text: str, secrets: Collection[str] = ()) -> str:
-    """Return the text with what is secret in it masked.
+    """Return the text with its secrets masked.
 
     Masked are logins in `scheme://user:password@host`, values of parameters such as `?api_key=KEY`, of flags
-    such as `--api-key KEY`, of assignments such as `WANDB_API_KEY=KEY`, keys that show by their form (sk-..,
-    hf_..), and `secrets`: of 16 characters everywhere, of 8 where no letter or digit stands beside them.
+    such as `--api-key KEY`, of assignments such as `WANDB_API_KEY=KEY`, keys with a known form (sk-..,
+    hf_..), and `secrets`: of 16 characters everywhere, of 8 only as whole words.
     """
     text = _KEY.sub(MASKED, _LOGIN.sub(MASKED, text))
     for pattern in (_PARAMETER, _FLAG, _ASSIGNED):
@@ -68,10 +68,10 @@ def secrets_of(environment: Mapping[str, str]) -> list[str]:
 
 
 def host_of(url: str) -> str:
-    """Return the host of an http address; "" = it is no such address."""
+    """Return the host of an http address; "" for other text."""
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018 - raises for a port that is none
+        parts.port  # noqa: B018 - raises for an invalid port
     except ValueError:
         return ""
     is_plain = url.isascii() and url.isprintable() and " " not in url

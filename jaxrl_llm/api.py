@@ -66,7 +66,7 @@ class RunResult:
         """Hugging Face folder of the trained model.
 
         Raises:
-            UserError: the run was stopped, so there is none yet.
+            UserError: the run was stopped, so the model does not exist yet.
         """
         if self.stopped:
             raise UserError(
@@ -90,7 +90,7 @@ class Response:
     logprobs: np.ndarray  # float32 [R], nats
     finish: str  # "stop" or "length"
     thought: str = ""
-    answer: str = ""  # what follows the thought; "" where the thought is unfinished
+    answer: str = ""  # the text after the thought; "" if the thought is unfinished
 
 
 def run(
@@ -102,13 +102,13 @@ def run(
     eval_data: Rows | None = None,
     **settings: Any,
 ) -> RunResult:
-    """Train a model by a recipe; a run directory that has checkpoints is continued.
+    """Train a model by a recipe; a run directory with checkpoints is continued.
 
         run(model="Qwen/Qwen3-0.6B", data=rows, reward=my_reward)
         run("grpo_tiny.py", reward=my_reward, data=rows, steps=50, **{"optim.learning_rate": 1e-4})
 
     Args:
-        recipe: a TrainConfig, or the name or path of a recipe file; "" = DEFAULT_RECIPE, which is said.
+        recipe: a TrainConfig, or the name or path of a recipe file; "" = DEFAULT_RECIPE, with a note.
         model: the setting model.path: folder, GGUF file or hub name; "" = the recipe's model.
         reward: reward function with the signature of TRL, veRL, OpenRLHF, RL2 or `f(sample) -> float`; it
             runs in worker processes: a notebook may define it, but it cannot change the notebook's variables.
@@ -116,7 +116,7 @@ def run(
         data: training rows as dicts, with the columns that files of rows may have; they are written to
             run_dir/data, under a name made of their content: a run cannot be continued with other rows.
             None = the recipe's data.
-        eval_data: held-out rows, likewise; with `data` alone nothing is evaluated.
+        eval_data: held-out rows, in the same form; with `data` alone nothing is evaluated.
         settings: fields by the keys of the command line, such as steps=50, algo="rloo".
 
     An interrupt (Ctrl-C, the stop button of a notebook) ends the run after its step, with its state saved:
@@ -128,13 +128,13 @@ def run(
     """
     if reward is not None and not callable(reward):
         raise UserError(
-            f'reward: {reward!r:.100} is no function; a built-in reward is **{{"reward.name": NAME}}'
+            f'reward: {reward!r:.100} is not a function; a built-in reward is **{{"reward.name": NAME}}'
         )
     if not recipe:
         recipe = DEFAULT_RECIPE
         print(
-            f"note: no recipe is named, so the settings are those of {recipe} (python -m jaxrl_llm.train "
-            f"--config {recipe} --help shows them), but for what is given here",
+            f"note: no recipe is named, so settings come from {recipe} (python -m jaxrl_llm.train "
+            f"--config {recipe} --help shows them), except for the given ones",
             file=sys.stderr,
         )
     settings |= {"model.path": os.fspath(model)} if model else {}
@@ -144,6 +144,7 @@ def run(
             file=sys.stderr,
         )
         settings["eval.every"] = 0
+    # Rows become files of the run directory; a function becomes a name in the config.
     resolved = with_rows(recipe, settings, {"data.path": data, "data.eval_path": eval_data}, reward)
     run_dir = Path(resolved.config.run_dir)
     if reward is not None:
@@ -153,6 +154,7 @@ def run(
         config = resolved.config
         config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, name=name))
         resolved = resolved._replace(config=config)
+    # Ctrl-C ends the run after its step, and keeps the notebook.
     with interruptible():
         ended = execute(resolved, reward=reward)
     metrics, samples = (jsonl.read_rows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl"))
@@ -168,8 +170,8 @@ def with_rows(
     """Return the recipe with settings and, as files of the run directory, rows from memory.
 
     Args:
-        given: rows by the key of their file; None = there are none.
-        reward: function that is going to take the place of the recipe's reward.
+        given: rows by the key of their file; None = no rows.
+        reward: function that will replace the recipe's reward.
     """
     of_rows = {
         path: {key: settings.pop(key) for key in list(settings) if key.startswith(OF_ROWS[path])}
@@ -190,7 +192,7 @@ def with_rows(
 def reward_label(function: Callable[..., Any]) -> str:
     """Return the name of a reward function and a hash of its source, which config.json and checkpoints keep.
 
-    What the function refers to is not in the hash, nor the source of one that Python has none of.
+    The hash does not cover other code that the function calls, nor a function whose source Python lacks.
     """
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -246,8 +248,9 @@ def generate(
     known = [field.name for field in dataclasses.fields(GenerateConfig)]
     if unknown := next((name for name in settings if name not in known), ""):
         near = closest_key(unknown, known)
-        advice = f"Did you mean {near}?" if near else f"There are {', '.join(known)}."
+        advice = f"Did you mean {near}?" if near else f"Known are {', '.join(known)}."
         raise UserError(f"generate: {unknown}: unknown setting. {advice}")
+    # Check everything before the model is loaded.
     config = plain_values(GenerateConfig(**settings))
     check_fields(config)
     if isinstance(prompts, str | Mapping):
@@ -279,7 +282,8 @@ def write_rows(rows: Rows, folder: Path, name: str) -> Path:
     """Write rows as JSONL. Return the file: "train_1a2b3c4d5e6f.jsonl", for the name "train".
 
     Raises:
-        UserError: these are no rows, or one is not a JSON object; names the row and its column.
+        UserError: the value is not a list of rows, or a row is not a JSON object; the message names row and
+            column.
     """
     if isinstance(rows, str | Path | Mapping):
         raise UserError(
@@ -293,7 +297,7 @@ def write_rows(rows: Rows, folder: Path, name: str) -> Path:
             raise UserError(f"data: row {i} is {row!r:.100}: expected a dict of columns{fix}")
         lines.append(_json_line(row, f"data: row {i}"))
     if not lines:
-        raise UserError("data: there are no rows")
+        raise UserError("data: the list of rows is empty")
     text = "".join(lines).encode()
     file = folder / f"{name}_{hashlib.sha256(text).hexdigest()[:12]}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ class ModelConfig:
     """Hugging Face folder, GGUF file or hub name (org/model@revision) to start from; "" = random weights of
     `architecture`."""
     architecture: TransformerConfig | None = None
-    """Shape of a model with random weights; not used where `path` is set."""
+    """Shape of a model with random weights; not used if `path` is set."""
     adapter: str = ""
     """PEFT folder of the adapters to start from, whose settings `lora` must have; "" = new adapters. The
     reference keeps them as they are."""
@@ -118,11 +118,11 @@ class EvalConfig:
     samples: Annotated[int, Range(1, 2**16)] = 1
     """Responses to each prompt: the k of pass@k (any is correct) and maj@k (the commonest answer is)."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    """Sampling of these responses; that of training is `rollout.sampling`."""
+    """Sampling of these responses; training uses `rollout.sampling`."""
     judge: str = ""
-    """Pairwise judge of eval/win_rate, the responses against those of the start: "my_judge.py:judge" with
-    judge(prompt, a, b), the URL of a service, or "generative" (that of reward.models). Empty: the scores of
-    reward models, or those of a reward function of yours, are compared."""
+    """Pairwise judge of eval/win_rate, the responses against responses of the start: "my_judge.py:judge" with
+    judge(prompt, a, b), the URL of a service, or "generative" (the one in reward.models). Empty: compare the
+    scores of reward models, or of your reward function."""
     log_samples: CountOrZero = 64
     """Prompts whose response is written to samples.jsonl in each evaluation."""
 
@@ -228,8 +228,8 @@ class TrainConfig:
     may differ by a prompt. responses: they are mixed over all mini-batches; so they are, too, in a step with
     fewer prompts than mini-batches."""
     ppo_epochs: Annotated[int, Range(1, 1024, usual="1 to 4 are usual")] = 1
-    """Passes over the mini-batches of a step, each in an order of its own; old log-probs and values are
-    those before the first. For algorithms that learn from responses."""
+    """Passes over the mini-batches of a step, each in a different order; old log-probs and values are from
+    before the first pass. For algorithms that learn from responses."""
     tokens_per_device: DeviceTokens = 8192
     """Tokens of a micro-batch on each device, rounded down to whole rows."""
     max_prompt_tokens: Tokens = 512
@@ -243,8 +243,8 @@ class TrainConfig:
     """Rollout (native engine) and trainer compute bit-equal log-probs: mismatch/max_abs is 0. Slower; for
     experiments, and to distinguish errors from rounding. One device."""
     devices: str = ALL_DEVICES
-    """Devices of the policy, and of each model without devices of its own: all, or a range such as 0:4
-    (devices 0 to 3 of each process)."""
+    """Devices of the policy, and of each model without separate devices: all, or a range such as 0:4 (devices
+    0 to 3 of each process)."""
     max_runtime: SecondsOrZero = 0.0
     """Seconds after which the run saves and stops; 0 = no limit."""
     profile: str = ""
@@ -312,7 +312,7 @@ class TrainConfig:
 
     @property
     def placements(self) -> dict[str, PlacementConfig]:
-        """Placement of each model by its role, the prefix of its keys: those of the policy have none."""
+        """Placement of each model by its role, the prefix of its keys; the policy's keys have no prefix."""
         return {
             POLICY: PlacementConfig(mesh=self.mesh, devices=self.devices),
             ROLLOUT_ENGINE: self.rollout,
@@ -339,13 +339,13 @@ class TrainConfig:
 
     @property
     def min_row_tokens(self) -> int:
-        """Length of the longest trajectory, or of two where they are compared."""
+        """Length of the longest trajectory, or of two if they are compared."""
         return algos.of(self.algo).group_size * self.max_tokens
 
     @property
     def row_tokens(self) -> int:
-        """Length of a packed row: the least; where responses share their prompt, all that there are to it or
-        as many as the tokens of a micro-batch allow."""
+        """Length of a packed row: the minimum, or if responses share their prompt, all responses to it or as
+        many as the tokens of a micro-batch allow."""
         longest = self.min_row_tokens
         shards = [self.mesh_of(role).sequence for role in self.placements if role != ROLLOUT_ENGINE]
         if not self.shares_prompts or min(shards) < 0:
@@ -390,7 +390,7 @@ def same_responses(count: int) -> str:
 
 
 def nearest_divisors(number: int, near: int) -> list[int]:
-    """Return the two divisors of `number` that are nearest to `near`, ascending; one where it has one."""
+    """Return the two divisors of `number` nearest to `near`, ascending; 1 has only one."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = {*small, *(number // n for n in small)}
     return sorted(sorted(divisors, key=lambda n: (abs(n - near), n))[:2])

@@ -1,4 +1,4 @@
-"""Installed packages that need not be there: those that extend this one, and those of its extras."""
+"""Optional installed packages: extensions of this package, and its extras."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LARGEST = 2**31 - 1  # of an int32: steps, tokens, indices on the device
 
 @dataclass(frozen=True)
 class Range:
-    """Range of a field's values. Infinity is allowed only where a bound is infinite and closed."""
+    """Range of a field's values. Infinity is allowed only if a bound is infinite and closed."""
 
     low: float
     high: float
@@ -93,7 +93,7 @@ def _out_of_range(value: Any, allowed: Range | None) -> str:
     if allowed is None:
         finite = isinstance(value, int) or math.isfinite(value)
         return "" if finite else f"is {value}: it must be finite."
-    if value in allowed:  # never NaN; infinity only where it is a declared bound
+    if value in allowed:  # never NaN; infinity only if it is a declared bound
         return ""
     usual = f"; {allowed.usual}" if allowed.usual else ""
     return f"is {value}: it must be {allowed}{usual}."

@@ -51,7 +51,7 @@ SIGNALS = (
     Signal("logprobs",         "update: log-probs in its forward pass, for the logs", False, False),
     Signal("labels",           "dataset: label of the token, or of its sequence",     False, True),
 )  # fmt: skip
-"""All signals; `learn.stage.loss_signals` returns those of an algorithm's batches."""
+"""All signals; `learn.stage.loss_signals` selects the signals of an algorithm's batches."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Trajectory:
 
     @property
     def total_reward(self) -> float:
-        """Reward by which responses are compared: `reward`, which has no process rewards, and those."""
+        """Reward for comparing responses: `reward` plus process rewards."""
         return self.reward + self.process_reward
 
     @property
@@ -118,7 +118,7 @@ class Trajectory:
         turns = int((np.diff(self.mask, prepend=0) > 0).sum())
         if turns > sum(message["role"] == "assistant" for message in messages):  # the last one was cut off
             messages.append(as_message(self.answer or ""))
-        while messages[-1]["role"] != "assistant":  # an observation for which there were no tokens left
+        while messages[-1]["role"] != "assistant":  # an observation without tokens left for an answer
             messages.pop()
         return messages
 
@@ -167,7 +167,7 @@ class Batch:
     """Packed rows of one micro-batch. Row = trajectories end to end, then padding (segment 0)."""
 
     tokens: Int[Array, "B T"]
-    targets: Int[Array, "B T"]  # the next token of the same trajectory; 0 where there is none
+    targets: Int[Array, "B T"]  # the next token of the same trajectory; 0 at its end
     positions: Int[Array, "B T"]  # in the trajectory, from 0
     segments: Int[Array, "B T"]  # 1, 2, ... number the trajectories of a row; 0 = padding
     mask: Float[Array, "B T"]  # 1 where the target is trained on
@@ -192,8 +192,8 @@ class BatchTotals:
     num_sequences: Float[Array, ""]  # sequences with any
     kl_coef: Float[Array, ""]
     baseline: Float[Array, "*shape"] | None = None
-    loss_scale: Float[Array, ""] | None = None  # that of the TrainState
-    entropy_coef: Float[Array, "2"] | None = None  # likewise
+    loss_scale: Float[Array, ""] | None = None  # of the TrainState
+    entropy_coef: Float[Array, "2"] | None = None  # of the TrainState
     balance_weights: Float[Array, "L X"] | None = None  # of the balance loss of X experts
 
 
@@ -223,7 +223,7 @@ class LossInputs:
     labels: Float[Array, "B T"] | None = None
     divergence: Float[Array, "B T"] | None = None  # from the teacher's distribution; carries gradient
     kl_coef: Float[Array, ""] | None = None  # current coefficient of the KL controller
-    entropy_coef: Float[Array, ""] | None = None  # what the entropy controller applies
+    entropy_coef: Float[Array, ""] | None = None  # applied coefficient of the entropy controller
     baseline: Float[Array, "*shape"] | None = None  # the algorithm's `baseline`, summed over the mini-batch
 
 
@@ -238,7 +238,7 @@ class TrainState:
     kl_coef: Float[Array, ""]  # of the KL controller
     critic: TrainState | None = None  # of the critic, which is trained together with the policy
     loss_scale: Float[Array, ""] | None = None  # of float16 (`learn.finite`)
-    entropy_coef: Float[Array, "2"] | None = None  # of the entropy controller: its value, what is applied
+    entropy_coef: Float[Array, "2"] | None = None  # of the entropy controller: its value, the applied value
 
 
 class Program(NamedTuple):

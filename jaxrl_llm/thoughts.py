@@ -33,7 +33,7 @@ class Parts(NamedTuple):
     """A response taken apart."""
 
     thought: str
-    answer: str  # what follows the thought; "" where the thought is unfinished
+    answer: str  # the text after the thought; "" if the thought is unfinished
 
 
 def split_thought(text: str, opened: bool | None = None) -> Parts:
@@ -46,7 +46,7 @@ def split_thought(text: str, opened: bool | None = None) -> Parts:
     if has_channels(text):
         return _split_channels(text, opened)
     thoughts, shown, begin = [], [], 0
-    closing = "" if opened else None  # the mark that ends the thought; "" = any, None = there is no thought
+    closing = "" if opened else None  # the mark that ends the thought; "" = any, None = no thought
     for match in MARK.finditer(text):
         mark, is_opening = match.group(), match.group() in MARKS
         if closing == "" and is_opening and not text[begin : match.start()].strip():
@@ -91,9 +91,9 @@ def as_message(text: str) -> dict[str, Any]:
 
 
 def readable(text: str) -> str:
-    """Return a response for people: of channels the thought in <think>..</think> and the answer after it.
+    """Return a response for people: channels become the thought in <think>..</think> and the answer after it.
 
-    The text of more tokens begins with that of fewer, so that it can be shown as it comes.
+    The text only grows with further tokens, so that it can be streamed.
     """
     if not has_channels(text):
         return text

@@ -109,11 +109,13 @@ def run_on_all_processes(
     clock.begin("build")
     config, run_dir = resolved.config, Path(resolved.config.run_dir)
     closing.enter_context(run_dir_lock(run_dir))
+    # Build everything; nothing large is computed yet.
     config, pins = pin_models(config)
     with working("building the run: model, tokenizer, data, rewards", quiet=jax.process_index() > 0):
         run = build(config, closing, reward)
     closing.enter_context(jax.set_mesh(run.mesh))
     clock.begin("restore")
+    # The state of the newest checkpoint, and the log of the steps before it.
     checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
     state, start = restore(run, checkpoints)
     clock.begin("loggers")
@@ -136,6 +138,7 @@ def train(
     state = run.initial_state() if state is None else state
     meta = run.checkpoint_meta(state.params)
     evaluate_start(run, state, reference, start, log)
+    # Continue at the position of the checkpoint.
     done, metrics, reason, outage = start, {}, "", Outage()
     source = run.stages[-1].source
     if start > run.stages[-1].start:
@@ -172,6 +175,7 @@ def train(
             if checkpoint_due(config, done, run.total):
                 checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), source.snapshot())
 
+    # Save at the end, whatever ended the loop.
     if outage.error and done == start:
         raise outage.error  # before the first step: a wrong setting rather than an outage
     if reason := outage.reason or reason or stop.signalled():
@@ -184,7 +188,7 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
     """Export the trained model, report the results, and check that they are on the disk.
 
     Raises:
-        UnsavedError: names what is missing, and the fix.
+        UnsavedError: an output is missing; the message names it, and the fix.
     """
     run_dir, missing = Path(run.config.run_dir), []
     log.progress.phase("export")
@@ -254,7 +258,7 @@ def evaluate(run: Run, state: TrainState, reference: Reference, done: int, log: 
 
 
 def reference_params(stage: Stage, reference: Reference, step: int, state: TrainState) -> Params | None:
-    """Return the reference weights of a stage, or None where its algorithm needs none."""
+    """Return the reference weights of a stage, or None if its algorithm needs none."""
     return reference.params(stage.start, step, state.params) if stage.needs_reference else None
 
 

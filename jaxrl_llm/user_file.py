@@ -45,7 +45,7 @@ def import_user_file(path: Path, key: str) -> ModuleType:
         key: the field that names the file, for messages: "reward.name".
 
     Raises:
-        UserError: there is no such file, or importing it raises; names file and line.
+        UserError: the file is missing, or importing it raises; the message has file and line.
     """
     path = expand_home(path).resolve()
     if problem := missing_file(path):
@@ -64,7 +64,7 @@ def import_user_file(path: Path, key: str) -> ModuleType:
 
 
 def explain_end(error: BaseException, path: Path) -> str:
-    """Return `explain` of an exception that ended the user's file, and the fix where it ends programs.
+    """Return `explain` of an exception that ended the user's file, and the fix if it ends programs.
 
     Raises:
         SystemExit: a signal ended the file; host.signals raises a subclass.
@@ -76,7 +76,7 @@ def explain_end(error: BaseException, path: Path) -> str:
 
 
 def missing_file(path: Path) -> str:
-    """Return "there is no file ..." with the nearest name in its folder; "" where there is one."""
+    """Return the message for a missing file with the nearest name in its folder; "" if the file exists."""
     if os.path.isfile(path):  # unlike Path.is_file, also of a name that is too long
         return ""
     path = path.resolve()
@@ -88,7 +88,7 @@ def get_attribute(module: ModuleType, name: str, key: str) -> Any:
     """Return a callable of the module.
 
     Raises:
-        UserError: no callable has that name; lists those of the module.
+        UserError: no callable has this name; the message lists the module's callables.
     """
     value = getattr(module, name, None)
     if callable(value):
@@ -102,7 +102,7 @@ def explain(error: BaseException, path: Path | None = None) -> str:
     """Return "file:line: Type: message" of an error in the user's code, with the nearest known name.
 
     Args:
-        path: the user's file, if there is one; it counts as the user's code in any folder.
+        path: the user's file, if any; it counts as the user's code in any folder.
     """
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     line = error_line(error, path)
@@ -116,7 +116,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def error_line(error: BaseException, path: Path | None = None) -> str:
-    """Return "file:line", the innermost of the user's code; "" where there is none."""
+    """Return "file:line", the innermost of the user's code, or ""."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -126,7 +126,7 @@ def test_a_run_without_a_recipe_has_the_settings_of_grpo_qwen(executed, tmp_path
     assert config.data.chat.system_prompt == ""  # it belongs to GSM8K and its reward
     assert config.reward.name.startswith("Python function <lambda>")
     notes = capsys.readouterr().err
-    assert "no recipe is named, so the settings are those of grpo_qwen.py" in notes
+    assert "no recipe is named, so settings come from grpo_qwen.py" in notes
     assert "the recipe's system prompt" in notes and "is left out" in notes
 
 
@@ -162,7 +162,7 @@ def test_the_model_generates(result):
         (("grpo_tiny.py",), {"stepz": 5}, "--stepz: unknown key. Did you mean --steps"),
         (("grpo_tiny.py",), {"steps": "many"}, "--steps: expected a whole number, got 'many'"),
         (("grpo_tiny.py",), {"algo": "grppo"}, "--algo grppo: unknown algorithm"),
-        (("grpo_tiny.py",), {"data": []}, "data: there are no rows"),
+        (("grpo_tiny.py",), {"data": []}, "data: the list of rows is empty"),
         (("grpo_tiny.py",), {"data": [{"prompt": {1, 2}}]}, "row 0, column prompt cannot be written as JSON"),
         (("grpo_tiny.py",), {"data": [3]}, "data: row 0 is 3: expected a dict of columns"),
         (("grpo_tiny.py",), {"data": "my.jsonl"}, "data: str given, a list of rows (dicts) expected; the"),
@@ -174,7 +174,7 @@ def test_the_model_generates(result):
             {"eval_data": ROWS, "data.eval.0.path": "a.jsonl", "data.eval.1.path": "none.jsonl"},
             "none.jsonl",
         ),
-        (("grpo_tiny.py",), {"reward": "exact"}, "reward: 'exact' is no function; a built-in reward is"),
+        (("grpo_tiny.py",), {"reward": "exact"}, "reward: 'exact' is not a function; a built-in reward is"),
         (("grpo_tiny.py",), {"reward": lambda: 1.0, "data": ROWS}, "reward"),
     ],
 )
@@ -189,7 +189,7 @@ def test_mistakes_are_user_errors(arguments, settings, message, tmp_path):
     [
         ("temprature", "generate: temprature: unknown setting. Did you mean temperature?"),
         ("max_token", "generate: max_token: unknown setting. Did you mean max_tokens?"),
-        ("xyzzy", "generate: xyzzy: unknown setting. There are "),
+        ("xyzzy", "generate: xyzzy: unknown setting. Known are "),
     ],
 )
 def test_a_misspelt_setting_of_generate_is_answered_with_the_nearest(setting, message):

@@ -96,5 +96,5 @@ def test_checkpoints_without_moments(tmp_path, capsys):
     more = ("--warm_start.steps", "0", "--checkpoint.optimizer", "false")
     assert train(tmp_path, "--steps", "1", *more) == 0
     assert train(tmp_path, "--steps", "2", *more) == 0
-    assert "moments start anew" in capsys.readouterr().err
+    assert "moments restart" in capsys.readouterr().err
     assert [row["step"] for row in untimed_metrics(tmp_path)] == [1, 2]

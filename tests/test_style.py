@@ -22,24 +22,7 @@ MAX_LINES = {"jaxrl_llm": 400, "importer": 400, "configs": 400, "examples": 400,
 MAX_TEST_LINES = 600  # of kernels, benchmarks and tests
 MAX_FUNCTION_LINES = 50  # without the docstring and comment lines
 MAX_UNDIVIDED_LINES = 25  # of code without a comment line that heads a phase
-WITH_PHASES = (
-    "kernels",
-    "jaxrl_llm/algos",
-    "jaxrl_llm/models",
-    "jaxrl_llm/sharding",
-    "jaxrl_llm/hf",
-    "jaxrl_llm/data",
-    "jaxrl_llm/rewards",
-    "jaxrl_llm/envs",
-    "jaxrl_llm/report",
-    "jaxrl_llm/host",
-    "jaxrl_llm/checkpoint",
-    "jaxrl_llm/experience",
-    "jaxrl_llm/bridge",
-    "jaxrl_llm/plan",
-    "jaxrl_llm/learn",
-    "jaxrl_llm/rollout",
-)
+WITH_PHASES = ("kernels", "jaxrl_llm")
 
 RIDDLES = {"What", "Who", "Whose", "Where", "How", "Which", "Whether", "Why"}
 NO_VERBS = RIDDLES | {

@@ -40,7 +40,7 @@ def build_config(algo: str, values: Mapping[str, Any], origins: Mapping[str, str
 
     Args:
         values: by the keys of the command line, as Python values.
-        origins: key -> where it comes from, for messages.
+        origins: key -> its origin, for messages.
 
     Raises:
         ConfigError: a value of the wrong type.
@@ -104,7 +104,7 @@ def _constructor(part: Any) -> str:
 
 
 def _changed(part: Any, prefix: str, stated: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (field, value) of what has to be written."""
+    """Yield (field, value) of each field to write."""
     fresh = _fresh(part)
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
@@ -136,7 +136,7 @@ def _call(
 
 
 def _bracketed(start: str, inner: Iterator[str]) -> Iterator[str]:
-    """Yield a constructor's call; on one line where it has no arguments."""
+    """Yield a constructor's call; on one line without arguments."""
     lines = list(inner)
     if not lines:
         yield f"{start}),"
@@ -145,7 +145,7 @@ def _bracketed(start: str, inner: Iterator[str]) -> Iterator[str]:
 
 
 def _argument(line: str, comment: str, space: str) -> Iterator[str]:
-    """Yield an argument with its comment behind it, or above it where it is long."""
+    """Yield an argument with its comment after it, or above it if it is long."""
     if not comment:
         yield line
     elif len(line) + len(comment) + 4 <= WIDTH:

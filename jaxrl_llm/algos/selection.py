@@ -1,4 +1,4 @@
-"""Algorithms that select what the policy learns from: tokens by covariance, responses by reward."""
+"""Algorithms that select the policy's training data: tokens by covariance, responses by reward."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ ANSWER_FIX = (
     "left out with --data.bad_rows skip"
 )
 NO_HELD_OUT = (
-    "--eval.every is {every}: there is no held-out data to evaluate on. Hold out a part of the training rows "
+    "--eval.every is {every}: no held-out data to evaluate on. Hold out a part of the training rows "
     "(--data.holdout 0.1), give some (--data.eval_path FILE), or set --eval.every 0, for no evaluation."
 )
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -
 
 
 def warn_of_shared_prompts(loaders: dict[str, Loader]) -> None:
-    """Warn of held-out files with prompts of the training files: what they measure is no generalization."""
+    """Warn of held-out files that share prompts with training files: they do not measure generalization."""
     if shared := shared_prompts(loaders["train"].opened, loaders["eval"].opened):
         log.warning(
             "%s have a prompt that is trained on, too, so the evaluation is better than on new prompts. "
@@ -98,7 +98,7 @@ def open_split(config: TrainConfig) -> HeldOutSplit:
 
 
 def _recorded_prompts(path: Path) -> list[int] | None:
-    """Return the hashes in the record of held-out prompts; None = there is no record."""
+    """Return the hashes in the record of held-out prompts, or None without a record."""
     if not path.exists():
         return None
     try:
@@ -106,7 +106,7 @@ def _recorded_prompts(path: Path) -> list[int] | None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{path}, the record of the held-out prompts of this run, cannot be used ({error}). Put a good "
-            "copy there; without the file, rows are chosen anew from the present data, and some of them may "
+            "copy there; without the file, rows are chosen again from the present data, and some of them may "
             "have been trained on."
         ) from error
 

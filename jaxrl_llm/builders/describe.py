@@ -42,6 +42,7 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
         start: steps that a checkpoint has; 0 = a new run.
     """
     policy, config = run.stages[0].policy, run.config
+    # Model, devices and kernels.
     leaves = named_leaves(policy.abstract_state().params)
     weights = sum(math.prod(w.shape) for name, w in leaves if not name.endswith(SCALE))
     mesh = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
@@ -52,6 +53,7 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     yield describe_kernels(policy.model, config.model.dtype, run.mesh, config.strict)
     if warning := turing_warning(config.dtypes, run.mesh):
         yield warning
+    # Sizes, data and evaluation.
     yield ", ".join(f"{k} {v:,}" for k, v in derived(config, run.mesh.size).items())
     if line := staleness_line(config):
         yield line
@@ -69,13 +71,14 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
         yield f"chat templates that write the date write {date} for the whole run (--data.chat.date)"
     yield from first_prompt_line(run)
     yield evaluation_line(config, run.evaluators)
+    # Where the run continues.
     if 0 < start < run.total:
         yield f"continuing {config.run_dir} after step {start}"
     if start >= run.total:  # more where --steps is less than before
         length = "epochs" if config.epochs else "steps"
         yield (
             f"nothing to do: step {start} of {run.total} is done in {config.run_dir}. Raise --{length} to "
-            "train on, or set another --run_dir to train anew with these settings."
+            "train on, or set another --run_dir for a new run with these settings."
         )
 
 
@@ -124,7 +127,7 @@ def lora_lines(run: Run) -> Iterator[str]:
 
 
 def staleness_line(config: TrainConfig) -> str:
-    """Return what a run does about tokens of weights other than the policy's; "" where there are none."""
+    """Return a line on the treatment of tokens of older weights; "" for on-policy runs."""
     algorithm, requires = algos.of(config.algo), algos.requirements(config.algo)
     if config.is_on_policy or not algorithm.on_rollouts:
         return ""
@@ -139,12 +142,12 @@ def staleness_line(config: TrainConfig) -> str:
     return f"{tokens}: " + (
         "--algo.correction weighs their tokens"
         if requires.corrected
-        else "old log-probs are those of the rollout (--algo.old)"
+        else "old log-probs come from the rollout (--algo.old)"
     )
 
 
 def filter_line(config: TrainConfig) -> str:
-    """Return what filters of sampling do to importance weights; "" where none acts."""
+    """Return a warning of sampling filters, which bias importance weights; "" without filters."""
     sampling = config.rollout.sampling
     filters = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
     acting = [
@@ -158,16 +161,16 @@ def filter_line(config: TrainConfig) -> str:
     ):
         return ""
     return (
-        f"warning: {', '.join(acting)}: tokens are drawn from what the filters keep, and log-probs are of "
+        f"warning: {', '.join(acting)}: tokens are drawn from the filters' kept set, log-probs are of "
         "the full softmax: importance weights are biased, and the metrics mismatch/ do not show it; "
-        "--rollout.sampling.kept_sets True, with a top_k, takes log-probs over what is kept"
+        "--rollout.sampling.kept_sets True, with a top_k, takes log-probs over the kept set"
     )
 
 
 def prompts_to_try(run: Run, count: int = 64) -> list[dict[str, Any]]:
     """Return rows of prompts.jsonl: held-out prompts, or training prompts of a run without evaluation.
 
-    Returns: `data.chat.prompt_row` and, where the row has one, "answer". [] for a dataset without prompts.
+    Returns: `data.chat.prompt_row` with "answer" if the row has one. [] for a dataset without prompts.
     """
     config, loader = run.config, run.loaders.get("eval", run.loaders["train"])
     try:
@@ -181,15 +184,11 @@ def prompts_to_try(run: Run, count: int = 64) -> list[dict[str, Any]]:
 
 
 OF_PROMPTS = ("options", "subset", "split", "prompt_key", "input_template")
-"""Fields of a source of pairs that say what its prompts are."""
+"""Fields of a source of pairs that determine its prompts."""
 
 
 def next_command(run_dir: Path, config: TrainConfig, has_prompts: bool = True) -> str:
-    """Return the command to try next, which works as it stands.
-
-    Args:
-        has_prompts: there are rows in prompts.jsonl.
-    """
+    """Return a complete command to try next. Args: has_prompts: prompts.jsonl has rows."""
     if not algos.requirements(config.algo).logprobs:
         words = ["python -m jaxrl_llm.train", *_against_reward_model(run_dir, config)]
     elif not has_prompts:
@@ -208,7 +207,7 @@ def next_command(run_dir: Path, config: TrainConfig, has_prompts: bool = True) -
 
 
 def _against_reward_model(run_dir: Path, config: TrainConfig) -> Iterator[str]:
-    """Yield the flags of RL on the prompts of a reward model's pairs, with the sizes of its own run."""
+    """Yield the flags of RL on the prompts of a reward model's pairs, with the sizes of its run."""
     own_data = not config.data.sources("train")[0].is_generated
     if not config.model.path:
         yield "--config ppo_reward_tiny.py"
@@ -230,7 +229,7 @@ def _against_reward_model(run_dir: Path, config: TrainConfig) -> Iterator[str]:
 
 
 def _data(config: TrainConfig) -> Iterator[str]:
-    """Yield the flags of the first training source, and of what is held out for evaluation."""
+    """Yield the flags of the first training source, and of the held-out data."""
     source, held_out = config.data.sources("train")[0], config.data.sources("eval")
     yield f"--data.path {_quoted(source.path)}"
     for name in OF_PROMPTS:
@@ -278,7 +277,7 @@ def per_token(
 
     Returns: "text" (of each token; joined, the response with its special tokens), "trained" (1 = in the loss,
         0 = an observation of the environment, or a masked trajectory), "rollout_logprobs" (nats; null for
-        observations) and, of what was trained on, "advantages", "logprobs" (the trainer's) and "mismatch"
+        observations) and, for trained tokens, "advantages", "logprobs" (the trainer's) and "mismatch"
         (trainer minus rollout, before rounding). An array of equal numbers is one number.
     """
     generated = trajectory.mask[:limit] > 0
@@ -312,8 +311,8 @@ def four_digits(values: np.ndarray, present: np.ndarray) -> list[float | None]:
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the text of each token; joined they are the decoded ids, special tokens included.
 
-    A character of several tokens is the text of its last one. Tokens are decoded alone where that gives the
-    same, else each with those before it, back to the last complete character.
+    A character of several tokens is the text of its last token. Tokens are decoded alone if this gives the
+    same text, else each with the tokens since the last complete character.
     """
     decode = lambda part: tokenizer.decode(
         part, skip_special_tokens=False, clean_up_tokenization_spaces=False

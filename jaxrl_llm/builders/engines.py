@@ -73,11 +73,12 @@ def make_engine(
 
 
 def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, stored) -> SGLangEngine:
-    model = dataclasses.replace(model, value_head=False)  # servers have no use for it
+    model = dataclasses.replace(model, value_head=False)  # servers do not use it
     base = lora.base_config(model)
     rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
     if stored is not None:
         _check_names(WeightSource(base, rollout.dtype, sglang.bucket_bytes), base, stored)
+    # The tensors to send, and the way to the servers.
     eight_bits, encode, served_params = sglang.quantization == "fp8", None, lambda params: params
     if eight_bits:
         encode = fp8.quantized_tensors
@@ -86,6 +87,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
     local = rollout.launch > 0
     folder = closing.enter_context(weight_folder(run_dir, sglang.folder, local, source.num_bytes))
     transport = _transport(sglang, source, DiskTransport(folder, rollout.dtype, tokenizer, encode))
+    # Process 0 starts the servers, or connects to running ones.
     pool, wait_until_ready, routes = None, lambda: None, config.routing.replay == "rollout"
     flags, problem = _requirements(model, rollout, routes, eight_bits)
     if jax.process_index() == 0:
@@ -98,6 +100,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         pool = _pool(rollout, sglang, processes, closing, problem)
         if isinstance(transport, GroupTransport):
             closing.callback(transport.close)
+    # With adapters the base is pushed once, and then adapters alone.
     publisher = Publisher(
         pool,
         transport,
@@ -187,13 +190,13 @@ def _transport(sglang: SGLangConfig, source: WeightSource, disk: DiskTransport) 
 
 
 def _check_names(source: WeightSource, model: TransformerConfig, folder: Path) -> None:
-    """Compare the tensors that will be sent with those of the pretrained model's files.
+    """Compare the tensors to send with the tensors of the pretrained model's files.
 
     Raises:
         UserError: names or shapes differ.
     """
     stored = read_config(folder)
-    if export_config(stored) != model:  # sent under other names than those of the folder
+    if export_config(stored) != model:  # sent under other names than in the folder
         return
     tensors = read_headers(folder, stored)
     source.check_names({name: tensor.shape for name, tensor in tensors.items()}, str(folder))

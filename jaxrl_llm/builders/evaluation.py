@@ -1,4 +1,4 @@
-"""Evaluators of a run, made from its config, and the line on what is evaluated, or why nothing is."""
+"""Make the evaluators of a run, and the line that describes its evaluation or the reason for none."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ def make_evaluators(
     Args:
         held_out: None = nothing is evaluated.
     """
+    # Responses to held-out prompts, if anything grades them.
     evaluators: list[Evaluator] = []
     if held_out is None or not config.eval.every:
         return evaluators
@@ -115,6 +116,7 @@ def make_evaluators(
                     num_logged=config.eval.log_samples,
                 )
             )
+    # The loss of a dataset algorithm.
     if not algos.of(config.algo).on_rollouts:
         if not evaluators:
             evaluators.append(make_held_out_loss(config, held_out, stage))
@@ -136,7 +138,7 @@ def sources_with_targets(held_out: Loader, algo: AlgoConfig) -> list[int]:
 def make_win_rate(
     config: TrainConfig, start: int, rewarder: Rewarder, judge: RewardPool | None
 ) -> WinRate | None:
-    """Return the comparison with the start; None where nothing grades responses but a right answer."""
+    """Return the comparison with the start; None if only a right answer grades responses."""
     compare: PairwiseJudge | None = None
     if judge is not None:
         compare = pool_judge(judge)
@@ -156,7 +158,7 @@ def make_win_rate(
 
 
 def score_settings(reward: RewardConfig) -> list[Any]:
-    """Return what the compared scores depend on: reward models, or the reward function."""
+    """Return the settings that determine the compared scores: reward models, or the reward function."""
     fields = ("path", "kind", "weight", "mean", "scale")
     models = [[getattr(model, name) for name in fields] for model in reward.models]
     return models or [mask_text(reward.name)]
@@ -173,7 +175,7 @@ def make_held_out_loss(config: TrainConfig, held_out: Loader, stage: Stage) -> H
 
 
 def evaluation_line(config: TrainConfig, evaluators: Sequence[Evaluator]) -> str:
-    """Return what a run evaluates on held-out data, or why nothing, and how to change that."""
+    """Return the line that describes a run's evaluation, or the reason for none and the fix."""
     if not config.eval.every:
         data, line = config.data, "no evaluation: --eval.every is 0"
         if data.holdout:
@@ -191,7 +193,7 @@ def evaluation_line(config: TrainConfig, evaluators: Sequence[Evaluator]) -> str
 
 
 def describe_evaluator(evaluator: Evaluator, config: TrainConfig) -> list[str]:
-    """Return what an evaluator measures."""
+    """Return descriptions of an evaluator's measures."""
     if isinstance(evaluator, HeldOutLoss):
         return [f"loss of {len(evaluator.items):,} sequences"]
     several = f" x {evaluator.samples} responses" * (evaluator.samples > 1)

@@ -34,11 +34,10 @@ EMA = "_ema"  # after the names of folders with averaged weights
 
 
 def check_export_folders(config: TrainConfig) -> None:
-    """Refuse places for the exports at the end of a run that have something else, or the model of a run that
-    can no longer be continued.
+    """Refuse export folders that hold anything else, or the model of a run that can no longer be continued.
 
     Raises:
-        UserError: names what is there.
+        UserError: the message names the files.
     """
     run_dir = Path(config.run_dir)
     for suffix in ("", EMA)[: 2 if config.optim.ema else 1]:
@@ -48,7 +47,7 @@ def check_export_folders(config: TrainConfig) -> None:
     if (run_dir / "hf/config.json").exists() and not checkpoint_folder.steps(run_dir / "checkpoints"):
         raise UserError(
             f"{run_dir}/hf: the model of a finished run, which has no checkpoint any more in "
-            f"{run_dir}/checkpoints. This run would begin anew and replace model and metrics: set another "
+            f"{run_dir}/checkpoints. This run would start over and replace model and metrics: set another "
             f"--run_dir, or move {run_dir} away."
         )
 
@@ -67,7 +66,7 @@ def kept_exports(config: CheckpointConfig, steps: int) -> int:
 def export_models(config: TrainConfig, tokenizer: Any, state: TrainState, folder: Path) -> None:
     """Write the model, its adapters merged, to folder/hf, and its adapters to folder/adapter. A collective.
 
-    Averages of the weights (`optim.ema`) are written likewise, to hf_ema and adapter_ema.
+    Averages of the weights (`optim.ema`) are written to hf_ema and adapter_ema.
 
     Raises:
         OSError, UserError, RunError: as `save_model`.
@@ -82,10 +81,10 @@ def export_models(config: TrainConfig, tokenizer: Any, state: TrainState, folder
 def export_step(config: TrainConfig, tokenizer: Any, state: TrainState, step: int) -> None:
     """Export to run_dir/exports/<step>, then delete older ones (`checkpoint.hf_keep`). A collective.
 
-    Where the disk is full the run goes on, unless `checkpoint.on_full_disk` is "stop".
+    If the disk is full the run continues, unless `checkpoint.on_full_disk` is "stop".
 
     Raises:
-        UserError, RunError: as `save_model`; an OSError there is a RunError here.
+        UserError, RunError: as `save_model`, whose OSError becomes a RunError.
     """
     folder = Path(config.run_dir) / EXPORTS
     try:
@@ -201,7 +200,7 @@ def _hub_repository(path: str) -> str:
 
 
 def _read_description(file: Path) -> dict[str, Any]:
-    """Return config.json; {} = there is none that can be read."""
+    """Return config.json, or {} if it cannot be read."""
     try:
         described = load_json(file.read_text())
     except (OSError, ValueError):

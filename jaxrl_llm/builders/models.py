@@ -43,7 +43,7 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
     """Return (model config, tokenizer, folder of the weights or None), without reading weights.
 
     Raises:
-        ConfigError: the tokenizer is not that of the model.
+        ConfigError: the tokenizer does not fit the model.
     """
     folder = resolve_model(config.path) if config.path else None
     model = read_config(folder) if folder else config.architecture
@@ -72,7 +72,7 @@ def make_stages(
     meshes: Mapping[str, Mesh],
     stored: PretrainedModels = PRETRAINED,
 ) -> list[Stage]:
-    """Return the stages of a run without their sources: the SFT warm-up, if there is one, and the run itself.
+    """Return the stages of a run without their sources: the SFT warm-up, if any, and the run itself.
 
     Their states have the same shapes.
 
@@ -103,7 +103,7 @@ def make_stages(
 def scoring_model(
     config: TrainConfig, policy: Learner, role: str, meshes: Mapping[str, Mesh]
 ) -> Scorer | None:
-    """Return the forward pass of a role on its own mesh; None where that is the policy's."""
+    """Return the forward pass of a role on its mesh; None if it shares the policy's mesh."""
     if meshes[role] == meshes[POLICY]:
         return None
     return Scorer(step_of(config, policy.config, role, meshes[role]), meshes[role], policy.group_size)
@@ -162,7 +162,7 @@ def load_teachers(config: TrainConfig, mesh: Mesh, stored: PretrainedModels) -> 
 
 
 def has_own_reference(config: TrainConfig, model: TransformerConfig, meshes: Mapping[str, Mesh]) -> bool:
-    """Return whether a reference has weights of its own: it has none where it is the adapters' base."""
+    """Return whether a reference has separate weights, unlike one that is the adapters' base."""
     return bool(config.reference.path) or not model.lora or meshes[REFERENCE] != meshes[POLICY]
 
 
@@ -216,6 +216,7 @@ def make_learner(
     mesh: Mesh,
 ) -> Learner:
     """Return the learner of a model. Learners on meshes of one size have micro-batches of one shape."""
+    # The settings of a step: sizes, types, and options that depend on the algorithm.
     algorithm, requires = algos.of(algo), algos.requirements(algo)
     on_rollouts = algorithm.on_rollouts
     sizes = derived(config, mesh.size)
@@ -256,7 +257,7 @@ def reference_model(
 def own_reference(
     config: TrainConfig, stage: Stage, mesh: Mesh, stored: PretrainedModels = PRETRAINED
 ) -> Params:
-    """Return the abstract weights, on the devices, of a reference that has weights of its own."""
+    """Return the abstract weights, on the devices, of a reference with separate weights."""
     model = reference_model(config, stage, stored)
     frozen = functools.partial(models.cast_weights, dtype=config.model.dtype)
     shapes = jax.eval_shape(frozen, models.abstract(model))
@@ -266,7 +267,7 @@ def own_reference(
 def abstract_reference(
     config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh], stored: PretrainedModels = PRETRAINED
 ) -> Params:
-    """Return the abstract weights that score: with adapters, those of the policy, whose base it shares."""
+    """Return the abstract reference weights; with adapters the policy's weights, whose base it shares."""
     if not has_own_reference(config, stage.policy.model, meshes):
         return stage.policy.abstract_state().params
     params = own_reference(config, stage, meshes[REFERENCE], stored)

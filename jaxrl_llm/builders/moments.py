@@ -93,16 +93,16 @@ def check_moments(folder: Path, target: Any, name: str, key: str) -> str:
     config = read_meta(folder).get("config", {})
     optim = (config.get("critic", {}) if key else config).get("optim", {})
     if optim.get("name", name) != name:
-        raise UserError(f"{folder}: its optimizer is {optim['name']}, that of this run {name}. {fix}")
+        raise UserError(f"{folder}: its optimizer is {optim['name']}, this run's is {name}. {fix}")
     needed = {prefix + path: leaf for path, leaf in flatten_state(_innermost(target)).items()}
     check_arrays(folder, moments, needed, fix)
     return prefix
 
 
 def restart_moments(stage: Stage, state: TrainState) -> TrainState:
-    """Return the state with new moments where a checkpoint has none (its leaves are abstract).
+    """Return the state with new moments if its checkpoint has none (its leaves are abstract).
 
-    The learning-rate schedules go on: one step for each update that was applied.
+    The learning-rate schedules continue: one step for each applied update.
     """
     critic = state.critic and _restart(stage.critic, state.critic)
     return replace(_restart(stage.policy, state), critic=critic)
@@ -112,8 +112,8 @@ def _restart(learner: Learner, state: TrainState) -> TrainState:
     if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.opt_state)):
         return state
     print_on_first(
-        "checkpoint: it has no optimizer state (--checkpoint.optimizer False), so the moments start anew: "
-        "what follows is not what an uninterrupted run computes"
+        "checkpoint: it has no optimizer state (--checkpoint.optimizer False), so the moments restart: "
+        "results differ from an uninterrupted run"
     )
     init = jax.jit(learner.optimizer.init, out_shardings=learner.state_shardings.opt_state)
     with jax.set_mesh(learner.mesh):

@@ -43,10 +43,9 @@ def pin_models(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
 
 
 def pin_date(config: TrainConfig, tokenizer: Any) -> TrainConfig:
-    """Return the config with a date for chat templates, where one may write it.
-
-    Else the same row would have other tokens on another day. It is the day on which the run began, by process
-    0's clock and config.json. A collective.
+    """Return the config with a date for chat templates, if one may write a date. Otherwise a row would have
+    other tokens on another day. The date is the day on which the run began, by process 0's clock and
+    config.json. A collective.
     """
     chat = config.data.chat
     if chat.date or not ("strftime_now" in str(tokenizer.chat_template) or config.reward.models):
@@ -56,7 +55,7 @@ def pin_date(config: TrainConfig, tokenizer: Any) -> TrainConfig:
 
 
 def read_date(file: Path) -> str:
-    """Return the date of chat templates in the config.json of a run; "" where it has none."""
+    """Return the date of chat templates in the config.json of a run, or ""."""
     try:
         date = load_json(file.read_text())["config"]["data"]["chat"]["date"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -65,7 +64,7 @@ def read_date(file: Path) -> str:
 
 
 def map_models(config: TrainConfig, rename: Callable[[str], str]) -> TrainConfig:
-    """Return the config with each name of a model or its tokenizer replaced; "" = there is none."""
+    """Return the config with each name of a model or its tokenizer replaced; "" = no model."""
     tokenizer = config.model.tokenizer
     model = replace(
         config.model,
@@ -87,10 +86,10 @@ def map_models(config: TrainConfig, rename: Callable[[str], str]) -> TrainConfig
 
 
 def read_pins(file: Path) -> dict[str, str]:
-    """Return hub name -> name with its commit, as config.json of the run directory has them.
+    """Return hub name -> name with its commit, from config.json of the run directory.
 
-    Where an earlier version wrote the file without them, they are the names in it, each without its commit.
-    A repository of which it has two commits is left out: which of them a name meant is not known.
+    If an earlier version wrote the file without them, collect the names in it, and drop their commits. A
+    repository with two commits in the file is left out, since a name could mean either.
     """
     try:
         tree = load_json(file.read_text())

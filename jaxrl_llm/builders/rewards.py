@@ -29,17 +29,17 @@ def open_rewards(
     function: Callable | None,
     closing: contextlib.ExitStack,
 ) -> RewardPool:
-    """Return the pool of reward workers, after it has scored some rows with their own answers.
+    """Return the pool of reward workers, after it has scored some rows with their answers as responses.
 
-    A built-in verifier that can score no row gives way to none, with a warning, where no loss needs it.
+    A built-in verifier that can score no row is replaced by none, with a warning, if no loss needs it.
 
     Args:
-        loaders: responses to rows of "train" are scored where the run learns from them, else of "eval".
+        loaders: scores responses to rows of "train" if the run learns from responses, else of "eval".
 
     Raises:
         RewardLoadError: the reward cannot be found, imported, or called on any of the rows; or is built in
             and does not accept the answer of one.
-        UserError: nothing rewards the responses that the run learns from, or no row has an answer.
+        UserError: the run learns from responses without any reward, or no row has an answer.
     """
     loader = loaders["train" if algos.of(config.algo).on_rollouts else "eval"]
     rows = [reward_sample(row) for row in loader.spread_rows(TRIED_ROWS)]
@@ -59,7 +59,7 @@ def open_rewards(
 
 
 def _choose(config: TrainConfig, rows: Sequence[RewardSample]) -> RewardConfig:
-    """Return the settings of the reward with "auto" replaced by "none" where nothing needs a verifier."""
+    """Return the settings of the reward, with "auto" replaced by "none" if nothing needs a verifier."""
     needed, shapes = _is_needed(config), algos.learns_from_rewards(config.algo) and config.reward.shaping
     settings = choose_reward(config.reward, rows, required=needed or bool(shapes))
     if needed and settings.name == "none":

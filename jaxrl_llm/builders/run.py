@@ -150,10 +150,10 @@ class Run:
         return adopt_moments(self.config, self.stages[0], state)
 
     def complete(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
-        """Return the state of a checkpoint with what it does not hold: frozen weights, perhaps moments.
+        """Complete the state of a checkpoint with frozen weights, and new moments if it has none.
 
         Raises:
-            UserError: they are not the weights that its adapters were trained on.
+            UserError: the adapters were trained on other weights.
         """
         if self.model.lora:
             state = lora.with_frozen_of(state, self.stages[0].init_state(self.initial_params()))
@@ -162,7 +162,7 @@ class Run:
         return restart_moments(self.stages[-1], state)
 
     def checkpoint_meta(self, params: Params) -> dict[str, Any]:
-        """Return what the checkpoints of the run hold besides their arrays."""
+        """Return the metadata of the run's checkpoints."""
         model, frozen = asdict(self.model), self.frozen_fingerprint(params)
         return {"config": dump(self.config), "model": model, "frozen": frozen}
 
@@ -183,6 +183,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     Raises:
         UserError: input that cannot work, with the fix.
     """
+    # Refuse bad exports, names and devices before anything is loaded.
     check_kernels_setting()
     on_first(lambda: check_export_folders(config))
     if config.hub.push:
@@ -197,6 +198,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     check_critic_files(config)
     read = lambda path: model if path == config.model.path else PRETRAINED.config(path)
     check_models(sized, architectures(config, read))
+    # Data, environment and rewards, tried on the first rows.
     model = trained_config(model, config)
     adapter = load_adapter(expand_home(config.model.adapter), model) if config.model.adapter else {}
     env = make_conversations(config.env, tokenizer, config.data.chat)
@@ -210,6 +212,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         rewards = open_rewards(config, loaders, reward, closing)
         judge = open_judge(config, rows, closing)
     config = with_prefixes(config, model, meshes[POLICY])
+    # Learners and the engine.
     stages = make_stages(config, model, meshes)
     check_own_algorithm(stages[-1])
     check_offload(config, stages[-1], meshes)
@@ -220,6 +223,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         rewarder = Rewarder(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))
     if config.rollout.warm_up:
         compile_stages(stages, abstract_reference(config, stages[-1], meshes))
+    # The source of experience of each stage, and evaluators.
     if stages[0] is not stages[-1]:
         examples = config.warm_start.examples_per_step
         stages[0].source = dataset_source(stages[0], loaders["warm_start"], examples)
@@ -236,7 +240,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
 def load_reward_models(
     config: TrainConfig, step: StepConfig, meshes: Mapping[str, Mesh], tokenizer: Any
 ) -> list[RewardModel]:
-    """Return the reward models, each on its mesh; those of weight 0 only if there is an evaluation."""
+    """Return the reward models, each on its mesh; models of weight 0 only with an evaluation."""
     loaded = []
     for i, model in enumerate(config.reward.models):
         role = reward_role(i)

@@ -81,11 +81,11 @@ def mean_context(config: TrainConfig) -> float:
 def with_prefixes(
     config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: PretrainedModels = PRETRAINED
 ) -> TrainConfig:
-    """Return the config, without shared prefixes where one of the models that read its rows cannot have them.
+    """Return the config, without shared prefixes if a model that reads the rows does not support them.
 
     Args:
         model: the policy.
-        stored: source of the configs of the others.
+        stored: source of the configs of other models.
     """
     requires = algos.requirements(config.algo)
     paths = [*requires.teachers, config.reference.path, config.critic.path if requires.critic else ""]
@@ -98,7 +98,7 @@ def make_meshes(config: TrainConfig, devices: Sequence[jax.Device] | None = None
     """Return the mesh of each role.
 
     Args:
-        devices: those of all processes; None = `jax.devices()`.
+        devices: devices of all processes; None = `jax.devices()`.
 
     Raises:
         UserError: a range or mesh that does not fit the devices.
@@ -110,7 +110,7 @@ def make_meshes(config: TrainConfig, devices: Sequence[jax.Device] | None = None
 def on_one_device(config: TrainConfig) -> TrainConfig:
     """Return the recipe with all models on one mesh, so that a single device has each array once.
 
-    Its rollout is synchronous: one ahead of training needs devices of its own.
+    Its rollout is synchronous: asynchronous rollout needs separate devices.
     """
     config = with_placements(config, lambda role, own: replace(own, mesh=None, devices=""))
     rollout = replace(config.rollout, max_staleness=0)

@@ -72,14 +72,14 @@ def check_critic_files(config: TrainConfig) -> None:
 
 
 def check_frozen(saved: str, frozen: str, path: str, run_dir: Path | str) -> None:
-    """Refuse frozen weights other than those that the adapters of a run were trained on.
+    """Refuse other frozen weights than the ones that the adapters of a run were trained on.
 
     Args:
         saved, frozen: `models.lora.frozen_fingerprint` of the checkpoint's run and of these weights.
         path: source of the weights, for the message.
 
     Raises:
-        UserError: they differ.
+        UserError: the weights differ.
     """
     if saved != frozen:
         raise UserError(

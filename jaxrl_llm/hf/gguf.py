@@ -342,7 +342,7 @@ class _GgufModel:
             return function(lambda key, default=None: self.value(f"tokenizer.{key}", default))
         except UserError as error:
             raise self.wrong(str(error)) from error
-        except BaseException as error:  # also Rust panics, which are no Exceptions
+        except BaseException as error:  # also Rust panics, not Exceptions
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise self.wrong(f"its tokenizer cannot be read ({type(error).__name__}: {error})") from error

@@ -112,7 +112,7 @@ def split_minibatches(
     Args:
         group_size: consecutive items that are kept together.
         epochs: passes over the items, each shuffled separately; their mini-batches follow one another.
-        whole_prompts: keep all responses to a prompt together, in their order, if there are at least `count`
+        whole_prompts: keep all responses to a prompt together, in their order, given at least `count`
             prompts.
     """
     if count == 1:

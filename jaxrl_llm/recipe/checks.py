@@ -1,7 +1,7 @@
 """Checks of a recipe in three phases, each with a list of rules, before expensive work.
 
-The rules of a phase are asked as soon as what they read is known: the recipe; recipe and architectures;
-recipe and devices. `doctor` lists the rules that `train` asks.
+Each phase is checked as soon as its inputs are known: the recipe; recipe and architectures; recipe and
+devices. `doctor` lists the same rules as `train`.
 """
 
 from __future__ import annotations

@@ -23,19 +23,19 @@ MAX_LINE = 1000  # characters of a message
 
 
 def check_fields(config: Any) -> None:
-    """Refuse fields of the wrong type, outside their range, or against a rule of their own Config.
+    """Refuse fields of the wrong type, outside their range, or against a rule of their Config.
 
     Args:
         config: a dataclass with Configs in it: TrainConfig, or the arguments of a command.
 
     Raises:
-        ConfigError: one line for each thing that is wrong.
+        ConfigError: one line for each problem.
     """
     refuse(list(field_problems(config)))
 
 
 def refuse(lines: list[str]) -> None:
-    """Raise a ConfigError with a line for each thing that is wrong, if there is any."""
+    """Raise a ConfigError with a line for each problem, if any."""
     lines = [shorten(line, MAX_LINE) for line in lines]
     if len(lines) > 1:
         raise ConfigError("\n".join(["the config has several problems:", *(f"  - {line}" for line in lines)]))
@@ -44,7 +44,7 @@ def refuse(lines: list[str]) -> None:
 
 
 def field_problems(config: Any) -> Iterator[str]:
-    """Yield what is wrong with types; if all are right, with ranges and with rules within one Config."""
+    """Yield problems of types; if all types are right, of ranges and of rules within one Config."""
     wrong = list(_wrong_types(config))
     yield from wrong
     for prefix, part in iter_configs(config) if not wrong else ():

@@ -56,7 +56,7 @@ COMMON = (
 
 
 def split_help(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Return the other words, and the topics after --help; None = there is no --help."""
+    """Return the other words, and the topics after --help; None without --help."""
     start = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), None)
     if start is None:
         return list(argv), None
@@ -66,7 +66,8 @@ def split_help(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def print_and_exit(text: str) -> NoReturn:
-    """Print on stdout and end the command; a reader of stdout that is gone (`| head`) is no error."""
+    """Print on stdout and end the command; a closed reader of stdout (`| head`) does not count as an
+    error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # Python flushes once more at its end
@@ -102,11 +103,11 @@ def overview(config: TrainConfig, prog: str, recipes: Sequence[str]) -> str:
 
 
 def arguments_text(args: Any, prog: str, needed: Mapping[str, str]) -> str:
-    """Return usage, what the command does, its flags with docs, types and ranges, and its groups of flags.
+    """Return usage, description, flags with docs, types and ranges, and groups of flags of a command.
 
     Args:
         args: a dataclass.
-        needed: field without a default -> how it is written.
+        needed: field without a default -> its form in the usage.
     """
     lines = [" ".join(["usage:", prog, *needed.values(), "[--KEY VALUE ...]"]), ""]
     lines += [*inspect.cleandoc(type(args).__doc__ or "").splitlines(), ""]
@@ -133,7 +134,7 @@ def topics_text(config: Any, topics: Sequence[str]) -> str:
         topics: groups, keys or "all".
 
     Raises:
-        ConfigError: there is no such topic.
+        ConfigError: the topic is unknown.
     """
     return "\n".join(line for topic in topics for line in _topic(config, topic))
 
@@ -176,7 +177,7 @@ def _paragraph(key: str, field: ConfigField) -> Iterator[str]:
 def _values(key: str, field: ConfigField) -> str:
     """Return the type and range of a field as a sentence."""
     if inner := inner_key(key, field.hint):
-        return f"Fields of its own, such as --{inner}."
+        return f"A group of fields, such as --{inner}."
     allowed = field_ranges(type(field.owner))[field.name]
     words = type_words(field.hint)
     if allowed:
@@ -214,7 +215,7 @@ def _doc(field: ConfigField) -> str:
 
 @functools.cache
 def field_docs(config_class: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, from its source; {} where that is not at hand."""
+    """Return the docstring below each field of a dataclass, from its source; {} without the source."""
     docs: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
         for field, doc in itertools.pairwise(_class_bodies(base.__module__).get(base.__name__, ())):

@@ -110,7 +110,7 @@ IDLE = (
     ),
     Idle(
         "log.name log.group log.tags",
-        "there is no logger (--log.wandb, --log.mlflow, --log.swanlab)",
+        "no logger is set (--log.wandb, --log.mlflow, --log.swanlab)",
         lambda c: not (c.log.wandb or c.log.mlflow or c.log.swanlab),
     ),
     Idle("hub.private", "--hub.push is empty", lambda c: not c.hub.push),

@@ -1,6 +1,5 @@
-"""Changes of a recipe that given settings imply: those of another model, of other data, of another length.
-
-Each rule changes what belongs to what was replaced, unless it is given too, and says so in a note.
+"""Changes of a recipe that given settings imply: for another model, other data, another length. Each rule
+changes settings that belong to a replaced one, unless they are given too, and adds a note.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ Implied = tuple[TrainConfig, list[str]]
 
 
 def imply(before: TrainConfig, config: TrainConfig, given: set[str]) -> Implied:
-    """Return the config with what the given keys imply, and a note on each change.
+    """Return the config with the changes that the given keys imply, and a note on each change.
 
     Args:
         before: the recipe.
         config: the recipe with the given keys set.
-        given: keys, as they are spelled in full.
+        given: keys, spelled in full.
 
     Raises:
         ConfigError: two of the given keys exclude each other.
@@ -53,7 +52,7 @@ def _own_tokenizer(before: TrainConfig, config: TrainConfig, given: set[str]) ->
 
 
 def _no_warm_up(before: TrainConfig, config: TrainConfig, given: set[str]) -> Implied:
-    """Drop the SFT warm-up of a recipe for random weights, where a trained model is given."""
+    """Drop the SFT warm-up of a recipe for random weights if a trained model is given."""
     if before.model.path or not config.model.path:
         return config, []
     notes, warm, rate, path = [], config.warm_start, config.optim.learning_rate, config.model.path
@@ -94,13 +93,13 @@ def _other_task(before: TrainConfig, config: TrainConfig, given: set[str]) -> Im
 
 
 def _evaluated_elsewhere(before: TrainConfig, config: TrainConfig, given: set[str]) -> Implied:
-    """Say where --data.path is set and the held-out data are still those of the recipe."""
+    """Add a note if --data.path is set but the held-out data are still the recipe's."""
     data = config.data
     kept = "data.path" in given and not any(key.startswith(("data.eval", "data.holdout")) for key in given)
     if not kept or not config.eval.every or data.holdout or not data.sources("eval"):
         return config, []
     paths, trained = (", ".join(own.path for own in data.sources(split)) for split in ("eval", "train"))
-    if paths == trained:  # generated data, which hold out a part of their own
+    if paths == trained:  # generated data, which have a held-out part
         return config, []
     return config, [
         f"evaluated is the recipe's held-out data, {paths}: --data.holdout 0.1 holds out a tenth of "
@@ -109,7 +108,7 @@ def _evaluated_elsewhere(before: TrainConfig, config: TrainConfig, given: set[st
 
 
 def _steps(before: TrainConfig, config: TrainConfig, given: set[str]) -> Implied:
-    """Drop the recipe's epochs where steps are given."""
+    """Drop the recipe's epochs if steps are given."""
     if "steps" not in given or not config.epochs:
         return config, []
     if "epochs" in given:

@@ -23,7 +23,7 @@ TYPES = {
     type(None): "None",
     Path: "a path",
 }
-MAX_BITS = 1024  # of an int: what a float can hold
+MAX_BITS = 1024  # of an int, so that a float can hold it
 
 
 class ConfigField(NamedTuple):
@@ -45,7 +45,7 @@ class ConfigField(NamedTuple):
 
     @property
     def is_off_at_zero(self) -> bool:
-        """True of a number that is 0 by default, which None means too: there is none of it."""
+        """True for a number whose default 0 means off, so that None means 0 too."""
         defaults = {field.name: field.default for field in dataclasses.fields(self.owner)}
         return self.hint in (int, float) and defaults[self.name] == 0
 
@@ -143,15 +143,15 @@ def config_class(hint: Any) -> type | None:
 
 
 def inner_key(key: str, hint: Any) -> str:
-    """Return the key of the first field of a Config that a field is for; "" where it is for none."""
+    """Return the key of the first field of the Config in this field, or ""."""
     inner = config_class(hint)
     index = ".0" if typing.get_origin(hint) is tuple else ""
     return f"{key}{index}.{dataclasses.fields(inner)[0].name}" if inner else ""
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Return whether a recipe's value is of the type that its field declares (an int is a float, a bool is
-    no int)."""
+    """Return whether a recipe's value is of the type that its field declares (an int is a float, but a bool
+    is not an int)."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
@@ -168,13 +168,13 @@ def has_type(value: Any, hint: Any) -> bool:
 
 
 def shorten(text: str, width: int = 100) -> str:
-    """Return the text, or its beginning and end where it is longer, for messages."""
+    """Return the text, or its beginning and end if it is longer, for messages."""
     half = (width - 3) // 2
     return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
 
 
 def short_repr(value: Any) -> str:
-    """Return the repr of a user's value, shortened; its type where it has none."""
+    """Return the repr of a user's value, shortened; its type if repr fails."""
     try:
         return shorten(repr(value))
     except Exception:  # the user's class, or an int of more than 4300 digits

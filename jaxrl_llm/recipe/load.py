@@ -39,7 +39,7 @@ from jaxrl_llm.user_file import expand_home, explain, explain_end, import_user_f
 
 PROG = "python -m jaxrl_llm.train"
 FLAGS = ("config", "algo")
-"""Flags that are no keys of a recipe."""
+"""Flags that are not keys of a recipe."""
 NOT_PYTHON = "a recipe is a Python file that defines get_config(); --list shows some to start from"
 
 
@@ -61,19 +61,20 @@ def from_command_line(
 ) -> ResolvedRecipe:
     """Return the checked config of `--config RECIPE [--algo A] [--a.b value ...]`. Starts no jax backend.
 
-    What the command line implies beyond its own words (dropped settings) is printed on stderr. `--help` and
-    `--list` print and raise SystemExit(0).
+    Implied changes (dropped settings) are printed on stderr. `--help` and `--list` print and raise
+    SystemExit(0).
 
     Args:
-        writes: whether the run directory is going to be needed.
-        checks: whether to ask the rules of `recipe.checks`.
-        flags: other flags of the command, which may be misspelt.
+        writes: the command writes to the run directory.
+        checks: check the rules of `recipe.checks`.
+        flags: other flags of the command, for suggestions.
 
     Raises:
         ConfigError: anything wrong with the recipe, a key, a value or their combination.
     """
     if "--list" in argv:
         print_and_exit(f"{list_text()}\n\n{algorithms_text()}")
+    # Keys may be misspelt even without a recipe: these errors come first.
     argv, topics = split_help(argv)
     pairs = split_arguments(argv)
     name = _last(pairs, "config")
@@ -81,6 +82,7 @@ def from_command_line(
     if name is None and topics is None:
         apply_overrides(TrainConfig(), [p for p in changes if not p[0].startswith("algo.")], [*FLAGS, *flags])
         raise ConfigError(f"--config RECIPE.py is missing.\n\n{usage(prog)}\n{list_text()}")
+    # The recipe, with the algorithm and the keys of the command line.
     path = find_recipe(name) if name is not None else None
     config = load_recipe(path) if path else TrainConfig()
     config, dropped = with_algo(config, _last(pairs, "algo"))
@@ -121,9 +123,8 @@ def with_settings(
 
 
 def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) -> ResolvedRecipe:
-    """Return the recipe after `check_config`, with the run directory as a path without ~.
-
-    The notes, and those on settings without effect, are printed.
+    """Return the recipe after `check_config`, with the run directory as a path without ~. Prints the notes,
+    including notes on settings without effect.
     """
     from jaxrl_llm.recipe.checks import check_config  # imports jax: not for --help
 
@@ -137,7 +138,7 @@ def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) ->
 def _changed(
     recipe: TrainConfig, pairs: list[Pair], flags: Sequence[str] = ()
 ) -> tuple[TrainConfig, list[str]]:
-    """Return `apply_overrides`, and what the given keys imply for the others."""
+    """Return the config after `apply_overrides` and the changes that the given keys imply."""
     config, notes = apply_overrides(recipe, pairs, flags)
     known = dict(iter_fields(config))
     given = {resolve_key(key, known) or key.replace("-", "_") for key, _ in pairs}
@@ -177,7 +178,7 @@ def with_algo(config: TrainConfig, name: str | None) -> tuple[TrainConfig, list[
         near, known = closest_word(name, algos.ALGOS), ", ".join(sorted(algos.ALGOS))
         raise ConfigError(
             f"--algo {shorten(name)}: unknown algorithm. Did you mean --algo {near}? "
-            f"There are {known}; your own is the path of a .py file."
+            f"Known are {known}; your own is the path of a .py file."
         )
     algorithm = algos.load_algorithm(name)
     changed = dataclasses.replace(config, algo=algorithm.config)
@@ -225,7 +226,7 @@ def find_recipe(name: str) -> Path:
     """Return the recipe file: `name` as a path, then among the packaged ones; ".py" may be left out.
 
     Raises:
-        ConfigError: there is none, or it is no Python file that can be read.
+        ConfigError: the file is missing, or is not a readable Python file.
     """
     known = [path.name for path in packaged_recipes()]
     if not name:
@@ -245,9 +246,10 @@ def find_recipe(name: str) -> Path:
         raise ConfigError(f"--config {shorten(name)}: {error.strerror}.") from None
     if not known:
         raise ConfigError(
-            f"--config {shorten(name)}: no such file. This installation has no recipes of its own (none in "
+            f"--config {shorten(name)}: no such file. This installation has no recipes (none in "
             f"{packaged_dir()}): give the path of a recipe, or install jaxrl_llm again."
         )
+    # Nothing has this name.
     near = closest_word(given.name, known)
     raise ConfigError(
         f"--config {shorten(name)}: no such file, and no packaged recipe of that name. "
@@ -287,7 +289,7 @@ def load_recipe(path: Path) -> TrainConfig:
 
 
 def check_algo(algo: Any, where: str = "") -> None:
-    """Refuse what is no Config of an algorithm: its module or name, or a Config that is not called.
+    """Refuse anything except a Config of an algorithm: its module or name, or a Config that is not called.
 
     Args:
         where: beginning of the message.
@@ -341,7 +343,7 @@ def _did_you_mean(error: BaseException) -> str:
 
 
 def config_classes() -> set[type]:
-    """Return TrainConfig, the dataclasses that its fields are declared with, and those of the algorithms."""
+    """Return TrainConfig, the dataclasses of its fields, and the Configs of the algorithms."""
     seen: set[type] = set()
     queue = [TrainConfig, *(type(algorithm.config) for algorithm in algos.ALGOS.values())]
     while queue:

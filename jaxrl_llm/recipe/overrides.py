@@ -36,7 +36,7 @@ MIN_LIKENESS = 0.6  # of a key that is suggested: "gguf_file" and "profile" have
 def split_arguments(argv: Sequence[str]) -> list[Pair]:
     """Return (key, words) pairs: ["--a.b", "1", "--c=2"] -> [("a.b", ["1"]), ("c", ["2"])].
 
-    A negative number is a value, and so is what has a space where a key would stand: --sglang.flags "--tp 2".
+    A negative number is a value, and so is a word with a space in its key: --sglang.flags "--tp 2".
 
     Raises:
         ConfigError: a value without a key before it.
@@ -58,14 +58,15 @@ def split_arguments(argv: Sequence[str]) -> list[Pair]:
 def apply_overrides(
     config: Config, pairs: Iterable[Pair], flags: Sequence[str] = ()
 ) -> tuple[Config, list[str]]:
-    """Return the config with each key set, in order, and notes about what that implies.
+    """Return the config with each key set, in order, and notes on repeated keys.
 
     Args:
         config: a TrainConfig, or the arguments of a command.
         flags: other flags of the command, for suggestions.
 
     Raises:
-        ConfigError: an unknown key (with the nearest one), a value of the wrong type or one its part refuses.
+        ConfigError: an unknown key (with the nearest one), a value of the wrong type or one that its part
+            refuses.
     """
     set_keys, notes = set(), []
     for typed, words in pairs:
@@ -80,6 +81,7 @@ def apply_overrides(
                 raise ConfigError(f"--{typed}: this key was removed. {row.instead}")
             advice = _advice(typed[:200], known, config, flags)
             raise ConfigError(f"--{shorten(typed)}: unknown key. {advice}")
+        # The value, of the key's type.
         _refuse_assignments(key, words or [], known, config)
         if known[key].is_off_at_zero and (words is None or [word.lower() for word in words] == ["none"]):
             words = ["0"]
@@ -121,7 +123,7 @@ def parse_words(key: str, hint: Any, words: list[str] | None) -> Any:
         fix = "Leave the key out for the recipe's value."
         raise ConfigError(f"--{key} is None: expected {type_words(hint)}. {fix}")
     if inner := inner_key(key, hint):
-        raise ConfigError(f"--{key} has fields of its own, such as --{inner}.")
+        raise ConfigError(f"--{key} is a group of fields, such as --{inner}.")
     from jaxrl_llm.recipe.values import parse_value  # imports tyro: not for --help
 
     try:
@@ -134,10 +136,11 @@ def parse_words(key: str, hint: Any, words: list[str] | None) -> Any:
 
 
 def resolve_key(typed: str, known: Iterable[str]) -> str:
-    """Return the known key of what was typed, with hyphens or without a middle part where that is clear.
+    """Return the known key for a typed one, which may have hyphens or lack a middle part if this is
+    unambiguous.
 
     Returns:
-        "" where there is none.
+        "" if no key fits.
     """
     key = typed.replace("-", "_")
     if key in known:
@@ -214,7 +217,7 @@ def closest_key(key: str, known: Iterable[str]) -> str:
     """Return the likeliest of `known`: one of the same group first, then the one with the likest name.
 
     Returns:
-        "" where none is like it.
+        "" if no key is similar.
     """
     key = key[:100]
     scores = {other: _likeness(key, other) for other in known}

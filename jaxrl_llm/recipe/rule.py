@@ -23,7 +23,7 @@ class Rule:
     sized: bool = False
     """It reads sizes of meshes, of which -1 is not known yet: asked again when the devices are known."""
     ends: bool = False
-    """Later rules compute with what this one checks, so they are not asked if it finds a problem."""
+    """Later rules depend on this one, so they are skipped if it finds a problem."""
 
 
 def apply_rules(rules: Sequence[Rule], *facts: Any) -> Iterator[tuple[Rule, list[str]]]:

@@ -15,7 +15,7 @@ from jaxrl_llm.sharding.config import AXES, POLICY, ROLLOUT_ENGINE, PlacementCon
 from jaxrl_llm.sharding.placement import Device, device_grid
 
 PLACED = ("rollout", "reference", "critic", "teacher")
-"""Fields of a recipe with a mesh and devices of their own, beside `reward.models`."""
+"""Fields of a recipe with a separate mesh and devices, besides `reward.models`."""
 
 
 def with_placements(

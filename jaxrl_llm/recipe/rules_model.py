@@ -29,7 +29,7 @@ def _can_be_exported(config: TrainConfig, models: Models) -> Iterator[str]:
         to_hf_config(export_config(models[POLICY]))
     except UserError as error:
         key = f"path {config.model.path}" if config.model.path else "architecture"
-        yield f"--model.{key}: {error}. Set another family, or what its config.json can express."
+        yield f"--model.{key}: {error}. Set another family, or values that its config.json can express."
 
 
 def _has_positions(config: TrainConfig, models: Models) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _routes_are_reported(config: TrainConfig, models: Models) -> Iterator[str]:
     family, served = models[POLICY].family, config.rollout.engine == "sglang"
     if config.routing.replay == "rollout" and served and family in WITHOUT_SERVED_ROUTES:
         yield (
-            f"--routing.replay rollout: SGLang servers of {family} end with an error where they are to "
+            f"--routing.replay rollout: SGLang servers of {family} end with an error when they should "
             "report the chosen experts. Set it to none or old, or --rollout.engine native."
         )
 
@@ -85,7 +85,7 @@ def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
         unsent = "models with latent attention (DeepSeek-V3)"
     elif model.attention_sinks:
         unsent = "models with attention sinks (gpt-oss)"
-    elif model.moe and model.tie_embeddings:  # SGLang computes with an LM head of their own
+    elif model.moe and model.tie_embeddings:  # SGLang computes with a separate LM head
         unsent = "mixtures of experts with tied embeddings"
         fix = "Set --model.architecture.tie_embeddings false for random weights, or --rollout.engine native."
     elif rank_of_experts(with_lora(model, config.lora)):
@@ -114,6 +114,7 @@ def _adapter_problems(config: TrainConfig, model: TransformerConfig) -> Iterator
             f"--lora.targets has {absent[0]}: the model has no such layers. Set it to all, or to some of "
             f"{' '.join(present)}."
         )
+    # A rank above a layer's size adds nothing.
     name, smallest = min(_sizes_of_layers(model).items(), key=lambda item: item[1])
     if lora.rank > smallest:
         yield (
@@ -144,7 +145,7 @@ def _reward_models_have_heads(config: TrainConfig, models: Models) -> Iterator[s
 
 
 def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
-    """Return name -> inputs or outputs of the linear layers that are no experts."""
+    """Return name -> inputs or outputs of the linear layers except experts."""
     heads, sizes = model.num_heads, {"hidden_size": model.hidden_size}
     if mla := model.mla:
         sizes |= {"mla.kv_rank": mla.kv_rank, "num_heads * mla.value_dim": heads * mla.value_dim}

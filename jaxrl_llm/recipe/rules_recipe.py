@@ -38,7 +38,7 @@ GROUP_ADVANTAGES = {
 
 def _steps_are_finite(config: TrainConfig) -> Iterator[str]:
     if not config.steps and not config.epochs and not config.warm_start.steps:
-        yield "--steps is 0, and so is --warm_start.steps: there is nothing to train. Set one of them."
+        yield "--steps is 0, and so is --warm_start.steps: nothing to train. Set one of them."
     generated = [own.path for own in config.data.sources("train") if own.is_generated]
     if config.epochs and generated:
         yield (
@@ -194,7 +194,7 @@ def _models_are_readable(config: TrainConfig) -> Iterator[str]:
 
 
 def read_local(path: str) -> TransformerConfig | None:
-    """Return the architecture of a Hugging Face folder on this machine; None = it is no such folder.
+    """Return the architecture of a Hugging Face folder on this machine; None for any other path.
 
     Raises:
         UserError: its config.json cannot be used.
@@ -204,13 +204,13 @@ def read_local(path: str) -> TransformerConfig | None:
 
 
 def _model_folder(key: str, path: str) -> Iterator[str]:
-    """Yield what is wrong with a Hugging Face folder, GGUF file or hub name."""
+    """Yield the problem with a Hugging Face folder, GGUF file or hub name."""
     folder = expand_home(path)
     if folder.suffix == SUFFIX and os.path.isfile(folder):
         return
     if os.path.isdir(folder):
         if not os.path.isfile(folder / "config.json"):
-            unknown = "no config.json in it, so it is no Hugging Face model folder."
+            unknown = "no config.json in it, so it is not a Hugging Face model folder."
             yield f"--{key} {path}: {other_folder(folder) or unknown}"
         return
     hub = parse_hub_name(path)

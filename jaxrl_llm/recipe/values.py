@@ -15,7 +15,7 @@ def parse_value(hint: Any, words: Sequence[str]) -> Any:
     """Return the words of the command line as a value of this type.
 
     Raises:
-        ValueError: they are no such value.
+        ValueError: the words are not such a value.
     """
     is_empty = list(words) == [""] and typing.get_origin(hint) is tuple  # --key= is the empty tuple
     with RULES:

@@ -23,20 +23,19 @@ TOKENS_A_CALL = 4
 INCOMPLETE = "\ufffd"
 """Decoded in place of a character of which some bytes are not generated yet."""
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Control characters, which could change the terminal -> what is printed."""
+"""Control characters, which could change the terminal -> printed text."""
 
 
 def chat_mesh(config: MeshConfig) -> Mesh:
-    """Return the mesh over as many devices as its sizes need; over all where one of them is -1."""
+    """Return the mesh over as many devices as its sizes need; over all devices if a size is -1."""
     sizes = config.sizes.values()
     devices = open_devices()
     return make_mesh(config, devices if -1 in sizes else devices[: math.prod(sizes)])
 
 
 class ConversationEngine(NativeEngine):
-    """Engine for one answer at a time, whose shapes are those of the longest conversation from the start.
-
-    So its programs are few, one a rung of each ladder, and a turn compiles at most the next rung.
+    """Engine for one answer at a time, with the shapes of the longest conversation from the start. So it has
+    few programs, one per rung of each ladder, and a turn compiles at most the next rung.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class TextStream:
         self.tokenizer, self.write, self.end_ids, self.shown = tokenizer, write, end_ids, ""
 
     def update(self, ids: Sequence[int], final: bool = False) -> None:
-        """Write what is new in the text of all tokens so far; `final` = no more will come."""
+        """Write the new part of the text of all tokens so far; `final` = no more tokens will come."""
         text = readable(text_of(self.tokenizer, ids, self.end_ids))
         text = text if final else text.rstrip(INCOMPLETE)
         if text.startswith(self.shown):

@@ -172,7 +172,7 @@ class Session:
     def regenerate(self) -> None:
         """Replace the last answer."""
         if not self.messages:
-            raise CommandError("/regen: there is no question yet")
+            raise CommandError("/regen: no question to answer yet")
         before = self.messages.pop()
         try:
             self.answer()
@@ -247,7 +247,7 @@ class Session:
         return ids
 
     def answer(self) -> None:
-        """Generate the answer to the conversation and write it as it comes; Ctrl-C keeps what there is.
+        """Generate the answer to the conversation and stream it; Ctrl-C keeps the partial answer.
 
         Raises:
             UserError: as `prompt_ids`.
@@ -286,7 +286,7 @@ class Session:
         """
         waiting.close()
         stream.update(response.ids)
-        first = PATIENCE if len(response.ids) > 1 else None  # a slow model is no reason for lines in its text
+        first = PATIENCE if len(response.ids) > 1 else None  # no such lines within a text
         waiting.enter_context(working("waiting for tokens; new programs are compiled once", first=first))
         if self.stopped:
             raise AnswerStoppedError
@@ -317,7 +317,7 @@ def _read_line(prompt: str) -> str:
 
 
 def _whole_message(read: Callable[[str], str]) -> str:
-    """Return the next message, joined of several lines where they are marked so."""
+    """Return the next message; joins lines that are marked as continued."""
     line = read("> ")
     if line.strip().startswith(BLOCK):
         lines = [line.strip().removeprefix(BLOCK)]

@@ -116,7 +116,7 @@ def check_cache(folder: str) -> Finding:
         return Finding("compilation cache", "ok", folder)
     place = existing_parent(Path(folder).expanduser())
     if not os.access(place, os.W_OK):
-        fix = f"{place} cannot be written to, so each start compiles anew: set JAX_COMPILATION_CACHE_DIR"
+        fix = f"{place} cannot be written to, so each start compiles again: set JAX_COMPILATION_CACHE_DIR"
         return Finding("compilation cache", "fix", fix)
     size = 0
     for file in Path(folder).glob("*"):
@@ -124,13 +124,13 @@ def check_cache(folder: str) -> Finding:
             size += file.stat().st_size * file.is_file()
     text, free = f"{folder}, {size / 2**20:.0f} MiB", shutil.disk_usage(place).free
     if free < MIN_DISK:
-        fix = f"{text}, but {_size(free)} are free there, so each start compiles anew: free some"
+        fix = f"{text}, but {_size(free)} are free there, so each start compiles again: free some"
         return Finding("compilation cache", "fix", f"{fix}, or set JAX_COMPILATION_CACHE_DIR")
     return Finding("compilation cache", "ok", text)
 
 
 def check_clock(folder: Path) -> Finding:
-    """Compare the clock with that of the file system, which may be another machine's."""
+    """Compare the clock with the file system's, which may be another machine's."""
     now = datetime.datetime.now(datetime.UTC)
     if now.year < 2026:
         return Finding("clock", "fix", f"{now:%Y-%m-%d}: certificates and logs need the date: timedatectl")
@@ -146,7 +146,7 @@ def check_clock(folder: Path) -> Finding:
 
 
 def check_processes() -> Iterator[Finding]:
-    """Check that the environment describes the processes of a run, where it says that there are several."""
+    """Check that the environment describes the processes of a run, if it names several."""
     try:
         cluster = find_cluster()
     except UserError as error:
@@ -158,7 +158,7 @@ def check_processes() -> Iterator[Finding]:
 
 
 def check_ports(environment: dict[str, str] | os._Environ) -> Finding:
-    """Check that local ports can be opened; on process 0 that of the coordinator."""
+    """Check that local ports can be opened; on process 0 the coordinator's."""
     address = environment.get("JAX_COORDINATOR_ADDRESS", "")
     end = address.rpartition(":")[2]
     port = int(end) if end.isdigit() and environment.get("JAX_PROCESS_ID") == "0" else 0
@@ -174,7 +174,7 @@ def check_ports(environment: dict[str, str] | os._Environ) -> Finding:
 
 
 def check_disk(folder: Path, needed: int) -> Finding:
-    """Compare free space with what the recipe writes.
+    """Compare free space with the bytes that the recipe writes.
 
     Args:
         needed: bytes; 0 = no recipe was given.
@@ -193,7 +193,7 @@ def check_disk(folder: Path, needed: int) -> Finding:
 
 
 def check_run_disk(config: TrainConfig) -> Iterator[Finding]:
-    """Compare free space with what a recipe writes: its run directory, and converted GGUF files."""
+    """Compare free space with the size of a recipe's run directory and converted GGUF files."""
     folder, written = existing_parent(Path(config.run_dir)), 0
     try:
         written = written_bytes(config)
@@ -201,8 +201,8 @@ def check_run_disk(config: TrainConfig) -> Iterator[Finding]:
     except UnknownModelError as error:
         finding = check_disk(folder, 0)
         unknown = (
-            f"the size of {error.name} is not known, nor is what the recipe writes: give a folder that is "
-            "there in its place (--model.path FOLDER)"
+            f"the size of {error.name} is not known, nor the bytes that the recipe writes: give an existing "
+            "folder instead (--model.path FOLDER)"
         )
         yield finding if finding.status == "fix" else Finding("disk", "note", f"{finding.text}; {unknown}")
     if converted := converted_bytes(config):
@@ -252,7 +252,7 @@ def check_hub(names: Sequence[str]) -> Iterator[Finding]:
     problem = hub_problem() if absent else ""
     if problem:
         repositories = [parse_hub_name(name.removeprefix("hub:")).repo for name in absent]
-        fix = f"fetch it where there is one (hf download {repositories[0]}), or give a folder or file"
+        fix = f"fetch it on a machine with one (hf download {repositories[0]}), or give a folder or file"
         text = f"{', '.join(absent)}: not in the cache, and the hub cannot be reached ({problem}): {fix}"
         # the cache of data sets has its own form, which `datasets` reads without a network
         only_data = all(name.startswith("hub:") for name in absent)

@@ -104,10 +104,10 @@ class GenerateArguments(ModelChoice, GenerateConfig, SelectConfig):
     the chat template), such as samples.jsonl of a run."""
     out: Path
     """JSONL to write: {"prompt", "responses": [{"text", "tokens", "logprobs", "finish"}]}, each response with
-    "reward" where there is one, and the columns of the prompt's row. Other rows: --select."""
+    "reward" if one is computed, and the columns of the prompt's row. Other rows: --select."""
     resume: bool = True
     """Continue the file of a command that was killed, and refuse one that this command did not write; False =
-    write it anew."""
+    overwrite it."""
     batch_tokens: Count = 8192
     """Tokens of one forward pass of a reward model, including padding."""
 
@@ -137,10 +137,10 @@ class ScoreArguments(ModelChoice, SelectConfig):
     batch_tokens: Count = 8192
     """Tokens of one forward pass, including padding; a longer row is a batch by itself."""
     window: Count = 1024
-    """Rows between two writes; a command that is killed continues behind the last of them."""
+    """Rows between two writes; a killed command continues after the last write."""
     resume: bool = True
     """Continue the file of a command that was killed, and refuse one that this command did not write; False =
-    write it anew."""
+    overwrite it."""
     dtype: Dtype = "auto"
     """Type of weights and activations; auto = float32 on CPU, float16 on Turing GPUs, else bfloat16."""
     chat: ChatConfig = field(default_factory=ChatConfig)
@@ -158,7 +158,7 @@ class ExportArguments:
     out: Path
     """Folder to write."""
     overwrite: bool = False
-    """Replace the folder where it holds an earlier export; nothing else is ever replaced."""
+    """Replace the folder if it holds an earlier export; nothing else is ever replaced."""
     step: CountOrZero | None = None
     """Step of the checkpoint; None = the newest."""
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
@@ -179,7 +179,7 @@ class PlanArguments:
     """Compile a recipe's training step for devices that this machine need not have; print memory,
     collectives, FLOPs and roofline.
 
-    All other flags are those of `python -m jaxrl_llm.train`: --config RECIPE.py, --mesh.fsdp 8, --model.path
+    All other flags are flags of `python -m jaxrl_llm.train`: --config RECIPE.py, --mesh.fsdp 8, --model.path
     Qwen/Qwen3-8B, ... Nothing is run, allocated or downloaded.
     """
 
@@ -198,8 +198,8 @@ class DoctorArguments:
     """Check devices, drivers, versions, memory, disk, sandbox, servers, cache, clock and ports of this
     machine, each with "ok" or the fix.
 
-    With --config RECIPE.py, and any flags of training, what that recipe needs is checked, too: disk space for
-    its checkpoints, the extras of this package, its servers, its sandbox; and each rule on its settings.
+    With --config RECIPE.py, and any flags of training, the needs of the recipe are checked too: disk space
+    for its checkpoints, the extras of this package, its servers, its sandbox; and each rule on its settings.
     """
 
     json: bool = False

@@ -66,10 +66,10 @@ def check_versions() -> Iterator[Finding]:
 
 
 def unmet_requirements(package: str, extras: Sequence[str]) -> list[str]:
-    """Return the installed packages that are not of the versions that `package` states.
+    """Return the installed packages whose versions do not meet the requirements of `package`.
 
     Args:
-        extras: packages of these are checked where they are installed.
+        extras: check installed packages of these extras.
     """
     unmet = []
     for text in importlib.metadata.requires(package) or ():
@@ -86,9 +86,9 @@ def unmet_requirements(package: str, extras: Sequence[str]) -> list[str]:
 
 
 def check_devices() -> Iterator[Finding]:
-    """Check the accelerators: the driver, the plugin, and what jax sees, in a process of its own.
+    """Check the accelerators in a separate process: the driver, the plugin, and the devices that jax sees.
 
-    A TPU that another process holds makes jax wait or abort, which this process survives.
+    If another process holds a TPU, jax waits or aborts, which this process survives.
     """
     gpus = nvidia_gpus()
     plugin = next((name for name in DRIVERS if package_version(name)), "")
@@ -149,7 +149,7 @@ def describe_devices(devices: list[dict], gpus: list[tuple[str, str, int]]) -> I
     memory = f", {first['memory'] / GIB:.0f} GiB each for jax" if first["memory"] else ""
     text = f"{len(devices)} x {first['kind']}{memory}"
     if first["platform"] == "cpu" and (gpus or has_tpu()):
-        yield Finding("devices", "fix", f"jax sees no accelerator, but there is one: {_plugin_fix(gpus)}")
+        yield Finding("devices", "fix", f"jax does not see the accelerator: {_plugin_fix(gpus)}")
     elif first["platform"] == "cpu":
         yield Finding("devices", "note", f"{text}: no accelerator; for small models and tests")
     else:
@@ -191,7 +191,7 @@ def nvidia_gpus() -> list[tuple[str, str, int]]:
 
 
 def run_command_line(command: list[str]) -> subprocess.CompletedProcess | str:
-    """Return the finished process, or why there is none."""
+    """Return the finished process, or the reason for its failure."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:

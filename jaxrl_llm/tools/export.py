@@ -13,8 +13,8 @@ def main(argv: list[str]) -> int:
     """Write the folder and print its size.
 
     Raises:
-        UserError: there is no usable checkpoint or tokenizer, the folder cannot be written or replaced, or
-            the hub refuses the repository.
+        UserError: no usable checkpoint or tokenizer, the folder cannot be written or replaced, or the hub
+            refuses the repository.
         PushError: the upload failed; the folder is complete.
     """
     args = parse_arguments(ExportArguments, argv, "export")
@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
     check_export_folder(args.out)
     if not args.overwrite and args.out.exists() and any(args.out.iterdir()):
         raise UserError(f"--out {args.out}: exists. Set another --out, or --overwrite True.")
+    # Adapters are merged into the base.
     saved = restore_params(args.checkpoint, args.step, args.ema)
     params = with_heads(with_base(args.checkpoint, saved), exported_config(args.checkpoint, saved))
     config = base_config(params.config)

@@ -127,7 +127,7 @@ def open_rewarder(
     examples: Sequence[Example],
     closing: contextlib.ExitStack,
 ) -> ResponseRewarder | None:
-    """Return the rewards of a command, tried on the first rows; None = there are none."""
+    """Return the rewards of a command, tried on the first rows, or None."""
     if not gives_rewards(args.reward):
         return None
     rewarder = ResponseRewarder(

@@ -1,4 +1,4 @@
-"""Host memory that a recipe takes at least, as `doctor` compares it with what is free."""
+"""Lower bound of a recipe's host memory, which `doctor` compares with free memory."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ STAGED = "offloaded arrays and a checkpoint on its way to the disk take"
 
 
 def check_run_memory(config: TrainConfig) -> Finding:
-    """Compare free memory with a lower bound of what the recipe takes: its arrays, without activations.
+    """Compare free memory with a lower bound for the recipe: its arrays, without activations.
 
-    On accelerators with several processes each has its share, which is more where arrays are replicated.
+    On accelerators with several processes each has a share, which is larger if arrays are replicated.
     """
     least, subject = (staged_bytes, STAGED) if has_accelerator() else (state_bytes, STATE)
     try:
         processes = num_processes()
         needed = least(config) / processes
     except UnknownModelError as error:
-        text = f"the size of {error.name} is not known, nor is what the recipe takes"
-        return Finding(NAME, "note", f"{text}: give a folder that is there in its place")
+        text = f"the size of {error.name} is not known, nor is the memory of the recipe"
+        return Finding(NAME, "note", f"{text}: give an existing folder instead")
     free = available_bytes()
     if free is None:
         return Finding(NAME, "note", f"{subject} {format_bytes(needed)}; how much is free is not known")
@@ -60,7 +60,7 @@ def check_run_memory(config: TrainConfig) -> Finding:
 
 
 def num_processes() -> int:
-    """Return the number of processes of the run, 1 where they are not described (`start_host` refuses)."""
+    """Return the number of processes of the run, 1 if they are not described (`start_host` refuses)."""
     with contextlib.suppress(UserError):
         cluster = find_cluster()
         return cluster.num_processes if cluster else 1
@@ -83,8 +83,8 @@ def state_bytes(config: TrainConfig) -> int:
 def staged_bytes(config: TrainConfig) -> int:
     """Return the bytes in host memory while a run on accelerators saves a checkpoint.
 
-    Those are what is offloaded, and a copy of the saved arrays that are on the devices: Orbax copies all
-    before it writes the first. Weights are read a matrix at a time, which takes less.
+    They are the offloaded arrays, and a copy of the saved arrays on the devices: Orbax copies all arrays
+    before it writes the first. Weights are read one matrix at a time, which takes less.
     """
     alone, meshes = _with_meshes(config)
     stage = planned_stage(alone, meshes)
@@ -124,7 +124,7 @@ def lower_settings(config: TrainConfig, least: Callable[[TrainConfig], int]) -> 
 
 def on_one_cpu(config: TrainConfig) -> tuple[TrainConfig, dict[str, Mesh]]:
     """Return the recipe with all models on one device of the CPU, and its meshes."""
-    jax.config.update("jax_platforms", "cpu")  # the accelerators are examined in a process of their own
+    jax.config.update("jax_platforms", "cpu")  # another process examines the accelerators
     alone = on_one_device(config)
     return alone, make_meshes(alone, jax.devices("cpu")[:1])
 

@@ -59,7 +59,7 @@ class StoredModel(NamedTuple):
     config: TransformerConfig
     read_tokenizer: Callable[[], Any]
     end_ids: tuple[int, ...]  # `generation_end_ids`
-    step: int | None  # of the run's checkpoint; None = the model is no run's
+    step: int | None  # of the run's checkpoint; None = not a run's model
     load: Callable[[Mesh, Rules, str], Params]  # (mesh, rules, dtype) -> the sharded weights
 
 
@@ -73,7 +73,7 @@ def open_model(name: str, choice: ModelChoice) -> StoredModel:
     if (path / "checkpoints").is_dir():
         model = _model_of_run(path, choice.step)
     elif choice.step is not None:
-        raise UserError(f"--step {choice.step}: {path} is no directory of a run, which has checkpoints")
+        raise UserError(f"--step {choice.step}: {path} is not a run directory with checkpoints")
     else:
         folder = resolve_model(name)
         config, ends = read_config(folder), generation_end_ids(folder)
@@ -124,7 +124,7 @@ def _with_adapter(model: StoredModel, name: str) -> StoredModel:
     """Return the model with the adapters of a PEFT folder."""
     folder = resolve_model(name, adapter=True)
     if model.config.lora is not None:
-        raise UserError(f"--adapter {name}: the run has adapters of its own; give its base model")
+        raise UserError(f"--adapter {name}: the run already has adapters; give its base model")
     config = lora.with_lora(model.config, read_adapter_config(folder, model.config.moe is not None))
     weights = load_adapter(folder, config)
 
@@ -136,16 +136,15 @@ def _with_adapter(model: StoredModel, name: str) -> StoredModel:
 
 
 def with_base(run_dir: Path, saved: SavedParams, mesh: Mesh | None = None, rules: Rules = TRAIN) -> Params:
-    """Return the model of a run with the pretrained weights that its adapters were trained on.
-
-    Other models are returned as they are.
+    """Return the model of a run with the pretrained weights that its adapters were trained on; other models
+    unchanged.
 
     Args:
         mesh: of the pretrained weights; None = all on one device.
 
     Raises:
-        UserError: the run started from random weights, of which there is no copy, or the folder has other
-            weights now.
+        UserError: the run started from random weights, which were not saved, or the folder has other weights
+            now.
     """
     config = saved.config
     if config.lora is None:

@@ -26,27 +26,26 @@ from jaxrl_llm.report.progress import format_duration
 Dated = TypeVar("Dated")
 """Arguments of a command with `chat`, `out` and `resume`."""
 SPEED_KEYS = ("out", "resume", "slots", "batch_tokens", "mesh.", "reward.workers", "reward.concurrency")
-"""Keys, or their beginnings, that do not change what is written."""
+"""Keys, or prefixes of keys, that do not change the output."""
 INPUT_SIZE = "size of the input"  # a setting
 BAR_WIDTH = 20  # characters
 
 
 class ResumableOutput:
-    """A JSONL file to which windows of rows are added, and beside it a record (".NAME.progress").
+    """A JSONL file that grows by windows of rows, with a record (".NAME.progress") beside it.
 
-    The record has the settings and the number of input rows done, and tells our files from others. A complete
-    file of the same settings is kept until the first window is there to replace it.
-
-    A context manager: what ends it before `finish` is followed by a line on what there is. A command that was
-    killed continues behind the last whole window; process 0 writes.
+    The record has the settings and the number of input rows done, and identifies our files. A complete file
+    of the same settings is kept until the first window replaces it. A context manager: if it exits before
+    `finish`, the number of finished rows is printed. A killed command continues after the last whole window;
+    process 0 writes.
 
     Args:
-        settings: of `settings_of`; a file of others is refused.
-        resume: continue a partial file; False = write anew, whatever is there.
+        settings: of `settings_of`; a file with other settings is refused.
+        resume: continue a partial file; False = overwrite any file.
         date: of chat templates, kept for `with_date`.
 
     Raises:
-        UserError: there is a file of other settings, or one that is not ours.
+        UserError: the file has other settings, or is not ours.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, str], resume: bool = True, date: str = ""):
@@ -75,7 +74,7 @@ class ResumableOutput:
         if kind is None or self.complete or jax.process_index():
             return
         if self.rows_done:
-            done = f"{self.rows_done:,} rows of the input are done. The same command continues behind them"
+            done = f"{self.rows_done:,} rows of the input are done. The same command continues after them"
         else:
             done = "no row of the input is done"
         print_progress(f"\n{self.path} is not complete: {done}.")
@@ -91,12 +90,12 @@ class ResumableOutput:
         replace_text(self.progress, json.dumps({**state, **more}), sync=False)
 
     def _open(self, resume: bool) -> tuple[int, int]:
-        """Return (bytes, input rows) of a partial file, cut to whole windows; (0, 0) = write anew."""
+        """Return (bytes, input rows) of a partial file, cut to whole windows; (0, 0) = start over."""
         state = self._read_record() if resume else None
         if state is None:
             if resume and self.path.is_file() and self.path.stat().st_size:
                 raise UserError(
-                    f"--out {self.path}: exists, and is no output of this command, or was changed since. Set "
+                    f"--out {self.path}: exists, and is not this command's output, or was changed since. Set "
                     "another --out, or --resume False to write the file anew."
                 )
             return 0, 0
@@ -115,7 +114,7 @@ class ResumableOutput:
         return state["bytes"], state["rows"]
 
     def _read_record(self) -> dict[str, Any] | None:
-        """Return the record of the file; None = there is none, it is damaged, or not of this file."""
+        """Return the record of the file; None if it is missing, damaged, or of another file."""
         try:
             state, file = load_json(self.progress.read_text()), self.path.stat()
             ours = file.st_size >= state["bytes"] and state["rows"] >= 0
@@ -131,9 +130,8 @@ def progress_file(path: Path) -> Path:
 
 
 def with_date(args: Dated) -> Dated:
-    """Return the settings of a command with a date for chat templates, so that all its rows have the same.
-
-    It is that of the partial output that the command continues, else today. A collective.
+    """Return the settings of a command with a date for chat templates, so that all its rows have the same
+    date: the date of the partial output that the command continues, else today. A collective.
     """
     if args.chat.date:
         return args
@@ -143,7 +141,7 @@ def with_date(args: Dated) -> Dated:
 
 
 def _partial_date(args: Any) -> str:
-    """Return the date of the partial output that a command continues; "" = there is none."""
+    """Return the date of the partial output that a command continues, or ""."""
     try:
         state = json.loads(progress_file(args.out).read_text()) if args.resume else {}
         date = "" if "complete_at" in state else state["date"]

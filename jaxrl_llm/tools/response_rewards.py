@@ -38,14 +38,14 @@ class ResponseRewarder:
 
     Args:
         closing: ends the workers of the verifier.
-        mesh: of reward models without one of their own.
+        mesh: of reward models without a separate mesh.
         dtype: of the reward models.
         batch_tokens: of one forward pass, including padding.
         chat: of the prompts.
         policy_tokenizer: of the trajectories that `score` gets; None = only `score_texts` is called.
 
     Raises:
-        UserError: a verifier or a reward model that cannot be used.
+        UserError: the verifier or a reward model cannot be used.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ResponseRewarder:
 
 
 class FirstRows(NamedTuple):
-    """First rows of each data source, for a trial of the verifier; and what has no answer."""
+    """First rows of each data source, for a trial of the verifier, and rows without an answer."""
 
     rows: list[Example]
     unanswered: list[tuple[Example, int]]  # of each source: the first such row, and their number

@@ -43,8 +43,7 @@ NO_SOURCE = SourceConfig()
 
 
 def write_scores(args: ScoreArguments) -> None:
-    """Write the log-probs of a model, where one is given, else rewards; or continue the file of a command
-    that was killed.
+    """Write the log-probs of a model, if one is given, else rewards; continue the file of a killed command.
 
     Raises:
         UserError: a model, file or row that cannot be used, with the fix.
@@ -71,10 +70,10 @@ def write_scores(args: ScoreArguments) -> None:
 
 
 class RawRows:
-    """Rows of a file or dataset as they are, by number.
+    """Unchanged rows of a file or dataset, by number.
 
     Raises:
-        UserError: there are none, or a part of a file cannot be read.
+        UserError: no rows, or a part of a file cannot be read.
     """
 
     def __init__(self, path: Path):
@@ -131,7 +130,7 @@ def logprob_scores(args: ScoreArguments, model: StoredModel, rows: RawRows) -> S
 
 
 def one_prompt(group: list[dict[str, Any]]) -> Sequences:
-    """Return the sequences of a row, and the tokens of the prompt if it is that of all."""
+    """Return the sequences of a row, and the number of prompt tokens if all share the prompt."""
     shared = group[0].get("prompt_tokens", 0)
     prompts = [sequence["tokens"][: sequence.get("prompt_tokens", 0)] for sequence in group]
     return Sequences([s["tokens"] for s in group], shared if all(p == prompts[0] for p in prompts) else 0)
@@ -169,10 +168,10 @@ def by_kind(kind: str, sequences: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_sequences(row: dict[str, Any], where: str) -> GivenResponses | Example:
-    """Return the responses of a row with their prompt; a chat without a response of its own as it is.
+    """Return the responses of a row with their prompt; a chat without a response as an example.
 
     Raises:
-        RowError: it has neither; names file and line.
+        RowError: the row has neither; the message names file and line.
     """
     responds = {"responses", "chosen"} & row.keys() or first_column(row, RESPONSE_KEYS) is not None
     if "messages" in row and not responds:

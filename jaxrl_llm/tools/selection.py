@@ -25,7 +25,7 @@ OWN_KEYS = {
     "labels",
 }
 OWN_KEYS |= {"reward", "rewards", "outcome", "failure", "finish", "steps", "response_tokens", "turns"}
-"""Columns of an input row that output rows do not take over: they have prompts and responses of their own."""
+"""Columns of an input row that output rows drop, since they have other prompts and responses."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class RewardedResponse:
 def selected_rows(
     example: Example, responses: Sequence[RewardedResponse], config: SelectConfig, chat: ChatConfig
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows to train on of one prompt and its responses; those without a reward, and empty ones, of
-    which training has nothing to learn, are left out.
+    """Yield the training rows of one prompt and its responses, without empty responses and responses without
+    a reward, which training cannot learn from.
 
     They are rows of `data.rows` and `data.preference`: the prompt as `chat` renders it, "response" or
     "chosen" and "rejected" (text), and the columns of the input. Equal rewards keep the responses' order.
@@ -65,7 +65,7 @@ def selected_rows(
 
 
 def reward_columns(response: RewardedResponse) -> dict[str, Any]:
-    """Return the reward of a response as columns; {} where nothing rewards."""
+    """Return the reward of a response as columns; {} without a reward."""
     return {"reward": response.reward, **response.columns} if response.columns else {}
 
 
@@ -115,12 +115,13 @@ def _pair(chosen: RewardedResponse, rejected: RewardedResponse, base: Mapping[st
 
 
 def _completion(response: RewardedResponse, base: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    """Return a response as training reads it: the text, or a message where a template writes its channels."""
+    """Return a response in the form for training: the text, or a message if a template writes its
+    channels."""
     return (
         [as_message(response.text)] if has_channels(response.text) and "messages" in base else response.text
     )
 
 
 def thought_column(response: RewardedResponse) -> dict[str, bool]:
-    """Return the column that says that the response begins inside a thought; {} where it does not."""
+    """Return the column that marks a response that begins inside a thought; {} for others."""
     return {"opens_thought": True} if response.opens_thought else {}

@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     """Run the command.
 
     Raises:
-        UserError: a folder that is no run, or a file that cannot be written, with the fix.
+        UserError: a folder is not a run, or a file cannot be written; the message has the fix.
     """
     args = parse_arguments(ViewArguments, argv, "view", positional="runs")
     if not args.runs:
@@ -132,7 +132,7 @@ def read_run(path: Path, name: str) -> RunData:
     """Return the files of a run directory.
 
     Raises:
-        UserError: it is no run directory, or has no step yet.
+        UserError: the path is not a run directory, or has no step yet.
     """
     if not (path / METRICS).is_file():
         raise UserError(no_run_message(path))
@@ -142,6 +142,7 @@ def read_run(path: Path, name: str) -> RunData:
             f"{path / METRICS} has no step: "
             + ("all of its lines are damaged" if damaged else "the file is empty; view the run after a step")
         )
+    # Damaged or missing files become notes on the page.
     run = RunData(path, name, rows, {}, [])
     note_damage(run, METRICS, damaged)
     samples, damaged = jsonl.scan_rows(path / SAMPLES)
@@ -150,7 +151,7 @@ def read_run(path: Path, name: str) -> RunData:
     try:
         run.config = flatten(load_json((path / CONFIG).read_bytes()))
     except FileNotFoundError:
-        run.notes.append(f"there is no {CONFIG}: the page shows no settings of this run")
+        run.notes.append(f"{CONFIG} is missing: the page shows no settings of this run")
     except (ValueError, AttributeError):
         run.notes.append(f"{CONFIG} is damaged: the page shows no settings of this run")
     if len(rows) > MAX_POINTS:
@@ -162,15 +163,15 @@ def read_run(path: Path, name: str) -> RunData:
 
 
 def no_run_message(path: Path) -> str:
-    """Return why a path is no run directory with steps, and the fix."""
+    """Return why a path is not a run directory with steps, and the fix."""
     if (path / CONFIG).is_file():
         return f"{path} has no step yet, only {CONFIG}; view the run after a step"
     inside = sorted(shlex.quote(str(file.parent)) for file in path.glob(f"*/{METRICS}"))
     fix = f"Runs in it: {' '.join(inside)}" if inside else "Give the --run_dir of a training run"
-    problem = "there is no such folder" if not path.exists() else "it is a file"
+    problem = "the folder does not exist" if not path.exists() else "it is a file"
     if path.is_dir():
         problem = f"has no {METRICS}"
-    return f"{path} is no run directory: {problem}. {fix}"
+    return f"{path} is not a run directory: {problem}. {fix}"
 
 
 def note_damage(run: RunData, file: str, damaged: Sequence[int]) -> None:
@@ -215,7 +216,7 @@ def to_sample(row: jsonl.Row) -> dict[str, Any]:
 
 
 def messages(chat: Any) -> list[list[str]]:
-    """Return [role, content] of each message; [] where there is no chat."""
+    """Return [role, content] of each message; [] without a chat."""
     if not isinstance(chat, list):
         return []
     rows = [message if isinstance(message, dict) else {"content": message} for message in chat]
@@ -240,7 +241,7 @@ def finite(value: Any) -> float | None:
 
 
 def token_columns(columns: Any) -> dict[str, Any] | None:
-    """Return the values of tokens with every array as long as the texts; None where they are unusable."""
+    """Return the values of tokens with every array as long as the texts; None if they are unusable."""
     texts = columns.get("text") if isinstance(columns, dict) else None
     if not texts or not isinstance(texts, list) or not all(isinstance(x, str) for x in texts):
         return None
@@ -251,7 +252,7 @@ def token_columns(columns: Any) -> dict[str, Any] | None:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the values of nested dicts as texts, by their dotted keys; those of "config" without it."""
+    """Return the values of nested dicts as texts, by dotted keys without the prefix "config"."""
     flat = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -265,7 +266,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def metric_columns(rows: Sequence[jsonl.Row]) -> dict[str, list[float | None]]:
-    """Return the metrics by name, one number a row (6 digits), None where a row has none."""
+    """Return the metrics by name, one number per row (6 digits), None for a row without the metric."""
     seen = Counter(key for row in rows for key, value in row.items() if finite(value) is not None)
     rounded = lambda x: x if x is None or isinstance(x, int) else float(f"{x:.6g}")
     return {key: [rounded(finite(row.get(key))) for row in rows] for key in seen if key != "step"}

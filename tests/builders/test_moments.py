@@ -123,7 +123,7 @@ def test_moments_that_do_not_fit_are_refused_before_anything_is_read(tmp_path):
     other = tmp_path / "other"
     saved(other, trained(stage, 0))
     check_initial_moments(config_of(tmp_path, other), stage)
-    with pytest.raises(UserError, match=f"4: its optimizer is adamw, that of this run lion. {fix}"):
+    with pytest.raises(UserError, match=f"4: its optimizer is adamw, this run's is lion. {fix}"):
         check_initial_moments(config_of(tmp_path, other, name="lion"), stage)
     adapters = stage_of(model=lora.with_lora(MODEL, LoraConfig(rank=2)))
     with pytest.raises(UserError, match=rf"q_lora_a: not in the checkpoint(.|\n)*{fix}"):

@@ -129,7 +129,7 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         (dict(max_runtime=10**400), f"--max_runtime is 1{'0' * 47}...{'0' * 48} (int): expected a number."),
         (
             dict(steps=0),
-            "--steps is 0, and so is --warm_start.steps: there is nothing to train. Set one of them.",
+            "--steps is 0, and so is --warm_start.steps: nothing to train. Set one of them.",
         ),
         (
             dict(prompts_per_step=10**9),
@@ -303,7 +303,7 @@ def test_an_evaluation_needs_held_out_rows_and_takes_all_where_there_are_few(con
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     without = replace(config, data=DataConfig(path=str(tmp_path / "a.jsonl")))
     assert refusal(open_loaders, without, make_tokenizer(), {}) == (
-        "--eval.every is 1: there is no held-out data to evaluate on. Hold out a part of the training rows "
+        "--eval.every is 1: no held-out data to evaluate on. Hold out a part of the training rows "
         "(--data.holdout 0.1), give some (--data.eval_path FILE), or set --eval.every 0, for no evaluation."
     )
 

@@ -126,10 +126,10 @@ def test_keys_that_are_no_fields(config):
         "--data.eval.1.path: unknown key. data.eval is empty in this recipe: begin with --data.eval.0.path."
     )
     assert refusal(changed, config, "--data.eval x") == (
-        "--data.eval has fields of its own, such as --data.eval.0.path."
+        "--data.eval is a group of fields, such as --data.eval.0.path."
     )
     assert refusal(changed, config, "--critic.mesh x") == (
-        "--critic.mesh has fields of its own, such as --critic.mesh.data."
+        "--critic.mesh is a group of fields, such as --critic.mesh.data."
     )
     assert refusal(split_arguments, ["steps", "4"]) == (
         "'steps' has no key before it. Write --key value, such as --steps 100."

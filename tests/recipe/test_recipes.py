@@ -332,9 +332,7 @@ def test_a_run_directory_below_the_home_is_one_path_for_all(tmp_path, monkeypatc
 def test_an_installation_without_recipes_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "packaged_dir", lambda: tmp_path / "none")
     message = refusal(load.find_recipe, "grpo_tiny.py")
-    assert message.startswith(
-        "--config grpo_tiny.py: no such file. This installation has no recipes of its own"
-    )
+    assert message.startswith("--config grpo_tiny.py: no such file. This installation has no recipes")
     assert load.list_text() == "recipes:"
 
 
@@ -342,7 +340,7 @@ def test_an_unknown_or_broken_algorithm_is_refused(tmp_path):
     config = TrainConfig()
     known = ", ".join(sorted(algos.ALGOS))
     assert refusal(load.with_algo, config, "grppo") == (
-        f"--algo grppo: unknown algorithm. Did you mean --algo grpo? There are {known}; your own is the path "
+        f"--algo grppo: unknown algorithm. Did you mean --algo grpo? Known are {known}; your own is the path "
         "of a .py file."
     )
     assert refusal(load.with_algo, config, "SDPO") == (

@@ -148,7 +148,7 @@ def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
     folder.mkdir()
     here = replace(config, model=ModelConfig(path=str(folder)))
     assert refusal(check_config, here) == (
-        f"--model.path {folder}: no config.json in it, so it is no Hugging Face model folder."
+        f"--model.path {folder}: no config.json in it, so it is not a Hugging Face model folder."
     )
     (folder / "config.json").write_text("{")
     assert f"--model.path {folder}: {folder}/config.json: not JSON" in refusal(check_config, here)

@@ -309,7 +309,7 @@ def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         score.main(argv)
     assert len(read(out)) == 4 and (tmp_path / ".o.jsonl.progress").exists()
-    partial = f"{out} is not complete: 4 rows of the input are done. The same command continues behind them."
+    partial = f"{out} is not complete: 4 rows of the input are done. The same command continues after them."
     assert capsys.readouterr().err.endswith(f"\n{partial}\n")
     with out.open("a") as file:
         file.write('{"prompt": "p5", "resp')  # cut short
@@ -357,7 +357,7 @@ def test_a_complete_file_is_kept_until_there_are_rows(tmp_path):
 
 def test_a_file_that_the_command_did_not_write_is_kept(tmp_path):
     """A data set, labels added by hand to an output, or the output of other settings."""
-    out, other = tmp_path / "o.jsonl", r"o\.jsonl: exists, and is no output of this command, or was changed"
+    out, other = tmp_path / "o.jsonl", r"o\.jsonl: exists, and is not this command's output, or was changed"
     out.write_text("mine\n")
     with pytest.raises(UserError, match=rf"{other} since\. Set another --out, or --resume False to write"):
         ResumableOutput(out, {"n": "1"})

@@ -102,7 +102,7 @@ def test_commands_change_the_conversation(talk, tmp_path, capsys):
     assert [m["role"] for m in example.messages] == ["user", "assistant"]
     errors = capsys.readouterr().err
     assert "error: /undo: the conversation is empty" in errors
-    assert "error: /regen: there is no question yet" in errors
+    assert "error: /regen: no question to answer yet" in errors
     assert contents(talk("//x"))[0] == "/x"
 
 

@@ -244,7 +244,7 @@ def test_a_full_disk_without_a_recipe(tmp_path, monkeypatch):
         checks.check_disk(tmp_path, 0).status == "fix" and checks.check_disk(tmp_path, 2**20).status == "ok"
     )
     finding = checks.check_cache(str(tmp_path))
-    assert finding.status == "fix" and "99.0 MiB are free there, so each start compiles anew" in finding.text
+    assert finding.status == "fix" and "99.0 MiB are free there, so each start compiles again" in finding.text
 
 
 def test_models_of_the_hub_without_a_network(quick, tmp_path, monkeypatch):
@@ -261,7 +261,9 @@ def test_models_of_the_hub_without_a_network(quick, tmp_path, monkeypatch):
     assert finding.status == "fix" and finding.text.startswith(
         "org/away@main, hub:org/data: not in the cache"
     )
-    assert "(no route to host): fetch it where there is one (hf download org/away), or give" in finding.text
+    assert (
+        "(no route to host): fetch it on a machine with one (hf download org/away), or give" in finding.text
+    )
     assert [f.status for f in checks.check_hub(["hub:org/data"])] == ["note"]
     assert [f.text for f in checks.check_hub(["org/there"])] == ["org/there: in the cache"]
 

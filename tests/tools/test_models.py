@@ -132,7 +132,7 @@ def test_models_that_cannot_be_used_are_refused(runs, tmp_path):
     for name in ("scorer", "run"):
         with pytest.raises(UserError, match="a model with a score head, such as a reward model, has no text"):
             open_model(str(tmp_path / name), ModelChoice())
-    with pytest.raises(UserError, match=r"--step 3: .* is no directory of a run"):
+    with pytest.raises(UserError, match=r"--step 3: .* is not a run directory"):
         open_model(str(runs / "base"), ModelChoice(step=3))
     with pytest.raises(UserError, match=r"no checkpoint of step 3; there are \[1, 2\]"):
         open_model(str(runs / "run"), ModelChoice(step=3))

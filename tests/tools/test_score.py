@@ -95,7 +95,7 @@ def test_a_file_that_the_command_did_not_write_is_refused_before_weights_are_loa
 ):
     monkeypatch.setattr("jaxrl_llm.tools.models.StoredModel.load", lambda *_: pytest.fail("they are loaded"))
     (tmp_path / "o.jsonl").write_text("mine\n")
-    with pytest.raises(UserError, match="exists, and is no output of this command"):
+    with pytest.raises(UserError, match="exists, and is not this command's output"):
         run(folder, tmp_path, ['{"tokens": [1, 2]}'])
 
 

@@ -234,9 +234,9 @@ def test_mistakes_are_one_line_with_the_fix(tmp_path, capsys):
     (damaged / "metrics.jsonl").write_text("{\n")
     cases = [
         ([], "no run is given. Give run directories: python -m jaxrl_llm view runs/"),
-        ([tmp_path / "none"], "is no run directory: there is no such folder. Give the --run_dir of"),
-        ([tmp_path / "runs"], f"is no run directory: has no metrics.jsonl. Runs in it: '{run}'"),
-        ([run / "metrics.jsonl"], "is no run directory: it is a file. Give the --run_dir of"),
+        ([tmp_path / "none"], "is not a run directory: the folder does not exist. Give the --run_dir of"),
+        ([tmp_path / "runs"], f"is not a run directory: has no metrics.jsonl. Runs in it: '{run}'"),
+        ([run / "metrics.jsonl"], "is not a run directory: it is a file. Give the --run_dir of"),
         ([started], "has no step yet, only config.json; view the run after a step"),
         ([empty], "metrics.jsonl has no step: the file is empty; view the run after a step"),
         ([damaged], "metrics.jsonl has no step: all of its lines are damaged"),

@@ -55,7 +55,7 @@ class NativeEngine:
         tokenizer: gives `eos_token_id` and `decode(ids)`; None = no end token and no text.
         eos_ids: further ids that end a response (`eos_token_id` of a generation_config.json).
         share: gives every process process 0's value (a collective); for dialogues and the number of pages.
-        strict: log-probs are bit-equal to those of strict training.
+        strict: log-probs are bit-equal to strict training.
         resident: bytes that the trainer will hold on each device later; the paged cache leaves them free
             until the first `publish`.
         routes: trajectories have routes.
