@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from test_style import ROOT, comments, docstrings
 
-CHECKED = ("kernels", "jaxrl_llm", "docs")
+CHECKED = ("kernels", "jaxrl_llm", "docs", "importer")
 """Folders and documents whose rates are within the limits."""
 
 

@@ -22,7 +22,7 @@ MAX_LINES = {"jaxrl_llm": 400, "importer": 400, "configs": 400, "examples": 400,
 MAX_TEST_LINES = 600  # of kernels, benchmarks and tests
 MAX_FUNCTION_LINES = 50  # without the docstring and comment lines
 MAX_UNDIVIDED_LINES = 25  # of code without a comment line that heads a phase
-WITH_PHASES = ("kernels", "jaxrl_llm")
+WITH_PHASES = ("kernels", "jaxrl_llm", "importer")
 
 RIDDLES = {"What", "Who", "Whose", "Where", "How", "Which", "Whether", "Why"}
 NO_VERBS = RIDDLES | {

@@ -1,4 +1,4 @@
-"""Algorithms of papers and other systems: what each is here, or why there is none."""
+"""Algorithms of papers and other systems: the equivalent here, or the reason for none."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ NO_ALGORITHM = {
     "sdpo": "its teacher has feedback in the prompt, and teachers here read the student's prompt",
     "gold": "its teacher has another tokenizer; with the same one it is --algo gkd",
 }
-"""Algorithm that there is not -> the reason; docs/algorithms.md has more."""
+"""Unsupported algorithm -> the reason; docs/algorithms.md has more."""
 
 
 def translate_algorithm(name: str) -> str:
-    """Return what the algorithm of a paper or another system is here, as a sentence; "" = none is known."""
+    """Return a sentence with the equivalent of an algorithm of a paper or another system; "" if unknown."""
     key = name.lower().replace("-", "_")
     if key in ALGORITHMS:
         return f"Here it is {ALGORITHMS[key]}."

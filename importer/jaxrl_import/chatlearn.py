@@ -16,6 +16,7 @@ ARGS, POLICY, TRAINER = "runtime_args", "models.policy", "models.policy_trainer"
 
 
 def _rules_of_grpo(conv: Conversion) -> None:
+    # The algorithm, with ChatLearn's fixed choices.
     conv.algo = "gspo" if conv.get(f"{TRAINER}.use_group_sequence_policy") else "grpo"
     conv.put("algo.advantage", "grpo", note="ChatLearn's only estimator")
     conv.put("algo.scale", "population_std", note="ChatLearn's standard deviation (numpy)")
@@ -28,6 +29,7 @@ def _rules_of_grpo(conv: Conversion) -> None:
     reference = conv.get("models.ref_policy.load")
     if reference and reference not in (conv.value_of("model.path", ""), conv.get(f"{TRAINER}.load")):
         conv.put("reference.path", reference, "models.ref_policy.load")
+    # Sizes and the mesh.
     _batches(conv)
     conv.copy("steps", f"{ARGS}.num_episode", stated=True)
     conv.devices = conv.devices or conv.get(f"{TRAINER}.num_gpu")
@@ -41,6 +43,7 @@ def _rules_of_grpo(conv: Conversion) -> None:
     else:
         key = f"{ARGS}.train_micro_batch_size"
         conv.put_tokens_per_device(conv.get(key) * conv.row_tokens(), key, note="x the tokens of a row")
+    # Memory, the learning rate, data and rollout.
     if conv.is_set(f"{TRAINER}.recompute_granularity"):
         kind = conv.get(f"{TRAINER}.recompute_granularity")
         conv.put("model.remat", "full" if kind == "full" else "attention", f"{TRAINER}.recompute_granularity")

@@ -17,7 +17,7 @@ PROGRAMS = {  # pattern of a word of a command -> system, trainer; the first tha
     r".*\bchatlearn/entrypoint\.py|chatlearn\.entrypoint": ("chatlearn", "grpo"),
 }
 MARKS = re.compile(r"verl|recipe|main_|openrlhf|RL2|chatlearn|\.py$")
-"""Without one of these a word is no program of a trainer."""
+"""Text in the name of a trainer's program."""
 SCRIPTS = {  # begin of the name of a script of TRL, or word after `trl` -> trainer
     "reward_modeling": "reward", "online_dpo": "online_dpo", "grpo": "grpo", "gspo": "grpo", "gmpo": "gmpo",
     "rloo": "rloo", "sft": "sft", "dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "gkd": "gkd",

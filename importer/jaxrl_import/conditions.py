@@ -1,4 +1,4 @@
-"""Conditions of shell scripts: true, false, or None where only running the script would tell."""
+"""Conditions of shell scripts: true, false, or None if only running the script would tell."""
 
 from __future__ import annotations
 

@@ -8,15 +8,14 @@ from typing import Any
 from jaxrl_import.values import UNSET, key_table
 
 OFF = (None, False, 0, "", "none", "null", "off", "disable", "disabled", "no", [], {})
-"""Values that stand for "OFF" in keys/effects.toml, and that are neutral where it names none."""
+"""Values that "OFF" means in keys/effects.toml, which are neutral for keys without other neutral values."""
 UNKNOWN_KEY = "import-config does not know this key; see what it changes there"
 _TABLES = key_table("effects")
 
 
 def changes_result(system: str, key: str, value: Any) -> tuple[bool, str]:
-    """Return whether a key that no table has changes the result with this value, and what is here instead.
-
-    A key that is not known counts as one that does, of the systems whose keys are listed here.
+    """Return whether a key outside all tables changes the result with this value, and the replacement. For
+    systems with a list of keys, an unknown key counts as changing the result.
     """
     for effect in _TABLES.get(system, ()):
         if re.fullmatch(effect["keys"], key):

@@ -22,7 +22,7 @@ ARITHMETIC = {
 
 
 def edited_value(value: str, edit: str) -> str:
-    """Return ${X%pattern} and its like of the value of X; unknown where the edit is none of these."""
+    """Return ${X%pattern} and similar edits of the value of X; unknown for other edits."""
     if (match := re.fullmatch(r"([#%])(\1?)(.*)", edit, re.DOTALL)) and len(value) < MAX_EDITED:
         lengths = range(len(value) + 1)
         at_end = match[1] == "%"

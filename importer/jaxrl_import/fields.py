@@ -42,7 +42,7 @@ class Field:
     ours: str = ""
     """Key of the same meaning; "" = several keys follow from it, by the system's rules."""
     convert: Callable[[Any], Any] = same
-    """Reads the value; raises ValueError with what it must be."""
+    """Reads the value; raises ValueError with the expected form."""
     hint: str = ""
     """Keys that follow from it, where `ours` is empty."""
 
@@ -56,11 +56,11 @@ class System:
     tables: Mapping[str, Mapping[str, Field]]
     """Trainer -> key -> its counterpart."""
     defaults: Mapping[str, Mapping[str, Any]]
-    """Trainer -> key -> the system's default, where it matters."""
+    """Trainer -> key -> the system's default, if it matters."""
     rules: Mapping[str, Callable[[Conversion], None]]
-    """Trainer -> what follows from several keys together."""
+    """Trainer -> rules for several keys together."""
     aliases: Mapping[str, str]
-    """Older spelling of a key -> the present one; "a|b" where that depends on the trainer."""
+    """Older spelling of a key -> the present one; "a|b" if it depends on the trainer."""
 
 
 class Result(NamedTuple):
@@ -86,12 +86,9 @@ class Assumptions(NamedTuple):
 class Conversion:
     """Settings of another system on their way to keys here.
 
-    Attributes:
-        algo: name of the algorithm.
-        results: key here -> value and origin.
-        lost: key of the system that changes the result and is not carried over -> what is here instead.
-        unused: key of the system that changes no result -> why it has no counterpart.
-        notes: sentences to read before a run.
+    Attributes: algo: name of the algorithm. results: key here -> value and origin. lost: key of the system
+        that changes the result and is not carried over -> the replacement. unused: key of the system that
+        changes no result -> why it has no counterpart. notes: sentences to read before a run.
     """
 
     def __init__(self, system: System, source: SourceSettings, assumed: Assumptions):
@@ -114,7 +111,7 @@ class Conversion:
         """Convert everything: the fields of the table, then the system's rules.
 
         Raises:
-            UserError: values that cannot be read, or what the run is about is not here.
+            UserError: values cannot be read, or the purpose of the run is not supported.
         """
         for key, field in self.table.items():
             if field.ours and (key in self.settings or key in self.defaults):
@@ -144,7 +141,7 @@ class Conversion:
         return f"{place}{self.origin(key)}"
 
     def _share_columns(self) -> None:
-        """Give the other sources the columns of the first, which are those of all files there."""
+        """Give the other sources the columns of the first: in other systems all files share them."""
         columns = [
             key for key in self.results if re.fullmatch(r"data\.train\.0\.(\w+_key|input_template)", key)
         ]
@@ -210,16 +207,16 @@ class Conversion:
         self.lost[key] = reason
 
     def refuse(self, key: str, reason: str, instead: str = "") -> None:
-        """Refuse the file: what a key says is what the run is about, and there is none here.
+        """Refuse the file: the key determines the purpose of the run, and its value is not supported.
 
         Args:
-            instead: a value of the key that there is.
+            instead: a supported value of the key.
         """
         fix = f"import-config --define {key}={instead} takes {instead} instead" if instead else ""
         self.refused[key] = f"{reason}. {fix or f'import-config --define {key}= leaves it out'}."
 
     def put_steps(self, epochs_key: str, steps_key: str) -> None:
-        """Set the steps, or the epochs where the file counts those."""
+        """Set the steps, or the epochs if the file counts epochs."""
         steps, epochs = self.get(steps_key) if steps_key else None, self.get(epochs_key)
         if steps and steps > 0:
             self.put("steps", steps, steps_key, stated=True)

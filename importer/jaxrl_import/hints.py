@@ -1,4 +1,4 @@
-"""Answers to flags of other systems: what each is here, or what there is in its place."""
+"""Answers to flags of other systems: the equivalent key, or a note without one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SAME: Mapping[str, str] = _TABLES["same"]
 MISSING: Mapping[str, str] = {
     flag: answer for answer, flags in _TABLES["missing"].items() for flag in flags.split()
 }
-"""Flag of another system -> what there is in its place."""
+"""Flag of another system without an equivalent -> a note."""
 GROUPS: Mapping[str, str] = _TABLES["groups"]
 """First word of a flag of another system, which has many that begin with it -> the answer."""
 INSIDE: Mapping[str, str] = _TABLES["inside"]
-"""Part of a key of another system -> what there is in the place of all such keys."""
+"""Part of keys of another system -> a note on all such keys."""
 
 
 def translate(key: str, known: Container[str] = ()) -> str:
-    """Return what a flag of another system is here, as a sentence; "" = no such flag is known.
+    """Return a sentence with the equivalent of a flag of another system; "" if the flag is unknown.
 
     The whole key is looked up, then without its first part and so on; at last its first word.
 
@@ -50,7 +50,7 @@ def _option_of_algorithm(answer: str) -> str:
 
 
 def missing_reason(key: str) -> str:
-    """Return what there is in the place of a key without counterpart; "" = nothing is known."""
+    """Return the note on a key without counterpart; "" if nothing is known."""
     for tail in tails(key):
         if answer := MISSING.get(tail, SAME.get(tail, "")):
             return answer

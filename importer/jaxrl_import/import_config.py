@@ -31,7 +31,8 @@ KEYS_OF_DATA = re.compile(
 @dataclass(frozen=True)
 class ImportArguments:
     """Write a recipe from a config or script of veRL, OpenRLHF, TRL, RL2 or ChatLearn, which is read and
-    never run: shell scripts, YAML, and Python with a TRL trainer. What is not carried over is listed."""
+    never run: shell scripts, YAML, and Python with a TRL trainer. Lists settings that are not carried
+    over."""
 
     file: Path
     """Shell script, YAML file or Python file."""
@@ -42,14 +43,14 @@ class ImportArguments:
     trainer: str = ""
     """Trainer of the system, such as ppo, grpo, sft or dpo; "" = by the file."""
     devices: Count | None = None
-    """Devices that the file is for, where it does not state them (TRL: processes)."""
+    """Devices that the file is for, if it does not state them (TRL: processes)."""
     engine: Literal["native", "sglang"] = "native"
     """Engine of the rollout in the recipe."""
     define: tuple[str, ...] = ()
     """Values in the place of the file's, NAME=VALUE: of shell variables, of Python expressions, which only
     running the file would tell, or of keys (KEY= leaves one out)."""
     overwrite: bool = False
-    """Replace the recipe where it exists."""
+    """Replace an existing recipe."""
 
 
 def main(argv: list[str]) -> int:
@@ -84,7 +85,7 @@ class ImportedRecipe:
     mapped: int
     """Keys of the file with a counterpart."""
     lost: dict[str, str]
-    """Key that changes the result and is not carried over -> what is here instead."""
+    """Key that changes the result and is not carried over -> the replacement."""
     unused: dict[str, str]
     """Key of the file that changes no result -> why it has no counterpart; "" = not known."""
     files: dict[Path, str]
@@ -92,10 +93,10 @@ class ImportedRecipe:
 
 
 def import_recipe(args: ImportArguments) -> ImportedRecipe:
-    """Return the recipe that a file makes.
+    """Return the recipe for a file.
 
     Raises:
-        UserError: the file, or a value in it, cannot be read, or what it trains with is not here.
+        UserError: the file, or a value in it, cannot be read, or its trainer is not supported.
     """
     define = _definitions(args.define)
     source = read_settings(args.file, args.system, args.trainer, define)
@@ -214,7 +215,7 @@ def _listed(heading: str, items: list[str]) -> list[str]:
 
 
 def _problems(config: TrainConfig) -> list[str]:
-    """Return what a run would refuse: paths that are absent, and values that cannot work."""
+    """Return the problems that a run would refuse: missing paths, and values that cannot work."""
     from jaxrl_llm.recipe.checks import check_config  # imports jax: not for --help
 
     try:

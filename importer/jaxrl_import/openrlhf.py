@@ -24,6 +24,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
     conv.devices = conv.devices or (conv.get("actor.num_nodes") or 1) * (
         conv.get("actor.num_gpus_per_node") or 8
     )
+    # Sizes and optimizers; only PPO has a critic.
     prompts, n = conv.get("rollout.batch_size"), conv.get("rollout.n_samples_per_prompt")
     conv.put_minibatches(
         prompts * n,
@@ -60,6 +61,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
 
 def _algorithm(conv: Conversion) -> None:
     estimator, loss = f"{ADVANTAGE}.estimator", "actor.policy_loss_type"
+    # Estimator and loss; GSPO decides its aggregation.
     name = str(conv.get(estimator))
     if name not in ESTIMATORS:
         conv.refuse(estimator, "there is no such estimator", instead="gae")
@@ -74,6 +76,7 @@ def _algorithm(conv: Conversion) -> None:
     if advantage in ("grpo", "reinforce"):
         conv.put("algo.scale", scale, estimator)
     conv.put("algo.aggregation", aggregation, loss, key, note=note)
+    # Clip, and settings without counterpart.
     low_high = conv.get("actor.eps_clip_low_high")
     key = "actor.eps_clip_low_high" if low_high else "actor.eps_clip"
     low, high = low_high or [conv.get("actor.eps_clip")] * 2
@@ -96,7 +99,7 @@ def _algorithm(conv: Conversion) -> None:
 
 
 def _kl(conv: Conversion) -> None:
-    """Set where the KL is, and its estimator: with the gradient of k2 where it shall be unbiased."""
+    """Set the place of the KL, and its estimator, with the gradient of k2 if it should be unbiased."""
     in_loss, unbiased = f"{KL}.use_loss", f"{KL}.unbiased_gradient"
     conv.put("algo.kl_in", "loss" if conv.get(in_loss) else "reward", in_loss)
     estimator = conv.get(f"{KL}.estimator")
@@ -110,6 +113,7 @@ def _correction(conv: Conversion) -> None:
     """Set weights and rejection for vLLM's log-probs: levels and gates, or the kinds of version 0.11.0."""
     names = ("level", "mode", "gating", "threshold", "type", "enable")
     level, mode, gating, threshold, kind, old = (f"{ADVANTAGE}.is_correction_{name}" for name in names)
+    # Bounds, and their kind by version.
     bounds = conv.get(threshold)
     low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
     if conv.get(old):
@@ -228,6 +232,7 @@ def _common(conv: Conversion) -> None:
         size = conv.get("train.micro_batch_size") or 1
         tokens = size * conv.row_tokens()
         conv.put_tokens_per_device(tokens, "train.micro_batch_size", note="x the tokens of a row")
+    # Data, adapters and loggers.
     probs = conv.get("data.prompt_probs") or conv.get("data.dataset_probs") or ()
     for i, weight in enumerate(probs):
         if f"data.train.{i}.path" in conv.results:

@@ -44,7 +44,7 @@ NO_TRAINERS = {
     "TPO": NO_ALGORITHM["tpo"],
     "XPO": "there is no XPO; TRL 1.16 has none either",
 }
-"""Beginning of the names of TRL's Config and Trainer -> why there is none here."""
+"""Prefix of the names of TRL's Config and Trainer -> why it is not supported."""
 PARSERS = ("TrlParser", "HfArgumentParser")
 DATASETS = ("load_dataset", "load_from_disk")
 FILE_FORMATS = ("json", "csv", "parquet", "text", "arrow")
@@ -68,7 +68,7 @@ READ = {
     "processing_class",
     "tokenizer",
 }
-"""Arguments of a trainer that have a meaning of their own here, or none."""
+"""Arguments of a trainer that are treated separately, or ignored."""
 FROM_COMMAND = re.compile(r"(training|model|script)_args\.|get_\w+\((training|model|script)_args\)$")
 """A value that the command line has, too."""
 ARGUMENTS = ("args", "config", "training_args", "model_args", "script_args")
@@ -79,7 +79,7 @@ LORA = {
     "target_modules": "lora_target_modules",
     "use_rslora": "use_rslora",
 }
-"""Arguments of peft's LoraConfig -> those of TRL's command line."""
+"""Arguments of peft's LoraConfig -> arguments of TRL's command line."""
 PEFT_DEFAULTS = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 
 
@@ -95,7 +95,8 @@ class PythonSettings(NamedTuple):
 
 
 def read_python(text: str, name: str, variables: Mapping[str, str]) -> PythonSettings | None:
-    """Return the arguments of the first call of a TRL Config, else what a script sets that parses arguments.
+    """Return the arguments of the first call of a TRL Config, else the settings in a script that parses
+    arguments.
 
     Args:
         name: of the file, for messages.
@@ -105,7 +106,7 @@ def read_python(text: str, name: str, variables: Mapping[str, str]) -> PythonSet
         None: the file starts no trainer.
 
     Raises:
-        UserError: the file is no Python, or its trainer is not here; names the line.
+        UserError: the file is not Python, or its trainer is not supported; the message names the line.
     """
     try:
         tree = ast.parse(text)
@@ -114,6 +115,7 @@ def read_python(text: str, name: str, variables: Mapping[str, str]) -> PythonSet
         raise UserError(
             f"{name}:{line}: not Python: {getattr(error, 'msg', '') or 'nested too deeply'}. Mend the line."
         ) from None
+    # The trainer, by its Config, its Trainer, or the parser of its arguments.
     calls = sorted((n for n in ast.walk(tree) if isinstance(n, ast.Call)), key=lambda call: call.lineno)
     configs = [call for call in calls if trainer_of(_name(call), "Config")]
     parsed = [
@@ -124,6 +126,7 @@ def read_python(text: str, name: str, variables: Mapping[str, str]) -> PythonSet
     if not trainer:
         _refuse_trainers([*map(_name, calls), *parsed], calls, name)
         return None
+    # Settings of all calls; the Config's override them.
     reader = _Reader(tree, name, variables)
     settings: dict[str, Setting] = {}
     for call in calls:
@@ -146,7 +149,7 @@ def _of_call(call: ast.Call, trainer: str, reader: _Reader) -> dict[str, Setting
 
 
 def _refuse_trainers(names: list[str], calls: list[ast.Call], name: str) -> None:
-    """Raise the reason why there is no such trainer here, if the file has one of TRL's others."""
+    """Raise the reason if the file has an unsupported trainer of TRL."""
     for word in names:
         stem = _stem(word, "Trainer") or _stem(word, "Config")
         if stem in NO_TRAINERS:
@@ -277,7 +280,7 @@ class _Reader:
                 yield from self._setting(key, words[key])
 
     def _dataset(self, node: ast.expr | None) -> Iterator[tuple[str, Setting]]:
-        """Yield where the rows come from, and what the script does to them."""
+        """Yield the source of the rows, and the script's changes to them."""
         call, place = self._call_named(node, DATASETS)
         if node is not None and call is None and not isinstance(node, ast.Subscript):
             yield "dataset.made", Setting(ast.unparse(node), self.where(node))
@@ -327,8 +330,8 @@ class _Reader:
     def _call_named(
         self, node: ast.expr | None, names: tuple[str, ...]
     ) -> tuple[ast.Call | None, int | None]:
-        """Return the call of one of these names that an expression comes from, through names, indices and
-        methods, and its place where the name is one of several that are assigned at once."""
+        """Return the call of one of these names that gives an expression, through names, indices and methods,
+        and its index if several names are assigned at once."""
         place = None
         for _ in range(10):
             if isinstance(node, ast.Call) and _name(node) in names and node.args:
@@ -343,7 +346,7 @@ class _Reader:
         return None, None
 
     def value(self, node: ast.expr, depth: int = 0) -> Any:
-        """Return the value of an expression; what only running the file would tell is marked unknown."""
+        """Return the value of an expression; a value that only a run would tell is marked unknown."""
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -358,6 +361,7 @@ class _Reader:
             rest = node.values[1] if len(node.values) == 2 else ast.BoolOp(ast.Or(), node.values[1:])
             if first is None or not unknown_names(first):
                 return first or self.value(rest, depth + 1)
+        # Text, lists and arithmetic of known values.
         if isinstance(node, ast.JoinedStr):
             return "".join(
                 str(part.value) if isinstance(part, ast.Constant) else str(self.value(part.value, depth + 1))

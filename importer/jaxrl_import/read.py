@@ -79,13 +79,13 @@ def _text_of(file: Path) -> str:
         raise UserError(f"{file}: {error.strerror}. Give the path of a script or config.") from None
     except UnicodeDecodeError:
         text = "\0"
-    if "\0" in text:  # which marks what is not known, `values.UNKNOWN`
+    if "\0" in text:  # the mark of unknown values, `values.UNKNOWN`
         raise UserError(f"{file}: not UTF-8 text. Give the path of a script or config.")
     return text
 
 
 def _checked(file: Path, system: str, trainer: str) -> tuple[str, str]:
-    """Return the names of system and trainer, or refuse what is not known."""
+    """Return the names of system and trainer, or refuse unknown ones."""
     if not system:
         raise UserError(f"{file}: of no system that is known by its keys. Set --system {'|'.join(SYSTEMS)}.")
     if system not in SYSTEMS:
@@ -107,6 +107,7 @@ def _read_shell(
     script = Script(text, str(file), variables)
     own = file.name if file.suffix == ".py" else ""
     commands = [*script.commands, *_quoted_commands(script, str(file), variables)]
+    # The first command of a known trainer.
     programs = [(words, *program) for words in commands if (program := program_of(words, own))]
     if not programs and system:
         programs = [(words, 0, system, trainer) for words in script.commands if len(words) > 3][-1:]
@@ -132,6 +133,7 @@ def _read_shell(
         for name, line in script.branches.items()
         if f"${name}" in text or f"${{{name}" in text
     ]
+    # Its arguments, over the config file that it names.
     arguments = words[at + 1 :]
     if len(arguments) > MAX_KEYS:
         raise UserError(f"{file}: more than {MAX_KEYS} arguments, so no config. Give the command itself.")
@@ -172,7 +174,7 @@ def _devices(words: list[Word], file: Path) -> int | None:
 def _base_config(
     settings: dict[str, Setting], words: list[Word], file: Path
 ) -> tuple[dict[str, Setting], list[str]]:
-    """Return the settings of the YAML file that a command names, where it is at hand."""
+    """Return the settings of the YAML file that a command names, if it exists."""
     named = [word for word in words if "=" not in word.text or word.text.startswith("--")]
     flags = flags_of(named, str(file))
     settings.pop("config", None)
@@ -237,7 +239,7 @@ def _load_yaml(text: str, file: Path) -> dict[str, Setting]:
     """Return the leaves of a YAML file by dotted keys.
 
     Raises:
-        UserError: it is no YAML mapping; names the line.
+        UserError: the text is not a YAML mapping; the message names the line.
     """
     yaml = import_extra("yaml", "import", needed_by=str(file))
     try:
@@ -288,7 +290,7 @@ def _flatten(node: Any, values: dict[Any, Any], prefix: str, name: str, settings
 
 
 def _interpolated(settings: dict[str, Setting], variables: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the settings with OmegaConf's ${a.b} replaced by the values of those keys."""
+    """Replace OmegaConf's ${a.b} in settings by the values of these keys."""
 
     def replaced(value: Any, key: str, depth: int) -> Any:
         if not isinstance(value, str) or "${" not in value or depth > 10:
@@ -303,7 +305,7 @@ def _interpolated(settings: dict[str, Setting], variables: Mapping[str, str]) ->
 
 
 def _referenced(inside: str, key: str, settings: Mapping[str, Setting], variables: Mapping[str, str]) -> Any:
-    """Return what an interpolation stands for: a key's value, oc.select's default, or a part not known."""
+    """Return the value of an interpolation: a key's value, oc.select's default, or an unknown part."""
     resolver, colon, arguments = inside.partition(":")
     name, _, default = arguments.partition(",") if colon else (inside, "", "")
     name = name.strip()
@@ -349,7 +351,7 @@ def _read_python_file(
 
 
 def _documented_command(text: str, file: Path, variables: dict[str, str]) -> str | None:
-    """Return the first command of a trainer in the docstring of a file, at its line; None = there is none."""
+    """Return the first command of a trainer in the docstring of a file, at its line, or None."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

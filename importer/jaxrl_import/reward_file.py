@@ -1,4 +1,4 @@
-"""Functions of a training script as a file of their own, which can be imported without a training run."""
+"""Copy functions of a training script to a separate file, which can be imported without a training run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ HEADER = '"""Rewards of {script}, without the rest of that file, which trains.""
 
 
 def extract_functions(text: str, script: str, names: Iterable[str]) -> tuple[str, list[str]]:
-    """Return a Python file with these functions and what they read, and the names that only a run would tell.
+    """Return a Python file with these functions and their dependencies, and the names that only a run would
+    tell.
 
-    Imports, functions, classes and assignments of the script are copied where a function reads their names,
-    in the script's order.
+    Copies imports, functions, classes and assignments of the script whose names a function reads, in the
+    script's order.
 
     Args:
         text: the script.

@@ -43,6 +43,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
         conv.copy("model.path", "rollout.server_args.model_path")
     if "prompts_per_step" not in conv.results:
         conv.notes.append("rollout.train.prompts_per_rollout is not set: prompts_per_step is the default, 16")
+    # Sizes and optimizers; only GAE has a critic.
     updates = conv.get("actor.update_per_rollout")
     total = conv.value_of("prompts_per_step", 16) * n
     conv.put_minibatches(total, -(-total // updates), "actor.update_per_rollout")
@@ -77,7 +78,7 @@ def _stop_words(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _without_critic(conv: Conversion) -> None:
-    """Take out what is the critic's, which this run has none of."""
+    """Remove the critic's settings from a run without a critic."""
     conv.results = {key: result for key, result in conv.results.items() if not key.startswith("critic.")}
     for key in [key for key in conv.settings if key.startswith("critic.")]:
         conv.drop(key, "there is no critic with adv.estimator reinforce")

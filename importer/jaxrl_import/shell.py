@@ -33,7 +33,7 @@ BRANCH = re.compile(r"(if|elif|else|fi|case|esac)(?=[\s;]|$)")
 THEN = re.compile(r"[;\n]\s*then(?=\s)")
 CASE = re.compile(r"case\s+(.+?)\s+in(?=\s)", re.DOTALL)
 OPENING = {"export", "declare", "local", "readonly", "typeset", *KEYWORDS}
-"""Words behind which an assignment may stand."""
+"""Words before which an assignment may follow."""
 
 
 class Word(NamedTuple):
@@ -69,7 +69,7 @@ class Script:
         self._read()
 
     def settings_behind(self, command: list[Word]) -> Word | None:
-        """Return the first word behind a command if it is a setting, which something has cut off."""
+        """Return the first word after a command if it is a setting that was cut off from it."""
         place = next((i for i, other in enumerate(self.commands) if other is command), len(self.commands))
         words = [word for following in self.commands[place + 1 : place + 2] for word in following]
         return words[0] if words and SETTING.match(words[0].text) else None
@@ -78,6 +78,7 @@ class Script:
         command: list[Word] = []
         while self._at < len(self._text):
             char = self._text[self._at]
+            # A branch, a redirection, the end of a command, white space, or a word.
             if not command and self._branch():
                 continue
             if match := REDIRECTION.match(self._text, self._at):
@@ -124,7 +125,7 @@ class Script:
         return False if False in states else None if None in states else True
 
     def _branch(self) -> bool:
-        """Go behind a word of `if` or `case` at the start of a command; False = there is none."""
+        """Skip a word of `if` or `case` at the start of a command; return False without one."""
         top = self._branchings[-1] if self._branchings else None
         match = BRANCH.match(self._text, self._at)
         if match and match[1] in ("fi", "esac") and top:
@@ -151,7 +152,7 @@ class Script:
         return True
 
     def _condition(self, word: str, top: Branching | None) -> bool:
-        """Enter the branch of an `if` or `elif`, and go behind its `then`."""
+        """Enter the branch of an `if` or `elif`, and skip its `then`."""
         then = THEN.search(self._text, self._at)
         if then is None or (word == "elif" and top is None):
             return False
@@ -219,6 +220,7 @@ class Script:
         self._skip(1)
         if self._active() is False:
             return
+        # A branch that is not taken assigns nothing.
         if not appended:
             self._arrays[name] = []
         self._arrays.setdefault(name, []).extend(values)
@@ -232,6 +234,7 @@ class Script:
             char = self._text[self._at]
             if char in " \t\r\n" or (self._operator() and not self._text.startswith("$", self._at)):
                 break
+            # Quotes join to the word; an array's items and split text are separate words.
             if char == "'":
                 current, quoted = current + self._quoted("'"), True
             elif char == '"':
@@ -296,7 +299,7 @@ class Script:
         return [*words, current]
 
     def _substitution(self) -> str:
-        """Return the value of the $... at this place; unknown where it would have to be run."""
+        """Return the value of the $... at this place; unknown if it would have to be run."""
         if self._text[self._at] == "`":
             return unknown(f"`{self._quoted('`')}`")
         if self._text.startswith("$((", self._at):
@@ -323,7 +326,7 @@ class Script:
         return unknown(f"({inside})") if output is None else output
 
     def _bracketed(self, opening: str, closing: str) -> str:
-        """Return the text between brackets, which may have others inside, and go behind them."""
+        """Return the text between brackets, which may be nested, and skip them."""
         start, begin = self._line, self._at
         one, other = opening[-1], closing[0]
         depth, at = len(opening.replace("$", "")), begin + len(opening)

@@ -16,11 +16,10 @@ SYSTEMS: dict[str, System] = {
 
 @functools.cache
 def fields_by_name() -> dict[str, list[Field]]:
-    """Return the fields of all systems by their keys, older names included, and by the last parts of keys.
+    """Return the fields of all systems by their keys, including older names, and by the last parts of keys.
 
-    The likeliest field stands first: that of a whole key before those of longer ones that end so, and tables
-    name the policy's keys before the critic's. One word alone is a name only where it is a key, or has an
-    underscore.
+    The likeliest field comes first: a whole key before longer keys with this end, and the policy's keys
+    before the critic's, as in the tables. A single word is a name only if it is a key, or has an underscore.
     """
     keys = list(_all_fields())
     names: dict[str, list[Field]] = {}
@@ -32,7 +31,7 @@ def fields_by_name() -> dict[str, list[Field]]:
 
 
 def _ends(key: str) -> Iterator[str]:
-    """Yield the last parts of a key, without those that are one word."""
+    """Yield the last parts of a key, without single words."""
     parts = key.split(".")
     for start in range(1, len(parts)):
         end = ".".join(parts[start:])

@@ -21,7 +21,7 @@ def load_system(
     """Return a system with the trainers, keys and older names of keys/NAME.toml, whose head explains it.
 
     Args:
-        rules: trainer -> what follows from several keys together.
+        rules: trainer -> rules for several keys together.
         readers: functions that read values, by their names in the table, besides those of values.py.
     """
     tables = key_table(name)
@@ -48,9 +48,9 @@ def _field(row: Mapping[str, Any], readers: Mapping[str, Callable[[Any], Any]]) 
 
 
 def _rows(tables: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, dict[str, Any]]:
-    """Return the lines of a table by key, those of the tables that it extends first.
+    """Return the lines of a table by key, after the lines of the tables that it extends.
 
-    A line that says how the value is read replaces the extended table's, but for the default.
+    A line with a reader replaces the extended table's line, except its default.
     """
     rows: dict[str, dict[str, Any]] = {}
     for parent in tables[name].get("extends", "").split():

@@ -123,6 +123,7 @@ def _rollout_batch(conv: Conversion) -> int:
 
 
 def _rules_of_examples(conv: Conversion) -> None:
+    # The algorithm and its loss.
     conv.algo = ALGORITHMS.get(conv.trainer, conv.trainer)
     if conv.trainer in LOSSES_OF:
         LOSSES_OF[conv.trainer](conv)
@@ -138,6 +139,7 @@ def _rules_of_examples(conv: Conversion) -> None:
             conv.lose(
                 "chat_template_path", "--data.chat.chat_template takes a file, not a tokenizer's folder"
             )
+    # Lengths, and the number of examples of an update.
     key, length = "max_length", conv.get("max_length") or 1024
     if conv.trainer != "gkd":
         conv.put_lengths(length, key)
@@ -169,6 +171,7 @@ def _common(conv: Conversion, updates: int) -> None:
     revision, path = conv.get("model_revision"), conv.value_of("model.path", "")
     if revision not in (None, "main") and path:
         conv.put("model.path", f"{path}@{revision}", "model_name_or_path", "model", "model_revision")
+    # The length of the run, its schedule, and its intervals.
     total = conv.get("max_steps")
     if total and total > 0:
         note = f"/ {updates} updates a step" if updates > 1 else ""

@@ -26,7 +26,7 @@ SLICE = re.compile(r"(\w+)\[.*\]")
 """Split of load_dataset that is a part of one: train[:5%]."""
 FORMATS = ("json", "csv", "parquet", "text", "arrow")
 OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}
-"""Arguments of TRL's get_soft_overlong_punishment, with those of its own script."""
+"""Arguments of TRL's get_soft_overlong_punishment, with the values in its script."""
 
 
 def put_rewards(conv: Conversion) -> None:
@@ -36,6 +36,7 @@ def put_rewards(conv: Conversion) -> None:
     if len(weights) != len(functions):
         conv.refuse("reward_weights", f"{len(weights)} weights of {len(functions)} rewards: one for each")
     shaping, models, main = [], [], ""
+    # The first function is the main reward; others shape it, and models are added.
     for name, weight in zip(functions, weights, strict=False):
         short = name.partition("(")[0].rpartition(".")[2]
         if short in SHAPING:

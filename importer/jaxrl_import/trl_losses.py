@@ -48,6 +48,7 @@ def set_grpo(conv: Conversion) -> None:
     conv.algo, aggregation = LOSSES.get(loss, LOSSES["grpo"])
     if conv.algo == "luspo" and level != "sequence":
         conv.lose("importance_sampling_level", "luspo's ratio here is that of the sequence, as in its paper")
+    # The level of the ratio makes it GSPO.
     if level == "sequence" and conv.algo == "grpo":
         conv.algo = "gspo"
     elif conv.get("multi_objective_aggregation") == "normalize_then_sum":
@@ -99,7 +100,7 @@ def _grpo_clip(conv: Conversion) -> None:
 
 
 def group_scale(conv: Conversion) -> None:
-    """Set what the advantages are divided by, and the tokens that keep theirs."""
+    """Set the divisor of the advantages, and the tokens that keep their advantage."""
     if conv.is_set("top_entropy_quantile"):
         note = "of the tokens of a step before its first update; TRL's are those of a micro-batch"
         conv.copy("algo.top_entropy", "top_entropy_quantile", note=note)
@@ -222,6 +223,7 @@ def set_dpo(conv: Conversion) -> None:
         at = losses.index("sft")
         conv.put("algo.nll_coef", weights.pop(at) / (sum(weights) or 1.0), "loss_type", "loss_weights")
         losses.pop(at)
+    # One loss at a time, besides the NLL term.
     known = [loss for loss in losses if loss in DPO_LOSSES]
     loss = known[0] if known else "sigmoid"
     reasons = [NO_DPO_LOSSES.get(name, f"there is no {name}") for name in losses if name not in DPO_LOSSES]

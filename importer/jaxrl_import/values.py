@@ -22,7 +22,7 @@ TRUE, FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 
 
 class NotHereError(UserError):
-    """A trainer, a loss or the like that a file is about, and that there is none of here."""
+    """The main trainer or loss of a file is not supported."""
 
 
 class Setting(NamedTuple):
@@ -184,7 +184,7 @@ def top_k(value: Any) -> int:
 
 
 def path_text(value: Any) -> str:
-    """Return a path; a part that is not known stays in it as $NAME, since paths are set anew anyway."""
+    """Return a path; an unknown part stays as $NAME, since users replace paths anyway."""
     return UNKNOWN.sub(r"$\1", text(value))
 
 
@@ -206,7 +206,7 @@ def keeps_unknown(convert: Callable[[Any], Any]) -> bool:
 
 
 def yaml_value(text: str) -> Any:
-    """Return text as YAML reads it; text that is no YAML as it is."""
+    """Parse text as YAML; other text is returned unchanged."""
     if "\x00" in text:
         return text
     yaml = import_extra("yaml", "import", needed_by="import-config")

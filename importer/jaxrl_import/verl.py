@@ -27,6 +27,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
     set_kl(conv)
     set_correction(conv)
     distillation(conv)
+    # Sizes, the mesh and optimizers.
     conv.devices = conv.devices or conv.get("trainer.n_gpus_per_node") * conv.get("trainer.nnodes")
     _mesh(conv, ACTOR)
     for ours, name in (("max_prompt_tokens", "prompt_length"), ("max_response_tokens", "response_length")):
@@ -95,6 +96,7 @@ def _mesh(conv: Conversion, group: str) -> None:
         for name in names
         if conv.is_set(key := f"{group}.{backend}{name}" if group else name) and conv.get(key) > 1
     ]
+    # The first size above 1 of each kind.
     tensor = sizes("tensor_model_parallel_size", "tp_size", "tp")
     ulysses = sizes("ulysses_sequence_parallel_size", "ulysses_parallel_size")
     context = sizes("context_parallel_size", "cp_size", "cp")
@@ -307,6 +309,7 @@ def _rules_of_sft(conv: Conversion) -> None:
     _mesh(conv, "engine")
     if not conv.value_of("mesh.sequence", 0):
         _mesh(conv, "")
+    # Tokens of a device.
     limit = conv.get("data.max_token_len_per_gpu")
     if conv.get("data.use_dynamic_bsz") and limit:
         conv.put_tokens_per_device(limit, "data.max_token_len_per_gpu")

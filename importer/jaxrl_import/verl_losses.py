@@ -25,6 +25,7 @@ def set_algorithm(conv: Conversion) -> None:
     """Set the algorithm and its advantages."""
     estimator, mode = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
     name, loss = str(conv.get(estimator)).lower(), str(conv.get(mode)).replace("-", "_")
+    # The loss decides over the estimator.
     algo, advantage = ADVANTAGES.get(name, ("grpo", "grpo"))
     if name not in ADVANTAGES:
         conv.refuse(estimator, "there is no such estimator", instead="grpo")
@@ -37,6 +38,7 @@ def set_algorithm(conv: Conversion) -> None:
         conv.algo = "pf_ppo"
         conv.copy("algo.filter", "algorithm.pf_ppo.reweight_method")
         conv.copy("algo.power", "algorithm.pf_ppo.weight_pow")
+    # A single response has nothing to compare with.
     responses = f"{ROLLOUT}.n"
     if conv.get(responses) == 1 and advantage in ALONE:
         note = "of one response veRL has no baseline: its advantage is the reward"
@@ -72,6 +74,7 @@ def _bypass(conv: Conversion, algo: str) -> None:
 
 def set_loss(conv: Conversion) -> None:
     """Set clip, aggregation and the settings of a loss by itself."""
+    # The settings that the loss reads.
     low, high = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"
     for name in ("tau_pos", "tau_neg"):
         conv.drop(f"{ACTOR}.policy_loss.{name}", f"veRL reads {ACTOR}.{name}")
@@ -89,6 +92,7 @@ def set_loss(conv: Conversion) -> None:
         conv.copy("algo.dual_clip", f"{ACTOR}.clip_ratio_c")
     for key, ours in LOSS_FIELDS.get(conv.algo, {}).items():
         conv.copy(ours, key)
+    # The aggregation, unless veRL's code forces another.
     aggregation = f"{ACTOR}.loss_agg_mode"
     if conv.get(aggregation) == "constant":
         factor = conv.get(f"{ACTOR}.loss_scale_factor")
@@ -135,6 +139,7 @@ def set_correction(conv: Conversion) -> None:
     if conv.get(f"{ACTOR}.tis_imp_ratio_cap") and conv.get(f"{ACTOR}.tis_imp_ratio_cap") > 0:
         conv.put("algo.correction.weight", "token", f"{ACTOR}.tis_imp_ratio_cap")
         conv.copy("algo.correction.cap", f"{ACTOR}.tis_imp_ratio_cap")
+    # Weights, then rejection.
     bypass = conv.get(f"{CORRECTION}.bypass_mode")
     if conv.get(weight) in ("token", "sequence") and (not bypass or conv.algo == "reinforce"):
         conv.copy("algo.correction.weight", weight)
@@ -160,7 +165,7 @@ def set_correction(conv: Conversion) -> None:
 
 
 def _bounds(rule: str, threshold: tuple[float, ...]) -> tuple[float, float]:
-    """Return the bounds of a rule: of k1 a ratio, whose lower bound is the inverse where one is given."""
+    """Return the bounds of a rule; for k1 a ratio, whose lower bound defaults to the inverse of the upper."""
     if len(threshold) == 2:
         return threshold[0], threshold[1]
     high = threshold[0]
@@ -177,6 +182,7 @@ def distillation(conv: Conversion) -> None:
     """Set the loss against the teachers, which takes the place of the policy's without task rewards."""
     if not conv.get("distillation.enabled"):
         return
+    # One teacher, and no clamps.
     teachers = [(key, conv.get(key)) for key in conv.settings if TEACHER.fullmatch(key)]
     paths = [(key, path) for key, path in teachers if key.endswith("model_path")]
     if len(paths) > 1:
@@ -184,6 +190,7 @@ def distillation(conv: Conversion) -> None:
     for name in ("loss_max_clamp", "log_prob_min_clamp"):
         if conv.is_set(f"{DISTILLATION}.{name}"):
             conv.lose(f"{DISTILLATION}.{name}", "the loss against a teacher is not clamped")
+    # The kinds of loss that are here.
     mode, task = str(conv.get(f"{DISTILLATION}.loss_mode")), conv.get(f"{DISTILLATION}.use_task_rewards")
     gradient = conv.get(f"{DISTILLATION}.use_policy_gradient")
     if mode == "forward_kl_topk" and not gradient:

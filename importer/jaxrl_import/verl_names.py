@@ -35,7 +35,7 @@ ADVANTAGES = {  # estimator -> algorithm, advantage
 }
 ALONE = {"grpo", "rloo", "opo"}
 """Advantages that leave the only response to a prompt its reward, in veRL."""
-LOSSES = {  # policy loss -> algorithm; vanilla: that of the estimator
+LOSSES = {  # policy loss -> algorithm; vanilla: the estimator's
     "gspo": "gspo", "sapo": "sapo", "gpg": "gpg", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
     "geo_mean": "gmpo", "cispo": "cispo", "dro": "dro", "dppo_tv": "dppo", "dppo_kl": "dppo",
 }  # fmt: skip
@@ -68,7 +68,7 @@ AGGREGATION = choice(
 
 
 def frequency(value: Any) -> int:
-    """Return a number of steps between events; none where they are at the ends of epochs."""
+    """Return a number of steps between events; 0 for the ends of epochs."""
     return 0 if value == "after_each_epoch" else count_or_never(value)
 
 
@@ -115,4 +115,4 @@ READERS = {
     "bounds": bounds,
     "bounds_list": bounds_list,
 }
-"""Functions that keys/verl.toml names, besides those of values.py."""
+"""Functions that keys/verl.toml names, besides the functions of values.py."""

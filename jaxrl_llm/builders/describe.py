@@ -188,7 +188,11 @@ OF_PROMPTS = ("options", "subset", "split", "prompt_key", "input_template")
 
 
 def next_command(run_dir: Path, config: TrainConfig, has_prompts: bool = True) -> str:
-    """Return a complete command to try next. Args: has_prompts: prompts.jsonl has rows."""
+    """Return a complete command to try next.
+
+    Args:
+        has_prompts: prompts.jsonl has rows.
+    """
     if not algos.requirements(config.algo).logprobs:
         words = ["python -m jaxrl_llm.train", *_against_reward_model(run_dir, config)]
     elif not has_prompts:
