@@ -1,8 +1,9 @@
-"""Keys that runs no longer have, and what to write instead. Imports nothing."""
+"""Keys that runs no longer have, and what to write instead. Imports only the standard library."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -60,13 +61,13 @@ REMOVED = (
     ),
     Removed(
         "SourceConfig",
-        "data.train.score_mean data.eval.score_mean",
+        "data.train.score_mean data.eval.score_mean warm_start.sources.score_mean",
         0.0,
         "Normalize the column of score_key in the data.",
     ),
     Removed(
         "SourceConfig",
-        "data.train.score_std data.eval.score_std",
+        "data.train.score_std data.eval.score_std warm_start.sources.score_std",
         1.0,
         "Normalize the column of score_key in the data.",
     ),
@@ -81,7 +82,7 @@ REMOVED = (
     Removed(
         "SGLangConfig",
         "sglang.relay_python",
-        "",
+        sys.executable,
         "Set --sglang.python to an interpreter that has torch.",
         continues=True,
     ),

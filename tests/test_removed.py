@@ -1,16 +1,27 @@
 """A removed key is answered with what to do: in a recipe, on the command line and in a saved config."""
 
 import dataclasses
+import re
 
 import pytest
 
+from jaxrl_llm import algos
 from jaxrl_llm.checkpoint.resume import check_resume
-from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.config import (
+    DataConfig,
+    RewardConfig,
+    RewardModelConfig,
+    SourceConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
 from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.recipe.keys import iter_configs
 from jaxrl_llm.recipe.load import config_classes, load_recipe
 from jaxrl_llm.recipe.overrides import apply_overrides
 from jaxrl_llm.removed import REMOVED, removed_key
 
+LISTS = ("train", "eval", "models", "sources")
 each_row = pytest.mark.parametrize("row", REMOVED, ids=lambda row: row.keys)
 
 
@@ -20,6 +31,25 @@ def test_a_removed_key_is_in_no_config(row):
     names = {key.rpartition(".")[2] for key in row.keys.split()}
     assert len(names) == 1 and not names & {field.name for field in dataclasses.fields(classes[row.owner])}
     assert row.instead.endswith(".") and len(row.instead) < 160
+
+
+@each_row
+def test_a_row_has_every_key_of_its_field(row):
+    source = (SourceConfig(),)
+    whole = TrainConfig(
+        data=DataConfig(train=source, eval=source),
+        warm_start=WarmStartConfig(sources=source),
+        reward=RewardConfig(models=(RewardModelConfig(),)),
+    )
+    configs = [dataclasses.replace(whole, algo=algorithm.config) for algorithm in algos.ALGOS.values()]
+    parts = [part for config in configs for part in iter_configs(config)]
+    field = row.keys.rpartition(".")[2]
+    keys = {
+        re.sub(r"\.\d+(?=\.)", "", f"{prefix}{field}")
+        for prefix, part in parts
+        if row.owner in {cls.__name__ for cls in type(part).__mro__}
+    }
+    assert row.owner == "ToolsConfig" or keys == set(row.keys.split())
 
 
 @each_row
@@ -63,5 +93,5 @@ def saved(key: str, *value) -> dict:
     *groups, name = key.split(".")
     tree = {name: value[0]} if value else {}
     for group in reversed(groups):
-        tree = {group: [tree] if group in ("train", "eval", "models") else tree}
+        tree = {group: [tree] if group in LISTS else tree}
     return tree
