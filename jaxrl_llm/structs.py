@@ -51,7 +51,7 @@ SIGNALS = (
     Signal("logprobs",         "update: log-probs in its forward pass, for the logs", False, False),
     Signal("labels",           "dataset: label of the token, or of its sequence",     False, True),
 )  # fmt: skip
-"""All signals; `learn.stage.loss_signals` selects the signals of an algorithm's batches."""
+"""All signals; `builders.warm_up.loss_signals` selects the signals of an algorithm's batches."""
 
 
 @dataclass
@@ -239,11 +239,3 @@ class TrainState:
     critic: TrainState | None = None  # of the critic, which is trained together with the policy
     loss_scale: Float[Array, ""] | None = None  # of float16 (`learn.finite`)
     entropy_coef: Float[Array, "2"] | None = None  # of the entropy controller: its value, the applied value
-
-
-class Program(NamedTuple):
-    """A jitted function with abstract arguments, to be compiled without being run."""
-
-    fn: Any
-    args: tuple
-    static: dict[str, Any]

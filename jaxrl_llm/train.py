@@ -121,7 +121,9 @@ def run_on_all_processes(
     clock.begin("loggers")
     log = RunLog(run_dir, config.log, run.total, start or -1, run.devices, config.profiled, clock)
     closing.enter_context(contextlib.closing(log))
-    log_start(log, run, describe_run(run.config, resolved.recipe, list(argv), pins), start)
+    log.config(describe_run(run.config, resolved.recipe, list(argv), pins))
+    for line in start_lines(run, start):
+        log.message(line)
     clock.begin("weights")
     with Stop(config.max_runtime) as stop:
         ended = train(run, checkpoints, log, state, start, stop)
@@ -221,13 +223,6 @@ def restore(run: Run, checkpoints: Checkpointer) -> tuple[TrainState | None, int
     target = lambda step: trained_state(run.stage(min(max(step, 1), run.total) - 1).abstract_state())
     restored = checkpoints.restore(target, compatible=dump(run.config))
     return (run.complete(*restored[1:]), restored[0]) if restored else (None, 0)
-
-
-def log_start(log: RunLog, run: Run, description: dict, start: int) -> None:
-    """Write config.json, and print model, devices, kernels, sizes and data of the run."""
-    log.config(description)
-    for line in start_lines(run, start):
-        log.message(line)
 
 
 def eval_due(run: Run, done: int) -> bool:

@@ -139,3 +139,23 @@ def diagnostics(old_logprobs: Float[Array, "B T"], inputs: LossInputs) -> Metric
         "mismatch/chi2_token": token_mean(jnp.expm1(2 * d), inputs),
         "mismatch/chi2_sequence": per_sequence(jnp.expm1(2 * bounded(total))),
     }
+
+
+def monitor(inputs: LossInputs, old_logprobs_source: str = "policy") -> Metrics:
+    """Return the metrics that are common to all losses.
+
+    mismatch/ compares the rollout engine's log-probs with the trainer's before the update; where the old
+    log-probs are the rollout's (`old_logprobs_source` = "rollout"), with the policy's, which includes
+    staleness. These metrics override the loss's metrics of the same names.
+    """
+    if inputs.entropy is None:
+        return {}
+    metrics = {"entropy": token_mean(inputs.entropy, inputs)}
+    if inputs.rollout_logprobs is not None:
+        trainer = inputs.logprobs if old_logprobs_source == "rollout" else inputs.old_logprobs
+        gap = jnp.abs(trainer - inputs.rollout_logprobs)
+        metrics["mismatch/mean_abs"] = token_mean(gap, inputs)
+        metrics["mismatch/max_abs"] = jnp.max(gap, where=inputs.mask > 0, initial=0.0)
+        if old_logprobs_source == "rollout":
+            metrics |= diagnostics(trainer, inputs)
+    return metrics

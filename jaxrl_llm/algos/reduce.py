@@ -1,13 +1,16 @@
-"""Sums over masked tokens with explicit, global denominators; nothing is averaged by shape."""
+"""Sums over masked tokens with explicit, global denominators, and over the metrics of micro-batches."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algos.config import PolicyAggregation
-from jaxrl_llm.structs import LossInputs
+from jaxrl_llm.structs import LossInputs, Metrics
 
 
 def masked_sum(x: Float[Array, "..."], mask: Float[Array, "..."]) -> Float[Array, ""]:
@@ -66,3 +69,19 @@ def sequence_sum(
 def sequence_mean(x: Float[Array, "B T"], inputs: LossInputs) -> Float[Array, "B T"]:
     """Return, at each token, the mean of x over the trained tokens of its sequence."""
     return sequence_sum(x, inputs.mask, inputs.segments) / inputs.lengths
+
+
+def is_max(name: str) -> bool:
+    """Return whether metrics of this name are combined by max; all others are summed."""
+    return name.endswith(("/max", "/max_abs"))
+
+
+def combine(parts: Sequence[Metrics]) -> Metrics:
+    """Combine the metrics of micro-batches into the metrics of their mini-batch."""
+    take = lambda name: functools.partial(jax.tree.map, jnp.maximum if is_max(name) else jnp.add)
+    return {name: functools.reduce(take(name), [part[name] for part in parts]) for name in parts[0]}
+
+
+def average(parts: Sequence[Metrics]) -> Metrics:
+    """Average the metrics of mini-batches into the metrics of the step."""
+    return {name: value if is_max(name) else value / len(parts) for name, value in combine(parts).items()}

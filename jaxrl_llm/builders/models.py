@@ -16,6 +16,7 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.algos.contract import choose_old_logprobs, renamed
 from jaxrl_llm.builders.sizes import derived
+from jaxrl_llm.builders.warm_up import loss_signals
 from jaxrl_llm.builders.weights import load_frozen, load_with_heads, with_new_adapters
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
@@ -29,7 +30,7 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.scoring import Scorer
-from jaxrl_llm.learn.stage import Stage, loss_signals
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.experts.router import route_spec

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.sharding import Mesh
 
+from jaxrl_llm import algos
+from jaxrl_llm.data.packing import IN_LOSS
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import ROUTES
 from jaxrl_llm.learn.scoring import Scorer
-from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
-from jaxrl_llm.sharding.compile import ParallelCompiler
-from jaxrl_llm.structs import Params, Program
+from jaxrl_llm.learn.stage import Stage, policy_scores
+from jaxrl_llm.sharding.compile import ParallelCompiler, Program
+from jaxrl_llm.structs import Params
 
 
 def score_programs(stage: Stage, reference: Params | None = None) -> Iterator[tuple[str, Scorer, Program]]:
@@ -64,3 +66,19 @@ def stage_programs(stage: Stage, reference: Params) -> Iterator[tuple[Mesh, Prog
         for microbatches in (1, 2):
             for program in update_programs(stage, learner, microbatches).values():
                 yield learner.mesh, program
+
+
+def loss_signals(stage: Stage) -> tuple[str, ...]:
+    """Return the signals that the micro-batches of a stage's updates have (`structs.SIGNALS`)."""
+    algorithm, requires = algos.of(stage.policy.algo), stage.requires
+    critic = bool(stage.critic and stage.updates_critic)
+    present = {
+        "rollout_logprobs": algorithm.on_rollouts,
+        "old_logprobs": stage.policy.config.old_logprobs_source != "policy",
+        "ref_logprobs": requires.ref_logprobs,
+        "values": critic or requires.values,
+        "advantages": algorithm.on_rollouts,
+        "returns": critic or requires.values,
+        "labels": bool(stage.teachers) or algorithm.input in ("pairs", "labels") or algorithm.data == "steps",
+    }
+    return tuple(name for name in IN_LOSS if present[name])

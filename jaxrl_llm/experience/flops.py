@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jaxrl_llm.data.packing import PackItem
-from jaxrl_llm.experience.rewards import group_by_prompt
+from jaxrl_llm.experience.metrics import group_by_prompt
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.learn.moe_losses import reads_logits
 from jaxrl_llm.learn.stage import Experience, Stage, policy_scores

@@ -17,8 +17,10 @@ from jaxrl_llm.algos.contract import Requirements
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.experience.rewards import Rewarder, group_by_prompt, has_variance, statistics
+from jaxrl_llm.experience.metrics import group_by_prompt, has_variance, staleness, statistics
+from jaxrl_llm.experience.rewards import Rewarder
 from jaxrl_llm.learn.stage import Experience, Timer
+from jaxrl_llm.models.params import perturbed
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, Request
 from jaxrl_llm.rollout.keys import weight_noise_key
@@ -224,21 +226,3 @@ def start_responses(
     """Start `responses` to each prompt; `partial` ones, if any, are continued."""
     requests = [Request(p.ids, i, responses, max_tokens) for i, p in enumerate(prompts)]
     return engine.start(requests, sampling, key, env and env.dialogue(prompts, key), partial)
-
-
-def staleness(trajectories: Sequence[Trajectory], version: int) -> Metrics:
-    """Return mean and maximum of the tokens' staleness: optimizer updates since their weights."""
-    ages = [version - t.versions[t.mask > 0] for t in trajectories]
-    ages = np.concatenate(ages) if ages else np.zeros(0)
-    return {"staleness/mean": ages.mean(), "staleness/max": ages.max()} if len(ages) else {}
-
-
-@jax.jit
-def perturbed(params: Params, key: jax.Array, scale: float) -> Params:
-    """Return the weights w (1 + scale z), z standard normal for each weight; codes of quantized ones stay."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(key, len(leaves))
-    noise = lambda w, k: w * (1 + scale * jax.random.normal(k, w.shape, w.dtype))
-    is_float = lambda w: jax.dtypes.issubdtype(w.dtype, np.floating)
-    noisy = [noise(w, k) if is_float(w) else w for w, k in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(tree, noisy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -15,26 +15,19 @@ from jax.typing import ArrayLike
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.config import AlgoConfig
+from jaxrl_llm.algos.reduce import average, combine
 from jaxrl_llm.data.packing import PackItem, counts
 from jaxrl_llm.learn.finite import initial_loss_scale
 from jaxrl_llm.learn.moe_losses import balance_weights, routing_metrics
-from jaxrl_llm.learn.optim_states import is_moment, moment_shardings, stored_weights
+from jaxrl_llm.learn.optim_states import moments_on_devices, state_shardings, stored_weights
 from jaxrl_llm.learn.reference import PlacedTeachers, Teachers, teachers_of
 from jaxrl_llm.learn.scoring import Scorer
-from jaxrl_llm.learn.update import (
-    StepConfig,
-    accumulate,
-    apply,
-    average,
-    baseline,
-    combine,
-    loss_and_metrics,
-)
+from jaxrl_llm.learn.update import StepConfig, accumulate, apply, baseline, loss_and_metrics
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.transformer import cast_weights
-from jaxrl_llm.sharding.compile import compiler_options
-from jaxrl_llm.sharding.rules import TRAIN, on_device, on_host, with_shardings
-from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, TrainState
+from jaxrl_llm.sharding.compile import Program, compiler_options
+from jaxrl_llm.sharding.rules import TRAIN, with_shardings
+from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, TrainState
 
 
 class Learner:
@@ -55,7 +48,9 @@ class Learner:
         # Shapes and shardings of the state.
         self.param_shardings = models.shardings(model, mesh, TRAIN)
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
-        self.state_shardings = self._shardings(self.state_shapes)
+        self.state_shardings = state_shardings(
+            self.state_shapes, optimizer, self.param_shardings, offload=config.offload
+        )
         self.one_at_a_time = mesh.devices.flat[0].platform == "cpu"  # a long queue of collectives deadlocks
         self.grad_shardings = lora.split_params(self.param_shardings)[0]
         # The programs of an update: zeros, one micro-batch, measures, the optimizer.
@@ -74,16 +69,10 @@ class Learner:
             compiler_options=compiler_options(mesh, gathers_weights=True),
         )
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
+        settings = dict(max_grad_norm=config.max_grad_norm, by_leaf=config.update_by_leaf)
+        update = functools.partial(apply, algo=algo, optimizer=optimizer, **settings)
         self._apply = jax.jit(
-            self._on_devices(
-                functools.partial(
-                    apply,
-                    algo=algo,
-                    optimizer=optimizer,
-                    max_grad_norm=config.max_grad_norm,
-                    by_leaf=config.update_by_leaf,
-                )
-            ),
+            moments_on_devices(update, self.state_shardings) if config.offload else update,
             donate_argnames=("state",),
             out_shardings=(lora.trained_state(self.state_shardings), self.replicated),
         )
@@ -201,34 +190,3 @@ class Learner:
             "entropy_coef": None if entropy_coef is None else jnp.asarray(entropy_coef, jnp.float32),
         }
         return TrainState(stored, opt_state, zero, zero, kl_coef, **extra)
-
-    def _on_devices(self, update: Callable) -> Callable:
-        """Return `update`, a function of a TrainState, with its moments moved to the devices first."""
-        if not self.config.offload:
-            return update
-        shardings = jax.tree.map(on_device, self.state_shardings.opt_state)
-
-        def moved(state: TrainState, *args):
-            return update(replace(state, opt_state=jax.device_put(state.opt_state, shardings)), *args)
-
-        return moved
-
-    def _shardings(self, state: TrainState) -> TrainState:
-        """Return shardings of the state: moments are sharded as their weights, counters are replicated."""
-        place = on_host if self.config.offload else lambda sharding: sharding
-
-        def like_weight(moment, p, s):
-            if isinstance(moment, optax.MaskedNode):  # of optax.partition: its other part updates it
-                return moment
-            return moment_shardings(moment, p.shape, place(s), self.replicated)
-
-        opt = optax.tree.map_params(
-            self.optimizer,
-            like_weight,
-            state.opt_state,
-            *(lora.split_params(tree)[0] for tree in (state.params, self.param_shardings)),
-            transform_non_params=lambda _: self.replicated,
-            is_leaf=is_moment,
-        )
-        replicated = jax.tree.map(lambda _: self.replicated, state)
-        return replace(replicated, params=self.param_shardings, opt_state=opt)

@@ -6,6 +6,8 @@ resumed run is bit-equal, and blocks are parts of whole rows, so every mesh has 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from jaxrl_llm.models.experts.router import reads_float32
-from jaxrl_llm.sharding.rules import on_device
+from jaxrl_llm.models.lora import split_params
+from jaxrl_llm.sharding.rules import on_device, on_host
 from jaxrl_llm.structs import Params, TrainState
 
 BLOCK = 128  # numbers that share a scale, at most: a row of a TPU register
@@ -198,6 +201,49 @@ def dequantize(moment: Quantized) -> Float[Array, "*dims"]:
         bits = ONE + jnp.round((codes - 255) * CODE).astype(jnp.int32)
         values = jnp.where(codes > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 0)
     return (values * moment.scale[..., None]).reshape(moment.codes.shape)
+
+
+def state_shardings(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    *,
+    offload: bool = False,
+) -> TrainState:
+    """Return shardings of the state: moments are sharded as their weights, counters are replicated.
+
+    Args:
+        state: abstract.
+        params: shardings of the weights.
+        offload: moments are in host memory.
+    """
+    place = on_host if offload else lambda sharding: sharding
+    replicated = NamedSharding(jax.tree.leaves(params)[0].mesh, PartitionSpec())
+
+    def like_weight(moment, p, s):
+        if isinstance(moment, optax.MaskedNode):  # of optax.partition: its other part updates it
+            return moment
+        return moment_shardings(moment, p.shape, place(s), replicated)
+
+    opt = optax.tree.map_params(
+        optimizer,
+        like_weight,
+        state.opt_state,
+        *(split_params(tree)[0] for tree in (state.params, params)),
+        transform_non_params=lambda _: replicated,
+        is_leaf=is_moment,
+    )
+    return replace(jax.tree.map(lambda _: replicated, state), params=params, opt_state=opt)
+
+
+def moments_on_devices(update: Callable, shardings: TrainState) -> Callable:
+    """Return `update`, a function of a TrainState, with offloaded moments moved to the devices first."""
+    on_devices = jax.tree.map(on_device, shardings.opt_state)
+
+    def moved(state: TrainState, *args):
+        return update(replace(state, opt_state=jax.device_put(state.opt_state, on_devices)), *args)
+
+    return moved
 
 
 def moment_shardings(moment: Any, shape: tuple[int, ...], like: NamedSharding, other: NamedSharding) -> Any:

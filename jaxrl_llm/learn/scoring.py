@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.data.packing import PackItem, arrange, empty_batch, pack, places_of, unpack
 from jaxrl_llm.learn.moe_losses import ROUTES, Replay
 from jaxrl_llm.learn.update import StepConfig, model_outputs
-from jaxrl_llm.sharding.compile import bucket, compiler_options
+from jaxrl_llm.sharding.compile import Program, bucket, compiler_options
 from jaxrl_llm.sharding.rules import num_shards, put_rows, row_sharding, with_shardings
-from jaxrl_llm.structs import Batch, Metrics, Params, Program
+from jaxrl_llm.structs import Batch, Metrics, Params
 
 Scores = list[dict[str, np.ndarray]]
 PendingScores = Callable[[], Scores]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import Requirements
 from jaxrl_llm.data.loader import Prompt
-from jaxrl_llm.data.packing import IN_LOSS, PackItem
+from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import ROUTES
@@ -208,19 +208,3 @@ def policy_scores(requires: Requirements, config: StepConfig) -> tuple[str, ...]
         + ("entropy",) * requires.old_entropy
         + ("values",) * requires.values
     )
-
-
-def loss_signals(stage: Stage) -> tuple[str, ...]:
-    """Return the signals that the micro-batches of a stage's updates have (`structs.SIGNALS`)."""
-    algorithm, requires = algos.of(stage.policy.algo), stage.requires
-    critic = bool(stage.critic and stage.updates_critic)
-    present = {
-        "rollout_logprobs": algorithm.on_rollouts,
-        "old_logprobs": stage.policy.config.old_logprobs_source != "policy",
-        "ref_logprobs": requires.ref_logprobs,
-        "values": critic or requires.values,
-        "advantages": algorithm.on_rollouts,
-        "returns": critic or requires.values,
-        "labels": bool(stage.teachers) or algorithm.input in ("pairs", "labels") or algorithm.data == "steps",
-    }
-    return tuple(name for name in IN_LOSS if present[name])

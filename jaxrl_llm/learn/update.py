@@ -23,9 +23,8 @@ from jaxrl_kernels.linear_logprob.square import linear_square
 from jaxrl_llm import algos
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.algos.contract import Divergence, Requirements
-from jaxrl_llm.algos.correction import diagnostics
+from jaxrl_llm.algos.correction import monitor
 from jaxrl_llm.algos.kl import next_entropy_coef, next_kl_coef
-from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.learn.finite import (
     UpdateStep,
     add_gradients,
@@ -235,42 +234,6 @@ def loss_inputs(batch: Batch, outputs: Outputs, totals: BatchTotals) -> LossInpu
         entropy_coef=None if totals.entropy_coef is None else totals.entropy_coef[1],
         baseline=totals.baseline,
     )
-
-
-def monitor(inputs: LossInputs, old_logprobs_source: str = "policy") -> Metrics:
-    """Return the metrics that are common to all losses.
-
-    mismatch/ compares the rollout engine's log-probs with the trainer's before the update; where the old
-    log-probs are the rollout's (`old_logprobs_source` = "rollout"), with the policy's, which includes
-    staleness. These metrics override the loss's metrics of the same names.
-    """
-    if inputs.entropy is None:
-        return {}
-    metrics = {"entropy": token_mean(inputs.entropy, inputs)}
-    if inputs.rollout_logprobs is not None:
-        trainer = inputs.logprobs if old_logprobs_source == "rollout" else inputs.old_logprobs
-        gap = jnp.abs(trainer - inputs.rollout_logprobs)
-        metrics["mismatch/mean_abs"] = token_mean(gap, inputs)
-        metrics["mismatch/max_abs"] = jnp.max(gap, where=inputs.mask > 0, initial=0.0)
-        if old_logprobs_source == "rollout":
-            metrics |= diagnostics(trainer, inputs)
-    return metrics
-
-
-def is_max(name: str) -> bool:
-    """Return whether metrics of this name are combined by max; all others are summed."""
-    return name.endswith(("/max", "/max_abs"))
-
-
-def combine(parts: Sequence[Metrics]) -> Metrics:
-    """Combine the metrics of micro-batches into the metrics of their mini-batch."""
-    take = lambda name: functools.partial(jax.tree.map, jnp.maximum if is_max(name) else jnp.add)
-    return {name: functools.reduce(take(name), [part[name] for part in parts]) for name in parts[0]}
-
-
-def average(parts: Sequence[Metrics]) -> Metrics:
-    """Average the metrics of mini-batches into the metrics of the step."""
-    return {name: value if is_max(name) else value / len(parts) for name, value in combine(parts).items()}
 
 
 def apply(

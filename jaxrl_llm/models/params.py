@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import matrix_dims
@@ -105,3 +106,14 @@ def without_value_head(params: Params) -> Params:
 def _named_params(params: Params) -> list[tuple[str, nnx.Param]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Param))
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
+@jax.jit
+def perturbed(params: Params, key: jax.Array, scale: Float[Array, ""] | float) -> Params:
+    """Return the weights w (1 + scale z), z standard normal for each weight; codes of quantized ones stay."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    noise = lambda w, k: w * (1 + scale * jax.random.normal(k, w.shape, w.dtype))
+    is_float = lambda w: jnp.issubdtype(w.dtype, jnp.floating)
+    noisy = [noise(w, k) if is_float(w) else w for w, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, noisy)

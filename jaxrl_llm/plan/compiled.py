@@ -31,8 +31,8 @@ from jaxrl_llm.plan.hlo import (
 )
 from jaxrl_llm.plan.topology import Topology
 from jaxrl_llm.plan.work import NO_WORK, ProgramWork, computes, count_work
+from jaxrl_llm.sharding.compile import Program
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
-from jaxrl_llm.structs import Program
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",

@@ -25,8 +25,8 @@ from jaxrl_llm.models import TransformerConfig, abstract, flops, layer_matrices,
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.quantize import SCALE
 from jaxrl_llm.plan.work import ATTENTION, ProgramWork
+from jaxrl_llm.sharding.compile import Program
 from jaxrl_llm.sharding.rules import GATHERED, ROLLOUT, TRAIN, Rules, bytes_per_device, num_shards
-from jaxrl_llm.structs import Program
 
 Sizes = Mapping[str, float]
 """Name of a weight -> its bytes on one device."""

@@ -37,9 +37,9 @@ from jaxrl_llm.plan.hlo import NO_HINTS, Hints
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_stage
 from jaxrl_llm.plan.work import NO_WORK, ProgramWork
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.compile import Program
 from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE, reward_role
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, num_shards
-from jaxrl_llm.structs import Program
 
 DECODING = r"^jit\(_decode(_drafts)?\)/while$"
 """The loop over the tokens of a chunk of decoding, as `hlo.Instruction.source` names it."""

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -157,3 +157,11 @@ def bucket(length: int, smallest: int) -> int:
     while size < length:
         size = size * 3 // 2 if (size // smallest).bit_count() == 1 and size * 3 // 2 >= length else size * 2
     return size
+
+
+class Program(NamedTuple):
+    """A jitted function with abstract arguments, to be compiled without being run."""
+
+    fn: Any
+    args: tuple
+    static: dict[str, Any]

@@ -11,7 +11,8 @@ from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import counts, from_trajectory, pack
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.experience.rewards import _apply_episodes, reward_sample, statistics, turns
+from jaxrl_llm.experience.metrics import statistics, turns
+from jaxrl_llm.experience.rewards import _apply_episodes, reward_sample
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.update import StepConfig, loss_and_metrics
 from jaxrl_llm.outcome import Outcome

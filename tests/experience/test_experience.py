@@ -12,10 +12,12 @@ from jaxrl_llm.algos import dapo, gdpo, gkd, grpo, remax
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.errors import ServerError
-from jaxrl_llm.experience.rewards import Rewarder, group_by_prompt, has_variance, verify
-from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE, RolloutSource, perturbed
+from jaxrl_llm.experience.metrics import group_by_prompt, has_variance
+from jaxrl_llm.experience.rewards import Rewarder, verify
+from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE, RolloutSource
 from jaxrl_llm.learn.credit import assign_credit
 from jaxrl_llm.learn.stage import Stage
+from jaxrl_llm.models.params import perturbed
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.rewards.config import RewardConfig

@@ -14,12 +14,13 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, value
 from jaxrl_llm.builders.models import make_stages, trained_config
 from jaxrl_llm.builders.sizes import make_meshes
+from jaxrl_llm.builders.warm_up import loss_signals
 from jaxrl_llm.config import LoraConfig, MLAConfig, ModelConfig, MoEConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.reference import Reference
-from jaxrl_llm.learn.stage import Stage, loss_signals
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.ranges import problems

@@ -10,11 +10,12 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import distill, dpo, grpo, ppo, sft, value
+from jaxrl_llm.builders.warm_up import loss_signals
 from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.reference import freeze
-from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
+from jaxrl_llm.learn.stage import Stage, policy_scores
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh

@@ -12,12 +12,13 @@ import pytest
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, requirements, sft
 from jaxrl_llm.algos.contract import choose_old_logprobs
+from jaxrl_llm.algos.reduce import combine
 from jaxrl_llm.data.packing import PackItem, counts, pack
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.stage import Stage
-from jaxrl_llm.learn.update import StepConfig, combine, loss_inputs, model_outputs
+from jaxrl_llm.learn.update import StepConfig, loss_inputs, model_outputs
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import BatchTotals

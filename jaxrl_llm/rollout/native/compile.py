@@ -16,9 +16,9 @@ from jaxrl_llm.rollout.native.kept import max_copies
 from jaxrl_llm.rollout.native.programs import Programs, empty_slots, make_stop_conditions
 from jaxrl_llm.rollout.native.sampling import filters_of, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, num_copies, pages_for, round_up
-from jaxrl_llm.sharding.compile import ParallelCompiler
+from jaxrl_llm.sharding.compile import ParallelCompiler, Program
 from jaxrl_llm.sharding.rules import with_shardings
-from jaxrl_llm.structs import Params, Program
+from jaxrl_llm.structs import Params
 
 
 class CompiledCalls:

@@ -36,9 +36,9 @@ from jaxrl_llm.rollout.native.schedule import Scheduler, throughput
 from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, make_shapes
 from jaxrl_llm.rollout.native.transfer import WeightTransfer
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
-from jaxrl_llm.sharding.compile import ParallelCompiler, bucket
+from jaxrl_llm.sharding.compile import ParallelCompiler, Program, bucket
 from jaxrl_llm.sharding.placement import devices_of
-from jaxrl_llm.structs import Metrics, Params, Program, Trajectory
+from jaxrl_llm.structs import Metrics, Params, Trajectory
 
 
 class DeferredGeneration(NamedTuple):

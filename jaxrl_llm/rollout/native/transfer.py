@@ -11,9 +11,10 @@ from jaxrl_llm.models import decode
 from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.models.lora import MARK, split_params
 from jaxrl_llm.rollout.native.programs import Programs
+from jaxrl_llm.sharding.compile import Program
 from jaxrl_llm.sharding.placement import reshard
 from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
-from jaxrl_llm.structs import Params, Program
+from jaxrl_llm.structs import Params
 
 
 class WeightTransfer:
