@@ -284,3 +284,19 @@ def test_imports_are_absolute():
             for node in nodes_of(file):
                 relative = isinstance(node, ast.ImportFrom) and node.level > 0
                 assert not relative, f"{name_of(file)}:{node.lineno}: a relative import"
+
+
+def test_no_class_inherits_from_a_concrete_one():
+    """A base is abstract: no call makes an instance of it. Exceptions and frozen dataclasses may extend each
+    other."""
+    nodes = [node for folder in FOLDERS[:2] for file in files_of(folder) for node in nodes_of(file)]
+    frozen = lambda node: any("frozen=True" in ast.unparse(mark) for mark in node.decorator_list)
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef) and not frozen(node)}
+    called = {
+        node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            bases = {base.id for base in node.bases if isinstance(base, ast.Name)} & classes & called
+            concrete = {base for base in bases if not base.endswith("Error")}
+            assert not concrete, f"{node.name} inherits from {concrete}; give it one as an attribute instead"

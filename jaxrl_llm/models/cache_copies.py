@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Num
 
 from jaxrl_llm.models.config import TransformerConfig
@@ -115,3 +116,18 @@ def _shard_mapped(copy, result: int, ring: RingCache, pages: PagedCache, *rest):
     rows = (PartitionSpec(spec[0]) if jnp.ndim(x) else PartitionSpec() for x in rest)
     run = jax.shard_map(copy, in_specs=(*caches, *rows), out_specs=caches[result], check_vma=False)
     return run(ring, pages, *rest)
+
+
+def roll(x: ArrayLike, shift: ArrayLike, axis: int) -> jax.Array:
+    """Return `jnp.roll(x, shift, axis)` for shifts of 0 to its length, without the array of twice that."""
+    length = x.shape[axis]
+    part = lambda before, after: jax.lax.dynamic_slice_in_dim(
+        jnp.pad(x, pad_widths(x, axis, (before, after))), length - shift, length, axis % x.ndim
+    )
+    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis % x.ndim)
+    return jnp.where(index < shift, part(0, length), part(length, 0))
+
+
+def pad_widths(x: ArrayLike, axis: int, widths: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return pad widths that pad one axis."""
+    return [widths if i == axis % x.ndim else (0, 0) for i in range(x.ndim)]

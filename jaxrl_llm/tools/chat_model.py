@@ -33,18 +33,18 @@ def chat_mesh(config: MeshConfig) -> Mesh:
     return make_mesh(config, devices if -1 in sizes else devices[: math.prod(sizes)])
 
 
-class ConversationEngine(NativeEngine):
-    """Engine for one answer at a time, with the shapes of the longest conversation from the start. So it has
-    few programs, one per rung of each ladder, and a turn compiles at most the next rung.
-    """
+def conversation_engine(
+    model: StoredModel, tokenizer: Any, *, mesh: Mesh, dtype: str, context: int, max_tokens: int
+) -> NativeEngine:
+    """Return an engine for one answer at a time, with the shapes of the longest conversation.
 
-    def __init__(
-        self, model: StoredModel, tokenizer: Any, mesh: Mesh, dtype: str, context: int, max_tokens: int
-    ):
-        rollout = RolloutConfig(slots=1, chunk=TOKENS_A_CALL, dtype=dtype)
-        super().__init__(rollout, model.config, mesh, tokenizer, model.end_ids)
-        self._shapes = self._make_shapes(context, max_tokens, turns=True)
-        self.publish(model.load(mesh, TRAIN, dtype), version=0)
+    So it has few programs, one per rung of each ladder, and a turn compiles at most the next rung.
+    """
+    rollout = RolloutConfig(slots=1, chunk=TOKENS_A_CALL, dtype=dtype)
+    engine = NativeEngine(rollout, model.config, mesh, tokenizer, model.end_ids)
+    engine.set_lengths(context, max_tokens, turns=True)
+    engine.publish(model.load(mesh, TRAIN, dtype), version=0)
+    return engine
 
 
 class TextStream:

@@ -24,9 +24,10 @@ from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.keys import type_hints, type_words
 from jaxrl_llm.recipe.values import parse_value
 from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.partial import new_responses
 from jaxrl_llm.thoughts import as_message
-from jaxrl_llm.tools.chat_model import CONTROLS, ConversationEngine, TextStream, chat_mesh
+from jaxrl_llm.tools.chat_model import CONTROLS, TextStream, chat_mesh, conversation_engine
 from jaxrl_llm.tools.config import ChatArguments
 from jaxrl_llm.tools.models import open_model, pick_dtype
 from jaxrl_llm.tools.output import print_progress
@@ -67,7 +68,8 @@ def open_session(args: ChatArguments) -> Session:
         set_template(tokenizer, args.chat)
         longest = min(args.context, model.config.max_position)
         args = dataclasses.replace(args, context=longest, max_tokens=min(args.max_tokens, longest - 1))
-        engine = ConversationEngine(model, tokenizer, mesh, dtype, args.context, args.max_tokens)
+        lengths = {"context": args.context, "max_tokens": args.max_tokens}
+        engine = conversation_engine(model, tokenizer, mesh=mesh, dtype=dtype, **lengths)
     return Session(args, tokenizer, engine, terminal_lines())
 
 
@@ -86,7 +88,7 @@ class Session:
         lines: messages and commands.
     """
 
-    def __init__(self, args: ChatArguments, tokenizer: Any, engine: ConversationEngine, lines: Iterator[str]):
+    def __init__(self, args: ChatArguments, tokenizer: Any, engine: NativeEngine, lines: Iterator[str]):
         self.args, self.tokenizer, self.engine, self.lines = args, tokenizer, engine, lines
         self.system, self.messages, self.answers = args.chat.system_prompt, [], 0
         self.is_plain = args.chat.render == "plain" or not tokenizer.chat_template

@@ -23,7 +23,7 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools import chat_session
-from jaxrl_llm.tools.chat_model import ConversationEngine, TextStream, chat_mesh
+from jaxrl_llm.tools.chat_model import TextStream, chat_mesh, conversation_engine
 from jaxrl_llm.tools.config import ChatArguments, GenerateConfig
 from jaxrl_llm.tools.generation import Generator
 from jaxrl_llm.tools.models import open_model
@@ -47,7 +47,9 @@ def folder(tmp_path_factory):
 def engine(folder):
     model = open_model(str(folder), ARGS)
     mesh = chat_mesh(MeshConfig(fsdp=1))
-    return ConversationEngine(model, model.read_tokenizer(), mesh, "float32", 256, 6)
+    return conversation_engine(
+        model, model.read_tokenizer(), mesh=mesh, dtype="float32", context=256, max_tokens=6
+    )
 
 
 @pytest.fixture

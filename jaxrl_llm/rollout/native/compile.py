@@ -198,7 +198,7 @@ def _kept_calls(
 
 
 def _no_copies(kept: Programs | CompiledCalls, shapes: ProgramShapes) -> tuple[np.ndarray, np.ndarray]:
-    """Return the copies of `KeptPrograms.write`, of no turn."""
+    """Return the copies of `Programs.write`, of no turn."""
     rows = max_copies(shapes.slot_counts[-1], shapes.cache_lengths, kept.page_size)
     return _zeros(rows, 3), _zeros(kept.num_shards)
 

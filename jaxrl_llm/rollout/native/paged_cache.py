@@ -88,8 +88,8 @@ class KeptPages(NamedTuple):
     num_tokens: int  # in them
 
 
-class PagedCacheManager:
-    """The page tables of all slots, and the cache itself.
+class PagedLayout:
+    """Pages as a layout of `CacheManager`: the page tables of all slots, and the cache itself.
 
     Args:
         num_slots: of all shards together.
@@ -123,17 +123,13 @@ class PagedCacheManager:
         pool, prompts = self.pools[shard], self.prompts[shard]
         # A conversation continues on its kept pages.
         total = pages_for(num_context + max_new_tokens - 1, self.page_size)
-        if kept := self.kept[shard].get(conversation):
-            if not self._make_room(shard, total - len(kept.pages), conversation):
-                return False
-            del self.kept[shard][conversation]
-            self.slots[slot] = SlotPages(kept.pages, total, None, kept.num_tokens)
-            return True
+        if conversation in self.kept[shard]:
+            return self.resume(slot, conversation, total)
         # Full pages of the prompt are shared; its last page is copied.
         shared = (num_context - 1) // self.page_size
         first = pages_for(num_context - 1, self.page_size)
         needed = total - shared + (0 if prompt_key in prompts else first)
-        if not self._make_room(shard, needed, prompt_key):
+        if not self.make_room(shard, needed, prompt_key):
             return False
         self.drop(conversation)  # its pages are in another shard
         prompt = prompts.get(prompt_key) or prompts.setdefault(prompt_key, CachedPrompt(pool.allocate(first)))
@@ -144,6 +140,19 @@ class PagedCacheManager:
             pages = [*pages, *pool.allocate(1)]
             self.pending_copies.append((slot, prompt.pages[-1], pages[-1]))
         self.slots[slot] = SlotPages(pages, total, prompt)
+        return True
+
+    def resume(self, slot: int, conversation: Hashable, max_pages: int) -> bool:
+        """Give the slot the pages kept of the conversation, and reserve `max_pages` in all.
+
+        Returns: whether there were enough; otherwise nothing has changed.
+        """
+        shard = self.shard_of(slot)
+        kept = self.kept[shard][conversation]
+        if not self.make_room(shard, max_pages - len(kept.pages), conversation):
+            return False
+        del self.kept[shard][conversation]
+        self.slots[slot] = SlotPages(kept.pages, max_pages, None, kept.num_tokens)
         return True
 
     def free(self, slot: int) -> None:
@@ -226,6 +235,7 @@ class PagedCacheManager:
                 own = self.slots[slot]
                 table[row, : len(own.pages)], starts[row] = own.pages, own.num_kept
         self.cache, routes = self.programs.extend(weights, self.cache, table, tokens, lengths, starts)
+        jax.block_until_ready(self.cache)
         return routes
 
     def reserve(self, state: SlotState, steps: int) -> None:
@@ -246,7 +256,7 @@ class PagedCacheManager:
         self, weights, state: SlotState, *args, texts: np.ndarray | None = None, **options
     ) -> ChunkOutput:
         """Generate a chunk, with drafts if texts are given."""
-        run, tables = self.programs.decode, (self._table(),)
+        run, tables = self.programs.decode, (self.table(),)
         if texts is not None:
             run, tables = self.programs.decode_drafts, (*tables, texts)
         self.cache, chunk = run(weights, self.cache, state, *args, *tables, **options)
@@ -256,7 +266,7 @@ class PagedCacheManager:
         """Renumber the slots, each within its shard: slot s was old_slots[s]."""
         self.slots = [self.slots[s] for s in old_slots]
 
-    def _table(self) -> np.ndarray:
+    def table(self) -> np.ndarray:
         """Return the page table, int32 [S, N]: pages of each slot in order, then NULL_PAGE."""
         table = np.full((len(self.slots), self.table_width), NULL_PAGE, np.int32)
         for slot, own in enumerate(self.slots):
@@ -277,7 +287,7 @@ class PagedCacheManager:
         self.slots[slot] = None
         return own.pages[:num_pages]
 
-    def _make_room(self, shard: int, needed: int, spared: Hashable) -> bool:
+    def make_room(self, shard: int, needed: int, spared: Hashable) -> bool:
         """Drop unused prompts and conversations until this many pages are unreserved.
 
         Args:

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import models
-from jaxrl_llm.models import TransformerConfig, decode, paged
+from jaxrl_llm.models import TransformerConfig, cache_copies, decode, paged
+from jaxrl_llm.models.cache_copies import pad_widths, roll
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.paged import PagedCache
@@ -133,6 +134,8 @@ class Programs:
         static = ("num_drafts", "filters")
         self.decode_drafts = jax.jit(self._decode_drafts, static_argnames=static, **forward)
         self.uniforms = jax.jit(self._uniforms, out_shardings=replicated)
+        self.read = jax.jit(self._read, donate_argnums=0, out_shardings=ring)
+        self.write = jax.jit(self._write, donate_argnums=1, out_shardings=cache)
 
     def _kv_shardings(self, shapes: RingCache, rows: str | None) -> PromptKV:
         """Return shardings of keys and values: rows over the batch axes or replicated, heads over tensor."""
@@ -189,6 +192,16 @@ class Programs:
         self.compile_count += 1
         return paged.copy_pages(self.config, cache, sources, targets)
 
+    def _read(self, ring: RingCache, pages: PagedCache, *slots) -> RingCache:
+        """Copy kept turns from pages to the ring; the arguments are those of `cache_copies.read_pages`."""
+        self.compile_count += 1
+        return cache_copies.read_pages(self.config, ring, pages, *slots)
+
+    def _write(self, ring: RingCache, pages: PagedCache, *copies) -> PagedCache:
+        """Copy ended turns from the ring to pages; the arguments are those of `cache_copies.write_pages`."""
+        self.compile_count += 1
+        return cache_copies.write_pages(self.config, ring, pages, *copies)
+
     def _extend(
         self, weights: DecodeWeights, cache: PagedCache, table, tokens, lengths, starts
     ) -> tuple[PagedCache, jax.Array | None]:
@@ -220,7 +233,7 @@ class Programs:
             flat = x.reshape(-1, *x.shape[-3:])  # gathers of a later dim would be transposed
             index = jnp.arange(0, len(flat), x.shape[-4])[:, None] + jnp.maximum(rows, 0)
             x = flat[index].reshape(*x.shape[:-4], len(rows), *x.shape[-3:])
-            return jnp.pad(x, _pad_widths(x, axis, (length - x.shape[axis], 0)))
+            return jnp.pad(x, pad_widths(x, axis, (length - x.shape[axis], 0)))
 
         k, v = prompts
         return tuple(take(x, -1) for x in k), tuple(take(x, -2) for x in v)
@@ -232,7 +245,7 @@ class Programs:
         def put(old, new, axis):
             width = new.shape[axis]
             new = jax.lax.slice_in_dim(new, max(0, width - cache.length), width, axis=axis % new.ndim)
-            new = jnp.pad(new, _pad_widths(new, axis, (cache.length - new.shape[axis], 0)))
+            new = jnp.pad(new, pad_widths(new, axis, (cache.length - new.shape[axis], 0)))
             return jnp.where(chosen[:, None, None, None], roll(new, cache.cursor, axis), old)
 
         k = tuple(put(old, new, -1) for old, new in zip(cache.k, prompts[0], strict=True))
@@ -250,7 +263,7 @@ class Programs:
             pick = jax.vmap(jax.vmap(lambda shard, i: shard[i]), in_axes=(0, None))  # layers, shards
             x = pick(shards, index).reshape(*depth, len(old_slots), heads, rows, columns)
             x = roll(x, cache.length - cache.cursor, axis)  # newest token at the old end
-            return jnp.pad(x, _pad_widths(x, axis, (0, length - cache.length)))
+            return jnp.pad(x, pad_widths(x, axis, (0, length - cache.length)))
 
         k, v = tuple(move(x, -1) for x in cache.k), tuple(move(x, -2) for x in cache.v)
         return RingCache(k, v, jnp.int32(cache.length % length))
@@ -385,18 +398,3 @@ class Programs:
         kept = zeros(jnp.int32, filters.num_kept) if filters.num_kept else None
         routes = None if self.route is None else zeros(self.route.dtype, *self.route.shape)
         return zeros(jnp.int32), zeros(jnp.float32), kept, routes
-
-
-def roll(x: jax.Array, shift: jax.Array, axis: int) -> jax.Array:
-    """Return `jnp.roll(x, shift, axis)` for shifts of 0 to its length, without the array of twice that."""
-    length = x.shape[axis]
-    part = lambda before, after: jax.lax.dynamic_slice_in_dim(
-        jnp.pad(x, _pad_widths(x, axis, (before, after))), length - shift, length, axis % x.ndim
-    )
-    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis % x.ndim)
-    return jnp.where(index < shift, part(0, length), part(length, 0))
-
-
-def _pad_widths(x: jax.Array, axis: int, widths: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return pad widths that pad one axis."""
-    return [widths if i == axis % x.ndim else (0, 0) for i in range(x.ndim)]

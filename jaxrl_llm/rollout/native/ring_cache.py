@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import jax
 import numpy as np
 
@@ -13,40 +11,11 @@ from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
 from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
 
 
-class RingCacheManager:
-    """The ring cache with the methods of `PagedCacheManager`: every slot has room for the longest
-    sequence."""
+class RingLayout:
+    """The ring as a layout of `CacheManager`: every slot has its own columns, for the longest sequence."""
 
     def __init__(self, programs: Programs, shapes: ProgramShapes):
         self.programs, self.shapes, self.cache = programs, shapes, None
-
-    def allocate(self, slot: int, *context) -> bool:
-        """Return True: every slot has its own columns."""
-        return True
-
-    def free(self, slot: int) -> None:
-        """Do nothing: the next sequence overwrites the columns."""
-
-    def keep(self, slot: int, conversation: Hashable, num_tokens: int) -> None:
-        """Do nothing: the columns are the next sequence's."""
-
-    def drop(self, conversation: Hashable) -> None:
-        """Do nothing: nothing is kept."""
-
-    def kept_in(self, conversation: Hashable) -> None:
-        """Return None: nothing is kept."""
-
-    def is_scarce(self, shard: int) -> bool:
-        """Return False: a ring has no pages."""
-        return False
-
-    def num_kept(self, slot: int) -> int:
-        """Return 0: nothing is kept."""
-        return 0
-
-    def needs_prompt(self, slot: int) -> bool:
-        """Return True: every slot has its own copy of the prompt."""
-        return True
 
     def reserve(self, state: SlotState, steps: int) -> None:
         """Make the cache long enough for `steps` more tokens."""

@@ -11,7 +11,7 @@ long responses do not decode in a large batch.
 the observation after them. A response goes to a slot in the shard of its pages, and if pages are scarce,
 responses with kept pages go first. The ring cache has pages only for this purpose (`kept.py`).
 - **Cache growth.** The ring cache is as long as the longest sequence is at the end of the chunk, the paged
-  cache holds the pages that each sequence needs (`ring_cache.py`, `paged_cache.py`).
+  cache holds the pages that each sequence needs (`cache.py`, `ring_cache.py`, `paged_cache.py`).
 - **Compiled shapes.** All sizes are rungs of short ladders (`shapes.py`), so programs are few and each is
   compiled once: responses are admitted only before the batch shrinks, and sizes change one rung at a time.
 """
@@ -29,10 +29,9 @@ import numpy as np
 from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import PartialResponse
+from jaxrl_llm.rollout.native.cache import CacheManager
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.drafts import DraftMemory, DraftTexts
-from jaxrl_llm.rollout.native.kept import KeptTurnsManager
-from jaxrl_llm.rollout.native.paged_cache import PagedCacheManager
 from jaxrl_llm.rollout.native.programs import (
     ChunkOutput,
     PrefillBatch,
@@ -41,7 +40,6 @@ from jaxrl_llm.rollout.native.programs import (
     empty_slots,
     make_stop_conditions,
 )
-from jaxrl_llm.rollout.native.ring_cache import RingCacheManager
 from jaxrl_llm.rollout.native.sampling import filters_of, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
 from jaxrl_llm.rollout.turns import Detokenize, stop_end
@@ -77,12 +75,7 @@ class Scheduler:
         num_slots = shapes.slot_counts[-1]
         self.running: list[PartialResponse | None] = [None] * num_slots  # by slot
         self.slots = empty_slots(num_slots, responses[0].key if responses else np.zeros(2, np.uint32))
-        if programs.page_size:
-            self.cache = PagedCacheManager(programs, num_slots, shapes.num_pages, shapes.cache_lengths)
-        elif turns and programs.kept and shapes.num_pages:
-            self.cache = KeptTurnsManager(programs, shapes)
-        else:
-            self.cache = RingCacheManager(programs, shapes)
+        self.cache = CacheManager(programs, shapes, conversations=turns is not None)
         # The last prefill batch, from which slots are filled.
         self.prefilled = PrefillBatch(None, {}, np.zeros(0, np.int32))
         self.prompt_routes: dict[bytes, np.ndarray] = {}  # of all tokens of a prompt but the last
@@ -134,7 +127,8 @@ class Scheduler:
             response = self._next_for(slot // per_shard)
             context, key = response.context, self.turns.key_of(response) if self.turns else response.key
             max_new_tokens = response.request.max_tokens - len(response.ids)
-            if not self.cache.allocate(slot, _prompt_key(response), len(context), max_new_tokens, response):
+            needed = {"num_context": len(context), "max_new_tokens": max_new_tokens}
+            if not self.cache.allocate(slot, _prompt_key(response), **needed, conversation=response):
                 continue  # another shard may have free slots
             self.waiting.remove(response)
             self.running[slot] = response
@@ -191,7 +185,6 @@ class Scheduler:
             for row, (slot, ids) in enumerate(members, shard * num_rows // len(batch)):
                 slots[row], lengths[row], tokens[row, : len(ids)] = slot, len(ids), ids
         routes = self.cache.extend(self.weights, slots, tokens, lengths)
-        jax.block_until_ready(self.cache.cache)
         if routes is not None:
             for slot, row, n in zip(slots, np.asarray(routes), lengths, strict=True):
                 if slot >= 0:
@@ -285,7 +278,7 @@ class Scheduler:
         params, stop = make_params(sampling), make_stop_conditions(self.stop_ids, steps, min_active)
         options = {"filters": filters_of(sampling)}
         if self.shapes.has_drafts(num_slots) and self.drafts.use():
-            texts = self.drafts.texts(self.running, self.cache.table_width * self.programs.page_size)
+            texts = self.drafts.texts(self.running, self.cache.layout.table_width * self.programs.page_size)
             options |= {"texts": texts, "num_drafts": self.shapes.draft_tokens}
         chunk = self.cache.decode(self.weights, self.slots, uniform, params, stop, **options)
         chunk = ChunkOutput(*jax.device_get(chunk))
@@ -320,10 +313,10 @@ class Scheduler:
                 self.running[s] = None
                 if stopped and self.turns:
                     read = len(response.request.prompt_ids) + len(response.ids)
-                    self.cache.keep(s, response, min(int(slots.positions[s]), read))
+                    self.cache.finish(s, response, min(int(slots.positions[s]), read))
                     self.turns.send(response)
                 else:
-                    self.cache.free(s)
+                    self.cache.finish(s)
 
     def _remaining(self) -> int:
         """Return the largest number of tokens that an active slot may still generate."""

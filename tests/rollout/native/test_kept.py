@@ -10,8 +10,8 @@ from test_schedule import FakePrograms
 
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.native import kept
+from jaxrl_llm.rollout.native.cache import CacheManager
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.native.kept import KeptTurnsManager
 from jaxrl_llm.rollout.native.shapes import ProgramShapes
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
@@ -92,24 +92,28 @@ def test_pages_of_turns_by_hand():
     """Pages of 4 tokens, of which there are 5; two slots, then conversation b needs a's pages."""
     programs = FakePrograms(kept_page_size=4)
     shapes = ProgramShapes(8, 8, (2,), (16,), ((8, (1,)),), num_pages=6)
-    cache = KeptTurnsManager(programs, shapes)
-    assert cache.allocate(0, b"", 4, 12, "a") and cache.allocate(1, b"", 4, 12, "b")
-    assert [cache.num_kept(slot) for slot in (0, 1)] == [0, 0] and len(cache.pools[0].free_pages) == 5
-    cache.starts = np.array([3, 3], np.int32)
-    cache.keep(0, "a", 6)  # both pages are written: 0 to 3, 4 to 7, relative to position 3
-    assert cache.kept[0]["a"] == ([1, 2], 6) and cache.copies == [[(0, 1, -3), (0, 2, 1)]]
-    assert cache.allocate(0, b"", 10, 6, "a")  # 9 tokens to be read take a third page
-    assert (
-        cache.slots[0].pages == [1, 2, 3]
-        and cache.num_kept(0) == 6
-        and cache.unread.tolist() == [True, False]
+    cache = CacheManager(programs, shapes, conversations=True)
+    pages, turns = cache.pages, cache.turns
+    allocate = lambda slot, name, context, new: cache.allocate(
+        slot, b"", num_context=context, max_new_tokens=new, conversation=name
     )
-    cache.copies[0].clear()
-    cache.starts = np.array([9, 9], np.int32)
-    cache.keep(0, "a", 12)  # the first 9 are in the pages: the last page alone is written
-    assert cache.copies == [[(0, 3, -1)]]
-    cache.keep(1, "b", 10)  # three pages, and two are free
-    assert list(cache.kept[0]) == ["b"] and len(cache.kept[0]["b"].pages) == 3
-    assert cache.allocate(0, b"", 13, 3, "a") and cache.num_kept(0) == 0
+    assert allocate(0, "a", 4, 12) and allocate(1, "b", 4, 12)
+    assert [cache.num_kept(slot) for slot in (0, 1)] == [0, 0] and len(pages.pools[0].free_pages) == 5
+    turns.starts = np.array([3, 3], np.int32)
+    cache.finish(0, "a", 6)  # both pages are written: 0 to 3, 4 to 7, relative to position 3
+    assert pages.kept[0]["a"] == ([1, 2], 6) and turns.copies == [[(0, 1, -3), (0, 2, 1)]]
+    assert allocate(0, "a", 10, 6)  # 9 tokens to be read take a third page
+    assert (
+        pages.slots[0].pages == [1, 2, 3]
+        and cache.num_kept(0) == 6
+        and turns.unread.tolist() == [True, False]
+    )
+    turns.copies[0].clear()
+    turns.starts = np.array([9, 9], np.int32)
+    cache.finish(0, "a", 12)  # the first 9 are in the pages: the last page alone is written
+    assert turns.copies == [[(0, 3, -1)]]
+    cache.finish(1, "b", 10)  # three pages, and two are free
+    assert list(pages.kept[0]) == ["b"] and len(pages.kept[0]["b"].pages) == 3
+    assert allocate(0, "a", 13, 3) and cache.num_kept(0) == 0
     cache.drop("b")
-    assert sorted(cache.pools[0].free_pages) == [1, 2, 3, 4, 5]
+    assert sorted(pages.pools[0].free_pages) == [1, 2, 3, 4, 5]

@@ -26,7 +26,7 @@ from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import Reply
 from jaxrl_llm.rollout.native import paged_cache, shapes
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.native.paged_cache import PagedCacheManager, check_pages
+from jaxrl_llm.rollout.native.paged_cache import PagedLayout, check_pages
 from jaxrl_llm.rollout.native.programs import PrefillBatch
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import Episode
@@ -185,7 +185,7 @@ class FakePrograms(SimpleNamespace):
 
 def test_prompts_share_pages_and_the_last_one_is_copied():
     programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[])
-    cache = PagedCacheManager(programs, num_slots=3, num_pages=12, lengths=(32,))
+    cache = PagedLayout(programs, num_slots=3, num_pages=12, lengths=(32,))
     # 10 tokens to read, the last by decode: two full pages and one of a token. 6 more: 15 in the cache.
     assert cache.allocate(0, b"a", 10, 6) and cache.allocate(1, b"a", 10, 6)
     assert cache.slots[0].pages == [1, 2, 4] and cache.slots[1].pages == [1, 2, 5]
@@ -208,7 +208,7 @@ def test_prompts_share_pages_and_the_last_one_is_copied():
 def test_only_full_pages_of_a_prompt_are_shared(num_context, shared):
     """The last token of the context is written by decoding: its page must belong to one slot."""
     programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[])
-    cache = PagedCacheManager(programs, num_slots=2, num_pages=12, lengths=(32,))
+    cache = PagedLayout(programs, num_slots=2, num_pages=12, lengths=(32,))
     assert cache.allocate(0, b"a", num_context, 6) and cache.allocate(1, b"a", num_context, 6)
     assert len({*cache.slots[0].pages} & {*cache.slots[1].pages}) == shared == (num_context - 1) // 4
 
@@ -218,7 +218,7 @@ def test_copies_of_two_shards_in_calls_of_two_each(monkeypatch):
     monkeypatch.setattr(shapes, "MAX_COPIES", 2)
     programs = FakePrograms(num_shards=2, page_size=4, chunk=8, copied=[], calls=[])
     programs.copy_pages = lambda cache, *copies: programs.calls.append(np.stack(copies).tolist())
-    cache = PagedCacheManager(programs, num_slots=6, num_pages=12, lengths=(32,))
+    cache = PagedLayout(programs, num_slots=6, num_pages=12, lengths=(32,))
     for slot in (0, 1, 2, 4):
         assert cache.allocate(slot, b"a", 6, 2)
     batch = PrefillBatch(((np.zeros((1, 1, 1, 8)),), None), {b"a": 0}, np.array([5]))
@@ -233,7 +233,7 @@ def test_copies_of_two_shards_in_calls_of_two_each(monkeypatch):
 def test_kept_pages_by_hand():
     """Of three turns that have ended, those that no response needs stay, the latest longest."""
     programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[])
-    cache = PagedCacheManager(programs, num_slots=3, num_pages=12, lengths=(32,))
+    cache = PagedLayout(programs, num_slots=3, num_pages=12, lengths=(32,))
     for slot, name in enumerate("abc"):  # 8 tokens in the cache after the turn
         assert cache.allocate(slot, name.encode(), 1, 8)
         state = SimpleNamespace(
@@ -262,7 +262,7 @@ def test_kept_pages_by_hand():
 
 def test_pages_for_a_chunk_are_those_it_can_fill():
     programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[])
-    cache = PagedCacheManager(programs, num_slots=2, num_pages=12, lengths=(16, 32))
+    cache = PagedLayout(programs, num_slots=2, num_pages=12, lengths=(16, 32))
     cache.allocate(0, b"a", 5, 20)
     cache.allocate(1, b"b", 1, 2)
     state = SimpleNamespace(
@@ -270,7 +270,7 @@ def test_pages_for_a_chunk_are_those_it_can_fill():
     )
     cache.reserve(state, 8)
     assert [len(own.pages) for own in cache.slots] == [3, 1]  # 12 tokens; 2 tokens
-    assert cache._table().tolist() == [[*cache.slots[0].pages, 0], [*cache.slots[1].pages, 0, 0, 0]]
+    assert cache.table().tolist() == [[*cache.slots[0].pages, 0], [*cache.slots[1].pages, 0, 0, 0]]
 
 
 def test_pages_leave_room_for_what_the_trainer_will_hold(monkeypatch):

@@ -6,9 +6,9 @@ import pytest
 from small_engine import KEY, assert_same, base, engine, new_engine, params, requests
 
 from jaxrl_llm.models import decode
+from jaxrl_llm.models.cache_copies import roll
 from jaxrl_llm.models.decode import RingCache
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.native.programs import roll
 
 
 def test_a_stack_of_layers_generates_what_separate_layers_do(monkeypatch):
