@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.rows import Example, Message
 from jaxrl_llm.data.template import set_template
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.command import working
+from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.host.signals import interrupts_call
 from jaxrl_llm.host.start import open_compilation_cache
@@ -23,13 +26,16 @@ from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.keys import type_hints, type_words
 from jaxrl_llm.recipe.values import parse_value
+from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.partial import new_responses
-from jaxrl_llm.thoughts import as_message
-from jaxrl_llm.tools.chat_model import CONTROLS, TextStream, chat_mesh, conversation_engine
+from jaxrl_llm.sharding.config import MeshConfig
+from jaxrl_llm.sharding.placement import make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.thoughts import as_message, readable
 from jaxrl_llm.tools.config import ChatArguments
-from jaxrl_llm.tools.models import open_model, pick_dtype
+from jaxrl_llm.tools.models import StoredModel, open_model, pick_dtype
 from jaxrl_llm.tools.output import print_progress
 from jaxrl_llm.user_file import did_you_mean, expand_home
 
@@ -47,6 +53,12 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next; \"\"\" beg
 several lines; // begins a message with a slash."""
 PATIENCE = 8.0  # seconds within an answer before a line says that the next tokens are computed
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
+TOKENS_A_CALL = 4
+"""Tokens decoded per device call, after which they are shown."""
+INCOMPLETE = "\ufffd"
+"""Decoded in place of a character of which some bytes are not generated yet."""
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Control characters, which could change the terminal -> printed text."""
 
 
 def open_session(args: ChatArguments) -> Session:
@@ -330,3 +342,39 @@ def _whole_message(read: Callable[[str], str]) -> str:
     while line.endswith("\\"):
         line = f"{line[:-1]}\n{read('  ')}"
     return line
+
+
+def chat_mesh(config: MeshConfig) -> Mesh:
+    """Return the mesh over as many devices as its sizes need; over all devices if a size is -1."""
+    sizes = config.sizes.values()
+    devices = open_devices()
+    return make_mesh(config, devices if -1 in sizes else devices[: math.prod(sizes)])
+
+
+def conversation_engine(
+    model: StoredModel, tokenizer: Any, *, mesh: Mesh, dtype: str, context: int, max_tokens: int
+) -> NativeEngine:
+    """Return an engine for one answer at a time, with the shapes of the longest conversation.
+
+    So it has few programs, one per rung of each ladder, and a turn compiles at most the next rung.
+    """
+    rollout = RolloutConfig(slots=1, chunk=TOKENS_A_CALL, dtype=dtype)
+    engine = NativeEngine(rollout, model.config, mesh, tokenizer, model.end_ids)
+    engine.set_lengths(context, max_tokens, turns=True)
+    engine.publish(model.load(mesh, TRAIN, dtype), version=0)
+    return engine
+
+
+class TextStream:
+    """Text of tokens as they come, written once it cannot change: whole characters of UTF-8."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], Any], end_ids: Sequence[int] = ()):
+        self.tokenizer, self.write, self.end_ids, self.shown = tokenizer, write, end_ids, ""
+
+    def update(self, ids: Sequence[int], final: bool = False) -> None:
+        """Write the new part of the text of all tokens so far; `final` = no more tokens will come."""
+        text = readable(text_of(self.tokenizer, ids, self.end_ids))
+        text = text if final else text.rstrip(INCOMPLETE)
+        if text.startswith(self.shown):
+            self.write(text[len(self.shown) :].translate(CONTROLS))
+            self.shown = text

@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxrl_llm.data.chat import encode_conversation
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.messages import message_text
+from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import RESPONSE_KEYS, Example, RowError, check_row, check_text, first_column
 from jaxrl_llm.errors import UserError
@@ -26,8 +29,8 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import can_share_prefixes, check_kernels_setting
 from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.structs import Params
 from jaxrl_llm.tools.config import ScoreArguments
-from jaxrl_llm.tools.logprobs import Sequences, logprobs_of
 from jaxrl_llm.tools.models import StoredModel, open_model, pick_dtype
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of, with_date
 from jaxrl_llm.tools.response_rewards import ResponseRewarder, encode_response
@@ -282,3 +285,40 @@ def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:
         raise UserError(
             f"{where}: {len(ids)} tokens exceed the model's {config.max_position} positions; shorten the row"
         )
+
+
+class Sequences(NamedTuple):
+    """Sequences of token ids that all begin with the same `shared` ones; 0 = read each by itself."""
+
+    tokens: list[list[int]]
+    shared: int = 0
+
+
+def logprobs_of(
+    scorer: BucketedScorer, params: Params, groups: Sequence[Sequences]
+) -> list[list[np.ndarray]]:
+    """Return the log-prob of each token after the first, nats, of each sequence of each group."""
+    splits = lambda group: scorer.config.share_prefixes and len(group.tokens) > 1 and group.shared > 1
+    groups = [group if splits(group) else group._replace(shared=0) for group in groups]
+    items = [_items(group, i) for i, group in enumerate(groups)]
+    scores = iter(scorer.start(params, [item for group in items for item in group])())
+    found = [[next(scores)["logprobs"][1:] for _ in group] for group in items]
+    return [_joined(group, each) for group, each in zip(groups, found, strict=True)]
+
+
+def _items(group: Sequences, prompt: int) -> list[PackItem]:
+    """Return the items to pack: the prompt, if it is shared, and each sequence, its response in the mask."""
+    prompts = [group.tokens[0][: group.shared]] if group.shared else []
+    starts = [0] * len(prompts) + [group.shared] * len(group.tokens)
+    return [
+        PackItem(np.array(ids, np.int32), (np.arange(len(ids)) >= start).astype(np.float32), prompt=prompt)
+        for ids, start in zip([*prompts, *group.tokens], starts, strict=True)
+    ]
+
+
+def _joined(group: Sequences, scores: list[np.ndarray]) -> list[np.ndarray]:
+    """Return the log-probs of whole sequences; scores of the prompt come first, if it is shared."""
+    if not group.shared:
+        return scores
+    prompt, *responses = scores
+    return [np.concatenate([prompt, response[group.shared - 1 :]]) for response in responses]

@@ -23,7 +23,7 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools import chat_session
-from jaxrl_llm.tools.chat_model import TextStream, chat_mesh, conversation_engine
+from jaxrl_llm.tools.chat_session import TextStream, chat_mesh, conversation_engine
 from jaxrl_llm.tools.config import ChatArguments, GenerateConfig
 from jaxrl_llm.tools.generation import Generator
 from jaxrl_llm.tools.models import open_model

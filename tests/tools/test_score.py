@@ -15,7 +15,7 @@ from jaxrl_llm.learn.scoring import BucketedScorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.tools import score
-from jaxrl_llm.tools.logprobs import Sequences, logprobs_of
+from jaxrl_llm.tools.scoring import Sequences, logprobs_of
 
 CONFIG = models.TransformerConfig(
     vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
