@@ -388,8 +388,8 @@ def test_another_algorithm_needs_another_run_directory():
     with pytest.raises(UserError) as error:
         check_resume(old, new, 5)
     assert str(error.value) == (
-        "runs/tiny/ holds a run of grpo, and this one is of rloo: another algorithm needs a run directory of "
-        "its own. Add --run_dir runs/tiny_rloo."
+        "runs/tiny/ holds a run of grpo, and this one is of rloo: another algorithm needs another "
+        "run directory. Add --run_dir runs/tiny_rloo."
     )
     mine = {"algo": {"name": "/a/my_algo.py"}}
     assert check_resume(mine, {"algo": {"name": "/b/my_algo.py"}}, 5) == [

@@ -256,8 +256,8 @@ def test_of_a_completion_of_several_messages_the_prompt_is_not_learned():
             assistant("a", train_detail=[]),
             r"messages\[1\].train_detail is unknown, .* weight 0 is left out",
         ),
-        (assistant("a", masked=True), r"messages\[1\].masked is not known"),
-        (user("a") | {"train": True}, r"messages\[1\].train is True, but what the role user says is never"),
+        (assistant("a", masked=True), r"messages\[1\].masked is unknown"),
+        (user("a") | {"train": True}, r"messages\[1\].train is True, but text of the role user is never"),
     ],
 )
 def test_words_about_learning_that_cannot_be_followed_are_refused(message, reason):

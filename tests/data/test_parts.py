@@ -254,7 +254,7 @@ def test_a_system_prompt_beside_text_and_two_of_them():
     for row in (own | {"system": "T"}, {"question": "q", "system": "S", "system_prompt": "T"}):
         with pytest.raises(RowError, match="two system prompts"):
             read(row)
-    with pytest.raises(RowError, match="the column system is not in text"):
+    with pytest.raises(RowError, match="the column system is not part of text"):
         read({"text": "abc", "system": "S"})
 
 

@@ -144,7 +144,7 @@ def test_chats_that_tables_keep_as_json_text():
 
 @pytest.mark.parametrize("key", ["loss_mask", "train", "weights"])
 def test_a_column_of_masks_beside_a_chat_is_refused(key):
-    with pytest.raises(RowError, match=f"^f:1: the column {key} would be left out: give each message its"):
+    with pytest.raises(RowError, match=f"^f:1: the column {key} would be left out: give each message a"):
         read({"messages": [U, A], key: [0, 1]})
     assert read({"messages": [U, A], key: 1.0})
 

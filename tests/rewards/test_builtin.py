@@ -475,7 +475,7 @@ def test_auto_picks_the_reward_by_the_source(source, columns, reward):
 
 def test_auto_with_an_unknown_source_says_what_to_set():
     with pytest.raises(
-        RewardLoadError, match=r'data source "poems".*Set --reward.name to one of exact.*or to none where'
+        RewardLoadError, match=r'data source "poems".*Set --reward.name to one of exact.*or to none if'
     ):
         resolve_reward("auto", "poems", {})
 

@@ -47,7 +47,7 @@ def write(tmp_path):
         ("def reward(s): return s.respons", "", r"tried .4.*'respons'.*: sample.response, sample"),
         ("def reward(s): return s['answer']", "", r"tried .4.*not subscriptable.*Fields of a sample"),
         ("def reward(s):\n    import nothing_here", "", r"tried .4.*No module named 'nothing_here'"),
-        ("def f(completions, levels): ...", ":f", r"levels, which is no column.*Did you mean level\?"),
+        ("def f(completions, levels): ...", ":f", r"levels, but the row has only.*Did you mean level\?"),
         ("def reward(s): return s.response == s.answer", "", "returned a bool"),
         ("def reward(s): pass", "", "returned NoneType"),
         ("def reward(s): return float('nan')", "", "tried .4.*InvalidScoreError: returned nan"),
@@ -133,7 +133,7 @@ def test_none_is_chosen_only_where_no_verifier_is_required():
     assert choose_reward(RewardConfig(), poems, required=False).name == "none"
     assert choose_reward(RewardConfig(), [RewardSample("", source="gsm8k")], required=False).name == "auto"
     assert choose_reward(RewardConfig(name="exact"), poems, required=False).name == "exact"
-    with pytest.raises(RewardLoadError, match="or to none where"):
+    with pytest.raises(RewardLoadError, match="or to none if"):
         choose_reward(RewardConfig(), poems, required=True)
 
 

@@ -148,7 +148,7 @@ def test_a_key_may_be_named_by_its_variable(serve, monkeypatch):
         assert [result.score for result in pool.score(SAMPLES)] == [1.0, 1.0]
     assert asked[0][2] == "/score?api_key=hunter%202%26"
     monkeypatch.delenv("JUDGE_KEY")
-    with RewardPool(config) as pool, pytest.raises(RewardLoadError, match="JUDGE_KEY is not set where"):
+    with RewardPool(config) as pool, pytest.raises(RewardLoadError, match="JUDGE_KEY is not set in"):
         pool.check(SAMPLES)
 
 

@@ -136,7 +136,7 @@ def test_models_that_cannot_be_used_are_refused(runs, tmp_path):
         open_model(str(runs / "base"), ModelChoice(step=3))
     with pytest.raises(UserError, match=r"no checkpoint of step 3; there are \[1, 2\]"):
         open_model(str(runs / "run"), ModelChoice(step=3))
-    with pytest.raises(UserError, match=r"--adapter .*: the run has adapters of its own"):
+    with pytest.raises(UserError, match=r"--adapter .*: the run already has adapters"):
         open_model(str(runs / "run"), ModelChoice(adapter=str(runs / "adapter")))
     rewards = ["--reward.name", "exact", "--data", str(tmp_path / "d"), "--out", str(tmp_path / "o")]
     for flag in (["--step", "1"], ["--adapter", "a"]):
