@@ -50,7 +50,7 @@ def test_small_gradients_are_flushed_to_zero_without_a_scale_and_kept_with_it():
         optax.tree.norm(jax.tree.map(jnp.subtract, grads, exact)) / optax.tree.norm(exact)
     )
     zeros = lambda grads: np.mean([float((w == 0).mean()) for w in jax.tree.leaves(grads.layers)])
-    assert (zeros(exact), zeros(plain)) == (0, 1) and error(plain) > 0.99
+    assert (zeros(exact), zeros(plain)) == (0, 1) and error(plain) > 0.9  # the head's gradient is float32
     assert zeros(scaled) < 0.05 and error(scaled) < 0.003
 
 
