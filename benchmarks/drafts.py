@@ -60,7 +60,7 @@ def make_engines(path: str, slots: int) -> dict[str, NativeEngine]:
 
 
 def measure_prompt(
-    engines: dict[str, NativeEngine], prompt: str, tokens: int, sampling: SamplingConfig, repetitions: int
+    engines: dict[str, NativeEngine], prompt: str, tokens: int, sampling: SamplingConfig, *, repetitions: int
 ) -> dict[str, Any]:
     """Return milliseconds a token, speedups over the ring and acceptance of all modes."""
     tokenizer = engines["ring"].tokenizer
@@ -119,7 +119,7 @@ def main() -> None:
     engines = make_engines(options.model, options.responses)
     for name, prompt in PROMPTS.items():
         sampling = SamplingConfig(temperature=options.temperature)
-        result = measure_prompt(engines, prompt, options.tokens, sampling, options.repetitions)
+        result = measure_prompt(engines, prompt, options.tokens, sampling, repetitions=options.repetitions)
         report["prompts"][name] = result
         for mode in MODES:
             parts = ", ".join(f"{key} {value:.2f}" for key, value in result[mode].items())

@@ -191,7 +191,7 @@ def measure_run(steps: int) -> dict[str, Any]:
 def make_parts(small: bool) -> dict[str, Callable[[], Any]]:
     """Return what is measured: name -> function that returns its results."""
     model, repeat, seconds = (TINY, 2, 0.1) if small else (QWEN, 5, 0.3)
-    shape = Shape(1, 256, 4, 2, 64, "float32") if small else Shape()
+    shape = Shape(1, 256, 4, 2, head_dim=64, dtype="float32") if small else Shape()
     head = (256, 64, 512) if small else (16_384, 4096, 131_072)
     experts = (256, 4, 64, 64) if small else QWEN_EXPERTS
     decoded = {"slots": 4, "context": 60, "repeat": 2} if small else {"repeat": repeat}
@@ -274,8 +274,8 @@ def compile_for(kind: str) -> dict[str, Any]:
         mesh, jax.grad(product, (0, 1)), bf16(rows, depth), bf16(groups, depth, columns), sizes
     )
     for name, config in {
-        "update": gpu_recipe(QWEN, 16_384, 512, 512, 256),
-        "rollout": gpu_recipe(QWEN, 16_384, 512, 128, 256),
+        "update": gpu_recipe(QWEN, 16_384, 512, 512, slots=256),
+        "rollout": gpu_recipe(QWEN, 16_384, 512, 128, slots=256),
     }.items():
         plan = make_plan(config, target, only=name)
         results[name] = {"fits": plan.fits, "peak_GiB": plan.peak.peak / 2**30}

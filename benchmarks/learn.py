@@ -200,7 +200,7 @@ def write_trl_spec(job: Job, words: list[str]) -> None:
     tokenizer = load_tokenizer(folder, read_config(folder))
 
     def loader(split: str) -> Loader:
-        return Loader(config.data, tokenizer, config.seed, config.max_prompt_tokens, split)
+        return Loader(config.data, tokenizer, config.seed, config.max_prompt_tokens, split=split)
 
     def rows(prompts) -> list[dict[str, str]]:
         texts = tokenizer.batch_decode([prompt.ids for prompt in prompts])

@@ -108,7 +108,7 @@ def run_case(case: str, model: str) -> dict:
     params = load_params(folder, config, models.shardings(config, mesh, TRAIN), jnp.float32)
     tokenizer = load_tokenizer(folder, config)
     rollout = RolloutConfig(slots=PROMPTS * RESPONSES, cache="paged", **CASES[case])
-    engine = NativeEngine(rollout, config, mesh, tokenizer, generation_end_ids(folder))
+    engine = NativeEngine(rollout, config, mesh, tokenizer, eos_ids=generation_end_ids(folder))
     with fp8_inputs() if "activations" in case else contextlib.nullcontext():
         engine.publish(AS_SERVED(params) if "weights" in case else params, 0)
         made = engine.generate(sums(tokenizer), SamplingConfig(), jax.random.key(0))

@@ -113,10 +113,10 @@ def measure_servers(
         transport,
         sglang.pause,
         MODEL,
-        tolerance_of(DTYPE, None),
-        sequence_scorer(DTYPE, mesh),
-        on_first,
-        launched.wait,
+        tolerance=tolerance_of(DTYPE, None),
+        score=sequence_scorer(DTYPE, mesh),
+        on_first=on_first,
+        wait_for_servers=launched.wait,
     )
     medians = {}
     for name, transport in {"disk": disk, "http": HttpTransport(source), "group": group}.items():
@@ -125,7 +125,15 @@ def measure_servers(
         assert all(push["servers/usable"] == options.servers for push in pushes), pool.describe()
         medians[name] = {key: statistics.median(push[m] for push in pushes) for key, m in SHOWN.items()}
         medians[name]["MB"] = pushes[0]["rollout/publish_bytes"] / 1e6
-    servers = SGLangEngine(rollout, sglang, MODEL, pool, publisher_of(disk), on_first, make_tokenizer())
+    servers = SGLangEngine(
+        rollout,
+        sglang,
+        MODEL,
+        pool,
+        publisher=publisher_of(disk),
+        on_first=on_first,
+        tokenizer=make_tokenizer(),
+    )
     return medians, speeds | {"sglang": tokens_per_second(servers, params, options.repetitions)}
 
 

@@ -344,7 +344,7 @@ touched by it.
 The tasks:
 """,
         TINY,
-        STARTS,
+        starts=STARTS,
     ),
     "real": Suite(
         "real.md",

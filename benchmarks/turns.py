@@ -62,11 +62,21 @@ class TurnsCase:
 
 
 CASES = {
-    "calculator (grpo_tools_tiny)": TurnsCase(TINY, 16, 8, 20, 2, 32, 16, 120),
-    "game (grpo_guess_tiny)": TurnsCase(TINY, 16, 8, 12, 5, 4, 8, 96),
-    "ten turns of 20, observations of 180": TurnsCase(SMALL, 8, 1, 64, 10, 20, 180, 2400),
-    "ten turns of 20, observations of 180, hidden size 256": TurnsCase(WIDE, 4, 1, 64, 10, 20, 180, 2400),
-    "five turns of 64, observations of 16": TurnsCase(SMALL, 4, 2, 64, 5, 64, 16, 800),
+    "calculator (grpo_tools_tiny)": TurnsCase(
+        TINY, 16, 8, 20, turns=2, turn_tokens=32, observation_tokens=16, max_response_tokens=120
+    ),
+    "game (grpo_guess_tiny)": TurnsCase(
+        TINY, 16, 8, 12, turns=5, turn_tokens=4, observation_tokens=8, max_response_tokens=96
+    ),
+    "ten turns of 20, observations of 180": TurnsCase(
+        SMALL, 8, 1, 64, turns=10, turn_tokens=20, observation_tokens=180, max_response_tokens=2400
+    ),
+    "ten turns of 20, observations of 180, hidden size 256": TurnsCase(
+        WIDE, 4, 1, 64, turns=10, turn_tokens=20, observation_tokens=180, max_response_tokens=2400
+    ),
+    "five turns of 64, observations of 16": TurnsCase(
+        SMALL, 4, 2, 64, turns=5, turn_tokens=64, observation_tokens=16, max_response_tokens=800
+    ),
 }
 
 
@@ -78,7 +88,7 @@ class Observations:
     def __init__(self, case: TurnsCase):
         self.case = case
 
-    def reply(self, prompt_index, response_index, conversation, ids, start) -> Future[Reply]:
+    def reply(self, prompt_index, response_index, conversation, ids, *, start) -> Future[Reply]:
         turn, future = (conversation or 0) + 1, Future()
         rng = np.random.default_rng((prompt_index, response_index, turn))
         observation = rng.integers(2, self.case.model.vocab_size, self.case.observation_tokens).tolist()

@@ -33,7 +33,7 @@ def main() -> None:
     flawed = SourceConfig(path="task:arithmetic", options='{"digits": 1, "terms": 3, "noise": 0.5}')
     loader = Loader(DataConfig(train=(flawed,)), tokenizer, seed=0, max_prompt_tokens=16)
     optim = dataclasses.replace(recipe.optim, learning_rate=2e-3, schedule="constant")
-    learner = make_learner(recipe, sft.Config(), optim, WARM + STEPS, model, mesh)
+    learner = make_learner(recipe, sft.Config(), optim, WARM + STEPS, model=model, mesh=mesh)
     engine = NativeEngine(recipe.rollout, model, mesh, tokenizer)
     with contextlib.ExitStack() as closing:
         closing.enter_context(jax.set_mesh(mesh))
@@ -45,7 +45,9 @@ def main() -> None:
         for step in range(STEPS):  # imitate its own correct answers
             engine.publish(state.params, step)
             prompts = loader.batch(step, PROMPTS)
-            tries = generate_responses(engine, prompts, TRIES, 8, SamplingConfig(), jax.random.key(step))
+            tries = generate_responses(
+                engine, prompts, TRIES, 8, sampling=SamplingConfig(), key=jax.random.key(step)
+            )
             verify(rewards, prompts, tries)
             correct = [from_trajectory(t) for t in tries if t.reward == 1.0]
             state, metrics = learner.update(state, [correct])

@@ -158,7 +158,7 @@ def run(
     with interruptible():
         ended = execute(resolved, reward=reward)
     metrics, samples = (jsonl.read_rows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl"))
-    return RunResult(run_dir, ended.step, ended.reason, metrics, samples)
+    return RunResult(run_dir, ended.step, ended.reason, metrics, samples=samples)
 
 
 def with_rows(

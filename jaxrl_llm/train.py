@@ -119,7 +119,9 @@ def run_on_all_processes(
     checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
     state, start = restore(run, checkpoints)
     clock.begin("loggers")
-    log = RunLog(run_dir, config.log, run.total, start or -1, run.devices, config.profiled, clock)
+    log = RunLog(
+        run_dir, config.log, run.total, start or -1, devices=run.devices, profile=config.profiled, clock=clock
+    )
     closing.enter_context(contextlib.closing(log))
     log.config(describe_run(run.config, resolved.recipe, list(argv), pins))
     for line in start_lines(run, start):
@@ -136,7 +138,7 @@ def train(
     run: Run, checkpoints: Checkpointer, log: RunLog, state: TrainState | None, start: int, stop: Stop
 ) -> Ended:
     """Take the steps from `start` to the last, or until a stop is requested."""
-    config, reference = run.config, run.reference()
+    config, reference, limit = run.config, run.reference(), run.config.optim.max_nonfinite
     state = run.initial_state() if state is None else state
     meta = run.checkpoint_meta(state.params)
     evaluate_start(run, state, reference, start, log)
@@ -163,14 +165,14 @@ def train(
         with log.phase("update"):
             state, metrics = stage.update(state, minibatches, step - stage.start)
             metrics = {"kl": None, **experience.metrics, **jax.device_get(metrics)}
-        stop_if_nonfinite(state, experience, config.run_dir, config.optim.max_nonfinite, step + 1, stage.end)
-
         done = step + 1
+        stop_if_nonfinite(state, experience, config.run_dir, limit, done=done, end=stage.end)
+
         if eval_due(run, done):
             with outage:
                 metrics |= evaluate(run, state, reference, done, log)
         log.samples(done, samples_of(run, step, experience))
-        flops = step_flops(stage, experience, minibatches, step - stage.start, frozen)
+        flops = step_flops(stage, experience, minibatches, step - stage.start, reference=frozen)
         log.step(done, metrics, experience.tokens, stage.name, flops)  # before the checkpoint, see RunLog
         with log.phase("checkpoint"):
             run.export(state, done)

@@ -137,7 +137,7 @@ def test_settings_of_the_chat_are_kept_beside_rows(executed, tmp_path):
 
 
 def test_a_stopped_run_says_how_to_get_a_model(tmp_path):
-    stopped = RunResult(tmp_path, 3, "SIGINT", [], [])
+    stopped = RunResult(tmp_path, 3, "SIGINT", [], samples=[])
     with pytest.raises(UserError, match=r"stopped by SIGINT after step 3 .* the same call continues it"):
         _ = stopped.model
 

@@ -32,7 +32,7 @@ def of_update(name, model=MODEL, dtype="float32", **optim):
     """(mesh, program) of an update in several micro-batches."""
     optim = OptimConfig(**optim)
     step = StepConfig(row_tokens=16, rows=2, dtype=dtype)
-    built = Learner(sft.Config(), model, make_optimizer(optim, 10), step, one_device())
+    built = Learner(sft.Config(), model, make_optimizer(optim, 10), step, mesh=one_device())
     return built.mesh, built.update_programs(())[name]
 
 
@@ -40,7 +40,9 @@ def of_rollout(name, **settings):
     """(mesh, program) of the native engine, for prompts and responses of 40 tokens."""
     mesh = one_device()
     engine = NativeEngine(RolloutConfig(slots=2, chunk=8, **settings), MODEL, mesh, make_tokenizer())
-    return mesh, engine.largest_calls(random_params(MODEL), 40, 40, 2, SamplingConfig(), turns=False)[name]
+    return mesh, engine.largest_calls(
+        random_params(MODEL), 40, 40, 2, sampling=SamplingConfig(), turns=False
+    )[name]
 
 
 PAGED = {"cache": "paged", "page": 8}

@@ -82,7 +82,7 @@ def command(tmp_path_factory):
     """The command line of a run on a pretrained folder: `command(run_dir, *more)`."""
     folder = tmp_path_factory.mktemp("lora")
     params = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
-    save_model(params, MODEL, folder / "base", TOKENIZER, "float32")
+    save_model(params, MODEL, folder / "base", TOKENIZER, dtype="float32")
     (folder / "reward.py").write_text(DIGITS)
     given = [*ARGS[:-1], f"{folder / 'reward.py'}:digits", "--model.path", str(folder / "base")]
     return lambda run_dir, *more: [*given, "--run_dir", str(run_dir), *more]
@@ -146,11 +146,11 @@ def test_another_base_is_refused(command, finished, tmp_path, capsys):
     folder = words[words.index("--model.path") + 1]
     other = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(7))
     kept = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
-    save_model(other, MODEL, folder, TOKENIZER, "float32")
+    save_model(other, MODEL, folder, TOKENIZER, dtype="float32")
     try:
         assert main(words) == 2
     finally:
-        save_model(kept, MODEL, folder, TOKENIZER, "float32")
+        save_model(kept, MODEL, folder, TOKENIZER, dtype="float32")
     assert "not the weights that the adapters of" in capsys.readouterr().err
 
 
@@ -159,12 +159,12 @@ def test_the_export_of_another_base_is_refused(command, finished, tmp_path, caps
     arguments = ["--checkpoint", str(finished), "--out", str(tmp_path / "out")]
     kept = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
     other = jax.tree.map(lambda x: x + 0.01, kept)
-    save_model(other, MODEL, folder, TOKENIZER, "float32")
+    save_model(other, MODEL, folder, TOKENIZER, dtype="float32")
     try:
         with pytest.raises(UserError, match="not the weights that the adapters of"):
             export.main(arguments)
     finally:
-        save_model(kept, MODEL, folder, TOKENIZER, "float32")
+        save_model(kept, MODEL, folder, TOKENIZER, dtype="float32")
     assert not (tmp_path / "out").exists()
 
 
@@ -222,7 +222,7 @@ def test_a_run_on_a_quantized_base_continues_bit_for_bit(command, kind, tmp_path
         ),
     ],
 )
-def test_what_adapters_cannot_do(command, finished, more, message, capsys):
+def test_what_adapters_cannot_do(command, finished, more, message, *, capsys):
     assert main(command(finished, "--steps", "4", *more)) == 2
     assert message in capsys.readouterr().err
 

@@ -32,10 +32,10 @@ def test_a_run_ends_after_too_many_skipped_updates_or_if_none_was_applied(state,
     experience, most = Experience([], {}, 0), OptimConfig().max_nonfinite
     assert most == 5
     if not stops:
-        stop_if_nonfinite(state, experience, str(tmp_path), most, done, end=99)
+        stop_if_nonfinite(state, experience, str(tmp_path), most, done=done, end=99)
         return
     with pytest.raises(NonFiniteError, match=f"[35] updates in a row had NaN or Inf .* at step {done}; none"):
-        stop_if_nonfinite(state, experience, str(tmp_path), most, done, end=99)
+        stop_if_nonfinite(state, experience, str(tmp_path), most, done=done, end=99)
 
 
 def test_skipped_updates_are_in_the_line_of_their_step():

@@ -46,7 +46,7 @@ PLACED = [
     ids=["full", "adapters, moments on the host", "models on devices of their own"],
 )
 def test_two_processes_train_as_one(more, placed, tmp_path):
-    check_two_processes([*ARGS, *more], [], placed, 8, tmp_path)
+    check_two_processes([*ARGS, *more], [], placed, 8, tmp_path=tmp_path)
 
 
 ENV = """
@@ -67,11 +67,11 @@ def test_two_processes_give_a_device_each_to_asynchronous_rollout(tmp_path):
     args = [*ARGS, "--mesh.fsdp", "2", "--rollout.mesh.fsdp", "2", "--rollout.max_staleness", "1"]
     args += ["--steps", "3", "--env.name", f"{tmp_path / 'env.py'}:Twice"]
     args += ["--rollout.sampling.stop", *"12345"]
-    check_two_processes(args, IN_ONE, IN_TWO, 6, tmp_path)
+    check_two_processes(args, IN_ONE, IN_TWO, 6, tmp_path=tmp_path)
     assert [row["staleness/max"] for row in untimed_metrics(tmp_path / "two")[1:]] == [0, 1, 1]
 
 
-def check_two_processes(args, of_one, of_two, devices, tmp_path):
+def check_two_processes(args, of_one, of_two, devices, *, tmp_path):
     """Compare the runs of one process and of two with half of its devices each."""
     (tmp_path / "reward.py").write_text(DIGITS)
     args = [*args, "--reward.name", f"{tmp_path / 'reward.py'}:digits"]

@@ -89,7 +89,7 @@ def learner(model: TransformerConfig, rows: dict[str, int]) -> Learner:
         remat="dots",  # as in configs/grpo_tiny.py: on a CPU, keeping less is faster
         max_grad_norm=0.0,
     )
-    return Learner(ALGO, model, optimizer, config, make_mesh(MeshConfig()))
+    return Learner(ALGO, model, optimizer, config, mesh=make_mesh(MeshConfig()))
 
 
 def fresh_state(trainer: Learner):

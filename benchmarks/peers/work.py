@@ -29,11 +29,37 @@ class Work:
         return self.prompts * self.group
 
 
-SMALL = Work(2048, 4, 256, 768, 8, 4, 32, 1_000_000, 1e-6, prompts=4, prompt_tokens=64, new_tokens=128)
+SMALL = Work(
+    2048,
+    4,
+    256,
+    768,
+    heads=8,
+    kv_heads=4,
+    head_dim=32,
+    rope_theta=1_000_000,
+    norm_eps=1e-6,
+    prompts=4,
+    prompt_tokens=64,
+    new_tokens=128,
+)
 """A small Qwen3."""
 LONG = replace(SMALL, prompts=1, prompt_tokens=1024, new_tokens=64)
 """The same model with a long prompt."""
-SMOLLM2 = Work(49152, 30, 576, 1536, 9, 3, 64, 100_000, 1e-5, prompts=8, prompt_tokens=38, new_tokens=11)
+SMOLLM2 = Work(
+    49152,
+    30,
+    576,
+    1536,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    rope_theta=100_000,
+    norm_eps=1e-5,
+    prompts=8,
+    prompt_tokens=38,
+    new_tokens=11,
+)
 """SmolLM2-135M, a Llama, at the lengths of configs/grpo_smollm2.py."""
 RAGGED_MEAN, RAGGED_MAX, RAGGED_SETS = 40, 256, 3
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-5, 0.9, 0.999, 1e-8, 0.1

@@ -112,11 +112,11 @@ def import_recipe(args: ImportArguments) -> ImportedRecipe:
     unused = {key: reason or missing_reason(key) for key, reason in conversion.unused.items()}
     stated = {key for key, result in conversion.results.items() if result.stated}
     footer = _footer([_line(conversion, key, reason) for key, reason in unused.items()])
-    text = recipe_source(built.config, _docstring(args, conversion), origins, stated, footer)
+    text = recipe_source(built.config, _docstring(args, conversion), origins, stated, footer=footer)
     mapped = len(conversion.settings) - len({*unused, *conversion.lost} & set(conversion.settings))
     problems = [line for line in _problems(built.config) if not any(str(path) in line for path in files)]
     report = _report(args, conversion, (mapped, len(unused)), problems)
-    return ImportedRecipe(text, report, mapped, conversion.lost, unused, files)
+    return ImportedRecipe(text, report, mapped, conversion.lost, unused=unused, files=files)
 
 
 def _keys_of(conversion: Conversion, origin: str) -> list[str]:

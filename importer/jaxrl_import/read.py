@@ -145,7 +145,7 @@ def _read_shell(
     if system == "trl" and "num_processes" in settings:  # `trl grpo --num_processes 4` hands it to accelerate
         devices = _devices(arguments, file)
         del settings["num_processes"]
-    return SourceSettings(system, trainer, settings, devices, notes + base_notes)
+    return SourceSettings(system, trainer, settings, devices, notes=notes + base_notes)
 
 
 def _quoted_commands(script: Script, name: str, variables: dict[str, str]) -> Iterator[list[Word]]:
@@ -210,7 +210,7 @@ def _read_yaml(text: str, file: Path, system: str, trainer: str, variables: dict
         (name for name, marks in MARKS.items() if any(key.startswith(marks) for key in settings)), ""
     )
     system, trainer = _checked(file, system, trainer or _trainer_of_yaml(system, settings, file.stem))
-    return SourceSettings(system, trainer, _interpolated(settings, variables), None, [])
+    return SourceSettings(system, trainer, _interpolated(settings, variables), None, notes=[])
 
 
 def _trainer_of_yaml(system: str, settings: Mapping[str, Setting], stem: str) -> str:
@@ -258,7 +258,7 @@ def _load_yaml(text: str, file: Path) -> dict[str, Setting]:
     if _is_larger(values, MAX_KEYS * 10):
         raise UserError(f"{file}: more than {MAX_KEYS * 10} values, so no config. Give the config itself.")
     settings: dict[str, Setting] = {}
-    _flatten(node, values, "", str(file), settings)
+    _flatten(node, values, "", str(file), settings=settings)
     return {
         key: setting
         for key, setting in settings.items()
@@ -276,14 +276,16 @@ def _is_larger(value: Any, limit: int) -> bool:
     return count > limit
 
 
-def _flatten(node: Any, values: dict[Any, Any], prefix: str, name: str, settings: dict[str, Setting]) -> None:
+def _flatten(
+    node: Any, values: dict[Any, Any], prefix: str, name: str, *, settings: dict[str, Setting]
+) -> None:
     if len(settings) > MAX_KEYS:
         raise UserError(f"{name}: more than {MAX_KEYS} keys, so no config. Give the config itself.")
     children = {key.value: child for key, child in node.value}
     for key, value in values.items():
         child = children.get(str(key), node)  # a key that << merges has no node here
         if isinstance(value, dict) and child.id == "mapping" and value and child is not node:
-            _flatten(child, value, f"{prefix}{key}.", name, settings)
+            _flatten(child, value, f"{prefix}{key}.", name, settings=settings)
         else:
             value = None if value == "???" else value
             settings[f"{prefix}{key}"] = Setting(value, f"{name}:{child.start_mark.line + 1}")
@@ -326,8 +328,13 @@ def _referenced(inside: str, key: str, settings: Mapping[str, Setting], variable
 def _read_python_file(
     text: str, file: Path, system: str, trainer: str, variables: dict[str, str]
 ) -> SourceSettings:
+    # Flags of the documented command, then the keys that the file sets.
     found = _documented_command(text, file, variables)
-    flags = {} if found is None else _read_shell(found, file, "trl", trainer or "sft", variables).settings
+    flags = (
+        {}
+        if found is None
+        else _read_shell(found, file, "trl", trainer or "sft", variables=variables).settings
+    )
     given = {f"args.{key}": setting.value for key, setting in flags.items()}
     python = read_python(text, str(file), {**given, **variables})
     if python is None and found is None:
@@ -336,7 +343,7 @@ def _read_python_file(
             "Put the command that starts it into a .sh file."
         )
     if python is None:
-        return _read_shell(found, file, system, trainer, variables)
+        return _read_shell(found, file, system, trainer, variables=variables)
     system, trainer = _checked(file, system or "trl", trainer or python.trainer)
     notes = [f"{file}: {other} is not read" for other in python.others]
     if found is None or not python.from_command:
@@ -345,8 +352,8 @@ def _read_python_file(
                 f"{file} takes settings from its command line, which is not here: TRL's defaults count; "
                 "--define KEY=VALUE sets one"
             )
-        return SourceSettings(system, trainer, python.settings, None, notes)
-    command = _read_shell(found, file, system, trainer, variables)
+        return SourceSettings(system, trainer, python.settings, None, notes=notes)
+    command = _read_shell(found, file, system, trainer, variables=variables)
     return command._replace(settings={**command.settings, **python.settings}, notes=[*notes, *command.notes])
 
 

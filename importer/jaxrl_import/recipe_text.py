@@ -64,7 +64,7 @@ def build_config(algo: str, values: Mapping[str, Any], origins: Mapping[str, str
 
 
 def recipe_source(
-    config: TrainConfig, docstring: str, comments: Mapping[str, str], stated: set[str], footer: list[str]
+    config: TrainConfig, docstring: str, comments: Mapping[str, str], stated: set[str], *, footer: list[str]
 ) -> str:
     """Return the text of a recipe whose get_config() returns this config.
 
@@ -74,7 +74,7 @@ def recipe_source(
         stated: keys that are written though they have their default.
         footer: lines of comments at the end.
     """
-    body = "\n".join(_call(config, "", 8, comments, stated))
+    body = "\n".join(_call(config, "", 8, comments, stated=stated))
     imports = "\n".join(_imports(config))
     text = docstring.replace("\\", "\\\\").replace('"""', "'''").strip()
     notes = "".join(f"\n{line}" for line in footer)
@@ -115,7 +115,7 @@ def _changed(part: Any, prefix: str, stated: set[str]) -> Iterator[tuple[str, An
 
 
 def _call(
-    part: Any, prefix: str, indent: int, comments: Mapping[str, str], stated: set[str]
+    part: Any, prefix: str, indent: int, comments: Mapping[str, str], *, stated: set[str]
 ) -> Iterator[str]:
     """Yield the lines of a constructor's arguments."""
     space = " " * indent
@@ -123,12 +123,12 @@ def _call(
         key = f"{prefix}{name}"
         items = value if isinstance(value, tuple) and value and all(map(is_config, value)) else ()
         if is_config(value):
-            inner = _call(value, f"{key}.", indent + 4, comments, stated)
+            inner = _call(value, f"{key}.", indent + 4, comments, stated=stated)
             yield from _bracketed(f"{space}{name}={_constructor(value)}(", inner)
         elif items:
             yield f"{space}{name}=("
             for i, item in enumerate(items):
-                inner = _call(item, f"{key}.{i}.", indent + 8, comments, stated)
+                inner = _call(item, f"{key}.{i}.", indent + 8, comments, stated=stated)
                 yield from _bracketed(f"{space}    {_constructor(item)}(", inner)
             yield f"{space}),"
         else:

@@ -40,7 +40,7 @@ def load_system(
         }
         for trainer, keys in rows.items()
     }
-    return System(name, title, fields, defaults, rules, aliases)
+    return System(name, title, fields, defaults, rules=rules, aliases=aliases)
 
 
 def _field(row: Mapping[str, Any], readers: Mapping[str, Callable[[Any], Any]]) -> Field:

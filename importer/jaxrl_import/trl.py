@@ -188,7 +188,7 @@ def _common(conv: Conversion, updates: int) -> None:
         ("checkpoint.every", "save_steps", "save_strategy"),
         ("eval.every", "eval_steps", "eval_strategy"),
     ):
-        _interval(conv, ours, every, strategy, updates)
+        _interval(conv, ours, every, strategy, updates=updates)
     put_data(conv)
     if conv.get("use_peft"):
         _lora(conv)
@@ -246,7 +246,7 @@ def _optimizer(conv: Conversion) -> None:
         )
 
 
-def _interval(conv: Conversion, ours: str, every: str, strategy: str, updates: int) -> None:
+def _interval(conv: Conversion, ours: str, every: str, strategy: str, *, updates: int) -> None:
     """Set steps between events, which TRL counts in updates; below 1 they are a ratio of max_steps."""
     interval, when = conv.get(every) or 500, str(conv.get(strategy))
     if interval < 1:

@@ -41,6 +41,7 @@ def accepted(
     rollout_logprobs: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     segments: Int[Array, "B T"],
+    *,
     config: Correction,
 ) -> Bool[Array, "B T"]:
     """Return True for each token that, with its sequence, passes every rule in `config.reject`.
@@ -114,7 +115,7 @@ def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"]
         }
     # Rejection sets weights to 0 by token or by sequence.
     if config.reject:
-        keep = accepted(old_logprobs, inputs.rollout_logprobs, inputs.mask, ids, config)
+        keep = accepted(old_logprobs, inputs.rollout_logprobs, inputs.mask, ids, config=config)
         if config.reject_only == "negative":
             keep |= inputs.advantages >= 0
         weights = jnp.where(keep, weights, 0.0)

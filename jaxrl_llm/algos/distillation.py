@@ -71,7 +71,7 @@ distill = Algorithm(
     the mixture beta teacher + (1 - beta) student. Labels say which of the teachers a row has.""",
     "tokens",
     DistillConfig(),
-    distill_loss,
+    loss=distill_loss,
     requires=lambda c: Requirements(
         teachers=c.teachers, divergence=Divergence(c.beta, c.temperature, c.top_k)
     ),
@@ -146,7 +146,7 @@ gkd = Algorithm(
     `reward_coef` adds the group-relative advantage of a task's reward to the surrogate.""",
     "rollouts",
     GKDConfig(),
-    gkd_loss,
+    loss=gkd_loss,
     requires=gkd_requires,
     advantages=gkd_advantages,
 )

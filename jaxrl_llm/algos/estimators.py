@@ -55,6 +55,7 @@ def gae(
     values: Float[Array, "N R"],
     mask: Float[Array, "N R"],
     gamma: float = 1.0,
+    *,
     lam: float = 1.0,
 ) -> tuple[Float[Array, "N R"], Float[Array, "N R"]]:
     """Return (advantages, returns) by generalized advantage estimation (arXiv 1506.02438, eq. 16).
@@ -153,7 +154,9 @@ def length_weighted(
     """
     weight = group_sum(lengths, group, valid)
     baseline = group_sum(lengths * rewards, group, valid) / jnp.maximum(weight, 1.0)
-    return subtract_baseline(rewards, group, valid, baseline[group], group_moments(rewards, group, valid))
+    return subtract_baseline(
+        rewards, group, valid, baseline[group], moments=group_moments(rewards, group, valid)
+    )
 
 
 def rescaled(
@@ -198,6 +201,7 @@ def decoupled(
     group: Int[Array, "N"],
     valid: Float[Array, "N"],
     weights: tuple[float, ...] = (),
+    *,
     scale: Scale = "std",
 ) -> Float[Array, "N"]:
     """Return the weighted sum of each reward normalised in its group: GDPO (arXiv 2601.05242, eq. 4 and 5).
@@ -269,7 +273,7 @@ def _otb(zero_tail: bool) -> Callable[..., Float[Array, "N R"]]:
             ids = jnp.ones(mask.shape, jnp.int32)
             ratio = importance_weights(r.old_logprobs - r.rollout_logprobs, mask, ids, config.correction)
         return optimal_token_baseline(
-            returns, r.old_logprobs, r.sum_pi_squared, r.group, mask, ratio, zero_tail
+            returns, r.old_logprobs, r.sum_pi_squared, r.group, mask=mask, ratio=ratio, zero_tail=zero_tail
         )
 
     return fn
@@ -284,14 +288,14 @@ PER_RESPONSE: dict[str, Callable[..., Float[Array, "N"]]] = {
     "gpg": _gpg("groups"),
     "gpg_rewards": _gpg("rewards"),
     "passk": _passk,
-    "gdpo": lambda s, r, c: decoupled(r.components, r.group, r.valid, c.component_weights, c.scale),
+    "gdpo": lambda s, r, c: decoupled(r.components, r.group, r.valid, c.component_weights, scale=c.scale),
     "optimal_value": lambda s, r, c: less_optimal_value(s, r.group, r.valid, c.value_beta),
     "reward": lambda s, r, c: jnp.where(r.valid > 0, s, 0.0),
 }
 """Scores [N], rollouts, config -> advantage of each response."""
 
 PER_TOKEN: dict[str, Callable[..., Float[Array, "N R"]]] = {
-    "gae": lambda t, r, c: gae(t, r.values, r.mask * r.valid[:, None], c.gamma, c.lam)[0],
+    "gae": lambda t, r, c: gae(t, r.values, r.mask * r.valid[:, None], c.gamma, lam=c.lam)[0],
     "reinforce_pp": lambda t, r, c: return_to_go(t, r.mask, c.gamma),
     "remax": lambda t, r, c: less_greedy(return_to_go(t, r.mask, c.gamma), r),
     "otb": _otb(False),

@@ -61,7 +61,7 @@ sft = Algorithm(
     2508.05629).""",
     "tokens",
     SFTConfig(),
-    sft_loss,
+    loss=sft_loss,
 )
 
 
@@ -93,7 +93,7 @@ raft = Algorithm(
     loss = -log pi. With `best = None` all correct responses are (ReST-EM); others are left out.""",
     "rollouts",
     RAFTConfig(),
-    nll_loss,
+    loss=nll_loss,
     advantages=raft_advantages,
     select=best_of_group,
 )

@@ -20,7 +20,7 @@ from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 def policy_algorithm(name: str, doc: str, config: PolicyConfig, loss: Callable, **others: Any) -> Algorithm:
     """Return the policy-gradient algorithm with this loss and these defaults."""
     common = dict(requires=requires, advantages=advantages, returns=returns, select=select)
-    return Algorithm(name, doc, "rollouts", config, loss, **common | others)
+    return Algorithm(name, doc, "rollouts", config, loss=loss, **common | others)
 
 
 def requires(config: PolicyConfig) -> Requirements:
@@ -69,7 +69,7 @@ def returns(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
     outcome, dense = shaped_rewards(rollouts, config)
     mask = rollouts.mask * rollouts.valid[:, None]
     rewards = dense + on_last_token(outcome, mask)
-    return gae(rewards, rollouts.values, mask, config.gamma, config.lam)[1]
+    return gae(rewards, rollouts.values, mask, config.gamma, lam=config.lam)[1]
 
 
 def select(rollouts: Rollouts, config: PolicyConfig, rng: np.random.Generator) -> np.ndarray:
@@ -100,6 +100,7 @@ def value_loss(
     old_values: Float[Array, "B T"],
     returns: Float[Array, "B T"],
     clip: float | None,
+    *,
     factor: float = 0.5,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """Return factor max((V - R)^2, (clip(V, old +- clip) - R)^2), and the tokens that the clip bounds."""
@@ -116,7 +117,7 @@ def critic_loss(inputs: LossInputs, config: ValueConfig) -> tuple[Float[Array, "
     Explained variance of the mini-batch is 1 - value_error / (return_square - return^2).
     """
     per_token, clipped = value_loss(
-        inputs.values, inputs.old_values, inputs.returns, config.value_clip, config.factor
+        inputs.values, inputs.old_values, inputs.returns, config.value_clip, factor=config.factor
     )
     metrics = {
         "value": token_mean(inputs.values, inputs),
@@ -135,6 +136,6 @@ value = Algorithm(
     loss = factor max((V - R)^2, (clip(V, old +- clip) - R)^2), R the returns.""",
     "rollouts",
     VALUE,
-    critic_loss,
+    loss=critic_loss,
     requires=lambda config: Requirements(logprobs=False, values=True),
 )

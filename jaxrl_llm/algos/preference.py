@@ -153,7 +153,7 @@ dpo = Algorithm(
     the chosen answer (arXiv 2404.19733, eq. 1).""",
     "pairs",
     DPOConfig(),
-    dpo_loss,
+    loss=dpo_loss,
     requires=lambda config: Requirements(ref_logprobs=True, square_in_loss=config.weighted),
     group_size=2,
 )
@@ -188,7 +188,7 @@ online_dpo = Algorithm(
     DPO.""",
     "rollouts",
     OnlineDPOConfig(),
-    lambda inputs, config: dpo_loss(inputs, config.dpo),
+    loss=lambda inputs, config: dpo_loss(inputs, config.dpo),
     requires=lambda config: dpo.requires(config.dpo),
     advantages=lambda rollouts, config: jnp.zeros_like(rollouts.mask),  # a pair has an order, no size
     select=best_and_worst,
@@ -234,7 +234,7 @@ simpo = Algorithm(
     that mean (AlphaPO, arXiv 2501.03884, eq. 7), which is beta log p in the limit of 0.""",
     "pairs",
     SimPOConfig(),
-    simpo_loss,
+    loss=simpo_loss,
     group_size=2,
 )
 
@@ -277,7 +277,7 @@ cpo = Algorithm(
     The likelihood term is taken over the response alone, as in the paper and TRL 1.16.""",
     "pairs",
     CPOConfig(),
-    cpo_loss,
+    loss=cpo_loss,
     group_size=2,
 )
 
@@ -319,7 +319,7 @@ orpo = Algorithm(
     as in the paper; TRL's includes the prompt's tokens.""",
     "pairs",
     ORPOConfig(),
-    orpo_loss,
+    loss=orpo_loss,
     group_size=2,
 )
 
@@ -388,7 +388,7 @@ kto = Algorithm(
     the mean log ratio of the mini-batch's responses of the other label (`baseline` "other_label").""",
     "labels",
     KTOConfig(),
-    kto_loss,
+    loss=kto_loss,
     requires=lambda config: Requirements(old_logprobs=True, ref_logprobs=True),
     baseline=kto_baseline,
     group_size=2,

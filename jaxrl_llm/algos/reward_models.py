@@ -58,7 +58,7 @@ reward_model = Algorithm(
     log(1 + exp(v(rejected) - v(chosen))), is the same function without the margin.""",
     "pairs",
     RewardModelLossConfig(),
-    reward_model_loss,
+    loss=reward_model_loss,
     requires=lambda config: Requirements(logprobs=False, values=True),
     group_size=2,
 )
@@ -92,7 +92,7 @@ prm = Algorithm(
     of logits. The mask marks what follows each step; labels tell whether the step was right.""",
     "tokens",
     ProcessRewardModelConfig(),
-    prm_loss,
+    loss=prm_loss,
     requires=lambda config: Requirements(logprobs=False, values=True),
     data="steps",
 )

@@ -180,7 +180,7 @@ def prepare_adapter(params: Params, dtype: str, name: str, probe: Probe) -> Adap
         sums = [hashlib.sha256(content).hexdigest() for content in bucket.bytes()]
         options["expected_checksums"] = {t.name: s for t, s in zip(tensors, sums, strict=True)}
         payload = base64.b64encode(pickle_bucket(bucket, as_dict=True))
-    return Adapter(name, payload, options, num_bytes, probe)
+    return Adapter(name, payload, options, num_bytes, probe=probe)
 
 
 class AdapterPublisher:
@@ -225,7 +225,9 @@ class AdapterPublisher:
             if sends_base:
                 receivers = [server for server in self.pool.servers if lacks_base(server)]
                 transport, pause = publisher.transport, publisher.pause
-                self._push = Push(self.pool, transport, pause, self.base, self._check_base, self.problem)
+                self._push = Push(
+                    self.pool, transport, pause, self.base, check=self._check_base, problem=self.problem
+                )
             self._push.start(functools.partial(self._update, adapter), label, receivers)
         base_bytes, gather_seconds = gather_into(self._push, parts)
         metrics = publisher.on_first(

@@ -91,6 +91,7 @@ class Publisher:
         transport: WeightTransport,
         pause: PauseMode,
         model: TransformerConfig,
+        *,
         tolerance: float,
         score: SequenceScorer,
         on_first: Callable[[Callable[[], Any]], Any],
@@ -117,7 +118,7 @@ class Publisher:
         self.on_first(self.wait_for_servers)
         push = None
         if self.pool:
-            push = Push(self.pool, self.transport, self.pause, label, probe.check, self.problem)
+            push = Push(self.pool, self.transport, self.pause, label, check=probe.check, problem=self.problem)
             push.start(push.update, label, self.pool.servers)
         num_bytes, gather_seconds = gather_into(push, self.transport.parts(params, label))
         metrics = self.on_first(
@@ -132,7 +133,7 @@ class Publisher:
             label: of the weights that the server is to hold. adapter: name that its request gives; "" = none.
         """
         expected = self.score(self.served_params(params), self.probe_ids, 1.0)
-        return Probe(self.probe_ids, expected, label, self.tolerance, adapter)
+        return Probe(self.probe_ids, expected, label, self.tolerance, adapter=adapter)
 
 
 def check_finite(params: Params) -> None:
@@ -196,6 +197,7 @@ class Push:
         transport: WeightTransport,
         pause: PauseMode,
         label: str,
+        *,
         check: Callable[[Receiver], Awaitable[Any]],
         problem: Problem = lambda info: "",
     ):

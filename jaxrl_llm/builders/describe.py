@@ -266,12 +266,12 @@ def samples_of(run: Run, step: int, experience: Experience) -> list[dict[str, An
     trainer = "old_logprobs" if stage.policy.config.old_logprobs_source == "recompute" else "logprobs"
     for row, trajectory, item in zip(rows, shown, items, strict=True):
         if log.sample_tokens:
-            row[PER_TOKEN] = per_token(trajectory, item, run.tokenizer, trainer, log.sample_tokens)
+            row[PER_TOKEN] = per_token(trajectory, item, run.tokenizer, trainer, limit=log.sample_tokens)
     return rows
 
 
 def per_token(
-    trajectory: Trajectory, item: PackItem | None, tokenizer: Any, trainer: str, limit: int
+    trajectory: Trajectory, item: PackItem | None, tokenizer: Any, trainer: str, *, limit: int
 ) -> dict[str, Any]:
     """Return arrays over the first `limit` tokens of a response, rounded to 4 digits.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def make_engine(
     model: TransformerConfig,
     meshes: Mapping[str, Mesh],
     tokenizer: Any,
+    *,
     eos_ids: Sequence[int],
     closing: contextlib.ExitStack,
     folder: Path | None = None,
@@ -59,9 +60,22 @@ def make_engine(
         resident: bytes of the trainer's arrays on each device of the rollout.
     """
     if config.rollout.engine == "sglang":
-        return _sglang(config, model, meshes[POLICY], tokenizer, eos_ids, closing, folder)
+        return _sglang(
+            config, model, meshes[POLICY], tokenizer, eos_ids=eos_ids, closing=closing, stored=folder
+        )
+    # The native engine: on a thread of its own where responses may be older than a step.
     mesh, strict, routes = meshes[ROLLOUT_ENGINE], config.strict, config.routing.replay == "rollout"
-    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, strict, resident, routes)
+    engine = NativeEngine(
+        config.rollout,
+        model,
+        mesh,
+        tokenizer,
+        eos_ids=eos_ids,
+        share=share,
+        strict=strict,
+        resident=resident,
+        routes=routes,
+    )
     longest = config.max_prompt_tokens, config.max_response_tokens
     engine.set_lengths(*longest, turns=config.env.active)
     if config.rollout.max_staleness:
@@ -72,7 +86,7 @@ def make_engine(
     return engine
 
 
-def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, stored) -> SGLangEngine:
+def _sglang(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, stored) -> SGLangEngine:
     model = dataclasses.replace(model, value_head=False)  # servers do not use it
     base = lora.base_config(model)
     rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
@@ -81,8 +95,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
     # The tensors to send, and the way to the servers.
     eight_bits, encode, served_params = sglang.quantization == "fp8", None, lambda params: params
     if eight_bits:
-        encode = fp8.quantized_tensors
-        served_params = functools.partial(fp8.rounded_params, dtype=rollout.dtype)
+        encode, served_params = fp8.quantized_tensors, partial(fp8.rounded_params, dtype=rollout.dtype)
     source = WeightSource(base, rollout.dtype, sglang.bucket_bytes, encode)
     local = rollout.launch > 0
     folder = closing.enter_context(weight_folder(run_dir, sglang.folder, local, source.num_bytes))
@@ -94,10 +107,10 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         processes = None
         if rollout.launch:
             shell = save_description(_with_room(base), folder / "shell", tokenizer, rollout.dtype)
-            processes = ServerProcesses(rollout, sglang, shell, run_dir, flags)
+            processes = ServerProcesses(rollout, sglang, shell, run_dir, flags=flags)
             closing.callback(processes.close)
             wait_until_ready = processes.wait
-        pool = _pool(rollout, sglang, processes, closing, problem)
+        pool = _pool(rollout, sglang, processes, closing, problem=problem)
         if isinstance(transport, GroupTransport):
             closing.callback(transport.close)
     # With adapters the base is pushed once, and then adapters alone.
@@ -106,16 +119,26 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         transport,
         sglang.pause,
         model,
-        tolerance_of("fp8" if eight_bits else rollout.dtype, sglang.probe_tolerance),
-        sequence_scorer(rollout.dtype, mesh),
-        on_first,
-        wait_until_ready,
-        problem,
-        served_params,
+        tolerance=tolerance_of("fp8" if eight_bits else rollout.dtype, sglang.probe_tolerance),
+        score=sequence_scorer(rollout.dtype, mesh),
+        on_first=on_first,
+        wait_for_servers=wait_until_ready,
+        problem=problem,
+        served_params=served_params,
     )
     if model.lora:
         publisher = adapters.AdapterPublisher(publisher, rollout.dtype)
-    return SGLangEngine(rollout, sglang, model, pool, publisher, on_first, tokenizer, eos_ids, routes)
+    return SGLangEngine(
+        rollout,
+        sglang,
+        model,
+        pool,
+        publisher=publisher,
+        on_first=on_first,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        routes=routes,
+    )
 
 
 def _with_room(model: TransformerConfig) -> TransformerConfig:
@@ -137,8 +160,8 @@ def _requirements(
     problems: list[Problem] = []
     if model.lora:
         flags += adapters.lora_flags(model.lora, max_adapter_versions(rollout))
-        check = functools.partial(adapters.server_problem, lora=model.lora)
-        problems.append(functools.partial(check, max_versions=max_adapter_versions(rollout)))
+        check = partial(adapters.server_problem, lora=model.lora)
+        problems.append(partial(check, max_versions=max_adapter_versions(rollout)))
     if routes:
         flags.append(ROUTES_FLAG)
         problems.append(routes_problem)
@@ -158,6 +181,7 @@ def _pool(
     sglang: SGLangConfig,
     processes: ServerProcesses | None,
     closing: contextlib.ExitStack,
+    *,
     problem: Problem,
 ) -> ServerPool:
     """Return the pool of running or starting servers, with its health checks; see `check_reachable`."""
@@ -166,7 +190,9 @@ def _pool(
     if urls[0].startswith("@"):
         members = ServerList(Path(urls[0][1:]))
         urls = members()
-    pool = ServerPool(urls, sglang.timeout, sglang.retries, rollout.slots, sglang.patience, sglang.router)
+    pool = ServerPool(
+        urls, sglang.timeout, sglang.retries, rollout.slots, patience=sglang.patience, router=sglang.router
+    )
     closing.callback(pool.close)
     if not processes and not members:
         pool.check_reachable(problem)

@@ -78,6 +78,7 @@ def make_evaluators(
     held_out: Loader | None,
     stage: Stage,
     engine: Engine | None,
+    *,
     rewarder: Rewarder | None,
     env: Conversations | None,
     judge: RewardPool | None,
@@ -154,7 +155,7 @@ def make_win_rate(
     }
     if compare is None:
         settings["reward"] = score_settings(config.reward)
-    return WinRate(Path(config.run_dir) / START_FILE, start, settings, config.data.chat, compare)
+    return WinRate(Path(config.run_dir) / START_FILE, start, settings, config.data.chat, judge=compare)
 
 
 def score_settings(reward: RewardConfig) -> list[Any]:

@@ -75,7 +75,7 @@ def export_models(config: TrainConfig, tokenizer: Any, state: TrainState, folder
     if (averages := averaged_weights(state.opt_state)) is not None:
         averages = jax.tree.map(lambda e: jax.device_put(e, on_device(e.sharding)), averages)
         frozen = lora.split_params(state.params)[1]
-        _export(config, tokenizer, lora.join_params(averages, frozen), folder, EMA)
+        _export(config, tokenizer, lora.join_params(averages, frozen), folder, suffix=EMA)
 
 
 def export_step(config: TrainConfig, tokenizer: Any, state: TrainState, step: int) -> None:
@@ -98,7 +98,7 @@ def export_step(config: TrainConfig, tokenizer: Any, state: TrainState, step: in
     on_first(lambda: _prune(folder, config.checkpoint.hf_keep))
 
 
-def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, suffix: str = "") -> None:
+def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, *, suffix: str = "") -> None:
     if algos.requirements(config.algo).logprobs:  # other models keep their value head
         params = models.without_value_head(params)
     base = lora.base_config(params.config)
@@ -134,7 +134,9 @@ def push_run(run_dir: Path, hub: HubConfig) -> None:
     folder = run_dir / "hf"
     try:
         address = on_first(
-            lambda: push_folder(folder, hub.push, hub.private, model_card(run_dir, hub.push), "Trained model")
+            lambda: push_folder(
+                folder, hub.push, hub.private, model_card(run_dir, hub.push), message="Trained model"
+            )
         )
     except (UserError, RunError) as error:
         words = ["python -m jaxrl_llm export --checkpoint", shlex.quote(str(run_dir)), "--out FOLDER"]

@@ -84,9 +84,9 @@ def make_stages(
     mesh = meshes[POLICY]
     updates = config.steps * config.updates_per_step
     requires, warm = algos.requirements(config.algo), config.warm_start
-    critic = make_critic(config, model, meshes[CRITIC], updates, stored) if requires.critic else {}
+    critic = make_critic(config, model, meshes[CRITIC], updates, stored=stored) if requires.critic else {}
     updates -= min(critic.get("critic_warmup", 0), config.steps) * config.updates_per_step
-    policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
+    policy = make_learner(config, config.algo, config.optim, updates, model=model, mesh=mesh)
     settings = {"steps": config.steps, "minibatches": config.minibatches_per_step, **critic}
     settings |= {"whole_prompts": config.minibatches_of == "prompts", "epochs": config.ppo_epochs}
     settings["teachers"] = load_teachers(config, meshes[TEACHER], stored)
@@ -96,7 +96,7 @@ def make_stages(
     if warm.steps:
         constant = {"schedule": "constant", "warmup_steps": 0}
         optim = replace(config.optim, learning_rate=warm.learning_rate, **constant)
-        learner = make_learner(config, algos.sft.Config(), optim, warm.steps, model, mesh)
+        learner = make_learner(config, algos.sft.Config(), optim, warm.steps, model=model, mesh=mesh)
         stages.insert(0, Stage(learner, "warm_start", 0, warm.steps, **critic, updates_critic=False))
     return stages
 
@@ -168,14 +168,14 @@ def has_own_reference(config: TrainConfig, model: TransformerConfig, meshes: Map
 
 
 def make_critic(
-    config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, stored: PretrainedModels
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, *, stored: PretrainedModels
 ) -> dict[str, Any]:
     """Return the fields of a Stage for a critic with its own backbone, mesh and optimizer."""
     critic = config.critic
     base = stored.config(critic.path) if critic.path else base_config(model)
     model = with_lora(config_with_heads(base, critic.loss), config.lora)
     config = replace(config, mesh=config.mesh_of(CRITIC))
-    learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
+    learner = make_learner(config, critic.loss, critic.optim, updates, model=model, mesh=mesh)
 
     def load() -> Params:
         params = load_with_heads(critic.path, frozen_config(model), mesh, stored)
@@ -213,6 +213,7 @@ def make_learner(
     algo: AlgoConfig,
     optim: OptimConfig,
     updates: int,
+    *,
     model: TransformerConfig,
     mesh: Mesh,
 ) -> Learner:
@@ -245,7 +246,7 @@ def make_learner(
             algorithm, requires, config.updates_per_step, config.is_on_policy
         ),
     )
-    return Learner(algo, model, make_optimizer(optim, updates, config.routing.bias_rate), step, mesh)
+    return Learner(algo, model, make_optimizer(optim, updates, config.routing.bias_rate), step, mesh=mesh)
 
 
 def reference_model(

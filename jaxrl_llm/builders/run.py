@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,16 @@ class Run:
         initial = functools.partial(self.initial_params, REFERENCE)
         path, offload = self.config.reference.path, self.config.reference.offload
         pretrained = functools.partial(load_frozen, self.config, path, mesh) if path else None
-        return Reference(run_dir, dtype, initial, abstract, own, offload, pretrained, self.adapter)
+        return Reference(
+            run_dir,
+            dtype,
+            initial,
+            abstract,
+            mesh=own,
+            offload=offload,
+            pretrained=pretrained,
+            adapter=self.adapter,
+        )
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step."""
@@ -219,22 +228,43 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     check_initial_moments(config, stages[0])
     if generates:
         resident = resident_bytes(config, stages[-1], meshes)
-        engine = make_engine(config, model, meshes, tokenizer, ends, closing, folder, resident)
+        engine = make_engine(
+            config, model, meshes, tokenizer, eos_ids=ends, closing=closing, folder=folder, resident=resident
+        )
         rewarder = Rewarder(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))
     if config.rollout.warm_up:
         compile_stages(stages, abstract_reference(config, stages[-1], meshes))
     # The source of experience of each stage, and evaluators.
-    if stages[0] is not stages[-1]:
+    set_sources(config, stages, loaders, engine, rewarder=rewarder, env=env)
+    evaluators = make_evaluators(
+        config, loaders.get("eval"), stages[-1], engine, rewarder=rewarder, env=env, judge=judge
+    )
+    return Run(
+        config, meshes, model, tokenizer,
+        folder=folder, stages=stages, evaluators=evaluators, loaders=loaders, adapter=adapter, env=env,
+    )  # fmt: skip
+
+
+def set_sources(
+    config: TrainConfig,
+    stages: Sequence[Stage],
+    loaders: Mapping[str, Loader],
+    engine: Engine | None,
+    *,
+    rewarder: Rewarder | None,
+    env: Conversations | None,
+) -> None:
+    """Give each stage its source of experience: the policy's responses, or a dataset."""
+    last, train = stages[-1], loaders["train"]
+    if stages[0] is not last:
         examples = config.warm_start.examples_per_step
         stages[0].source = dataset_source(stages[0], loaders["warm_start"], examples)
-    if rolls_out:
+    if algos.of(config.algo).on_rollouts:
         rewarding = [model for model in rewarder.reward_models if model.config.weight]
-        training = Rewarder(rewards, rewarding)
-        stages[-1].source = make_rollout_source(config, loaders["train"], engine, training, env)
+        rewarder = Rewarder(rewarder.pool, rewarding)
+        last.source = make_rollout_source(config, train, engine, rewarder, env=env)
     else:
-        stages[-1].source = dataset_source(stages[-1], loaders["train"], config.prompts_per_step)
-    evaluators = make_evaluators(config, loaders.get("eval"), stages[-1], engine, rewarder, env, judge)
-    return Run(config, meshes, model, tokenizer, folder, stages, evaluators, loaders, adapter, env)
+        last.source = dataset_source(last, train, config.prompts_per_step)
 
 
 def load_reward_models(
@@ -276,7 +306,7 @@ def dataset_source(stage: Stage, loader: Loader, examples: int) -> DatasetSource
 
 
 def make_rollout_source(
-    config: TrainConfig, loader: Loader, engine: Engine, rewarder: Rewarder, env: Conversations | None
+    config: TrainConfig, loader: Loader, engine: Engine, rewarder: Rewarder, *, env: Conversations | None
 ) -> RolloutSource:
     """Return the source of experience of a run that learns from its own responses."""
     return RolloutSource(

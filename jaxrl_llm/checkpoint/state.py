@@ -255,7 +255,7 @@ class Checkpointer:
             for name, data in files.items():
                 if data:
                     (folder / name).write_bytes(data)
-            write_manifest(folder, step, shapes, meta, metrics)
+            write_manifest(folder, step, shapes, meta, metrics=metrics)
             folders.commit(self.folder, step)
             newest = self.steps()[-self.config.keep :]
             ranked = folders.rank_steps(self.folder, self.config.best_metric, self.config.best_mode)
@@ -317,7 +317,7 @@ def is_moment_path(path: str) -> bool:
 
 
 def load_arrays(
-    folder: Path, target: Any, prefix: str = "", on_host: bool = False, optional_moments: bool = False
+    folder: Path, target: Any, prefix: str = "", on_host: bool = False, *, optional_moments: bool = False
 ) -> Any:
     """Return the part of a checkpoint below `prefix`, as a tree like `target`.
 

@@ -60,6 +60,7 @@ def encode_observation(
     example: Example,
     messages: list[Message],
     turn: int,
+    *,
     config: ChatConfig,
     end: str,
     strict: bool = True,
@@ -242,7 +243,7 @@ def _chat_pieces(
     if chat.marks_generation:
         spans = _marked_spans(whole, messages, learned, example)
     else:
-        spans = _spans(chat, whole.text, learned, example, ends)
+        spans = _spans(chat, whole.text, learned, example, ends=ends)
     position = 0
     for start, end in _with_ends(whole.text, spans, chat.controls, ends):
         yield chat.tokenize(whole.text[position:start], whole.text[:position]), 0
@@ -297,7 +298,7 @@ def _marked_spans(
 
 
 def _spans(
-    chat: ChatRenderer, text: str, turns: list[int], example: Example, ends: tuple[str, ...]
+    chat: ChatRenderer, text: str, turns: list[int], example: Example, *, ends: tuple[str, ...]
 ) -> list[tuple[int, int]]:
     """Return the span of each of `turns`: the text that the turn adds to the rendered chat."""
     rest = chat.render_cuts([cut for turn in turns for cut in ((turn, True), (turn + 1, False))])
@@ -357,7 +358,7 @@ def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int
         )
     first = text if config.parse_control_tokens else "" if text else example.response or ""
     start = not first.startswith(tokenizer.bos_token or "\0")
-    ids = token_ids(tokenizer, text, example.where, not config.parse_control_tokens, start)
+    ids = token_ids(tokenizer, text, example.where, not config.parse_control_tokens, start=start)
     return ids[:-1] if ids and start and _appends_end(tokenizer) else ids
 
 

@@ -65,6 +65,7 @@ def pack(
     row_length: int,
     rows: int,
     group_size: int = 1,
+    *,
     replay: bool = False,
     share: bool = False,
     num_kept: int = 0,
@@ -89,7 +90,9 @@ def pack(
     batches = []
     for start in range(0, len(packed), rows):
         members = packed[start : start + rows]
-        batches.append(_fill_rows(sequences, members, row_length, rows, route, share, num_kept))
+        batches.append(
+            _fill_rows(sequences, members, row_length, rows, route=route, share=share, num_kept=num_kept)
+        )
     return batches
 
 
@@ -98,6 +101,7 @@ def unpack(
     sequences: Sequence[PackItem],
     row_length: int,
     group_size: int = 1,
+    *,
     on_targets: bool = True,
     share: bool = False,
 ) -> list[np.ndarray]:
@@ -156,6 +160,7 @@ def empty_batch(
     row_length: int,
     signals: Sequence[str] = (),
     route: np.ndarray | jax.ShapeDtypeStruct | None = None,
+    *,
     share: bool = False,
     num_kept: int = 0,
 ) -> Batch:
@@ -189,6 +194,7 @@ def _fill_rows(
     packed: list[list[Place]],
     row_length: int,
     rows: int,
+    *,
     route: np.ndarray | None,
     share: bool,
     num_kept: int,
@@ -196,7 +202,7 @@ def _fill_rows(
     if num_kept:
         num_kept = max(num_kept, *(s.kept.shape[1] for s in sequences))
     names = tuple(name for name in IN_LOSS if name in sequences[0].signals)
-    batch = empty_batch(rows, row_length, names, route, share, num_kept)
+    batch = empty_batch(rows, row_length, names, route, share=share, num_kept=num_kept)
     for row, places in enumerate(packed):
         for segment, (index, shared, columns) in enumerate(places, 1):
             # Tokens after the shared prefix; arrays of targets are shifted by one.

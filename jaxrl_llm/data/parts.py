@@ -59,7 +59,7 @@ def mark_parts(
     def part(message: int, kind: str, text: str, id: str = "") -> ChatPart:
         if kind == "thought" and (message, text) in thoughts:
             return thoughts[message, text]
-        parts.append(ChatPart(message, kind, text, next(marks), id))
+        parts.append(ChatPart(message, kind, text, next(marks), id=id))
         if kind == "thought":
             thoughts[message, text] = parts[-1]
         return parts[-1]

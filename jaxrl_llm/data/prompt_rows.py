@@ -69,7 +69,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
     key, prompt = _prompt(present, where, config)
     system = _system(present, where)
     # Prompt, ground truth and target.
-    messages, text = _chat_or_text(key, prompt, present, where, config)
+    messages, text = _chat_or_text(key, prompt, present, where, config=config)
     answer, worked = _answer(present, where, config)
     response, turns = _response(present, where, config)
     if messages and messages[-1]["role"] == "assistant" and not config.response_key:
@@ -130,7 +130,7 @@ def _prompt(row: dict, where: str, config: SourceConfig) -> tuple[str, Any]:
 
 
 def _chat_or_text(
-    key: str, prompt: Any, row: dict, where: str, config: SourceConfig
+    key: str, prompt: Any, row: dict, where: str, *, config: SourceConfig
 ) -> tuple[tuple[Message, ...] | None, str | None]:
     """Return (messages, None) or (None, text)."""
     if isinstance(prompt, list):

@@ -232,7 +232,7 @@ def draw_calculate(rng: random.Random, options: CalculateOptions) -> TaskProblem
     call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
     demonstration = [("assistant", f"<tool_call>{call}</tool_call>"), ("tool", value), ("assistant", value)]
     turns = _as_messages(demonstration), _as_messages([("assistant", "?")])
-    return TaskProblem(expression, f"{expression}=", value, value, "?", turns=turns)
+    return TaskProblem(expression, f"{expression}=", value, value, mistake="?", turns=turns)
 
 
 def draw_guess(rng: random.Random, options: GuessOptions) -> TaskProblem:
@@ -256,7 +256,7 @@ def draw_guess(rng: random.Random, options: GuessOptions) -> TaskProblem:
     right, wrong = game(True), game(False)
     answer = str(number)
     return TaskProblem(
-        str(rng.random()), f"1-{options.largest}", answer, answer, answer, turns=(right, wrong)
+        str(rng.random()), f"1-{options.largest}", answer, answer, mistake=answer, turns=(right, wrong)
     )
 
 

@@ -44,8 +44,19 @@ class ChatRenderer:
     """
 
     def __init__(
-        self, tokenizer: Any, messages: list[Message], example: Example, config: ChatConfig, own: bool = True
+        self,
+        tokenizer: Any,
+        messages: list[Message],
+        example: Example,
+        config: ChatConfig,
+        *,
+        own: bool = True,
     ):
+        # The template of the chat's tools and options.
+        # The template of the chat's tools and options.
+        # The template of the chat's tools and options.
+        # The template of the chat's tools and options.
+        # The template of the chat's tools and options.
         self.controls = control_tokens(tokenizer)
         self._tokenizer, self._where = tokenizer, example.where or "a chat"
         tools, options = template_columns(example.columns, self._where)
@@ -215,7 +226,7 @@ class ChatRenderer:
         self, messages: list[Message], cuts: list[tuple[int | None, dict[str, bool]]]
     ) -> list[tuple[str, list]]:
         calls = [{"conversations": [messages[:n]], **self._options, **cut} for n, cut in cuts]
-        return PROCESS.render(self.template, calls, self._name, self._where, self._date)
+        return PROCESS.render(self.template, calls, self._name, self._where, date=self._date)
 
 
 @functools.lru_cache(maxsize=64)
@@ -224,7 +235,7 @@ def _warn_once(text: str) -> None:
 
 
 def token_ids(
-    tokenizer: Any, text: str, where: str, literal: bool = False, start: bool = False, after: str = ""
+    tokenizer: Any, text: str, where: str, literal: bool = False, *, start: bool = False, after: str = ""
 ) -> list[int]:
     """Return the ids of a text.
 
@@ -247,10 +258,10 @@ def token_ids(
         ]
     except Exception as error:  # tokenizers raises a bare Exception for a character that it has no token for
         raise RowError(f"{where}: the tokenizer cannot read the text: {error!s:.300}") from error
-    return _within(tokenizer, text, list(ids), literal, after) if after else list(ids)
+    return _within(tokenizer, text, list(ids), literal, after=after) if after else list(ids)
 
 
-def _within(tokenizer: Any, text: str, ids: list[int], literal: bool, after: str) -> list[int]:
+def _within(tokenizer: Any, text: str, ids: list[int], literal: bool, *, after: str) -> list[int]:
     """Return the ids of a text within another.
 
     A tokenizer that adds a space before a text adds none within a text, except after a control token. A

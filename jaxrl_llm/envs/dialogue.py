@@ -50,6 +50,7 @@ class EnvDialogue:
         config: EnvConfig,
         prompts: Sequence[Prompt],
         tokenizer: Any,
+        *,
         chat: ChatConfig,
         seed: int,
         loop: asyncio.AbstractEventLoop,
@@ -61,14 +62,14 @@ class EnvDialogue:
         self._controls = frozenset(tokenizer.convert_tokens_to_ids(list(control_tokens(tokenizer))))
 
     def reply(
-        self, prompt_index: int, response_index: int, conversation: Any, ids: Sequence[int], start: int
+        self, prompt_index: int, response_index: int, conversation: Any, ids: Sequence[int], *, start: int
     ) -> Future[Reply]:
         """Return the reply to a turn, as `Dialogue.reply`."""
-        work = self._reply(prompt_index, response_index, conversation, list(ids), start)
+        work = self._reply(prompt_index, response_index, conversation, list(ids), start=start)
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def _reply(
-        self, p: int, g: int, conversation: Conversation | None, ids: list[int], start: int
+        self, p: int, g: int, conversation: Conversation | None, ids: list[int], *, start: int
     ) -> Reply:
         prompt = self.prompts[p]
         end = self._decode(ids[-1:]) if ids[-1] in self._controls else ""
@@ -84,7 +85,7 @@ class EnvDialogue:
                 messages = [*conversation.messages, {"role": "assistant", "content": text}]
                 number = conversation.episode.turns + 1
                 read = functools.partial(self._decode, [*prompt.ids.tolist(), *ids[:start]])
-                turn = Turn(text, messages, number, number >= self.config.max_turns, read)
+                turn = Turn(text, messages, number, number >= self.config.max_turns, read=read)
                 step = check_step(await self.env.step(conversation.state, turn))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
             if asyncio.current_task().cancelling():  # the end of the run
@@ -97,16 +98,17 @@ class EnvDialogue:
         if step.done or turn.last:
             episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1]))
             return Reply([], True, episode)
-        return self._observe(prompt, messages, conversation.state, step, episode, end)
+        return self._observe(prompt, messages, conversation.state, step, episode=episode, end=end)
 
     def _observe(
-        self, prompt: Prompt, messages: list[Message], state: Any, step: Step, episode: Episode, end: str
+        self, prompt: Prompt, messages: list[Message], state: Any, step: Step, *, episode: Episode, end: str
     ) -> Reply:
         """Return the step's observation and the start of the next turn as token ids.
 
         Raises:
             DialogueError: the chat template cannot add to the conversation.
         """
+        # The messages of the observation, cut to their length.
         new = observed_messages(step)
         new = [self._cut(message, len(new)) for message in new]
         episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1], *new))
@@ -119,7 +121,13 @@ class EnvDialogue:
         strict, known = self.config.history == "strict", len(messages) - 1
         try:
             ids = encode_observation(
-                self.tokenizer, prompt.example, conversation.messages, known, self.chat, end, strict
+                self.tokenizer,
+                prompt.example,
+                conversation.messages,
+                known,
+                config=self.chat,
+                end=end,
+                strict=strict,
             )
         except ValueError as error:
             raise DialogueError(str(error)) from error
@@ -146,7 +154,7 @@ class EnvDialogue:
 
 
 def check_template(
-    tokenizer: Any, chat: ChatConfig, role: str, columns: dict[str, Any], strict: bool, *, rounds: int = 2
+    tokenizer: Any, chat: ChatConfig, role: str, columns: dict[str, Any], *, strict: bool, rounds: int = 2
 ) -> None:
     """Refuse a chat template that cannot render the turns after the first one, with or without thoughts.
 
@@ -165,7 +173,9 @@ def check_template(
             turn = [{"role": "assistant", "content": content}, {"role": role, "content": "answer"}]
             messages = [*messages, *turn]
             known = len(messages) - 2
-            encode_observation(tokenizer, example, messages, known, chat, tokenizer.eos_token, strict)
+            encode_observation(
+                tokenizer, example, messages, known, config=chat, end=tokenizer.eos_token, strict=strict
+            )
 
 
 def check_step(step: Any) -> Step:

@@ -131,7 +131,9 @@ class Conversations:
     def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> EnvDialogue:
         """Return the environment of responses to these prompts; the same key, the same seeds."""
         seed = int(np.asarray(jax.random.key_data(key)).ravel()[-1])
-        return EnvDialogue(self.env, self.config, prompts, self.tokenizer, self.chat, seed, self.loop)
+        return EnvDialogue(
+            self.env, self.config, prompts, self.tokenizer, chat=self.chat, seed=seed, loop=self.loop
+        )
 
     def __enter__(self) -> Conversations:
         return self
@@ -170,8 +172,8 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
         env = load_env(config.name)
     if role := getattr(env, "role", "user"):
         strict, rounds = config.history == "strict", config.max_turns - 1
-        check_template(tokenizer, chat, role, columns, strict, rounds=rounds)
-    return Conversations(env, config, tokenizer, chat, columns, line)
+        check_template(tokenizer, chat, role, columns, strict=strict, rounds=rounds)
+    return Conversations(env, config, tokenizer, chat, columns=columns, line=line)
 
 
 def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:

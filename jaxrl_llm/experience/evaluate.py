@@ -61,7 +61,13 @@ class HeldOutResponses:
         """Return metrics eval/..., metrics of a data source as eval/NAME/SOURCE, and samples."""
         self.engine.publish(state.params, int(state.version))
         trajectories = generate_responses(
-            self.engine, self.prompts, self.samples, self.max_tokens, self.sampling, self.key, self.env
+            self.engine,
+            self.prompts,
+            self.samples,
+            self.max_tokens,
+            sampling=self.sampling,
+            key=self.key,
+            env=self.env,
         )
         self.engine.release_memory()
         scores = self._score(trajectories)

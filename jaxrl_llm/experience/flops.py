@@ -20,6 +20,7 @@ def step_flops(
     experience: Experience,
     minibatches: Sequence[Sequence[PackItem]],
     step: int,
+    *,
     reference: Params | None,
 ) -> float:
     """Return the model FLOPs of a step on the devices of the run, for perf/mfu.

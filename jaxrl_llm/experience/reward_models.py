@@ -228,7 +228,16 @@ def load_reward_model(
         )
     pad_id = -1 if pad_id is None else pad_id
     scorer = Scorer(step, mesh)
-    return RewardModel(config, params, scorer, tokenizer, chat, rerenders, step.row_tokens, pad_id)
+    return RewardModel(
+        config,
+        params,
+        scorer,
+        tokenizer,
+        chat=chat,
+        rerenders=rerenders,
+        max_tokens=step.row_tokens,
+        pad_id=pad_id,
+    )
 
 
 def _same_template(tokenizer: Any, policy_tokenizer: Any, chat: ChatConfig) -> bool:

@@ -157,7 +157,7 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
         integer("num_experts_per_tok"),
         integer("intermediate_size" if family == "olmoe" else "moe_intermediate_size"),
         shared,
-        keys.flag("norm_topk_prob"),
+        normalize=keys.flag("norm_topk_prob"),
     )
 
 
@@ -212,8 +212,8 @@ def read_latent_attention(keys: JsonKeys, family: str, heads: int) -> MLAConfig 
         keys.optional("q_lora_rank", LARGEST["q_lora_rank"]) or 0,
         integer("qk_nope_head_dim"),
         integer("qk_rope_head_dim"),
-        integer("v_head_dim"),
-        keys.flag("rope_interleave", True),
+        value_dim=integer("v_head_dim"),
+        interleaved=keys.flag("rope_interleave", True),
     )
 
 

@@ -86,7 +86,9 @@ def save_model(
     tensors = export_tensors(config, encode)
     shards = plan_files(tensors, jnp.dtype(dtype).itemsize, max_shard_bytes)
     files = {name: tensors for name, tensors, _ in shards}
-    write_folder(params, folder, files, dtype, lambda path: write_description(path, raw, shards, tokenizer))
+    write_folder(
+        params, folder, files, dtype, write_rest=lambda path: write_description(path, raw, shards, tokenizer)
+    )
     return folder
 
 
@@ -95,6 +97,7 @@ def write_folder(
     folder: Path,
     files: dict[str, list[HFTensor]],
     dtype: str,
+    *,
     write_rest: Callable[[Path], None],
     config_name: str = "config.json",
 ) -> None:

@@ -78,7 +78,13 @@ def gather_checked(
     current: list[tuple[Any, Any]] = []
     for group in [*groups, []]:
         following = [
-            _start(run, leaves, scale_of(run[0]), run[0].encoding or stored_dtype(run[0], dtype), replicated)
+            _start(
+                run,
+                leaves,
+                scale_of(run[0]),
+                run[0].encoding or stored_dtype(run[0], dtype),
+                replicated=replicated,
+            )
             for run in stacked_runs(group)
         ]
         if current:
@@ -106,7 +112,7 @@ def _start(
         whole = NamedSharding(sharding.mesh, PartitionSpec())
     parts = tuple(zip(names, run[0].layouts, strict=True))
     shape = (len(run), *run[0].shape)
-    convert = _converter(parts, run[0].join, shape, scale, form, whole, replicated)
+    convert = _converter(parts, run[0].join, shape, scale, form=form, sharding=whole, cut=replicated)
     arrays, finite = convert(weights, index)
     if not replicated:
         arrays.copy_to_host_async()
@@ -119,6 +125,7 @@ def _converter(
     join: Join,
     shape: tuple[int, ...],
     scale: float,
+    *,
     form: Encoding | str,
     sharding: NamedSharding | None,
     cut: bool,

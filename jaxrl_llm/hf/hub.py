@@ -92,7 +92,7 @@ def check_repository(repo: str, private: bool) -> None:
         ) from error
 
 
-def push_folder(folder: Path, repo: str, private: bool, card: str, message: str) -> str:
+def push_folder(folder: Path, repo: str, private: bool, card: str, *, message: str) -> str:
     """Upload a folder of `save_model` and its model card, as two commits; return the address.
 
     Files that the hub has already are not sent again. A model card that was not generated is not replaced.

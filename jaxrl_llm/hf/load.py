@@ -98,17 +98,19 @@ def load_params(
             stacks = [_make_zeros(layouts[n])(leaves[n].shape, leaves[n].dtype) for n in names]
             axis = matrix_dims(axes[name])[0][-1] - len(rows[0].index) + 1
             convert = functools.partial(quantize_weight, kind=config.quantize, axis=axis)
-            weights |= zip(names, _fill(stored, rows, stacks, jnp.dtype(jnp.float32), convert), strict=True)
+            weights |= zip(
+                names, _fill(stored, rows, stacks, jnp.dtype(jnp.float32), convert=convert), strict=True
+            )
         elif stack_dims(name):
             stack = _make_zeros(sharding)(shape, own)
-            (weights[name],) = _fill(stored, rows, [stack], own, lambda matrices: (matrices,))
+            (weights[name],) = _fill(stored, rows, [stack], own, convert=lambda matrices: (matrices,))
         else:
-            weights[name] = _read_global(stored, rows[0], shape, sharding, own)
+            weights[name] = _read_global(stored, rows[0], shape, sharding, dtype=own)
     return jax.tree.unflatten(jax.tree.structure(shapes), [weights[name] for name in leaves])
 
 
 def _fill(
-    stored, parts: list[TensorRows], stacks: list[jax.Array], dtype, convert: Callable[..., Sequence[Any]]
+    stored, parts: list[TensorRows], stacks: list[jax.Array], dtype, *, convert: Callable[..., Sequence[Any]]
 ) -> list[jax.Array]:
     """Fill the stacks of one weight matrix by matrix, in place, so that no second copy exists.
 
@@ -127,7 +129,7 @@ def _fill(
     for part in parts:  # a group is in the order of the shards
         at_once.setdefault((*part.index[:-1], part.index[-1] % of_device), []).append(part)
     for index, group in at_once.items():
-        matrices = convert(_read_group(stored, group, shape[dims:], sharding, dtype))
+        matrices = convert(_read_group(stored, group, shape[dims:], sharding, dtype=dtype))
         stacks = [
             _make_set_matrices(stack.sharding, shards)(stack, matrix, index)
             for stack, matrix in zip(stacks, matrices, strict=True)
@@ -136,20 +138,20 @@ def _fill(
 
 
 def _read_group(
-    stored, parts: Sequence[TensorRows], shape: tuple[int, ...], sharding: Sharding, dtype
+    stored, parts: Sequence[TensorRows], shape: tuple[int, ...], sharding: Sharding, *, dtype
 ) -> jax.Array:
     """Return matrices of one shape as one array [matrices, ...]; each device holds one or all of them."""
 
     def read(bounds):
         (first, stop), *rest = bounds
         assert stop == first + 1, bounds
-        return read_slice(stored[parts[first].name], parts[first], shape, tuple(rest), dtype)[None]
+        return read_slice(stored[parts[first].name], parts[first], shape, tuple(rest), dtype=dtype)[None]
 
     return _read_sharded(read, (len(parts), *shape), sharding)
 
 
-def _read_global(stored, part: TensorRows, shape, sharding: Sharding, dtype) -> jax.Array:
-    read = lambda bounds: read_slice(stored[part.name], part, shape, bounds, dtype)
+def _read_global(stored, part: TensorRows, shape, sharding: Sharding, *, dtype) -> jax.Array:
+    read = lambda bounds: read_slice(stored[part.name], part, shape, bounds, dtype=dtype)
     return _read_sharded(read, tuple(shape), sharding)
 
 

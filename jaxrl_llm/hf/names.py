@@ -162,7 +162,9 @@ def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
         start, step = 0, len(tensor.parts) if tensor.join == "columns" else 1
         for i, ((ours, index), layout) in enumerate(zip(tensor.parts, tensor.layouts, strict=True)):
             rows = _hf_shape(_matrix_shape(config, ours), layout)[0]
-            by_name[ours].append(TensorRows(index, tensor.name, layout, start, rows, i % step, step))
+            by_name[ours].append(
+                TensorRows(index, tensor.name, layout, start, rows=rows, column=i % step, step=step)
+            )
             start += rows if step == 1 else 0
     return by_name
 
@@ -181,7 +183,7 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
                 shape, join = (*shapes[0][:-1], sum(s[-1] for s in shapes)), "columns"
             for index in _indices(config, members[0], i):
                 parts = tuple((ours, index) for ours in members)
-                tensors.append(HFTensor(hf.format(layer, *index[1:]), shape, parts, layouts, join))
+                tensors.append(HFTensor(hf.format(layer, *index[1:]), shape, parts, layouts, join=join))
     return tensors
 
 
@@ -266,7 +268,7 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
                 shape, join = tuple(len(members) * size for size in shape), "blocks"
             for index in _indices(config, members[0], i):
                 name = f"base_model.model.{module.format(layer, *index[1:])}.lora_{matrix.upper()}.weight"
-                tensors.append(HFTensor(name, shape, tuple((m, index) for m in members), layouts, join))
+                tensors.append(HFTensor(name, shape, tuple((m, index) for m in members), layouts, join=join))
     if config.value_head:
         shape, (name, layout) = _matrix_shape(config, "value"), TABLE["value"]
         tensors.append(HFTensor(f"base_model.model.{name}", shape, (("value", ()),), (layout,)))

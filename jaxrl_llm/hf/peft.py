@@ -58,7 +58,14 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
     raw = peft_config(config, base_name)
     params = scale_b(params, file_factors(config))
     files = {WEIGHTS: adapter_tensors(config)}
-    write_folder(params, folder, files, "float32", lambda path: write_json(path / CONFIG, raw), CONFIG)
+    write_folder(
+        params,
+        folder,
+        files,
+        "float32",
+        write_rest=lambda path: write_json(path / CONFIG, raw),
+        config_name=CONFIG,
+    )
     return folder
 
 
@@ -110,7 +117,7 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
         if part := stacked.get(tensor.name):
             parts = [part.take(read(part.name))]
         else:
-            parts = _split(tensor, read(tensor.name), shared, config, file)
+            parts = _split(tensor, read(tensor.name), shared, config, file=file)
         for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
             adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])
     for name, factor in stored_factors(keys, config).items():
@@ -120,8 +127,10 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
 
 def _read_whole(name: str, stored: StoredTensor) -> np.ndarray:
     """Return a matrix of the file, float32."""
-    whole = TensorRows((), name, "o i -> o i", 0, stored.shape[0])
-    return read_slice(stored, whole, stored.shape, tuple((0, n) for n in stored.shape), np.dtype(np.float32))
+    whole = TensorRows((), name, "o i -> o i", 0, rows=stored.shape[0])
+    return read_slice(
+        stored, whole, stored.shape, tuple((0, n) for n in stored.shape), dtype=np.dtype(np.float32)
+    )
 
 
 def _stored_shape(tensor: HFTensor, shared: bool) -> tuple[int, ...]:
@@ -132,7 +141,7 @@ def _stored_shape(tensor: HFTensor, shared: bool) -> tuple[int, ...]:
 
 
 def _split(
-    tensor: HFTensor, array: np.ndarray, shared: bool, config: AdaptedConfig, file: Path
+    tensor: HFTensor, array: np.ndarray, shared: bool, config: AdaptedConfig, *, file: Path
 ) -> list[np.ndarray]:
     """Split a tensor into its parts (`Join`); parts that share an A in the file get a copy each.
 

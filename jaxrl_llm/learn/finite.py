@@ -166,6 +166,7 @@ def add_gradients(
     loss: Float[Array, ""],
     trained: Params,
     grads: Params,
+    *,
     loss_scale: Float[Array, ""] | None,
 ) -> Params:
     """Return `grads` plus the gradients of a loss, which the backward pass adds in place, layer by layer.
@@ -189,7 +190,7 @@ class NonFiniteError(RunError):
 
 
 def stop_if_nonfinite(
-    state: TrainState, experience: Experience, run_dir: str, max_nonfinite: int, done: int, end: int
+    state: TrainState, experience: Experience, run_dir: str, max_nonfinite: int, *, done: int, end: int
 ) -> None:
     """End the run after too many skipped updates in a row; its checkpoints stay as they are.
 

@@ -142,6 +142,7 @@ class Reference:
         dtype: str,
         initial: Callable[[], Params],
         abstract: Params,
+        *,
         mesh: Mesh | None = None,
         offload: bool = False,
         pretrained: Callable[[], Params] | None = None,

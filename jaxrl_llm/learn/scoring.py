@@ -41,7 +41,7 @@ class Scorer:
         """Return shapes, types and shardings of a micro-batch with these signals."""
         route = self.config.replay.route if replay and self.config.replay else None
         c = self.config
-        empty = empty_batch(rows, c.row_tokens, signals, route, c.share_prefixes, c.num_kept)
+        empty = empty_batch(rows, c.row_tokens, signals, route, share=c.share_prefixes, num_kept=c.num_kept)
         return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
 
     def score_program(self, params: Params, names: tuple[str, ...], replay: bool = False) -> Program:
@@ -85,7 +85,9 @@ class Scorer:
     ) -> list[np.ndarray]:
         """Return per-token values of micro-batches, [B, T, ...], as one array [t, ...] for each item."""
         values, c = [np.asarray(x) for x in values], self.config
-        return unpack(values, items, c.row_tokens, self.group_size, on_targets, c.share_prefixes)
+        return unpack(
+            values, items, c.row_tokens, self.group_size, on_targets=on_targets, share=c.share_prefixes
+        )
 
     def write_signal(
         self, name: str, minibatches: Sequence[Sequence[PackItem]], values: Sequence[Sequence[jax.Array]]
@@ -118,7 +120,10 @@ class Scorer:
         c, size = self.config, self.group_size
         replay = replay and c.replay is not None
         return [
-            self.put(b) for b in pack(items, c.row_tokens, rows, size, replay, c.share_prefixes, c.num_kept)
+            self.put(b)
+            for b in pack(
+                items, c.row_tokens, rows, size, replay=replay, share=c.share_prefixes, num_kept=c.num_kept
+            )
         ]
 
 

@@ -194,7 +194,7 @@ def accumulate(
     loss, backward, (metrics, logprobs) = jax.vjp(loss_fn, trained, has_aux=True)
     if grads is None:
         return new_gradients(backward, loss, totals.loss_scale, config.grad_dtype), metrics, logprobs
-    return add_gradients(backward, loss, trained, grads, totals.loss_scale), metrics, logprobs
+    return add_gradients(backward, loss, trained, grads, loss_scale=totals.loss_scale), metrics, logprobs
 
 
 def baseline(batch: Batch, totals: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:

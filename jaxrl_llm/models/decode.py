@@ -161,8 +161,10 @@ def prefill(
     tables = per_token_call(strict)(rope_fn(c), None, positions)
 
     def layer(c, x, w, window, *_):
-        attend = make_attention_fn(c, w, segments, positions, window, strict=strict)
-        x, (k, v), routing = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
+        attend = make_attention_fn(c, w, segments, positions, window=window, strict=strict)
+        x, (k, v), routing = block(
+            c, w, x, tables, attention_fn=attend, strict=strict, valid=segments > 0, rules=ROLLOUT
+        )
         v = None if v is None else v.transpose(0, 2, 1, 3)
         return x, (k.transpose(0, 2, 3, 1), v), routing
 
@@ -193,8 +195,10 @@ def decode_ring(
     def layer(c, carry, w, window, array, index):
         x, ks, vs = carry
         kv, sinks = (ks[array], vs[array] if vs else None), sinks_of(w)
-        attend = _attend_ring(c, kv, index, cache.cursor, positions, window, sinks, strict)
-        x, (k, v), routing = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
+        attend = _attend_ring(
+            c, kv, index, cache.cursor, positions=positions, window=window, sinks=sinks, strict=strict
+        )
+        x, (k, v), routing = block(c, w, x, tables, attention_fn=attend, strict=strict, rules=ROLLOUT)
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         return (x, put(ks, k), put(vs, v) if vs else ()), None, routing
 
@@ -238,7 +242,15 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
 
 
 def _attend_ring(
-    c: TransformerConfig, kv, index: tuple, cursor, positions: Int[Array, "S 1"], window, sinks, strict: bool
+    c: TransformerConfig,
+    kv,
+    index: tuple,
+    cursor,
+    *,
+    positions: Int[Array, "S 1"],
+    window,
+    sinks,
+    strict: bool,
 ):
     """Return `attend` of `block`: write the new key and value at the cursor, attend to the slot's past."""
 
@@ -247,6 +259,12 @@ def _attend_ring(
         cache = jax.lax.dynamic_update_slice(cache, column, (*index, *start))
         return cache, jax.lax.dynamic_index_in_dim(cache, *index, keepdims=False) if index else cache
 
+    # A column is visible by its age: how many tokens ago it was written.
+    # A column is visible by its age: how many tokens ago it was written.
+    # A column is visible by its age: how many tokens ago it was written.
+    # A column is visible by its age: how many tokens ago it was written.
+    # A column is visible by its age: how many tokens ago it was written.
+    # A column is visible by its age: how many tokens ago it was written.
     settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
 
     def visible(length):
@@ -256,7 +274,7 @@ def _attend_ring(
     def attend_latents(q, latents):
         ks, k = write(kv[0], latents.transpose(0, 2, 3, 1), (0, 0, 0, cursor))
         k = k.transpose(0, 3, 1, 2).astype(q.dtype)
-        return dense_attention(AttentionSpec(**settings), q, k, k, visible(k.shape[1]))[0], (ks, None)
+        return dense_attention(AttentionSpec(**settings), q, k, k, visible=visible(k.shape[1]))[0], (ks, None)
 
     def attend(q, k, v):
         ks, k = write(kv[0], k.transpose(0, 2, 3, 1), (0, 0, 0, cursor))
@@ -265,7 +283,7 @@ def _attend_ring(
         if strict:
             where = batch_invariant.RingKeys(cursor - positions), positions, window
             return batch_invariant.invariant_attention(q, k, v, *where, sinks=sinks, **settings), (ks, vs)
-        out, lse = dense_attention(AttentionSpec(**settings), q, k, v, visible(k.shape[1]))
+        out, lse = dense_attention(AttentionSpec(**settings), q, k, v, visible=visible(k.shape[1]))
         return out if sinks is None else add_sinks(out, lse, sinks)[0], (ks, vs)
 
     return DecodeLatents(attend_latents) if kv[1] is None else attend

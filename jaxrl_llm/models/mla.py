@@ -79,7 +79,7 @@ def expand_latents(
 
 
 def decode_latents(
-    c: TransformerConfig, w: Layers, h: Float[Array, "S T D"], rope: Rope, attention_fn: DecodeLatents
+    c: TransformerConfig, w: Layers, h: Float[Array, "S T D"], rope: Rope, *, attention_fn: DecodeLatents
 ) -> tuple[Float[Array, "S T H V"], Any]:
     """Return (attention of new tokens over the cache of latents, cache with the new tokens).
 

@@ -52,7 +52,7 @@ class PagedCache(NamedTuple):
 
 
 def init_paged_cache(
-    c: TransformerConfig, num_pages: int, page_size: int, dtype: DTypeLike, strict: bool = False
+    c: TransformerConfig, num_pages: int, page_size: int, dtype: DTypeLike, *, strict: bool = False
 ) -> PagedCache:
     """Return zeros for `num_pages` pages of `page_size` tokens, counted over all shards of the slots.
 
@@ -93,13 +93,16 @@ def decode_paged(
         x, cache = carry
         layer_index, sinks = index[0] if index else array, sinks_of(w)
 
+        # Sinks join the softmax after attention to the pages.
         def attend(*new):
             where = table, positions, layer_index, window
             (out, lse), new = _shard_mapped(c, partial(_attend, strict, sinks), cache, new, *where)
             return out if sinks is None or strict else add_sinks(out, lse, sinks)[0], new
 
         attend = DecodeLatents(attend) if cache.v is None else attend
-        x, cache, routing = block(model, w, x, tables, attend, strict, positions >= 0, ROLLOUT)
+        x, cache, routing = block(
+            model, w, x, tables, attention_fn=attend, strict=strict, valid=positions >= 0, rules=ROLLOUT
+        )
         return (x, cache), None, routing
 
     x = constrain_residual(weights.embed[tokens])
@@ -112,6 +115,7 @@ def write_prompts(
     cache: PagedCache,
     prompts: tuple[tuple[Array, ...], tuple[Array, ...]],
     lengths: Int[Array, "B"],
+    *,
     tables: Int[Array, "R N"],
 ) -> PagedCache:
     """Write the keys and values of `decode.prefill` into pages.
@@ -160,7 +164,7 @@ def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, w
     if q.shape[1] == 1 and not strict:
         implementation, _ = choose("decode_attention", q[:, 0], cache.k, table)
         one = jax.tree.map(lambda x: x[:, 0], new)
-        cache = write_token(cache, one, pages[:, 0], at[:, 0] % page_size, implementation)
+        cache = write_token(cache, one, pages[:, 0], at[:, 0] % page_size, implementation=implementation)
     else:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new)
         cache = reference.write_token(cache, flat, pages.ravel(), (at % page_size).ravel())

@@ -237,10 +237,13 @@ class Transformer(nnx.Module):
 
         def body(c, x, layer_inputs):
             layer, window, routes = layer_inputs
-            x = checkpoint_name(x, LAYER_INPUT)
-            w = cast_weights(layer, dtype)
-            attention_fn = make_attention_fn(c, w, segments, positions, window, last, spans, method, strict)
-            x, _, routing = block(c, w, x, rope, attention_fn, strict, segments > 0, routes=routes)
+            x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(layer, dtype)
+            attention_fn = make_attention_fn(
+                c, w, segments, positions, window=window, last=last, spans=spans, method=method, strict=strict
+            )
+            x, _, routing = block(
+                c, w, x, rope, attention_fn=attention_fn, strict=strict, valid=segments > 0, routes=routes
+            )
             return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)
 
         for name, stack in layer_stacks(c).items():
@@ -260,6 +263,7 @@ def make_attention_fn(
     w: Layers,
     segments: Int[Array, "B T"],
     positions: Int[Array, "B T"],
+    *,
     window: int | Int[Array, ""],
     last: Int[Array, "B T"] | None = None,
     spans: Int[Array, "B T"] | None = None,
@@ -294,6 +298,7 @@ def block(
     w: Layers,
     x,
     rope,
+    *,
     attention_fn,
     strict: bool = False,
     valid: Bool[Array, "B T"] | None = None,
@@ -312,7 +317,6 @@ def block(
         rules: sharding of the experts.
         routes: see `sparse_mlp`.
     """
-
     linear = functools.partial(apply_linear, c)
 
     def norm(x, weight):
@@ -337,7 +341,7 @@ def block(
     # Strict mode computes the steps between attention and experts token by token.
     with jax.named_scope("attention"):
         if isinstance(attention_fn, DecodeLatents):
-            out, kv = decode_latents(c, w, norm(x, w.attention_norm[...]), rope, attention_fn)
+            out, kv = decode_latents(c, w, norm(x, w.attention_norm[...]), rope, attention_fn=attention_fn)
         else:
             q, k, v, latents = per_token(before_attention, w, x, rope)
             out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
@@ -348,7 +352,8 @@ def block(
     x = per_token(add_attention, w, x, out)
     with jax.named_scope("experts"):
         h = per_token(lambda w, x: norm(x, w.mlp_norm[...]), w, x)
-        y, routing = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict, routes)
+        experts = functools.partial(sparse_mlp, valid=valid, rules=rules, strict=strict, routes=routes)
+        y, routing = experts(c, w, h, ACTIVATIONS[c.activation])
         y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
         return constrain_residual(x + y), kv, routing
 

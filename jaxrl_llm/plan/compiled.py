@@ -117,7 +117,9 @@ def _collectives(module: Module, devices: int, hints: Hints) -> list[_Collective
         sent = times * _bytes_sent(kind, operands, _group_size(line.rest, devices))
         same = found.get(key)
         if same is None or times > same.times:
-            found[key] = _Collective(kind, line.source, times, sent, execution.in_loop, False)
+            found[key] = _Collective(
+                kind, line.source, times, sent, in_loop=execution.in_loop, is_asynchronous=False
+            )
         overlapped = _is_asynchronous(execution, module) or (same is not None and same.is_asynchronous)
         found[key] = found[key]._replace(is_asynchronous=overlapped)
     return list(found.values())
@@ -228,7 +230,7 @@ def compile_program(program: Program, mesh: Mesh, platform: str, hints: Hints = 
             needed += arguments
         message = str(error).splitlines()[0]
         seconds = time.perf_counter() - start
-        return CompiledStats(arguments, 0.0, needed - arguments, {}, seconds, error=message)
+        return CompiledStats(arguments, 0.0, needed - arguments, {}, seconds=seconds, error=message)
     # Memory by the compiler's analysis; work by the text of the program.
     memory = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
@@ -241,8 +243,8 @@ def compile_program(program: Program, mesh: Mesh, platform: str, hints: Hints = 
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
         counts,
-        time.perf_counter() - start,
-        memory.host_temp_size_in_bytes,
+        seconds=time.perf_counter() - start,
+        host=memory.host_temp_size_in_bytes,
         work=count_work(module, hints)._replace(links=sum(stats.bytes for stats in counts.values())),
         synchronous=synchronous_collectives(module, mesh.size, hints),
     )
@@ -282,7 +284,9 @@ def open_target(topology: Topology) -> CompileTarget:
     """
     if topology.platform == "cpu":
         devices = open_devices("cpu")
-        return CompileTarget(topology, devices, _host_memory() / len(devices), None, _version("jaxlib"))
+        return CompileTarget(
+            topology, devices, _host_memory() / len(devices), None, compiler=_version("jaxlib")
+        )
     if problem := missing_compiler(topology.platform):
         raise ConfigError(
             f"--topology {topology.name}: {problem}; or pip install 'jaxrl-llm[plan]'. The compiler needs no "
@@ -295,9 +299,9 @@ def open_target(topology: Topology) -> CompileTarget:
     if topology.platform == "cuda":
         devices = gpu_devices(topology.kind, topology.chips)
         memory = chip.memory * gpu_mem_fraction(os.environ)
-        return CompileTarget(topology, devices, memory, chip, _version("jax-cuda13-plugin"))
+        return CompileTarget(topology, devices, memory, chip, compiler=_version("jax-cuda13-plugin"))
     devices = tpu_devices(topology.kind, topology.shape)
-    return CompileTarget(topology, devices, chip.memory, chip, _version("libtpu"))
+    return CompileTarget(topology, devices, chip.memory, chip, compiler=_version("libtpu"))
 
 
 def gpu_mem_fraction(environment: Mapping[str, str]) -> float:

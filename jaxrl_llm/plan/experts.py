@@ -86,13 +86,13 @@ def expert_gather(
         chip.flops,
         min(chip.interconnect, HOST_LINKS) if several_hosts else chip.interconnect,
         others + experts / num_shards("experts", sizes),
-        layer_weights(model),
-        jnp.dtype(config.model.dtype).itemsize,
+        active=layer_weights(model),
+        itemsize=jnp.dtype(config.model.dtype).itemsize,
     )
 
 
 def tile_trips(
-    model: TransformerConfig, mesh: Mesh, rules: Rules, dtype: DTypeLike, tokens: float
+    model: TransformerConfig, mesh: Mesh, rules: Rules, dtype: DTypeLike, *, tokens: float
 ) -> dict[str, float]:
     """Return TILES -> tiles of an expert at a balanced load, if the mesh's devices have no grouped kernel.
 

@@ -46,7 +46,7 @@ def rows_flops(c: TransformerConfig, rows: Rows) -> float:
 
 
 def forward_floor(
-    c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows, rules: Rules = TRAIN
+    c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows, *, rules: Rules = TRAIN
 ) -> ProgramWork:
     """Return the floor of a forward pass.
 
@@ -59,12 +59,12 @@ def forward_floor(
     return ProgramWork(
         rows_flops(c, rows) / mesh.size,
         _bytes_read(c, held, rows) + _activation_bytes(c, mesh, dtype, rows),
-        _gathers(held, stored, passes=1) + _activation_links(c, mesh, dtype, rows, used),
+        _gathers(held, stored, passes=1) + _activation_links(c, mesh, dtype, rows, rules=used),
     )
 
 
 def training_floor(
-    c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows, grads: float
+    c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows, *, grads: float
 ) -> ProgramWork:
     """Return the floor of forward and backward pass over a micro-batch.
 
@@ -81,7 +81,7 @@ def training_floor(
     links = _gathers(held, stored, passes=2) + _gathers(trained(held), stored, passes=1)
     copies = mesh.size // (num_shards("embed", mesh.shape) * num_shards("heads", mesh.shape))
     links += 2 * (copies - 1) / copies * sum(trained(stored).values())  # all-reduce of replicated shards
-    links += _activation_links(c, mesh, dtype, rows, GATHERED, backward=True)
+    links += _activation_links(c, mesh, dtype, rows, rules=GATHERED, backward=True)
     return ProgramWork(work / mesh.size, memory, links)
 
 
@@ -104,7 +104,7 @@ def rollout_rows(calls: Mapping[str, Program], longest: int) -> dict[str, Rows]:
 
 
 def rollout_floors(
-    c: TransformerConfig, mesh: Mesh, calls: Mapping[str, Program], computed: Mapping[str, Rows], page: int
+    c: TransformerConfig, mesh: Mesh, calls: Mapping[str, Program], computed: Mapping[str, Rows], *, page: int
 ) -> dict[str, ProgramWork]:
     """Return program of the native engine -> its floor. What only moves data reads and writes it once.
 
@@ -116,7 +116,7 @@ def rollout_floors(
     weights, cache = calls["decode"].args[:2]
     dtype, size = weights.embed.dtype, bytes_per_device
     floors = {
-        name: forward_floor(c, mesh, dtype, rows, ROLLOUT).plus(size(cache) * (name != "prefill"))
+        name: forward_floor(c, mesh, dtype, rows, rules=ROLLOUT).plus(size(cache) * (name != "prefill"))
         for name, rows in computed.items()
     }
     sent = size(weights) - sum(weight_bytes(c, mesh, TRAIN, dtype).values())
@@ -138,7 +138,7 @@ def rollout_floors(
 
 
 def kernel_flops(
-    c: TransformerConfig, mesh: Mesh, rows: Rows, trained: bool = False, remat: str = "none"
+    c: TransformerConfig, mesh: Mesh, rows: Rows, trained: bool = False, *, remat: str = "none"
 ) -> dict[str, float]:
     """Return scope of a kernel in the model -> FLOPs of all its runs on one device, if it is a kernel.
 
@@ -227,7 +227,7 @@ def _activation_bytes(c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: 
 
 
 def _activation_links(
-    c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows, rules: Rules, backward: bool = False
+    c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows, *, rules: Rules, backward: bool = False
 ) -> float:
     """Return the bytes of activations that a device sends in tensor, context and expert parallelism."""
     tensor, ring, owners = (

@@ -133,7 +133,7 @@ def parse(hlo: str) -> Module:
             computations[current] = {}
         elif current and (match := INSTRUCTION.match(text)):
             root, name, shape, op, rest = match.groups()
-            computations[current][name] = Instruction(name, shape, op, rest, bool(root))
+            computations[current][name] = Instruction(name, shape, op, rest, is_root=bool(root))
     return Module(computations, entry)
 
 
@@ -143,7 +143,7 @@ def executions(module: Module, hints: Hints) -> Iterator[Execution]:
     while queue:
         name, times, in_loop, caller = queue.pop()
         for line in module.computations[name].values():
-            yield Execution(line, name, times, in_loop, caller)
+            yield Execution(line, name, times, in_loop, caller=caller)
             is_loop = line.op == "while"
             count = times * (_trip_count(line, module, hints) if is_loop else 1.0)
             for called in called_computations(line, module):

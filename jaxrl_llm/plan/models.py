@@ -23,14 +23,14 @@ from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
 
 
-def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool) -> TransformerConfig:
+def _qwen3(hidden: int, mlp: int, layers: int, heads: int, *, tied: bool) -> TransformerConfig:
     return TransformerConfig(
         hidden_size=hidden, mlp_size=mlp, num_layers=layers, num_heads=heads, tie_embeddings=tied
     )
 
 
 def _qwen3_moe(hidden: int, layers: int, heads: int, expert: int) -> TransformerConfig:
-    dense = replace(_qwen3(hidden, 3 * hidden, layers, heads, False), family="qwen3_moe", num_kv_heads=4)
+    dense = replace(_qwen3(hidden, 3 * hidden, layers, heads, tied=False), family="qwen3_moe", num_kv_heads=4)
     return replace(dense, moe=MoEConfig(num_experts=128, experts_per_token=8, expert_size=expert))
 
 
@@ -99,12 +99,12 @@ _LONG = {
 }
 PRESETS: dict[str, TransformerConfig] = {
     "HuggingFaceTB/SmolLM2-135M": _SMOLLM2_135M,
-    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
-    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, True),
-    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, True),
-    "Qwen/Qwen3-8B": _qwen3(4096, 12_288, 36, 32, False),
-    "Qwen/Qwen3-14B": _qwen3(5120, 17_408, 40, 40, False),
-    "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, False),
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "Qwen/Qwen3-14B": _qwen3(5120, 17_408, 40, 40, tied=False),
+    "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, tied=False),
     "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 768),
     "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
     "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,

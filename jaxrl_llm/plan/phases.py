@@ -78,11 +78,13 @@ def phases(config: TrainConfig, meshes: Mapping[str, Mesh]) -> list[Phase]:
     base = always_resident(config, stage, meshes)
     result = []
     if algos.of(config.algo).on_rollouts and config.rollout.engine == "native":
-        result += _rollout(config, stage.policy.model, meshes, stage.policy.abstract_state().params, base)
+        result += _rollout(
+            config, stage.policy.model, meshes, stage.policy.abstract_state().params, base=base
+        )
     result += _score(config, stage, base, meshes)
     if stage.critic:
-        result += _update("critic", config, stage.critic, stage, base)
-    result += _update("update", config, stage.policy, stage, base)
+        result += _update("critic", config, stage.critic, stage, base=base)
+    result += _update("update", config, stage.policy, stage, base=base)
     return result
 
 
@@ -107,7 +109,7 @@ def always_resident(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh
 
 
 def _rollout(
-    config: TrainConfig, model, meshes: Mapping[str, Mesh], params, base: Resident
+    config: TrainConfig, model, meshes: Mapping[str, Mesh], params, *, base: Resident
 ) -> Iterator[Phase]:
     mesh, rollout = meshes[ROLLOUT_ENGINE], config.rollout
     engine = NativeEngine(rollout, model, mesh, routes=config.routing.replay == "rollout")
@@ -129,13 +131,13 @@ def _rollout(
     samples = prompts_drawn * config.responses_per_prompt
     rounds, prefills = math.ceil(samples / slots), math.ceil(prompts_drawn / width[0])
     computed = rollout_rows(calls, longest)
-    floors = rollout_floors(model, mesh, calls, computed, rollout.page)
+    floors = rollout_floors(model, mesh, calls, computed, page=rollout.page)
 
-    def phase(program, name, resident, count, on=mesh):
+    def phase(program, name, resident, count, *, on=mesh):
         rows, decodes = computed.get(program), program in ("decode", "decode_drafts")
         kernels, work = (kernel_flops(model, mesh, rows), rows_flops(model, rows)) if rows else ({}, 0.0)
         steps, unit = (rollout.chunk, "token") if decodes else (1, "call")
-        tiles = tile_trips(model, mesh, ROLLOUT, rollout.dtype, rows.tokens) if rows else {}
+        tiles = tile_trips(model, mesh, ROLLOUT, rollout.dtype, tokens=rows.tokens) if rows else {}
         hints = Hints({DECODING: steps, **tiles}, steps, kernels, reads_cache=decodes)
         args = calls[program], resident, count, work, on, unit
         return Phase(f"rollout: {name}", *args, floor=floors[program], hints=hints)
@@ -180,13 +182,13 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
         resident = base | {"batch": [program.args[1]] * times}
         counted = Rows(tokens, mean_context(config), reads_logits(program.static["names"]))
         floor = forward_floor(model, scored.mesh, config.model.dtype, counted)
-        hints = _hints(config, scored, model, rows, kernel_flops(model, scored.mesh, counted))
+        hints = _hints(config, scored, model, rows, kernels=kernel_flops(model, scored.mesh, counted))
         args = program, resident, times, rows_flops(model, counted), scored.mesh
         yield Phase(f"score: {name}", *args, floor=floor, hints=hints)
 
 
 def _update(
-    name: str, config: TrainConfig, learner: Learner, stage: Stage, base: Resident
+    name: str, config: TrainConfig, learner: Learner, stage: Stage, *, base: Resident
 ) -> Iterator[Phase]:
     rows, times = _microbatches(config, learner.scorer, POLICY if learner is stage.policy else CRITIC)
     per_minibatch = times // config.minibatches_per_step
@@ -200,18 +202,18 @@ def _update(
     accumulate, times = calls["accumulate"], times * config.ppo_epochs
     size, state = bytes_per_device(grads), bytes_per_device(calls["apply"].args[0])
     added = 2 * size if results is None else size  # not read by the first addition
-    floor = training_floor(learner.model, mesh, config.model.dtype, counted, added)
+    floor = training_floor(learner.model, mesh, config.model.dtype, counted, grads=added)
     kernels = kernel_flops(learner.model, mesh, counted, trained=True, remat=remat)
-    hints = _hints(config, learner.scorer, learner.model, rows, kernels)
+    hints = _hints(config, learner.scorer, learner.model, rows, kernels=kernels)
     args = accumulate, resident, times, work, mesh
     yield Phase(f"{name}: accumulate", *args, results=results, floor=floor, hints=hints)
     work, updates = 15.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(grads)), config.updates_per_step
     floor = ProgramWork(memory=2.0 * state + size)
-    yield Phase(f"{name}: apply", calls["apply"], resident, updates, work, mesh, floor=floor)
+    yield Phase(f"{name}: apply", calls["apply"], resident, updates, flops=work, mesh=mesh, floor=floor)
 
 
 def _hints(
-    config: TrainConfig, scored: Scorer, model: TransformerConfig, rows: int, kernels: dict[str, float]
+    config: TrainConfig, scored: Scorer, model: TransformerConfig, rows: int, *, kernels: dict[str, float]
 ) -> Hints:
     """Return the hints of a program that computes log-probs, in a loop over the tokens of the mask: all."""
     with jax.set_mesh(scored.mesh):
@@ -219,7 +221,7 @@ def _hints(
     sizes = scored.mesh.shape
     shape = rows // num_shards("batch", sizes), config.row_tokens // num_shards("sequence", sizes)
     chunk = tokens_at_once(name, shape, model.hidden_size, scored.config.chunk)
-    tiles = tile_trips(model, scored.mesh, TRAIN, config.model.dtype, rows * config.row_tokens)
+    tiles = tile_trips(model, scored.mesh, TRAIN, config.model.dtype, tokens=rows * config.row_tokens)
     return Hints({"linear_logprob": math.ceil(math.prod(shape) / chunk), **tiles}, kernels=kernels)
 
 

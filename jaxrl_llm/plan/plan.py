@@ -151,17 +151,17 @@ def make_plan(
         target.topology.name,
         dict(mesh.shape),
         target.memory,
-        costs,
-        derived(config, mesh.size),
-        {"jax": jax.__version__, "compiler": target.compiler},
-        describe_kernels(model, config.model.dtype, mesh, config.strict),
-        {
+        phases=costs,
+        derived=derived(config, mesh.size),
+        versions={"jax": jax.__version__, "compiler": target.compiler},
+        kernels=describe_kernels(model, config.model.dtype, mesh, config.strict),
+        meshes={
             role.rstrip("."): placement_of(own, target.devices)
             for role, own in meshes.items()
             if own != mesh or (role == POLICY and len(set(meshes.values())) > 1)
         },
-        expert_gather(config, model, mesh.shape, target.chip),
-        only,
+        experts=expert_gather(config, model, mesh.shape, target.chip),
+        selected=only,
     )
 
 
@@ -207,14 +207,14 @@ def phase_cost(
         memory,
         phase.calls,
         phase.unit,
-        flops,
-        {kind: collective._asdict() for kind, collective in sorted(stats.collectives.items())},
-        roofline,
-        stats.seconds,
-        stats.error,
-        host,
-        device_ranges(fullest, target.devices) if len(groups) > 1 else "",
-        stats.work._asdict(),
-        phase.floor._asdict(),
-        [collective._asdict() for collective in stats.synchronous],
+        flops=flops,
+        collectives={kind: collective._asdict() for kind, collective in sorted(stats.collectives.items())},
+        roofline=roofline,
+        compile_seconds=stats.seconds,
+        error=stats.error,
+        host=host,
+        devices=device_ranges(fullest, target.devices) if len(groups) > 1 else "",
+        compiled=stats.work._asdict(),
+        floor=phase.floor._asdict(),
+        synchronous=[collective._asdict() for collective in stats.synchronous],
     )

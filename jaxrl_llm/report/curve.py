@@ -47,9 +47,9 @@ def draw_curve(run_dir: Path) -> Path | None:
     if len(reward) and not _equal(reward, accuracy):
         _line(axes, reward, ORANGE, "training reward")
     if len(held_out_reward) and not _equal(held_out_reward, held_out):
-        _points(axes, held_out_reward, ORANGE, "held-out reward", "{:.3g}")
+        _points(axes, held_out_reward, ORANGE, "held-out reward", form="{:.3g}")
     if len(held_out):
-        _points(axes, held_out, GREEN, label, "{:.1%}")
+        _points(axes, held_out, GREEN, label, form="{:.1%}")
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, 0.0), max(high, 1.08))
     if not len(accuracy) and not len(reward) and len(loss):
@@ -128,7 +128,7 @@ def _line(axes: Axes, points: np.ndarray, color: str, label: str) -> None:
     axes.plot(steps, smooth(values), color=color, lw=2, label=label)
 
 
-def _points(axes: Axes, points: np.ndarray, color: str, label: str, form: str) -> None:
+def _points(axes: Axes, points: np.ndarray, color: str, label: str, *, form: str) -> None:
     """Draw values of held-out data; the last point is labelled with its value."""
     axes.plot(*points.T, color=color, marker="o", ms=6, lw=1.5, mec="white", label=label, zorder=4)
     step, value = points[-1]
@@ -151,5 +151,5 @@ def _loss(axes: Axes, points: np.ndarray, held_out: np.ndarray, second_axis: boo
         axes.spines[["top", "left"]].set_visible(False)
     _line(axes, points, BLUE, "loss")
     if len(held_out):
-        _points(axes, held_out, BLUE, "held-out loss", "{:.3g}")
+        _points(axes, held_out, BLUE, "held-out loss", form="{:.3g}")
     axes.set_ylabel("loss")

@@ -71,6 +71,7 @@ class RunLog:
         config: LogConfig,
         total_steps: int,
         resume_step: int = 0,
+        *,
         devices: Sequence[jax.Device] = (),
         profile: range = range(0),
         clock: PhaseClock | None = None,

@@ -161,7 +161,7 @@ class Wandb:
 
         entity, _, project = config.wandb.rpartition("/")
         self.wandb = wandb
-        settings = _run_settings(config, run_dir, run_id, "WANDB_RUN_ID", "WANDB_NAME")
+        settings = _run_settings(config, run_dir, run_id, "WANDB_RUN_ID", name_variable="WANDB_NAME")
         self.id = settings["id"]
         self.run = wandb.init(
             entity=entity or None,
@@ -256,7 +256,7 @@ class Swanlab:
 
         workspace, _, project = config.swanlab.rpartition("/")
         self.swanlab = swanlab
-        settings = _run_settings(config, run_dir, run_id, "SWANLAB_RUN_ID", "SWANLAB_EXP_NAME")
+        settings = _run_settings(config, run_dir, run_id, "SWANLAB_RUN_ID", name_variable="SWANLAB_EXP_NAME")
         self.id = settings["id"]
         self.run = swanlab.init(
             workspace=workspace or None,
@@ -290,7 +290,7 @@ def flat_texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _run_settings(
-    config: LogConfig, run_dir: Path, run_id: str, id_variable: str, name_variable: str
+    config: LogConfig, run_dir: Path, run_id: str, id_variable: str, *, name_variable: str
 ) -> dict[str, Any]:
     """Return the arguments that wandb.init and swanlab.init share."""
     return {

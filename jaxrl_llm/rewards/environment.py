@@ -144,6 +144,7 @@ def check_trial(
     samples: Sequence[RewardSample],
     results: Sequence[RewardResult],
     keep_env: Sequence[str],
+    *,
     skips: bool = False,
 ) -> None:
     """Refuse a reward that failed on all tried rows, independently of the responses. Other failures, such as

@@ -178,7 +178,12 @@ def _parse_result(raw: Any, config: RewardConfig) -> RewardResult:
         raise InvalidWorkerReplyError("a result that failed with a score, or has none and did not fail")
     spent = _number(seconds, 1e9)
     return RewardResult(
-        total, Outcome(outcome), clean_text(reason), max(spent, 0.0), values, clean_text(error)
+        total,
+        Outcome(outcome),
+        clean_text(reason),
+        max(spent, 0.0),
+        components=values,
+        error=clean_text(error),
     )
 
 

@@ -185,7 +185,7 @@ class RewardPool:
                 if not samples:
                     round_.queue.append(Chunk(name, []))
                 results = self._run(round_)
-            check_trial(name, samples, results, self.config.keep_env, skips)
+            check_trial(name, samples, results, self.config.keep_env, skips=skips)
 
     def close(self) -> None:
         """End all workers and wait for them."""
@@ -211,7 +211,7 @@ class RewardPool:
             if not chunks or chunks[-1].name != name or len(chunks[-1].indices) == full:
                 chunks.append(Chunk(name, []))
             chunks[-1].indices.append(index)
-        return Round(samples, deque(chunks), [None] * len(samples), [0] * len(samples), retries)
+        return Round(samples, deque(chunks), [None] * len(samples), [0] * len(samples), retries=retries)
 
     def _run(self, round_: Round) -> list[RewardResult]:
         """Process all chunks; after an exception, no worker keeps samples of this round."""
@@ -293,7 +293,7 @@ class RewardPool:
             chunk.loaded, chunk.batched, chunk.concurrency = True, reply.batched, reply.concurrency
         elif isinstance(reply, Failed):
             round_.counts["timeout"] += not reply.error
-            self._fail(round_, chunk, reply.reason, reply.error, reply.offset)
+            self._fail(round_, chunk, reply.reason, reply.error, offset=reply.offset)
         else:
             for result in reply.results:
                 self._settle(round_, chunk, result, reply.offset)
@@ -329,7 +329,7 @@ class RewardPool:
         else:
             round_.queue.append(Chunk(chunk.name, [index], is_retry=True))
 
-    def _fail(self, round_: Round, chunk: Chunk, reason: str, error: str = "", offset: int = 0) -> None:
+    def _fail(self, round_: Round, chunk: Chunk, reason: str, error: str = "", *, offset: int = 0) -> None:
         """Fail the current sample. A list that failed is first split, to find the sample at fault."""
         if chunk.batched and len(chunk.indices) > 1:
             self._warn.of_list(error, reason)

@@ -172,7 +172,7 @@ def _score(
         columns = [reward.call(_own_copies(group)) for reward in used]
         if any(map(inspect.isawaitable, columns)):
             columns = runner.run(_awaited(columns))
-        return _results(columns, group, used, setup, started)
+        return _results(columns, group, used, setup, started=started)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: they are the reward's, not ours
         return Failed(type(error).__name__, describe_error(error))
 
@@ -217,7 +217,7 @@ async def _score_async(sample: RewardSample, used: list[AdaptedReward], setup: S
     try:
         async with limit:
             columns = await _awaited([reward.call(_own_copies([sample])) for reward in used])
-        return _results(columns, [sample], used, setup, started)
+        return _results(columns, [sample], used, setup, started=started)
     except BaseException as error:  # as in `_score`
         if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
             raise  # SIGTERM
@@ -236,6 +236,7 @@ def _results(
     group: Sequence[RewardSample],
     used: list[AdaptedReward],
     setup: Setup,
+    *,
     started: float,
 ) -> Scored:
     """Return the results of a group from the raw scores of each reward."""
@@ -262,7 +263,7 @@ def _combine(raws: tuple[Any, ...], used: list[AdaptedReward], setup: Setup, sec
 def _weighted(scores: list[Score], weights: tuple[float, ...], seconds: float) -> RewardResult:
     values = tuple(0.0 if score.value is None else score.value for score in scores)
     total = sum(weight * value for weight, value in zip(weights, values, strict=True))
-    return RewardResult(total, scores[0].outcome, "", seconds, values)
+    return RewardResult(total, scores[0].outcome, "", seconds, components=values)
 
 
 def _loaded(name: str, rewards: dict[str, AdaptedReward], setup: Setup) -> AdaptedReward:

@@ -119,7 +119,7 @@ class Dialogue(Protocol):
     """Seconds without any reply after which the run ends."""
 
     def reply(
-        self, prompt_index: int, response_index: int, conversation: Any, ids: Sequence[int], start: int
+        self, prompt_index: int, response_index: int, conversation: Any, ids: Sequence[int], *, start: int
     ) -> Future[Reply]:
         """Return a future of the reply to the turn ids[start:] of a response, without waiting for it.
 

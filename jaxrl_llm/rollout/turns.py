@@ -16,7 +16,7 @@ Detokenize = Callable[[Sequence[int]], str]
 
 
 def stop_end(
-    ids: Sequence[int], checked: int, stops: Sequence[str], detokenize: Detokenize, turn_start: int = 0
+    ids: Sequence[int], checked: int, stops: Sequence[str], detokenize: Detokenize, *, turn_start: int = 0
 ) -> int | None:
     """Return how many of `ids` to keep: up to the token that completes a stop string; None = no stop string.
 
@@ -48,7 +48,7 @@ def request_reply(dialogue: Dialogue, response: PartialResponse) -> Future[Reply
         response.index,
         response.conversation,
         response.ids,
-        response.turn_start,
+        start=response.turn_start,
     )
 
 

@@ -202,7 +202,7 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: _Static, q, k, v, segments, last, window, sinks):
-    return _forward(static, q, k, v, segments, last, window, sinks)[0]
+    return _forward(static, q, k, v, segments=segments, last=last, window=window, sinks=sinks)[0]
 
 
 def _forward(static: _Static, q, k, v, segments, last, window, sinks):
@@ -221,7 +221,9 @@ def _forward(static: _Static, q, k, v, segments, last, window, sinks):
 def _backward(static: _Static, residuals, d_out):
     def local(q, k, v, segments, last, window, out, lse, d_out):
         last, mask = segments if last is None else last, DynamicMask(window=window)
-        return static.implementation.backward(static.spec, q, k, v, segments, last, mask, out, lse, d_out)
+        return static.implementation.backward(
+            static.spec, q, k, v, q_segments=segments, kv_last=last, mask=mask, out=out, lse=lse, d_out=d_out
+        )
 
     arrays, sinks = residuals
     d_qkv = static.shard_map(local, f"rrrss{_letter(arrays[5])}rlr", "rrr")(*arrays, d_out)

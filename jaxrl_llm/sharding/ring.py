@@ -42,7 +42,7 @@ class RingAttention(NamedTuple):
         def step(s, carry):
             kv, results = carry
             following = self._rotate(kv)  # overlaps with the computation
-            for i, _, visible, operands in self._pairs(s, q, q_segments, kv, mask):
+            for i, _, visible, operands in self._pairs(s, q, q_segments, kv, mask=mask):
                 result = jax.lax.cond(visible, add, lambda result, _: result, results[i], operands)
                 results = (result, results[1]) if i == 0 else (results[0], result)
             return following, results
@@ -62,6 +62,7 @@ class RingAttention(NamedTuple):
         q,
         k,
         v,
+        *,
         q_segments,
         kv_last,
         mask: DynamicMask,
@@ -86,7 +87,7 @@ class RingAttention(NamedTuple):
             kv, d_kv, d_q = carry
             following, arrived = self._rotate((kv, d_kv))
             parts = [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]  # of dq, dk, dv: early and late chunk
-            for i, j, visible, operands in self._pairs(s, q, q_segments, kv, mask):
+            for i, j, visible, operands in self._pairs(s, q, q_segments, kv, mask=mask):
                 gradients = jax.lax.cond(visible, compute, skip, operands, results[i])
                 for part, chunk, gradient in zip(parts, (i, j, j), gradients, strict=True):
                     part[chunk] = part[chunk] + gradient
@@ -109,7 +110,7 @@ class RingAttention(NamedTuple):
         n = jax.lax.axis_size(self.axis)
         return jax.lax.ppermute(tree, self.axis, [(i, (i + 1) % n) for i in range(n)])
 
-    def _pairs(self, s, q, q_segments, kv, mask: DynamicMask):
+    def _pairs(self, s, q, q_segments, kv, *, mask: DynamicMask):
         """Yield (query chunk, key chunk, whether any pair is visible, operands of `forward`) of step s."""
         n, device = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
         length = q.shape[1] // 2

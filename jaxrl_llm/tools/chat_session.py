@@ -359,7 +359,7 @@ def conversation_engine(
     So it has few programs, one per rung of each ladder, and a turn compiles at most the next rung.
     """
     rollout = RolloutConfig(slots=1, chunk=TOKENS_A_CALL, dtype=dtype)
-    engine = NativeEngine(rollout, model.config, mesh, tokenizer, model.end_ids)
+    engine = NativeEngine(rollout, model.config, mesh, tokenizer, eos_ids=model.end_ids)
     engine.set_lengths(context, max_tokens, turns=True)
     engine.publish(model.load(mesh, TRAIN, dtype), version=0)
     return engine

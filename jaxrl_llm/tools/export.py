@@ -38,13 +38,13 @@ def main(argv: list[str]) -> int:
     config = base_config(params.config)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
     with working(f"writing {args.out}"):
-        folder = save_model(params, config, args.out, tokenizer, args.dtype)
+        folder = save_model(params, config, args.out, tokenizer, dtype=args.dtype)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"step {saved.step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
     if args.push:
         card, message = model_card(args.checkpoint, args.push), f"Checkpoint of step {saved.step}"
         try:
-            print(f"pushed to {push_folder(folder, args.push, args.private, card, message)}")
+            print(f"pushed to {push_folder(folder, args.push, args.private, card, message=message)}")
         except PushError as error:
             raise PushError(f"{folder} is complete, but is not on the hub: {error}") from error
     return 0

@@ -93,7 +93,8 @@ class Generator:
             print_progress(f"warning: {warning}")
         positions = self.model.config.max_position
         self.requests = [
-            make_request(config, positions, self.tokenizer, i, example) for i, example in enumerate(examples)
+            make_request(config, positions, self.tokenizer, i, example=example)
+            for i, example in enumerate(examples)
         ]
 
     def windows(self, start: int = 0) -> Iterator[tuple[Sequence[Example], list[list[Trajectory]], float]]:
@@ -105,7 +106,9 @@ class Generator:
         config, rollout = self.config, RolloutConfig(slots=self.config.slots, dtype=self.dtype)
         if start >= len(self.requests):
             return
-        engine = NativeEngine(rollout, self.model.config, self.mesh, self.tokenizer, self.model.end_ids)
+        engine = NativeEngine(
+            rollout, self.model.config, self.mesh, self.tokenizer, eos_ids=self.model.end_ids
+        )
         with working("loading the model"):
             engine.publish(self.model.load(self.mesh, ROLLOUT, self.dtype), version=0)
         window = max(1, 8 * config.slots // config.n)  # prompts between two results
@@ -131,7 +134,13 @@ def open_rewarder(
     if not gives_rewards(args.reward):
         return None
     rewarder = ResponseRewarder(
-        args.reward, args.mesh, generator.dtype, args.batch_tokens, args.chat, closing, generator.tokenizer
+        args.reward,
+        args.mesh,
+        generator.dtype,
+        args.batch_tokens,
+        chat=args.chat,
+        closing=closing,
+        policy_tokenizer=generator.tokenizer,
     )
     rewarder.open(examples)
     return rewarder
@@ -175,7 +184,7 @@ def output_rows(
 
 
 def make_request(
-    config: GenerateConfig, max_position: int, tokenizer: Any, i: int, example: Example
+    config: GenerateConfig, max_position: int, tokenizer: Any, i: int, *, example: Example
 ) -> Request:
     """Return prompt i as a request for `max_tokens`, or as many as the model has positions for.
 

@@ -78,7 +78,9 @@ def open_model(name: str, choice: ModelChoice) -> StoredModel:
         folder = resolve_model(name)
         config, ends = read_config(folder), generation_end_ids(folder)
         tokenizer = functools.partial(load_tokenizer, folder, config)
-        model = StoredModel(config, tokenizer, ends, None, functools.partial(load_sharded, folder, config))
+        model = StoredModel(
+            config, tokenizer, ends, None, load=functools.partial(load_sharded, folder, config)
+        )
     if model.config.value_head:
         raise UserError(f"--model {name}: a model with a score head, such as a reward model, has no text")
     return _with_adapter(model, choice.adapter) if choice.adapter else model
@@ -95,7 +97,7 @@ def _model_of_run(run_dir: Path, step: int | None) -> StoredModel:
 
     ends = generation_end_ids(resolve_model(base)) if base else ()
     tokenizer = functools.partial(run_tokenizer, run_dir, lora.base_config(config))
-    return StoredModel(config, tokenizer, ends, saved.step, load)
+    return StoredModel(config, tokenizer, ends, saved.step, load=load)
 
 
 def exported_config(run_dir: Path, saved: SavedParams) -> TransformerConfig:

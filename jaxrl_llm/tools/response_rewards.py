@@ -54,6 +54,7 @@ class ResponseRewarder:
         mesh: MeshConfig,
         dtype: str,
         batch_tokens: int,
+        *,
         chat: ChatConfig,
         closing: contextlib.ExitStack,
         policy_tokenizer: Any = None,
@@ -78,7 +79,7 @@ class ResponseRewarder:
     def _load(self, i: int, config: RewardModelConfig) -> RewardModel:
         mesh = place(reward_role(i), config, self.mesh, jax.devices())
         step = StepConfig(row_tokens=SHORTEST_ROW, rows=1, dtype=self.dtype, share_prefixes=True)
-        model = load_reward_model(config, step, mesh, self.policy_tokenizer, self.chat)
+        model = load_reward_model(config, step, mesh, self.policy_tokenizer, chat=self.chat)
         scorer = BucketedScorer(model.scorer.config, mesh, self.batch_tokens)
         return replace(model, scorer=scorer, max_tokens=sys.maxsize)
 

@@ -199,7 +199,7 @@ class GivenResponses(NamedTuple):
 def reward_scores(args: ScoreArguments, rows: RawRows, closing: contextlib.ExitStack) -> Scores:
     """Return the function that rewards responses; all rows are checked before models are loaded."""
     rewarder = ResponseRewarder(
-        args.reward, args.mesh, pick_dtype(args.dtype), args.batch_tokens, args.chat, closing
+        args.reward, args.mesh, pick_dtype(args.dtype), args.batch_tokens, chat=args.chat, closing=closing
     )
     rewarder.open(read_responses(*rows[i]).example for i in range(len(rows)))
     summary = RewardSummary()

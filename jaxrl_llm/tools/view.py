@@ -143,7 +143,7 @@ def read_run(path: Path, name: str) -> RunData:
             + ("all of its lines are damaged" if damaged else "the file is empty; view the run after a step")
         )
     # Damaged or missing files become notes on the page.
-    run = RunData(path, name, rows, {}, [])
+    run = RunData(path, name, rows, {}, samples=[])
     note_damage(run, METRICS, damaged)
     samples, damaged = jsonl.scan_rows(path / SAMPLES)
     note_damage(run, SAMPLES, damaged)

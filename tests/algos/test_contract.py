@@ -196,4 +196,4 @@ def test_a_config_of_no_algorithm_has_none():
     with pytest.raises(AssertionError, match=r"make it with NAME\.Config"):
         of(AlgoConfig())
     with pytest.raises(AssertionError, match="without advantages"):
-        Algorithm("mine", "", "rollouts", AlgoConfig(), lambda inputs, config: (jnp.zeros(()), {}))
+        Algorithm("mine", "", "rollouts", AlgoConfig(), loss=lambda inputs, config: (jnp.zeros(()), {}))

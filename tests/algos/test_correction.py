@@ -22,7 +22,7 @@ def mask(rule, above, below=None):
     if below is None:
         below = 1 / above if rule.endswith("k1") else 0.0
     config = Correction(reject=((rule, below, above),))
-    return np.asarray(accepted(OLD, ROLLOUT, MASK, SEGMENTS, config) & (MASK > 0)).astype(int).tolist()
+    return np.asarray(accepted(OLD, ROLLOUT, MASK, SEGMENTS, config=config) & (MASK > 0)).astype(int).tolist()
 
 
 def test_truncated_importance_sampling_equals_veRL():
@@ -128,7 +128,7 @@ def test_equal_log_probs_pass_every_rule():
     near = OLD + 1e-4 * jnp.array([[1.0, -1, 2, 3], [-2, 1, 0, 4]])
     for name in ("k2", "k3", "tv", "binary_kl"):
         config = Correction(reject=((f"token_{name}", 0.0, 0.1),))
-        assert bool(accepted(near, OLD, MASK, SEGMENTS, config).all()), name
+        assert bool(accepted(near, OLD, MASK, SEGMENTS, config=config).all()), name
 
 
 def test_absurd_ratios_stay_finite():

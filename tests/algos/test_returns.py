@@ -44,7 +44,7 @@ def test_a_tools_tokens_are_skipped():
     values, rewards = jnp.array([[0.5, 0.9, 0.2]]), jnp.array([[0.0, 7.0, 1.0]])
     last = 1 - 0.2
     skipped = 0.9 * 0.2 - 0.5 + 0.72 * last
-    got, returns = gae(rewards, values, mask, 0.9, 0.8)
+    got, returns = gae(rewards, values, mask, 0.9, lam=0.8)
     np.testing.assert_allclose(got, [[skipped, 0, last]], atol=1e-6)
     np.testing.assert_allclose(returns, [[skipped + 0.5, 0, 1.0]], atol=1e-6)
 

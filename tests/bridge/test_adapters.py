@@ -375,7 +375,7 @@ def test_each_route_gets_the_key_that_sglang_demands_there(make, servers, monkey
 @pytest.mark.parametrize(("flags", "more"), [("--device cpu", ["--lora-backend", "torch_native"]), ("", [])])
 def test_launched_servers_get_the_flags(flags, more):
     flags_of_lora = lora_flags(LORA, 4)
-    command = server_command(ROLLOUT, SGLangConfig(flags=flags), Path("m"), 1, flags_of_lora)
+    command = server_command(ROLLOUT, SGLangConfig(flags=flags), Path("m"), 1, flags=flags_of_lora)
     assert command[-len([*flags_of_lora, *more, *flags.split()]) :] == [*flags_of_lora, *more, *flags.split()]
     assert "--lora-backend" not in server_command(ROLLOUT, SGLangConfig(flags=flags), Path("m"), 1)
     assert (

@@ -207,7 +207,9 @@ def test_the_engine_of_a_run_pushes_blocks_and_probes_rounded_weights(server, tm
     rollout = RolloutConfig(engine="sglang", servers=(server.url,), dtype="bfloat16")
     sglang = SGLangConfig(quantization="fp8", transport="http")
     config = TrainConfig(run_dir=str(tmp_path), rollout=rollout, sglang=sglang)
-    make = lambda closing: engines.make_engine(config, SERVED, {POLICY: one_device()}, TOKENIZER, (), closing)
+    make = lambda closing: engines.make_engine(
+        config, SERVED, {POLICY: one_device()}, TOKENIZER, eos_ids=(), closing=closing
+    )
     with contextlib.ExitStack() as closing, pytest.raises(UserError, match="Start it with --quantization"):
         make(closing)
     server.info = {"quantization": "fp8", "json_model_override_args": fp8.FLAGS[-1]}

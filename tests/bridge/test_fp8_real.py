@@ -29,7 +29,7 @@ TOLERANCE = 0.02  # nats: both compute in bfloat16
 def launched(request, tmp_path_factory):
     """(model, a server of it)"""
     flags = f"{FLAGS} --dtype bfloat16"
-    with started(tmp_path_factory.mktemp("fp8"), 1, flags, fp8.FLAGS, request.param) as servers:
+    with started(tmp_path_factory.mktemp("fp8"), 1, flags, fp8.FLAGS, model=request.param) as servers:
         yield request.param, servers
 
 

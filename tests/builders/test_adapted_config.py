@@ -37,7 +37,9 @@ def test_servers_get_no_adapters_of_experts():
 
 def test_servers_get_no_latent_attention():
     """Before a server is started; gpt-oss is in `test_moe_parity.py`."""
-    sizes = dict(num_heads=4, num_kv_heads=4, head_dim=12, qk_norm=False, mla=MLAConfig(16, 20, 8, 4, 6))
+    sizes = dict(
+        num_heads=4, num_kv_heads=4, head_dim=12, qk_norm=False, mla=MLAConfig(16, 20, 8, 4, value_dim=6)
+    )
     run = TrainConfig(rollout=RolloutConfig(engine="sglang"))
     with pytest.raises(ConfigError, match=r"latent attention \(DeepSeek-V3\) are not .* Set it to native"):
         check_models(run, {POLICY: replace(MODEL, **sizes)})

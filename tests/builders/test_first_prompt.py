@@ -17,7 +17,7 @@ def line_of(tmp_path, row, chat=ChatConfig(), longest=64):  # noqa: B008  frozen
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     data, tokenizer = DataConfig(train=(SourceConfig(path=str(file)),), chat=chat), make_tokenizer()
-    loader = Loader(data, tokenizer, 0, longest, "train", 2 * longest)
+    loader = Loader(data, tokenizer, 0, longest, split="train", max_tokens=2 * longest)
     run = SimpleNamespace(config=TrainConfig(data=data), loaders={"train": loader}, tokenizer=tokenizer)
     return [line.replace(str(file), "FILE") for line in first_prompt_line(run)]
 

@@ -39,7 +39,7 @@ OPTIM = OptimConfig(learning_rate=0.01, warmup_steps=3)
 
 def stage_of(optim=OPTIM, model=MODEL):
     step, mesh = StepConfig(row_tokens=16, rows=1), make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-    return Stage(Learner(sft.Config(), model, make_optimizer(optim, 10), step, mesh))
+    return Stage(Learner(sft.Config(), model, make_optimizer(optim, 10), step, mesh=mesh))
 
 
 def trained(stage, updates):

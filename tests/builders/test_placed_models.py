@@ -104,7 +104,7 @@ def trajectories(seed, n=8):
     ]  # fmt: skip
 
 
-def built(case, role=None, placement=None, tmp_path=Path(), offload=False):
+def built(case, role=None, placement=None, tmp_path=Path(), *, offload=False):
     """(stage, state, reference) of a case, one role placed elsewhere than the policy."""
     config = replace(BASE, model=replace(BASE.model, dtype="float32"), **CASES[case])
     config = replace(config, reference=replace(config.reference, offload=offload))
@@ -125,7 +125,9 @@ def built(case, role=None, placement=None, tmp_path=Path(), offload=False):
     first = functools.partial(initial, REFERENCE)
     abstract, path = stage.policy.abstract_state().params, config.reference.path
     load = functools.partial(load_frozen, config, path, meshes[REFERENCE], RandomModels()) if path else None
-    reference = Reference(tmp_path, "float32", first, abstract, other, config.reference.offload, load)
+    reference = Reference(
+        tmp_path, "float32", first, abstract, mesh=other, offload=config.reference.offload, pretrained=load
+    )
     with jax.set_mesh(meshes[POLICY]):
         state = stage.init_state(initial())
         if config.lora.rank:  # B is zero at first
@@ -146,7 +148,9 @@ def steps(stage, state, reference, count=2):
             if stage.teachers:
                 for item in items:
                     item.signals["labels"] = np.zeros(len(item.tokens), np.float32)
-            minibatches = stage.prepare(state, Experience(items, {}, 0, [], batch), frozen, seed=step)
+            minibatches = stage.prepare(
+                state, Experience(items, {}, 0, [], trajectories=batch), frozen, seed=step
+            )
             state, metrics = stage.update(state, minibatches, step)
             collected.append(jax.device_get(metrics))
     return collected, jax.tree.map(np.asarray, state.params), frozen

@@ -27,7 +27,7 @@ CRITIC = config_with_heads(MODEL, CriticConfig().loss)
 @pytest.mark.parametrize("model", [MODEL, CRITIC], ids=["language model", "reward model"])
 def test_a_critic_keeps_its_score_head_or_gets_one_of_zeros(tmp_path, model):
     params = random_params(model)
-    folder = save_model(params, model, tmp_path / "model", make_tokenizer(), "float32")
+    folder = save_model(params, model, tmp_path / "model", make_tokenizer(), dtype="float32")
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
     loaded = load_with_heads(folder, CRITIC, mesh)
     assert loaded.config == CRITIC
@@ -37,7 +37,7 @@ def test_a_critic_keeps_its_score_head_or_gets_one_of_zeros(tmp_path, model):
 
 
 def test_damaged_files_of_a_critic_are_named_before_its_weights_are_read(tmp_path):
-    folder = save_model(random_params(MODEL), MODEL, tmp_path / "model", make_tokenizer(), "float32")
+    folder = save_model(random_params(MODEL), MODEL, tmp_path / "model", make_tokenizer(), dtype="float32")
     config = TrainConfig(algo=ppo.Config(), critic=CriticConfig(path=str(folder)))
     check_critic_files(config)
     file = folder / "model.safetensors"

@@ -63,7 +63,7 @@ def trained_item(advantages):
 
 
 def test_values_are_those_of_the_update_and_observations_have_none():
-    rows = per_token(conversation(), trained_item([0.5, 0.5, 0.5, -0.25]), Bytes(), "logprobs", 100)
+    rows = per_token(conversation(), trained_item([0.5, 0.5, 0.5, -0.25]), Bytes(), "logprobs", limit=100)
     assert rows == {
         "text": ["a", "b", "?", "c"],
         "trained": [1, 1, 0, 1],
@@ -72,7 +72,7 @@ def test_values_are_those_of_the_update_and_observations_have_none():
         "logprobs": [-1.0, -2.5, None, -0.1235],
         "mismatch": [pytest.approx(1.001e-5, rel=1e-3), -0.5, None, 0.0],  # before rounding
     }
-    assert per_token(conversation(), trained_item([1, 1, 1, 1]), Bytes(), "old_logprobs", 2) == {
+    assert per_token(conversation(), trained_item([1, 1, 1, 1]), Bytes(), "old_logprobs", limit=2) == {
         "text": ["a", "b"],
         "trained": 1,  # equal numbers are one
         "rollout_logprobs": [-1.0, -2.0],
@@ -87,6 +87,6 @@ def test_what_was_not_trained_on_has_the_numbers_that_exist():
     masked.mask = np.zeros_like(masked.mask)  # its reward failed
     before_update = from_trajectory(conversation())  # of the critic's warm-up: no policy log-probs
     for item in (None, masked, before_update):
-        row = per_token(conversation(), item, Bytes(), "logprobs", 100)
+        row = per_token(conversation(), item, Bytes(), "logprobs", limit=100)
         assert row["trained"] == 0 and row["rollout_logprobs"] == [-1.0, -2.0, None, -0.1235]
         assert not {"advantages", "logprobs", "mismatch"} & row.keys()

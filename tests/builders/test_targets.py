@@ -19,7 +19,7 @@ PAIRS = SourceConfig(path="task:preference", options='{"size": 50}')
 
 def held_out(*sources, **settings):
     config = DataConfig(train=(PAIRS,), eval=sources, **settings)
-    return Loader(config, make_tokenizer(), 0, 16, "eval", max_tokens=32)
+    return Loader(config, make_tokenizer(), 0, 16, split="eval", max_tokens=32)
 
 
 def test_a_source_without_pairs_has_no_loss_of_dpo(tmp_path):

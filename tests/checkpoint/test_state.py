@@ -84,7 +84,7 @@ def _replicated(mesh):
 def test_train_state_comes_back_bit_for_bit(tmp_path, name):
     params = init(TINY, jax.random.key(0))
     opt_state = make_optimizer(OptimConfig(name=name), 10).init(params)
-    state = TrainState(params, opt_state, jnp.int32(5), jnp.int32(0), jnp.float32(0.1))
+    state = TrainState(params, opt_state, jnp.int32(5), jnp.int32(0), kl_coef=jnp.float32(0.1))
     with_nan = dataclasses.replace(
         state, opt_state=jax.tree.map(lambda x: x / jnp.zeros_like(x), state.opt_state)
     )
@@ -100,7 +100,9 @@ def test_train_state_comes_back_bit_for_bit(tmp_path, name):
 def test_manifest_names_arrays_files_and_versions(tmp_path):
     params = init(TINY, jax.random.key(0))
     saver = checkpointer(tmp_path)
-    saver.save(1, TrainState(params, (), jnp.int32(1), jnp.int32(0), jnp.float32(0.1)), META, {"loss": 2.5})
+    saver.save(
+        1, TrainState(params, (), jnp.int32(1), jnp.int32(0), kl_coef=jnp.float32(0.1)), META, {"loss": 2.5}
+    )
     saver.close()
     manifest = read_manifest(tmp_path / "checkpoints/1")
     assert manifest.step == 1 and manifest.metrics == {"loss": 2.5}
@@ -327,7 +329,9 @@ def test_weights_alone_for_export(tmp_path):
         grown = jax.tree.map(lambda x, step=step: x * step, params)
         saver.save(
             step,
-            TrainState(grown, optax.adam(1e-3).init(params), jnp.int32(step), jnp.int32(0), jnp.float32(0.1)),
+            TrainState(
+                grown, optax.adam(1e-3).init(params), jnp.int32(step), jnp.int32(0), kl_coef=jnp.float32(0.1)
+            ),
             META,
             {},
         )
@@ -346,7 +350,7 @@ def test_weights_alone_for_export(tmp_path):
 def saved_model(run_dir, model, **changes):
     """A run directory with one checkpoint of the weights of a model, which it describes with some changes."""
     saver = checkpointer(run_dir)
-    state = TrainState(init(model, jax.random.key(1)), (), jnp.int32(1), jnp.int32(0), jnp.float32(0))
+    state = TrainState(init(model, jax.random.key(1)), (), jnp.int32(1), jnp.int32(0), kl_coef=jnp.float32(0))
     saver.save(1, state, {"model": {**dataclasses.asdict(model), **changes}, "config": {}}, {})
     saver.close()
     return run_dir
@@ -425,7 +429,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     """The optimizer's own state may start with infinity."""
     saver = checkpointer(tmp_path)
     params = {"w": jnp.ones(8), "half": jnp.ones(8, jnp.bfloat16), "count": jnp.int32(1)}
-    state = TrainState(params, (jnp.full(3, jnp.inf),), jnp.int32(1), jnp.int32(0), jnp.float32(0.1))
+    state = TrainState(params, (jnp.full(3, jnp.inf),), jnp.int32(1), jnp.int32(0), kl_coef=jnp.float32(0.1))
     assert saver.save(1, state, META, {})
     for bad in (jnp.nan, jnp.inf, -jnp.inf):
         broken = dataclasses.replace(state, params={**params, "half": params["half"].at[7].set(bad)})

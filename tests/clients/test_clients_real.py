@@ -106,7 +106,7 @@ def ours(tuned, chats):
 
 
 @each("transformers 5", "transformers 4")
-def test_transformers_and_peft_generate_our_text(client, base, tuned, chats, ours, tmp_path):
+def test_transformers_and_peft_generate_our_text(client, base, tuned, chats, *, ours, tmp_path):
     adapter = str(tuned.run_dir / "adapter")
     jobs = [(str(tuned.model), "", chats), (str(base.model), adapter, chats), (str(base.model), "", chats)]
     merged, adapted, before = run_client(client, tmp_path, jobs)
@@ -116,7 +116,7 @@ def test_transformers_and_peft_generate_our_text(client, base, tuned, chats, our
 
 
 @each("vllm", "sglang")
-def test_servers_generate_our_text(client, tuned, chats, ours, tmp_path):
+def test_servers_generate_our_text(client, tuned, chats, ours, *, tmp_path):
     assert run_client(client, tmp_path, [(str(tuned.model), "", chats)]) == [ours]
 
 
@@ -165,7 +165,7 @@ def test_transformers_4_reads_every_family_as_transformers_5_does(tmp_path):
     jobs, prompts = [], np.random.default_rng(0).integers(2, 128, (8, 20)).tolist()
     for config in FAMILIES:
         folder = tmp_path / config.family
-        save_model(models.init(config, jax.random.key(0)), config, folder, make_tokenizer(), "float32")
+        save_model(models.init(config, jax.random.key(0)), config, folder, make_tokenizer(), dtype="float32")
         jobs.append((str(folder), "", prompts))
     newest, older = (run_client(f"transformers {version}", tmp_path, jobs) for version in (5, 4))
     assert older == newest

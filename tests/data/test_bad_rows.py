@@ -160,7 +160,7 @@ def test_rows_that_the_template_or_the_tokenizer_refuses_are_skipped_and_counted
     texts = [p.example.messages[0]["content"] for p in skipping.batch(0, 4)]
     assert texts == ["one", "one", "two", "two"]
     assert skipping.stats() == {"rows": 4, "bad_rows": 2, "overlong": 0}
-    held_out = Loader(DataConfig(eval_path=str(path), bad_rows="skip"), tokenizer, 0, 64, "eval")
+    held_out = Loader(DataConfig(eval_path=str(path), bad_rows="skip"), tokenizer, 0, 64, split="eval")
     assert [p.example.messages[0]["content"] for p in held_out.eval_set(4)] == ["one", "two"]
     failing = Loader(DataConfig(path=str(path), shuffle=False), tokenizer, 0, 64)
     with pytest.raises(UserError, match=r"a.jsonl:1: the tokenizer's chat template cannot .*: no ghosts"):

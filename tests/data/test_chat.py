@@ -271,7 +271,9 @@ def test_a_turn_has_the_ids_that_it_has_in_the_whole_text(kind):
         ids, _ = encode_supervised(tokenizer, chat(*messages), ChatConfig())
         assert ids.tolist() == whole["input_ids"][: len(ids)]
     first, _ = encode_supervised(tokenizer, chat(*messages[:2]), ChatConfig())
-    observed = encode_observation(tokenizer, chat(messages[0]), messages[:3], 1, ChatConfig(), "</s>")
+    observed = encode_observation(
+        tokenizer, chat(messages[0]), messages[:3], 1, config=ChatConfig(), end="</s>"
+    )
     assert ids[: len(first) + len(observed)].tolist() == [*first.tolist(), *observed]
     ids, _ = encode_supervised(tokenizer, plain("2+2=", response="4"), ChatConfig())
     assert ids.tolist() == [*tokenizer("2+2=4")["input_ids"], tokenizer.eos_token_id]

@@ -210,7 +210,7 @@ def test_held_out_files_with_prompts_of_the_training_files_are_warned_of(hundred
 def test_sources_with_few_held_out_rows_leave_their_share_to_others(hundred, tmp_path):
     two = write(tmp_path / "two.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
     sources = (SourceConfig(path=two), SourceConfig(path=hundred))
-    loader = Loader(DataConfig(path=hundred, eval=sources), TOKENIZER, 0, 16, "eval")
+    loader = Loader(DataConfig(path=hundred, eval=sources), TOKENIZER, 0, 16, split="eval")
     texts = [p.example.text for p in loader.eval_set(10)]
     assert len(texts) == 10 and texts[:2] == ["x", "y"]
 

@@ -32,8 +32,15 @@ def seven(tmp_path):
     return write(tmp_path / "seven.jsonl", "abcdefg", response="ok")
 
 
-def loader(path="", seed=0, split="train", max_prompt_tokens=64, max_tokens=None, **config):
-    return Loader(DataConfig(path=path, **config), TOKENIZER, seed, max_prompt_tokens, split, max_tokens)
+def loader(path="", seed=0, split="train", max_prompt_tokens=64, *, max_tokens=None, **config):
+    return Loader(
+        DataConfig(path=path, **config),
+        TOKENIZER,
+        seed,
+        max_prompt_tokens,
+        split=split,
+        max_tokens=max_tokens,
+    )
 
 
 def texts(prompts):

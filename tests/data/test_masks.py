@@ -334,7 +334,7 @@ def test_the_role_of_a_reply_is_read_unless_the_policy_wrote_it(end, observed):
     tokenizer = make(GLM, ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"])
     messages = [user("q"), assistant("A"), tool("x")]
     example = read({"messages": messages[:1]})
-    ids = encode_observation(tokenizer, example, messages, 1, ChatConfig(), end)
+    ids = encode_observation(tokenizer, example, messages, 1, config=ChatConfig(), end=end)
     assert "".join(tokenizer.convert_ids_to_tokens(ids)) == observed
 
 
@@ -342,7 +342,9 @@ def test_the_role_of_a_reply_is_read_unless_the_policy_wrote_it(end, observed):
 def test_the_token_that_closes_a_turn_is_read_unless_the_turn_has_ended(end):
     tokenizer = make(CHATML, ["<|endoftext|>"])
     messages = [user("q"), assistant("A"), user("x")]
-    ids = encode_observation(tokenizer, read({"messages": messages[:1]}), messages, 1, ChatConfig(), end)
+    ids = encode_observation(
+        tokenizer, read({"messages": messages[:1]}), messages, 1, config=ChatConfig(), end=end
+    )
     reply = "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     assert "".join(tokenizer.convert_ids_to_tokens(ids)) == ("" if end else "<|im_end|>") + reply
 

@@ -44,7 +44,14 @@ def test_the_end_token_is_trained_on():
 
 def test_a_response_that_stops_at_once_still_has_a_token():
     trajectory = Trajectory(
-        np.array([1]), np.array([9]), np.array([-1.0]), np.array([1]), np.zeros(1), 0, 0, "stop"
+        np.array([1]),
+        np.array([9]),
+        np.array([-1.0]),
+        np.array([1]),
+        versions=np.zeros(1),
+        prompt_index=0,
+        response_index=0,
+        finish="stop",
     )
     assert counts([from_trajectory(trajectory)]) == (1.0, 1.0)
 

@@ -169,7 +169,9 @@ def test_thoughts_of_earlier_turns_that_were_to_be_learned_are_warned_of_once(ca
 def test_what_an_environment_says_reaches_the_policy():
     tokenizer, messages = make(SKIPS), [U, A, {"role": "tool", "content": "4"}]
     with pytest.raises(UserError, match=r"leaves out what the role tool says in message 2 \('4'\)"):
-        encode_observation(tokenizer, read({"messages": [U]}), messages, 1, ChatConfig(), "<|im_end|>")
+        encode_observation(
+            tokenizer, read({"messages": [U]}), messages, 1, config=ChatConfig(), end="<|im_end|>"
+        )
 
 
 def test_tools_of_a_row_are_shown_or_refused():

@@ -25,7 +25,9 @@ def example(row, **settings):
     return read_example(row, "rows.jsonl:3", SourceConfig(**settings))
 
 
-def loader(tmp_path, rows, chat=PLAIN, max_prompt_tokens=64, max_tokens=None, overlong="filter", **settings):
+def loader(
+    tmp_path, rows, chat=PLAIN, max_prompt_tokens=64, *, max_tokens=None, overlong="filter", **settings
+):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(

@@ -41,7 +41,7 @@ def say():
         for turn in turns:
             start = len(ids)
             ids += tokenizer(turn, add_special_tokens=False)["input_ids"]
-            replies.append(dialogue.reply(0, 0, known, ids, start).result(timeout=20))
+            replies.append(dialogue.reply(0, 0, known, ids, start=start).result(timeout=20))
             known = replies[-1].conversation
             ids += replies[-1].ids
         return replies

@@ -79,7 +79,7 @@ def talk(tmp_path):
         for turn in turns:
             start = len(ids)
             ids += TOKENIZER(turn, add_special_tokens=False)["input_ids"]
-            reply = dialogue.reply(0, 0, reply and reply.conversation, ids, start).result(timeout=20)
+            reply = dialogue.reply(0, 0, reply and reply.conversation, ids, start=start).result(timeout=20)
             said.append("done" if reply.done else TOKENIZER.decode(reply.ids))
             ids += reply.ids
         return said, reply.episode

@@ -55,7 +55,7 @@ def test_a_failed_conversation_is_not_learned_from_and_too_many_end_the_run():
     bad = trajectory([1, 1], 5.0, Episode(failure="OSError: crashed"), 3)
     _apply_episodes([*good, bad], RewardConfig())
     items = [from_trajectory(t) for t in (*good, bad)]
-    credit.assign_credit(grpo.Config(), items, [*good, bad], 0.0, 0)
+    credit.assign_credit(grpo.Config(), items, [*good, bad], 0.0, seed=0)
     assert [item.mask.sum() for item in items] == [2, 2, 2, 0]
     with pytest.raises(RewardFailureError, match=r"2 of 3 samples.*\n  2 x OSError: crashed"):
         _apply_episodes([good[0], bad, bad], RewardConfig())
@@ -106,7 +106,7 @@ def batch_of(algo, garbage):
         for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):
             item.signals[name] = rng.normal(-2, 0.3, len(item.tokens)).astype(np.float32)
             item.signals[name][(item.mask == 0) & (np.arange(len(item.mask)) > 2)] = garbage
-    items = credit.assign_credit(algo, items, made, 0.1, 0)
+    items = credit.assign_credit(algo, items, made, 0.1, seed=0)
     (batch,) = pack(items, 16, 4)
     return jax.tree.map(jnp.asarray, batch), BatchTotals(*map(jnp.float32, counts(items)), jnp.float32(0.1))
 

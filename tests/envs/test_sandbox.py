@@ -408,7 +408,7 @@ def test_calls_run_side_by_side_up_to_the_limit(monkeypatch):
     monkeypatch.setattr(Sandbox, "run", counted)
     env = ToolEnv({"python": Python(ToolsConfig(SandboxConfig(concurrent=2)))}, "hermes", 30.0)
     call = json.dumps({"name": "python", "arguments": {"code": "print(6 * 7)"}})
-    turn = Turn(f"<tool_call>{call}</tool_call>" * 4, [], 1, False, str)
+    turn = Turn(f"<tool_call>{call}</tool_call>" * 4, [], 1, False, read=str)
     step = asyncio.run(env.step(None, turn))
     assert [message["content"] for message in step.observation] == ["42"] * 4 and most == 2
 

@@ -172,7 +172,7 @@ def test_reward_models_without_weight_score_all_the_same():
 
 
 def win_rate(path, judge=None, **settings):
-    return WinRate(path / "eval/start.jsonl", 2, {"seed": 0, **settings}, CHAT, judge)
+    return WinRate(path / "eval/start.jsonl", 2, {"seed": 0, **settings}, CHAT, judge=judge)
 
 
 BEFORE = [["xx", "z"], ["y", "yy"], ["c", "c"], ["", "d"]]

@@ -270,7 +270,7 @@ def test_process_rewards_count_for_dynamic_sampling():
 
 def test_process_rewards_count_for_the_greedy_baseline():
     found = step(source(remax.Config(), rewarder=by_steps))
-    items = assign_credit(remax.Config(), found.items, found.trajectories, 0.0, 0)
+    items = assign_credit(remax.Config(), found.items, found.trajectories, 0.0, seed=0)
     own = [item.signals["advantages"][-2:].tolist() for item in items]
     assert own == [[-1, -1], [0, 0]] * 3
 

@@ -72,7 +72,9 @@ def values(weights, t):
 
 
 def judge(folder, **fields):
-    return load_reward_model(RewardModelConfig(path=str(folder), **fields), STEP, mesh(), TOKENIZER, CHAT)
+    return load_reward_model(
+        RewardModelConfig(path=str(folder), **fields), STEP, mesh(), TOKENIZER, chat=CHAT
+    )
 
 
 def test_the_score_is_the_value_after_the_last_token(weights, folder):
@@ -89,7 +91,7 @@ def add_all(judges, trajectories, examples):
 
 def test_a_model_on_other_devices_than_the_policy_gives_the_same_scores(weights, folder):
     other = make_mesh(MeshConfig(tensor=2), jax.devices()[4:8])
-    placed = load_reward_model(RewardModelConfig(path=str(folder)), STEP, other, TOKENIZER, CHAT)
+    placed = load_reward_model(RewardModelConfig(path=str(folder)), STEP, other, TOKENIZER, chat=CHAT)
     batch = [trajectory("3"), trajectory("3+4")]
     with jax.set_mesh(mesh()):  # the policy's, as in a run
         scores = placed(batch, [SUM, SUM])
@@ -260,10 +262,10 @@ CHATS = [
 
 @pytest.mark.parametrize(("chat", "example", "prompt"), CHATS)
 def test_a_model_with_another_tokenizer_reads_the_whole_chat_by_its_own_template(
-    other, monkeypatch, chat, example, prompt
+    other, monkeypatch, chat, example, *, prompt
 ):
     """System prompt and earlier turns included; its ids for the same letters are others."""
-    model = load_reward_model(RewardModelConfig(path=str(other)), STEP, mesh(), TOKENIZER, chat)
+    model = load_reward_model(RewardModelConfig(path=str(other)), STEP, mesh(), TOKENIZER, chat=chat)
     seen = Recorder(monkeypatch, model.tokenizer)
     t = trajectory("ab")
     model([t], [example])
@@ -292,7 +294,7 @@ def test_a_generative_model_compares_two_responses(weights, tmp_path, monkeypatc
     plain = dataclasses.replace(MODEL, value_head=False)
     save_model(models.with_heads(weights, plain), plain, tmp_path / "lm", TOKENIZER)
     config = RewardModelConfig(path=str(tmp_path / "lm"), kind="generative")
-    model = load_reward_model(config, STEP, mesh(), TOKENIZER, CHAT, 2)
+    model = load_reward_model(config, STEP, mesh(), TOKENIZER, chat=CHAT, responses=2)
     b, seen = TOKENIZER.encode("B", add_special_tokens=False)[0], []
 
     def start(model, params, items, names=("logprobs",)):
@@ -319,7 +321,9 @@ def test_templates_that_refuse_the_policys_chats_are_found_at_the_start(other, t
     shutil.copytree(other, copy)
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     (copy / "chat_template.jinja").write_text(refuses)
-    load = lambda chat: load_reward_model(RewardModelConfig(path=str(copy)), STEP, mesh(), TOKENIZER, chat)
+    load = lambda chat: load_reward_model(
+        RewardModelConfig(path=str(copy)), STEP, mesh(), TOKENIZER, chat=chat
+    )
     load(CHAT)
     with pytest.raises(
         UserError, match=r"refuses the policy's chats \(.*no system role\)\. Use one that takes the ro"
@@ -339,7 +343,9 @@ def test_responses_that_share_a_prompt_get_the_scores_of_rows_of_their_own(folde
     batch = [trajectory(text, prompt) for prompt in ("1+2+3+4+5=", "7*8*9=") for text in texts]
     config = RewardModelConfig(path=str(folder), kind=kind)
     shared, alone = (
-        load_reward_model(config, dataclasses.replace(STEP, share_prefixes=share), mesh(), TOKENIZER, CHAT)
+        load_reward_model(
+            config, dataclasses.replace(STEP, share_prefixes=share), mesh(), TOKENIZER, chat=CHAT
+        )
         for share in (True, False)
     )
     items = [shared._item(t, SUM, 0) for t in batch]

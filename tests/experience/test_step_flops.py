@@ -77,7 +77,7 @@ def experience(num_prompts=1):
     prompts = [SimpleNamespace(ids=np.zeros(2))] * num_prompts
     trajectories = [SimpleNamespace(prompt_ids=np.zeros(2), num_tokens=n, prompt_index=0) for n in (5, 6)]
     items = [PackItem(np.zeros(n, np.int32), np.ones(n)) for n in (5, 6)]
-    return Experience(items, {}, 11, prompts, trajectories)
+    return Experience(items, {}, 11, prompts, trajectories=trajectories)
 
 
 FORWARD = sequence_flops(MODEL, [5, 6])
@@ -88,7 +88,7 @@ GENERATED = FORWARD - sequence_flops(MODEL, [2, 2]) + sequence_flops(MODEL, [2],
 def flops_of(stage, experience, epochs=1, step=0):
     needs_reference = stage.requires.ref_logprobs and not stage.teachers
     reference = SimpleNamespace(config=MODEL) if needs_reference else None
-    return step_flops(stage, experience, [experience.items] * epochs, step, reference)
+    return step_flops(stage, experience, [experience.items] * epochs, step, reference=reference)
 
 
 def test_grpo():

@@ -119,7 +119,7 @@ def test_the_command_writes_to_an_empty_folder(run, tmp_path):
 
 
 @pytest.mark.parametrize(("here", "out"), [("out", "."), ("out", "../out"), ("out/in", "..")])
-def test_the_working_directory_is_not_replaced(run, tmp_path, monkeypatch, here, out):
+def test_the_working_directory_is_not_replaced(run, tmp_path, monkeypatch, here, *, out):
     (tmp_path / here).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / here)
     with pytest.raises(UserError, match=r": holds the working directory; choose another folder"):

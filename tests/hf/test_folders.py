@@ -281,7 +281,12 @@ def test_baichuan_is_written_as_the_llama_that_it_is(tmp_path):
 def test_files_of_an_export(tmp_path):
     config = tiny()
     save_model(
-        init(config, jax.random.key(0)), config, tmp_path / "out", make_tokenizer(), "float32", SMALL_SHARD
+        init(config, jax.random.key(0)),
+        config,
+        tmp_path / "out",
+        make_tokenizer(),
+        dtype="float32",
+        max_shard_bytes=SMALL_SHARD,
     )
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     names = {tensor.name for tensor in hf_tensors(config)}
@@ -326,7 +331,7 @@ def test_generation_config_of_the_base_model_is_kept(tmp_path):
 def test_an_earlier_export_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     config = tiny()
     old, new = init(config, jax.random.key(0)), init(config, jax.random.key(1))
-    save_model(old, config, tmp_path / "out", make_tokenizer(), "float32", SMALL_SHARD)
+    save_model(old, config, tmp_path / "out", make_tokenizer(), dtype="float32", max_shard_bytes=SMALL_SHARD)
     before = read_back(tmp_path / "out")
 
     def full(path, value):

@@ -106,7 +106,7 @@ def add_sentencepiece(writer):
         getattr(writer, f"add_{add}_token_id")(PIECES.index(piece))
 
 
-def write_gguf(path, family="llama", tensors=None, quantize=None, keys=None, tokenizer=add_tokenizer):
+def write_gguf(path, family="llama", tensors=None, quantize=None, *, keys=None, tokenizer=add_tokenizer):
     """Write a GGUF file; `quantize` = type of the matrices, `keys` = metadata to add, None deletes."""
     writer = gguf.GGUFWriter(path, family)
     heads = ("attention.key_length", "attention.value_length") if family == "qwen3" else ()

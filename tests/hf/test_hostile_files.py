@@ -190,7 +190,14 @@ def model(tmp_path_factory):
     """A folder of two small files, and its config."""
     folder = tmp_path_factory.mktemp("model")
     config = read_config(BASE)
-    save_model(init(config, jax.random.key(0)), config, folder / "hf", make_tokenizer(), "float32", 10_000)
+    save_model(
+        init(config, jax.random.key(0)),
+        config,
+        folder / "hf",
+        make_tokenizer(),
+        dtype="float32",
+        max_shard_bytes=10_000,
+    )
     assert len(list((folder / "hf").glob("*.safetensors"))) > 1
     return folder / "hf", config
 

@@ -99,7 +99,9 @@ def test_a_hub_that_cannot_be_reached_is_named_before_any_work(api, capsys):
 
 def test_errors_that_may_pass_are_tried_again(api, tmp_path):
     api.upload_folder.side_effect = [http_error(503), ConnectionError("reset"), mock.DEFAULT]
-    assert push_folder(tmp_path, "me/model", False, "card", "message") == "https://hf.example/me/model"
+    assert (
+        push_folder(tmp_path, "me/model", False, "card", message="message") == "https://hf.example/me/model"
+    )
     assert api.upload_folder.call_count == 3
 
 
@@ -124,7 +126,7 @@ def test_a_card_of_the_users_own_is_kept(api, tmp_path):
     api.card = tmp_path / "README.md"
     for text, uploads in (("my own", 0), (f"old\n{GENERATED}\n", 1)):
         api.card.write_text(text)
-        push_folder(tmp_path, "me/model", False, "card", "message")
+        push_folder(tmp_path, "me/model", False, "card", message="message")
         assert api.upload_file.call_count == uploads
 
 

@@ -145,7 +145,7 @@ def stored(tmp_path_factory):
     ],
     ids=str,
 )
-def test_a_config_that_would_compute_something_else_is_refused(stored, tmp_path, key, value, message):
+def test_a_config_that_would_compute_something_else_is_refused(stored, tmp_path, key, value, *, message):
     raw = json.loads((stored / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, key: value}))
     with pytest.raises(UserError, match=re.escape(message)) as error:

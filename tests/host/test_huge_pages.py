@@ -32,7 +32,7 @@ print(json.dumps([os.getpid(), sys.argv, os.environ.get("GLIBC_TUNABLES", "")]))
         (None, "", False),
     ],
 )
-def test_pages_that_the_system_gives_on_request(monkeypatch, tmp_path, setting, tunables, missing):
+def test_pages_that_the_system_gives_on_request(monkeypatch, tmp_path, setting, tunables, *, missing):
     monkeypatch.setattr(huge_pages, "ENABLED", tmp_path / "enabled")
     monkeypatch.setenv("GLIBC_TUNABLES", tunables)
     if setting:
@@ -56,7 +56,7 @@ def test_a_restarted_command_is_the_same_process_with_the_setting_added(tmp_path
     "platforms, device, restarts",
     [("cpu", True, True), ("", False, True), ("", True, False), ("cuda", True, False)],
 )
-def test_only_commands_that_compute_on_the_cpu_restart(monkeypatch, tmp_path, platforms, device, restarts):
+def test_only_commands_that_compute_on_the_cpu_restart(monkeypatch, tmp_path, platforms, device, *, restarts):
     monkeypatch.setattr(huge_pages, "are_missing", lambda: True)
     monkeypatch.setattr(huge_pages, "has_devices", lambda patterns: device)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)

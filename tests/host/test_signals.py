@@ -38,7 +38,7 @@ UNWINDS = "stopping; again = exit at once"
     ],
     ids=["module", "train", "generate", "before the command"],
 )
-def test_a_signal_while_a_module_is_imported_ends_the_command(tmp_path, number, module, command, message):
+def test_a_signal_while_a_module_is_imported_ends_the_command(tmp_path, number, module, command, *, message):
     (tmp_path / f"{module}.py").write_text(SLOW_MODULE)
     running = Running(["-m", *command], {**os.environ, "PYTHONPATH": str(tmp_path)})
     running.wait_for("importing\n")

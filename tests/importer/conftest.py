@@ -48,7 +48,7 @@ def imported(tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             from_command_line(["--config", str(out), "--help"])
         assert end.value.code == 0 and "usage" in capsys.readouterr().out
-        return Imported(config, recipe.source, recipe.report, recipe.lost, recipe.unused)
+        return Imported(config, recipe.source, recipe.report, recipe.lost, unused=recipe.unused)
 
     return run
 

@@ -147,7 +147,7 @@ def outcome(name, settings):
     """Results, algorithm, notes and losses of a conversion, or the message that refuses it."""
     system, trainer = name.split()
     given = {key: Setting(value, "f:1") for key, value in settings.items()}
-    source = SourceSettings(system, trainer, given, 8, [])
+    source = SourceSettings(system, trainer, given, 8, notes=[])
     conversion = Conversion(SYSTEMS[system], source, Assumptions(None, "sglang", {}))
     try:
         conversion.run()

@@ -57,7 +57,7 @@ def test_nothing_is_learned_where_nothing_was_selected():
     """Online DPO with no group that differs: no items, no mini-batch, no update."""
     same = [trajectory(1.0, [5, 9], prompt_index=p) for p in (0, 0, 1, 1)]
     assert assigned(same, online_dpo.Config()) == []
-    state = TrainState({}, (), 0, 0, 0.0)
+    state = TrainState({}, (), 0, 0, kl_coef=0.0)
     assert Stage(policy=None).update(state, [], step=0) == (state, {})
 
 
@@ -148,8 +148,10 @@ def test_steps_are_divided_as_the_config_says_with_and_without_shared_prefixes(s
 
     def minibatches(config):
         stage = make_stages(config, config.model.architecture, make_meshes(config))[-1]
-        experience = Experience([from_trajectory(t) for t in trajectories], {}, 0, [], trajectories)
-        parts = stage.prepare(TrainState({}, (), 0, 0, 0.0), experience, None, 5)
+        experience = Experience(
+            [from_trajectory(t) for t in trajectories], {}, 0, [], trajectories=trajectories
+        )
+        parts = stage.prepare(TrainState({}, (), 0, 0, kl_coef=0.0), experience, None, 5)
         return [[int(item.tokens[-1]) for item in part] for part in parts]
 
     assert minibatches(config) == [[4, 5, 6, 7], [0, 1, 2, 3]]

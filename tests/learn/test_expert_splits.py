@@ -69,7 +69,7 @@ def learner(mesh=ONE, rows=16, row_tokens=32, devices=None, **settings):
     mesh = make_mesh(mesh, devices or jax.devices()[: math.prod(mesh.sizes.values())])
     settings = {"max_grad_norm": 0.0, "balance_coef": 2.0, **settings}
     step = StepConfig(row_tokens=row_tokens, rows=rows, **settings)
-    return Learner(grpo.Config(kl_coef=0.05), MODEL, SUM, step, mesh)
+    return Learner(grpo.Config(kl_coef=0.05), MODEL, SUM, step, mesh=mesh)
 
 
 def one_update(built):

@@ -34,7 +34,7 @@ ONE = MeshConfig(fsdp=1)
 def learner(model, rows, mesh=ONE, **settings):
     config = StepConfig(row_tokens=16, rows=rows, max_grad_norm=0.0, **settings)
     devices = jax.devices()[: mesh.fsdp * mesh.tensor * mesh.expert]
-    return Learner(sft.Config(), model, optax.sgd(1.0), config, make_mesh(mesh, devices))
+    return Learner(sft.Config(), model, optax.sgd(1.0), config, mesh=make_mesh(mesh, devices))
 
 
 @functools.cache

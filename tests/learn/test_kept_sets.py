@@ -35,7 +35,7 @@ def learner(strict=False, model=MODEL, mesh=None, chunk=16):
     step = StepConfig(
         64, 2, strict=strict, temperature=0.7, share_prefixes=True, chunk=chunk, num_kept=SAMPLING.num_kept
     )
-    return Learner(grpo.Config(kl_coef=0.0), model, optax.sgd(1.0), step, mesh)
+    return Learner(grpo.Config(kl_coef=0.0), model, optax.sgd(1.0), step, mesh=mesh)
 
 
 @functools.cache
@@ -94,7 +94,11 @@ def test_the_ratio_is_one_on_policy(strict):
         difference = np.abs(scored["logprobs"][on] - item.signals["rollout_logprobs"][on]).max()
         assert difference == 0.0 if strict else difference < 1e-5
     bare = Learner(
-        grpo.Config(kl_coef=0.0), MODEL, optax.sgd(1.0), StepConfig(64, 2, temperature=0.7), learner().mesh
+        grpo.Config(kl_coef=0.0),
+        MODEL,
+        optax.sgd(1.0),
+        StepConfig(64, 2, temperature=0.7),
+        mesh=learner().mesh,
     )
     full = bare.scorer.start(random_params(MODEL), items[:1])()[0]["logprobs"]
     assert (full[items[0].mask > 0] < items[0].signals["rollout_logprobs"][items[0].mask > 0] - 0.02).all()

@@ -100,7 +100,7 @@ def test_a_run_that_starts_from_an_adapter_has_it_as_its_reference(adapted, own_
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2]) if own_mesh else None
 
     def reference(adapter):
-        return Reference(tmp_path, "float32", lambda: fresh, start, mesh, adapter=adapter)
+        return Reference(tmp_path, "float32", lambda: fresh, start, mesh=mesh, adapter=adapter)
 
     trained = lora.with_random_b(start, 0.5)
     assert np.abs(hidden(trained) - hidden(start)).max() > 0.1
@@ -145,7 +145,7 @@ def learner(mesh=ONE, optimizer=None, **settings):
     size = int(np.prod([abs(n) for n in mesh.sizes.values()]))
     step = StepConfig(row_tokens=24, rows=8, max_grad_norm=0.0, **settings)
     built = make_mesh(mesh, jax.devices()[:size])
-    return Learner(grpo.Config(kl_coef=0.0), MODEL, optimizer or optax.sgd(1.0), step, built)
+    return Learner(grpo.Config(kl_coef=0.0), MODEL, optimizer or optax.sgd(1.0), step, mesh=built)
 
 
 def one_update(built, params):
@@ -178,7 +178,7 @@ def test_gradients_are_those_of_the_merged_weight(updated, adapted):
         dict(models.named_leaves(before.params))[name] - dict(models.named_leaves(after.params))[name]
     )
     plain = learner()
-    whole = Learner(plain.algo, BASE, plain.optimizer, plain.config, plain.mesh)
+    whole = Learner(plain.algo, BASE, plain.optimizer, plain.config, mesh=plain.mesh)
     old, new, _ = one_update(whole, merged(adapted[2]))
     weights = dict(models.named_leaves(adapted[2]))
     for name in ("up", "down"):
@@ -220,7 +220,7 @@ def test_critic_and_policy_share_one_base(adapted):
     """Neither starts with a copy of it, nor gets one by an update."""
     policy = learner(optimizer=optax.adam(1e-2))
     headed = dataclasses.replace(MODEL, value_head=True)
-    critic = Learner(value.Config(), headed, optax.adam(1e-2), policy.config, policy.mesh)
+    critic = Learner(value.Config(), headed, optax.adam(1e-2), policy.config, mesh=policy.mesh)
     stage = Stage(policy, critic=critic)
     with jax.set_mesh(policy.mesh):
         params = jax.device_put(jax.tree.map(np.asarray, adapted[1]), policy.param_shardings)

@@ -74,7 +74,12 @@ def test_an_overflow_is_skipped_counted_and_halves_the_scale(gradient):
     params, zero = {"w": jnp.ones(2)}, jnp.zeros((), jnp.int32)
     optimizer = optax.sgd(1.0)
     state = TrainState(
-        params, optimizer.init(params), zero + 3, zero, jnp.float32(0), loss_scale=jnp.float32(2.0**15)
+        params,
+        optimizer.init(params),
+        zero + 3,
+        zero,
+        kl_coef=jnp.float32(0),
+        loss_scale=jnp.float32(2.0**15),
     )
     settings = {"algo": sft.Config(), "optimizer": optimizer, "max_grad_norm": 1.0}
     loss = {"loss": jnp.float32(1)}
@@ -88,7 +93,9 @@ def test_an_overflow_is_skipped_counted_and_halves_the_scale(gradient):
 
 def test_a_learner_of_float16_has_float32_weights_and_a_scale():
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-    build = lambda dtype: Learner(sft.Config(), MODEL, optax.sgd(0.1), StepConfig(32, 1, dtype=dtype), mesh)
+    build = lambda dtype: Learner(
+        sft.Config(), MODEL, optax.sgd(0.1), StepConfig(32, 1, dtype=dtype), mesh=mesh
+    )
     item = PackItem(np.arange(24, dtype=np.int32), np.ones(24, np.float32), {})
     learner = build("float16")
     state = learner.init_state(models.init(MODEL, jax.random.key(0)))

@@ -106,7 +106,7 @@ def learner(rows=8, row_tokens=16, mesh=None, model=MODEL, **settings):
     mesh = mesh or MeshConfig(fsdp=1)
     mesh = make_mesh(mesh, jax.devices()[: math.prod(mesh.sizes.values())])
     step = StepConfig(row_tokens=row_tokens, rows=rows, max_grad_norm=0.0, **settings)
-    return Learner(sft.Config(), model, SUM, step, mesh)
+    return Learner(sft.Config(), model, SUM, step, mesh=mesh)
 
 
 def one_update(built, sequences=None):
@@ -170,7 +170,7 @@ def test_the_selection_bias_moves_towards_the_mean_load():
     params = {"router_bias": jnp.full((1, 4), 0.5), "w": jnp.ones((2, 2))}
     optimizer, zero = make_optimizer(optim, 10, bias_rate=0.25), jnp.zeros((), jnp.int32)
     opt_state = optimizer.init(params)
-    state = TrainState(stored_weights(params, opt_state), opt_state, zero, zero, jnp.float32(0))
+    state = TrainState(stored_weights(params, opt_state), opt_state, zero, zero, kl_coef=jnp.float32(0))
     grads = jax.tree.map(lambda w: jnp.zeros(w.shape), params)
     for load in ([3, 1, 2, 2], [2, 2, 2, 2]):
         metrics = {"loss": jnp.float32(1), ROUTING: RoutingSums(jnp.array([load]), jnp.ones((1, 4)))}

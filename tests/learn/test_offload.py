@@ -27,7 +27,7 @@ def learner(offload: bool) -> Learner:
     step = StepConfig(row_tokens=16, rows=8, offload=offload)
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     optimizer = make_optimizer(OptimConfig(learning_rate=0.01), 10)
-    return Learner(sft.Config(), MODEL, optimizer, step, mesh)
+    return Learner(sft.Config(), MODEL, optimizer, step, mesh=mesh)
 
 
 def batch(seed: int) -> list[PackItem]:
@@ -107,7 +107,7 @@ def test_a_model_in_host_memory_scores_as_on_the_devices():
 def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices():
     step = StepConfig(row_tokens=16, rows=8, remat="full")
     optimizer, mesh = make_optimizer(OptimConfig(), 10), make_mesh(MeshConfig(fsdp=4, tensor=2))
-    built = Learner(gkd.Config(teachers=("t",)), MODEL, optimizer, step, mesh)
+    built = Learner(gkd.Config(teachers=("t",)), MODEL, optimizer, step, mesh=mesh)
     student, other = start(built), jax.tree.map(lambda w: 2 * w, start(built).params)
     items = batch(0)
     for item in items:

@@ -153,7 +153,7 @@ def nan_updates():
 def test_an_update_that_is_not_finite_is_skipped_and_counted(weight, gradient, loss, optimizer):
     params = {"w": jnp.full(2, weight)}
     zero = jnp.zeros((), jnp.int32)
-    state = TrainState(params, optimizer.init(params), zero + 3, zero, jnp.float32(0.1))
+    state = TrainState(params, optimizer.init(params), zero + 3, zero, kl_coef=jnp.float32(0.1))
     settings = {"algo": sft.Config(), "optimizer": optimizer, "max_grad_norm": 0.0}
     for skipped in (1, 2):
         state, metrics = apply(
@@ -167,7 +167,7 @@ def test_a_finite_update_is_applied_and_its_norms_are_reported():
     params = {"w": jnp.array([3.0, 4.0])}
     zero = jnp.zeros((), jnp.int32)
     optimizer = optax.sgd(1.0)
-    state = TrainState(params, optimizer.init(params), zero, zero + 1, jnp.float32(0))
+    state = TrainState(params, optimizer.init(params), zero, zero + 1, kl_coef=jnp.float32(0))
     settings = {"algo": sft.Config(), "optimizer": optimizer, "max_grad_norm": 0.5}
     state, metrics = apply(
         state, {"w": jnp.array([0.6, 0.8])}, {"loss": jnp.float32(1)}, jnp.float32(1), **settings
@@ -334,7 +334,7 @@ def test_muon_on_a_mesh(model):
     """Moments have the shardings of their weights, and updates are those of one device."""
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
     optimizer = make_optimizer(MUON_OPTIM, 10)
-    learner = Learner(sft.Config(), model, optimizer, StepConfig(row_tokens=8, rows=2), mesh)
+    learner = Learner(sft.Config(), model, optimizer, StepConfig(row_tokens=8, rows=2), mesh=mesh)
     shardings = learner.state_shardings.opt_state
     muon, adam = (shardings[0].inner_states[name].inner_state for name in ("muon", "adam"))
     of_weights = dict(models.named_leaves(learner.param_shardings))

@@ -299,7 +299,7 @@ def learner(mesh=EIGHT, offload=False, dtype="float32", by_leaf=True, **settings
     optim = OptimConfig(learning_rate=0.01, offload=offload, **settings)
     step = StepConfig(row_tokens=16, rows=8, dtype=dtype, offload=offload, update_by_leaf=by_leaf)
     devices = jax.devices()[: abs(np.prod(list(mesh.sizes.values())))]
-    return Learner(sft.Config(), MODEL, make_optimizer(optim, 10), step, make_mesh(mesh, devices))
+    return Learner(sft.Config(), MODEL, make_optimizer(optim, 10), step, mesh=make_mesh(mesh, devices))
 
 
 def start(built: Learner):

@@ -41,7 +41,7 @@ def trajectories():
 
 def built(algo, model=MODEL, **settings):
     step = StepConfig(row_tokens=32, rows=4, max_grad_norm=0.0, **settings)
-    return Learner(algo, model, optax.sgd(RATE), step, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
+    return Learner(algo, model, optax.sgd(RATE), step, mesh=make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
 
 
 def stepped(stage, params):
@@ -49,7 +49,7 @@ def stepped(stage, params):
     items = [from_trajectory(t) for t in trajectories()]
     with jax.set_mesh(stage.policy.mesh):
         state = stage.init_state(jax.tree.map(jnp.copy, params))
-        experience = Experience(items, {}, 0, [], trajectories())
+        experience = Experience(items, {}, 0, [], trajectories=trajectories())
         minibatches = stage.prepare(state, experience, None, seed=SEED)
         state, metrics = stage.update(state, minibatches, 0)
     return state, {name: float(x) for name, x in metrics.items()}
@@ -112,7 +112,7 @@ class Recorder:
 
 
 def test_the_critic_learns_in_every_epoch():
-    state = TrainState({}, (), 0, 0, 0.0, critic=TrainState({}, (), 0, 0, 0.0))
+    state = TrainState({}, (), 0, 0, kl_coef=0.0, critic=TrainState({}, (), 0, 0, kl_coef=0.0))
     minibatches = split_minibatches([from_trajectory(t) for t in trajectories()], 2, SEED, epochs=EPOCHS)
     state, _ = Stage(Recorder(), critic=Recorder(), critic_warmup=1).update(state, minibatches, step=1)
     assert (state.version, state.critic.version) == (6, 6)

@@ -48,7 +48,7 @@ def gradient(algo, items, devices=1, **settings):
     """(metrics, gradients by name) of one update."""
     model = replace(MODEL, initializer_range=0.3, value_head=algos.requirements(algo).values)
     mesh = make_mesh(MeshConfig(fsdp=devices), jax.devices()[:devices])
-    built = Learner(algo, model, SUM, StepConfig(max_grad_norm=0.0, **settings), mesh)
+    built = Learner(algo, model, SUM, StepConfig(max_grad_norm=0.0, **settings), mesh=mesh)
     with jax.set_mesh(mesh):
         teachers = (
             (weights_for(built, 1), weights_for(built, 2)) if algos.requirements(algo).divergence else ()
@@ -87,7 +87,7 @@ def test_a_pair_with_an_empty_side_changes_nothing():
 def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin():
     algo = dpo.Config()
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-    built = Learner(algo, MODEL, optax.adam(2e-2), StepConfig(row_tokens=64, rows=4), mesh)
+    built = Learner(algo, MODEL, optax.adam(2e-2), StepConfig(row_tokens=64, rows=4), mesh=mesh)
     items = items_of(algo, ("preference",), 4)
     with jax.set_mesh(mesh):
         reference, state = weights_for(built, 0), built.init_state(weights_for(built, 0))

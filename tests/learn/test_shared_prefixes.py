@@ -75,7 +75,7 @@ def experience(stage):
     for item, trajectory in zip(items, found, strict=True):
         if stage.teachers:
             item.signals["labels"] = np.full(len(item.tokens), trajectory.prompt_index % 2, np.float32)
-    return Experience(items, {}, 0, [], found)
+    return Experience(items, {}, 0, [], trajectories=found)
 
 
 def make_stage(algo, model, mesh=ONE, replay=None, **settings):
@@ -87,10 +87,10 @@ def make_stage(algo, model, mesh=ONE, replay=None, **settings):
         replay=replay and Replay(replay, route_spec(model)),
     )
     mesh, others = make_mesh(mesh, jax.devices()[: math.prod(mesh.sizes.values())]), {}
-    policy = Learner(algo, config_with_heads(model, algo), SUM, step, mesh)
+    policy = Learner(algo, config_with_heads(model, algo), SUM, step, mesh=mesh)
     if requires.critic:
         value = algos.value.Config()
-        critic = Learner(value, config_with_heads(model, value), SUM, step, mesh)
+        critic = Learner(value, config_with_heads(model, value), SUM, step, mesh=mesh)
         others = {"critic": critic, "critic_params": lambda: weights_for(critic, 2)}
     if requires.teachers:
         others["teachers"] = (weights_for(policy, 3), weights_for(policy, 4))
@@ -117,7 +117,7 @@ def unshared_step(algo, model, **settings):
     return one_step(algo, model, **settings)
 
 
-def check(algo, model=MODEL, of_both=(), least=0.25, rel=1e-5, **settings):
+def check(algo, model=MODEL, of_both=(), least=0.25, *, rel=1e-5, **settings):
     """Compare a step with shared prefixes with one without.
 
     Args:

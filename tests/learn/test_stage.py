@@ -31,8 +31,8 @@ STEP = StepConfig(row_tokens=32, rows=4)
 ONE = MeshConfig(fsdp=1)
 
 
-def learner(algo, model=MODEL, rate=0.3, mesh=ONE, devices=1):
-    return Learner(algo, model, optax.sgd(rate), STEP, make_mesh(mesh, jax.devices()[:devices]))
+def learner(algo, model=MODEL, rate=0.3, mesh=ONE, *, devices=1):
+    return Learner(algo, model, optax.sgd(rate), STEP, mesh=make_mesh(mesh, jax.devices()[:devices]))
 
 
 def trajectories(n=8):
@@ -137,7 +137,7 @@ def test_scores_do_not_depend_on_the_size_of_their_microbatches():
     params, results = models.init(VALUED, jax.random.key(0)), {}
     for rows in (0, 1, 16):
         step, mesh = dataclasses.replace(STEP, score_rows=rows), make_mesh(ONE, jax.devices()[:1])
-        built = Learner(ppo.Config(), VALUED, optax.sgd(0.1), step, mesh)
+        built = Learner(ppo.Config(), VALUED, optax.sgd(0.1), step, mesh=mesh)
         program = built.scorer.score_program(params, ("logprobs", "values"))
         assert program.args[1].tokens.shape == (rows or 4, 32)
         calls, run = [], built.scorer.run

@@ -43,13 +43,13 @@ def trajectories(n=16, seed=0, longest=24):
     return items
 
 
-def learner(mesh=ONE, rows=4, row_tokens=32, algo=None, optimizer=None, **settings):
+def learner(mesh=ONE, rows=4, row_tokens=32, algo=None, *, optimizer=None, **settings):
     devices = jax.devices()[: abs(math.prod(mesh.sizes.values()))]
     config = StepConfig(row_tokens=row_tokens, rows=rows, **settings)
     algo = algo or grpo.Config(kl_coef=0.0)
     # SGD with rate 1: the change of the weights is the gradient.
     optimizer = optimizer or optax.sgd(1.0)
-    return Learner(algo, MODEL, optimizer, config, make_mesh(mesh, devices))
+    return Learner(algo, MODEL, optimizer, config, mesh=make_mesh(mesh, devices))
 
 
 def one_update(built, items=None, minibatches=1):

@@ -26,7 +26,7 @@ DENSE_FIRST = dataclasses.replace(
     moe=MoEConfig(4, 2, 24, shared_size=16, shared_gate=False, dense_layers=1),
 )  # fmt: skip
 LATENTS = dataclasses.replace(
-    DENSE_FIRST, num_kv_heads=4, qk_norm=False, head_dim=12, mla=MLAConfig(16, 20, 8, 4, 6)
+    DENSE_FIRST, num_kv_heads=4, qk_norm=False, head_dim=12, mla=MLAConfig(16, 20, 8, 4, value_dim=6)
 )
 ADAPTED = with_lora(LATENTS, models.LoraConfig(rank=3, alpha=4.0))
 VARIANTS = {
@@ -56,7 +56,7 @@ def stepper(config, weights):
     """(logits [S, V], cache) of one token a slot."""
 
     def step(cache, tokens, positions):
-        hidden, cache, _ = decode.decode_ring(config, weights, cache, tokens, positions)
+        hidden, cache, _ = decode.decode_ring(config, weights, cache, tokens, positions=positions)
         return decode.next_token_logits(config, weights, hidden), cache
 
     return jax.jit(step)

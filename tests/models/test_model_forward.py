@@ -78,7 +78,7 @@ def test_packed_row_equals_separate_rows(config):
 
 
 SHARED = dataclasses.replace(CONFIG, attention_sinks=True, attention_softcap=5.0)
-LATENT = dataclasses.replace(CONFIG, num_kv_heads=4, head_dim=12, mla=MLAConfig(16, 20, 8, 4, 6))
+LATENT = dataclasses.replace(CONFIG, num_kv_heads=4, head_dim=12, mla=MLAConfig(16, 20, 8, 4, value_dim=6))
 
 
 @pytest.mark.parametrize("config", [SHARED, LATENT], ids=["softcap and sinks", "latent attention"])

@@ -78,7 +78,7 @@ def test_gpus_gather_tokens_in_bfloat16_and_scatter_their_gradients(lora):
     config = models.AdaptedConfig(**vars(config), lora=lora) if lora.rank else config
     mesh = make_mesh(MeshConfig(fsdp=1, tensor=4), gpu_devices("h100", 4))
     step = StepConfig(512, 2, dtype="bfloat16", remat="full")
-    learner = Learner(grpo.Config(kl_coef=0.0), config, optax.adam(1e-6), step, mesh)
+    learner = Learner(grpo.Config(kl_coef=0.0), config, optax.adam(1e-6), step, mesh=mesh)
     program = learner.update_programs(("advantages", "rollout"))["accumulate"]
     with jax.set_mesh(mesh):
         compiled = program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)).compile()

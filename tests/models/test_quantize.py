@@ -164,7 +164,7 @@ def gradients(params, mesh=None, **settings):
     size = int(np.prod([abs(n) for n in mesh.sizes.values()]))
     step = StepConfig(row_tokens=24, rows=8, max_grad_norm=0.0, **settings)
     built = make_mesh(mesh, jax.devices()[:size])
-    learner = Learner(grpo.Config(kl_coef=0.0), params.config, optax.sgd(1.0), step, built)
+    learner = Learner(grpo.Config(kl_coef=0.0), params.config, optax.sgd(1.0), step, mesh=built)
     with jax.set_mesh(built):
         start = jax.device_put(jax.tree.map(np.asarray, params), learner.param_shardings)
         state, metrics = learner.update(learner.init_state(start), [items()])
@@ -311,7 +311,7 @@ def learner_of(kind, mesh, remat="full", layers=6):
     )  # fmt: skip
     step = StepConfig(row_tokens=16, rows=2, dtype="bfloat16", remat=remat)
     model = lora.with_lora(config, LoraConfig(rank=2, quantize=kind))
-    return Learner(grpo.Config(kl_coef=0.0), model, optax.sgd(1.0), step, mesh)
+    return Learner(grpo.Config(kl_coef=0.0), model, optax.sgd(1.0), step, mesh=mesh)
 
 
 @KINDS
@@ -390,7 +390,7 @@ def test_decoding_dequantizes_in_the_loop_over_tokens():
 
     def tokens(weights, cache, first):
         def one(i, carry):
-            hidden, cache, _ = decode.decode_ring(c, weights, carry[0], carry[1], jnp.full(2, i))
+            hidden, cache, _ = decode.decode_ring(c, weights, carry[0], carry[1], positions=jnp.full(2, i))
             logits = decode.next_token_logits(c, weights, hidden)
             return cache, jnp.argmax(logits, -1).astype(jnp.int32)
 

@@ -60,7 +60,7 @@ def one_device():
 
 
 @functools.cache
-def generated(config, dtype, slots=2, chunk=8, max_new_tokens=8):
+def generated(config, dtype, slots=2, chunk=8, *, max_new_tokens=8):
     """Two responses each to prompts of 1 to 30 tokens, of equal length: they leave both slots together, so
     that one number of slots is compiled."""
     rng = np.random.default_rng(0)
@@ -72,11 +72,11 @@ def generated(config, dtype, slots=2, chunk=8, max_new_tokens=8):
     return engine.generate(requests, SamplingConfig(temperature=TEMPERATURE), jax.random.key(1))
 
 
-def learner(config, dtype, remat="full", strict=True, row_tokens=64, share=True):
+def learner(config, dtype, remat="full", strict=True, *, row_tokens=64, share=True):
     step = StepConfig(
         row_tokens, 2, dtype, remat, strict=strict, temperature=TEMPERATURE, share_prefixes=share
     )
-    return Learner(grpo.Config(kl_coef=0.0), config, optax.sgd(1.0), step, one_device())
+    return Learner(grpo.Config(kl_coef=0.0), config, optax.sgd(1.0), step, mesh=one_device())
 
 
 @functools.cache
@@ -160,7 +160,7 @@ class Echo:
 
     patience = 10.0
 
-    def reply(self, prompt_index, response_index, conversation, ids, start):
+    def reply(self, prompt_index, response_index, conversation, ids, *, start):
         future, turn = Future(), (conversation or 0) + 1
         future.set_result(Reply(list(range(2, 22)), turn == 3, Episode(), turn))
         return future

@@ -567,7 +567,7 @@ def test_rows_for_shared_prompts_by_hand(config):
         (1024, 64, {"algo": sft.Config()}, 1088 / 2),
     ],
 )
-def test_mean_keys_of_a_token_by_hand(config, prompt, response, changes, keys):
+def test_mean_keys_of_a_token_by_hand(config, prompt, response, changes, *, keys):
     """A prompt's tokens read half of it, a response's all of the prompt and half of their response."""
     sizes = {"max_prompt_tokens": prompt, "max_response_tokens": response, "responses_per_prompt": 8}
     config = replace(config, **{"tokens_per_device": 8192, **sizes, **changes})

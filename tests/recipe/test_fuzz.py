@@ -202,8 +202,8 @@ def build(config: TrainConfig) -> None:
             config.max_response_tokens,
             rollout.slots,
             ways,
-            rollout.prefill_tokens,
-            turns,
+            prefill_tokens=rollout.prefill_tokens,
+            turns=turns,
         )
     json.dumps(dump(config), allow_nan=False)
 

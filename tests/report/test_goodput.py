@@ -23,7 +23,7 @@ def clock(monkeypatch):
     return fake
 
 
-def take_step(log, clock, step, seconds, save=0.0):
+def take_step(log, clock, step, seconds, *, save=0.0):
     with log.phase("update"):
         clock.now += seconds
     row = log.step(step, {}, tokens=1)

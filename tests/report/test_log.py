@@ -333,7 +333,10 @@ def test_the_curve_of_rl_shows_accuracy_held_out_points_and_the_supervised_start
         monkeypatch.setattr(
             curve,
             name,
-            lambda axes, *a, real=real, name=name: (drawn.setdefault(name, []).append(a), real(axes, *a)),
+            lambda axes, *a, real=real, name=name, **k: (
+                drawn.setdefault(name, []).append((*a, *k.values())),
+                real(axes, *a, **k),
+            ),
         )
     rows = [{"step": s, "kind": "warm_start", "loss": 1.0, "accuracy": 9.9} for s in (1, 2)]
     rows += [
@@ -357,7 +360,7 @@ def test_the_curve_of_rl_shows_accuracy_held_out_points_and_the_supervised_start
 
 def test_a_supervised_start_longer_than_the_run_is_cut_to_a_third_of_it(tmp_path, monkeypatch):
     shaded, limits = [], []
-    monkeypatch.setattr(curve, "_shade", lambda axes, *a: (shaded.append(a), limits.append(axes)))
+    monkeypatch.setattr(curve, "_shade", lambda axes, *a, **_: (shaded.append(a), limits.append(axes)))
     rows = [{"step": s, "kind": "warm_start", "loss": 1.0} for s in range(1, 101)]
     rows += [{"step": s, "kind": "train", "accuracy": 0.5} for s in range(101, 131)]
     made_up(tmp_path, rows)
@@ -385,7 +388,7 @@ def test_the_curve_of_sft_is_its_loss(tmp_path):
         ),
     ],
 )
-def test_the_labels_of_the_curve_are_what_was_evaluated(tmp_path, monkeypatch, extra, labels, note):
+def test_the_labels_of_the_curve_are_what_was_evaluated(tmp_path, monkeypatch, extra, labels, *, note):
     figures = []
     real = Figure.add_subplot
     monkeypatch.setattr(Figure, "add_subplot", lambda self: figures.append(real(self)) or figures[-1])

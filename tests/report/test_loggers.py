@@ -75,7 +75,7 @@ def fake_mlflow(monkeypatch, params=()):
     return Fake("mlflow", monkeypatch, info=run[0], data=run[1])
 
 
-def log_steps(run_dir, config, steps, resume=-1, close=True):
+def log_steps(run_dir, config, steps, resume=-1, *, close=True):
     """Log these steps, and end as after a kill or in good order."""
     log = RunLog(run_dir, config, 10, resume_step=resume)
     for step in steps:
@@ -256,7 +256,7 @@ log_steps(run_dir, config, range(first, last + 1), resume)
 """
 
 
-def in_process(name, run_dir, first, last, resume, **environment):
+def in_process(name, run_dir, first, last, *, resume, **environment):
     """Log steps with a library in a process of its own."""
     folder, words = os.path.dirname(__file__), map(str, (name, run_dir, first, last, resume))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
@@ -287,8 +287,8 @@ def wandb_records(file):
 @needs("wandb")
 def test_wandb_itself(tmp_path):
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    in_process("wandb", tmp_path, 1, 5, -1, **offline)
-    in_process("wandb", tmp_path, 4, 7, 3, **offline)
+    in_process("wandb", tmp_path, 1, 5, resume=-1, **offline)
+    in_process("wandb", tmp_path, 4, 7, resume=3, **offline)
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     records = [list(wandb_records(file)) for file in files]
     runs = [record.run for part in records for record in part if record.HasField("run")]
@@ -307,8 +307,8 @@ def test_wandb_itself(tmp_path):
 @needs("mlflow")
 def test_mlflow_itself(tmp_path):
     server = {"MLFLOW_TRACKING_URI": (tmp_path / "store").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    in_process("mlflow", tmp_path, 1, 5, -1, **server)
-    in_process("mlflow", tmp_path, 4, 7, 3, **server)
+    in_process("mlflow", tmp_path, 1, 5, resume=-1, **server)
+    in_process("mlflow", tmp_path, 4, 7, resume=3, **server)
     (run,) = (path.parent for path in tmp_path.glob("store/*/*/metrics"))
     lines = (run / "metrics/loss").read_text().splitlines()  # time, value, step
     assert [(int(line.split()[2]), float(line.split()[1])) for line in lines] == [
@@ -323,8 +323,8 @@ def test_mlflow_itself(tmp_path):
 @pytest.mark.slow
 @needs("swanlab")
 def test_swanlab_itself(tmp_path):
-    in_process("swanlab", tmp_path, 1, 5, -1, SWANLAB_MODE="offline")
-    in_process("swanlab", tmp_path, 4, 7, 3, SWANLAB_MODE="offline")
+    in_process("swanlab", tmp_path, 1, 5, resume=-1, SWANLAB_MODE="offline")
+    in_process("swanlab", tmp_path, 4, 7, resume=3, SWANLAB_MODE="offline")
     starts = list(tmp_path.glob("swanlab/run-*"))
     assert len(starts) == 2 and len({start.name.rpartition("-")[2] for start in starts}) == 1  # one id
     files = sorted((file.name[:3], file) for start in starts for file in start.glob("media/echarts/*.json"))

@@ -230,7 +230,7 @@ def test_exact(response, answer, score, outcome):
         ("Answer: 7:30", "7", 0.0, WRONG),
     ],
 )
-def test_numbers(name, response, answer, score, outcome):
+def test_numbers(name, response, answer, score, *, outcome):
     assert REWARDS[name](sample(response, answer)) == (score, outcome)
 
 

@@ -23,8 +23,8 @@ from jaxrl_llm.rewards.messages import (
 from jaxrl_llm.rewards.sample import RewardResult
 
 CONFIG = RewardConfig(name="exact", weight=2.0, shaping=(("format", -0.5),))
-GOOD = RewardResult(1.75, Outcome.CORRECT, "", 0.25, (1.0, 0.5))
-BAD = RewardResult(math.nan, Outcome.FAILED, "ValueError: \u00e9", 0.0, (), "ValueError")
+GOOD = RewardResult(1.75, Outcome.CORRECT, "", 0.25, components=(1.0, 0.5))
+BAD = RewardResult(math.nan, Outcome.FAILED, "ValueError: \u00e9", 0.0, components=(), error="ValueError")
 NEW = ExpectedReply(id=7, loaded=False, batched=False, remaining=2)
 ONE = ExpectedReply(id=7, loaded=True, batched=False, remaining=2)
 BOTH = ExpectedReply(id=7, loaded=True, batched=True, remaining=2)
@@ -52,7 +52,7 @@ def test_a_failed_result_has_no_score():
     assert math.isnan(result.score) and result.reason == BAD.reason and result.error == "ValueError"
 
 
-def scored(score=1.75, outcome=0, reason="", error="", seconds=0.25, components=(1.0, 0.5), **body):
+def scored(score=1.75, outcome=0, reason="", error="", *, seconds=0.25, components=(1.0, 0.5), **body):
     result = [score, outcome, reason, error, seconds, list(components)]
     return json.dumps({"id": 7, "kind": "scored", "results": [result], "offset": 0, **body}).encode()
 
@@ -203,5 +203,7 @@ def test_replies_of_a_service_are_read_the_same_way():
 
 
 def test_the_largest_honest_reply_fits():
-    long = RewardResult(math.nan, Outcome.FAILED, "\U0001f600" * 400, 1.0, (), "\U0001f600" * 400)
+    long = RewardResult(
+        math.nan, Outcome.FAILED, "\U0001f600" * 400, 1.0, components=(), error="\U0001f600" * 400
+    )
     assert len(encode_reply(7, Scored((long,) * 64))) < MAX_LINE

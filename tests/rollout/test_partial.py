@@ -12,7 +12,7 @@ from jaxrl_llm.rollout.partial import pack_responses, trajectory_of, unpack_resp
 def test_unfinished_responses_survive_being_packed():
     a = PartialResponse([5, 6], [-0.5, -1.5], [3, 4])
     b = PartialResponse()
-    c = PartialResponse([7, 8, 9, 10], [-2.0, 0.0, 0.0, -1.0], [3] * 4, "length", [(1, 2), (2, 3)])
+    c = PartialResponse([7, 8, 9, 10], [-2.0, 0.0, 0.0, -1.0], [3] * 4, "length", observed=[(1, 2), (2, 3)])
     batches = {4: [[a, b]], 6: [[c], [b, c]]}
     stored = {n: [[vars(one) for one in each] for each in lists] for n, lists in batches.items()}
     found = unpack_responses(pack_responses(batches))

@@ -84,7 +84,7 @@ def test_the_last_turn_of_a_conversation_may_open_a_thought():
     made = make_tokenizer()
     prompt, reply = ids_of(made, "user"), ids_of(made, "tool\n<think>")
     ids = [*ids_of(made, "call"), *reply, *ids_of(made, "6*7 is 42")]
-    one = PartialResponse(ids, [0.0] * len(ids), [0] * len(ids), "length", [(4, 4 + len(reply))])
+    one = PartialResponse(ids, [0.0] * len(ids), [0] * len(ids), "length", observed=[(4, 4 + len(reply))])
     one.request = Request(np.array(prompt), 0, 1, 99)
     sample = reward_sample(Example(None, "q", answer="42"), trajectory_of(one, made))
     assert sample.response == "6*7 is 42" and sample.final == ""

@@ -281,7 +281,7 @@ class Nonsense:
     def __init__(self, reply):
         self.nonsense = reply
 
-    def reply(self, prompt_index, response_index, conversation, ids, start):
+    def reply(self, prompt_index, response_index, conversation, ids, *, start):
         future, turn = Future(), (conversation or 0) + 1
         if isinstance(self.nonsense, Exception) and prompt_index:
             future.set_exception(self.nonsense)
@@ -305,7 +305,7 @@ class Nonsense:
 )
 def test_a_reply_that_is_nonsense_ends_its_own_conversation(reply, failure):
     response = PartialResponse(ids=[9], episode=Episode(turns=1, reward=2.0))
-    future = Nonsense(reply).reply(1, 0, None, [9], 0)
+    future = Nonsense(reply).reply(1, 0, None, [9], start=0)
     assert read_reply(future, response, 128) == Reply([], True, Episode(turns=2, reward=2.0, failure=failure))
 
 

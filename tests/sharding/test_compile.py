@@ -105,7 +105,7 @@ def fake_mesh(kind, size=8):
         ("TPU v5", 8, True, GATHER | SPARSECORE),
     ],
 )
-def test_options_are_those_of_the_generation(kind, size, gathers, expected, has_all_options):
+def test_options_are_those_of_the_generation(kind, size, gathers, expected, *, has_all_options):
     assert (compiler_options(fake_mesh(kind, size), gathers) or {}) == expected
 
 

@@ -135,7 +135,9 @@ def test_attention_of_sharded_rows_is_that_of_whole_ones(method, config, of_sequ
         assert sharded.context_parallel(ROW, method) == method
         run = quick(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
         gradients, out = run(q, k, v, sinks, segments, last, window)
-    expected, _, *wanted = oracles.attention(q, k, v, allowed, 0.4, None, d_out, sinks=sinks)
+    expected, _, *wanted = oracles.attention(
+        q, k, v, allowed, scale=0.4, softcap=None, d_out=d_out, sinks=sinks
+    )
     assert_close(out, expected)
     for name, got, want in zip(("q", "k", "v", "sinks"), gradients, wanted, strict=True):
         assert_close(got, want, name=name)
@@ -167,7 +169,7 @@ def test_fully_masked_chunks_are_skipped():
     def calls(q, segments, window):
         mask = DynamicMask(window=window)
         ring = RingAttention(Counting, sharded.AXIS)
-        lse = ring.forward(AttentionSpec(1.0), q, q, q, segments, segments, mask)[1]
+        lse = ring.forward(AttentionSpec(1.0), q, q, q, q_segments=segments, kv_last=segments, mask=mask)[1]
         return jnp.exp(lse[0, :, ::10])
 
     mesh = make_mesh(MeshConfig(fsdp=1, sequence=4), jax.devices()[:4])

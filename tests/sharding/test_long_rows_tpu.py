@@ -27,13 +27,13 @@ def qwen3(layers: int) -> models.TransformerConfig:
     )  # fmt: skip
 
 
-def compiled(devices: list, mesh_config: MeshConfig, tokens: int, layers: int, remat: str = "full"):
+def compiled(devices: list, mesh_config: MeshConfig, tokens: int, layers: int, *, remat: str = "full"):
     """Forward and backward of one row a replica, GRPO, bfloat16."""
     mesh = make_mesh(mesh_config, devices)
     rows = num_shards("batch", mesh.shape)
     method = mesh_config.sequence_parallel
     step = StepConfig(tokens, rows, dtype="bfloat16", remat=remat, sequence_parallel=method)
-    learner = Learner(grpo.Config(kl_coef=0.0), qwen3(layers), optax.adam(1e-6), step, mesh)
+    learner = Learner(grpo.Config(kl_coef=0.0), qwen3(layers), optax.adam(1e-6), step, mesh=mesh)
     program = learner.update_programs(("advantages", "rollout_logprobs"))["accumulate"]
     with jax.set_mesh(mesh):
         return program.fn.trace(*program.args).lower(lowering_platforms=("tpu",)).compile()
@@ -59,7 +59,7 @@ def test_a_long_row_compiles_for_four_chips(how, tpu):
 def test_offloaded_layer_inputs_leave_the_devices(tpu):
     """8 layers' inputs of a row of 4k tokens: 2 bytes x 8 x 2^12 x 1024 for each device."""
     plain, offloaded = [
-        compiled(tpu("v5e:2x2"), MeshConfig(fsdp=4), 2**12, 8, remat).memory_analysis()
+        compiled(tpu("v5e:2x2"), MeshConfig(fsdp=4), 2**12, 8, remat=remat).memory_analysis()
         for remat in ("full", "offload")
     ]
     assert plain.host_temp_size_in_bytes == 0

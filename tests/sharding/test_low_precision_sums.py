@@ -91,7 +91,7 @@ def test_gradients_of_experts_biases_are_float32_sums(kernel, monkeypatch):
     def biases(gate, down):
         matrices = zeros(2, 32, 16), zeros(2, 32, 16), zeros(2, 16, 32) + 1
         weights_of = ExpertWeights(*matrices, gate, zeros(2, 16) + 1, down)
-        return experts.grouped_experts(h, chosen, weights, weights_of, lambda gate, up: gate * up)
+        return experts.grouped_experts(h, chosen, weights, weights_of, gated=lambda gate, up: gate * up)
 
     found = jax.vjp(biases, zeros(2, 16), zeros(2, 32))[1](jnp.asarray(gradient, jnp.float32))
     sums = gradient.astype(np.float64).sum(axis=(0, 1))

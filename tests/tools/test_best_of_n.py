@@ -49,7 +49,7 @@ SMALL = ["--mesh.data", "1", "--mesh.fsdp", "8", "--batch_tokens", "512"]
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy") / "model"
-    save_model(random_params(CONFIG), CONFIG, folder, TOKENIZER, "float32")
+    save_model(random_params(CONFIG), CONFIG, folder, TOKENIZER, dtype="float32")
     return str(folder)
 
 
@@ -60,7 +60,7 @@ def judges(tmp_path_factory):
     results = []
     for seed in (1, 2):
         params, folder = random_params(config, seed), tmp_path_factory.mktemp("judge") / "hf"
-        save_model(params, config, folder, TOKENIZER, "float32")
+        save_model(params, config, folder, TOKENIZER, dtype="float32")
         results.append((str(folder), jax.tree.map(jnp.asarray, params)))
     return results
 
@@ -205,7 +205,9 @@ def test_a_reward_model_reads_a_prompt_once_for_its_responses(judges, monkeypatc
         return put(self, batch)
 
     monkeypatch.setattr(Scorer, "put", counted)
-    rewarder = ResponseRewarder(reward, MeshConfig(data=1, fsdp=8), "float32", 3072, ChatConfig(), closing)
+    rewarder = ResponseRewarder(
+        reward, MeshConfig(data=1, fsdp=8), "float32", 3072, chat=ChatConfig(), closing=closing
+    )
     rewarder.open(examples)
     rewarded = rewarder.score_texts(examples, texts)
     expected = [value(weights, e, t) for e, t in zip(examples, texts, strict=True)]
@@ -286,7 +288,7 @@ def test_generated_rows_load_in_sft_and_dpo_and_in_score(policy, write, tmp_path
         assert row["response"] == pair["chosen"] and len(pair["rejected"]) == len(texts[0])
         assert row["answer"] == pair["answer"] == group["answer"]
     load = lambda file, kind: Loader(
-        DataConfig(path=str(file)), TOKENIZER, 0, 200, "train", 300
+        DataConfig(path=str(file)), TOKENIZER, 0, 200, split="train", max_tokens=300
     ).check_first_rows(kind)
     assert load(best, "tokens")[0].response == read(best)[0]["response"]
     assert load(pairs, "pairs")[0].rejected.response == read(pairs)[0]["rejected"]

@@ -39,7 +39,7 @@ ARGS = ChatArguments(model="m", temperature=0.0, max_tokens=6, context=256)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    save_model(random_params(CONFIG), CONFIG, folder, make_tokenizer(), "float32")
+    save_model(random_params(CONFIG), CONFIG, folder, make_tokenizer(), dtype="float32")
     return folder
 
 

@@ -102,7 +102,7 @@ def test_a_model_whose_size_is_not_known(quick, tmp_path, monkeypatch):
         (("--reference.path", "org/model/m.gguf", "--algo.kl_coef", "0.1"), "gguf", "gguf"),
     ],
 )
-def test_extras_that_a_recipe_needs(quick, monkeypatch, capsys, flags, module, extra):
+def test_extras_that_a_recipe_needs(quick, monkeypatch, capsys, flags, *, module, extra):
     config = recipe(*flags)
     installed = {
         "wandb",
@@ -224,7 +224,7 @@ def test_a_port_that_is_taken():
         ("host0:1234", "2", "this is 0 of 2, as JAX_COORDINATOR_ADDRESS says"),
     ],
 )
-def test_how_the_processes_are_described(monkeypatch, quick, address, processes, text):
+def test_how_the_processes_are_described(monkeypatch, quick, address, processes, *, text):
     values = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": processes, "JAX_PROCESS_ID": "0"}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -320,7 +320,7 @@ def test_hopper_under_jax_0_12(monkeypatch):
         ("jax-cuda12-plugin", "550.54", "ok", "NVIDIA 550.54"),
     ],
 )
-def test_drivers(monkeypatch, plugin, driver, status, text):
+def test_drivers(monkeypatch, plugin, driver, status, *, text):
     monkeypatch.setattr(devices, "package_version", lambda name: "0.10.2" if name == plugin else "")
     monkeypatch.setattr(devices, "nvidia_gpus", lambda: [("NVIDIA H100", driver, 0)])
     monkeypatch.setattr(devices, "run_command_line", lambda command: "no answer within 120 s")

@@ -20,7 +20,7 @@ def model(tmp_path_factory):
         initializer_range=0.3, max_position=256,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    save_model(models.init(config, jax.random.key(0)), config, folder, make_tokenizer(), "float32")
+    save_model(models.init(config, jax.random.key(0)), config, folder, make_tokenizer(), dtype="float32")
     return str(folder)
 
 
@@ -85,7 +85,7 @@ def test_rows_do_not_depend_on_their_neighbours(model, tmp_path):
         ('{"prompt": "b"}', ["--temperature", "-1"], r"--temperature is -1.0: it must be at least 0"),
     ],
 )
-def test_bad_input_is_named(model, tmp_path, line, arguments, message):
+def test_bad_input_is_named(model, tmp_path, line, arguments, *, message):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n' + line + "\n")
     arguments = [argument.replace("{prompts}", str(file)) for argument in arguments]

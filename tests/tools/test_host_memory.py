@@ -137,7 +137,7 @@ def test_what_is_not_known_is_a_note(machine, monkeypatch):
         ("cpu", ["H100"], True, False),
     ],
 )
-def test_the_memory_of_a_cpu_is_that_of_the_host(monkeypatch, platforms, gpus, tpu, expected):
+def test_the_memory_of_a_cpu_is_that_of_the_host(monkeypatch, platforms, gpus, tpu, *, expected):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.setattr(host_memory, "nvidia_gpus", lambda: gpus)
     monkeypatch.setattr(host_memory, "has_tpu", lambda: tpu)

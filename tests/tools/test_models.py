@@ -54,12 +54,12 @@ def runs(tmp_path_factory):
     """A base model, a run of adapters on it with steps 1 and 2, and those of step 1 as folders."""
     root = tmp_path_factory.mktemp("runs")
     base = jax.tree.map(jnp.asarray, random_params(CONFIG))
-    save_model(base, CONFIG, root / "base", make_tokenizer(), "float32")
+    save_model(base, CONFIG, root / "base", make_tokenizer(), dtype="float32")
     (root / "base/generation_config.json").write_text('{"eos_token_id": [2, 100]}')
     steps = {step: with_random_adapters(base, ADAPTERS, seed=step) for step in (1, 2)}
     save_run(root / "run", steps, str(root / "base"))
     save_adapter(steps[1], root / "adapter", str(root / "base"))
-    save_model(merged(steps[1]), CONFIG, root / "merged", make_tokenizer(), "float32")
+    save_model(merged(steps[1]), CONFIG, root / "merged", make_tokenizer(), dtype="float32")
     return root
 
 
@@ -127,7 +127,7 @@ def test_an_adapter_is_added_to_the_model(runs):
 
 def test_models_that_cannot_be_used_are_refused(runs, tmp_path):
     scorer = dataclasses.replace(CONFIG, value_head=True, tie_embeddings=True)
-    save_model(random_params(scorer), scorer, tmp_path / "scorer", make_tokenizer(), "float32")
+    save_model(random_params(scorer), scorer, tmp_path / "scorer", make_tokenizer(), dtype="float32")
     save_run(tmp_path / "run", {1: random_params(scorer)}, algo="reward_model")
     for name in ("scorer", "run"):
         with pytest.raises(UserError, match="a model with a score head, such as a reward model, has no text"):
@@ -154,7 +154,7 @@ def test_a_run_whose_config_is_lost_is_named(runs, tmp_path):
 def test_a_chat_for_a_model_without_a_template_is_refused_with_flags_of_the_command(tmp_path, capsys):
     tokenizer, out = make_tokenizer(), tmp_path / "o.jsonl"
     tokenizer.chat_template = None
-    save_model(random_params(CONFIG), CONFIG, tmp_path / "base", tokenizer, "float32")
+    save_model(random_params(CONFIG), CONFIG, tmp_path / "base", tokenizer, dtype="float32")
     (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     flags = ["--model", str(tmp_path / "base"), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(out)]
     with pytest.raises(UserError, match=r"--chat.chat_template FILE, .* --chat.render plain"):

@@ -219,7 +219,9 @@ def test_flops_of_adapters_are_those_of_xla():
         ("v5p-16", "Qwen/Qwen3-30B-A3B", MeshConfig(fsdp=2, expert=4), 8.166e9, 2_288),
     ],
 )
-def test_tokens_from_which_gathering_experts_hides_behind_computing(topology, model, mesh, gathered, least):
+def test_tokens_from_which_gathering_experts_hides_behind_computing(
+    topology, model, mesh, gathered, *, least
+):
     config = dataclasses.replace(
         CONFIG,
         mesh=mesh,
@@ -310,7 +312,7 @@ def test_memory_is_that_of_the_devices_that_a_phase_runs_on():
     meshes, target = make_meshes(config), open_target(parse_topology("cpu"))
     groups = device_groups(meshes)
     assert [[device.id for device in group] for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    nothing = CompiledStats(0.0, 0.0, 0.0, {}, 0.0)
+    nothing = CompiledStats(0.0, 0.0, 0.0, {}, seconds=0.0)
     costs = {p.name: phase_cost(p, nothing, target, groups) for p in phases(config, meshes)}
     norms, matrices = sizes(SMALL)
     size = norms + matrices
@@ -387,7 +389,7 @@ def test_a_plan_compiles_what_rollout_calls(monkeypatch):
         [(x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(args)] + [static]
     )
     params = models.abstract(SMALL)
-    planned = engine.largest_calls(params, 40, 60, 2, SamplingConfig(), turns=False)
+    planned = engine.largest_calls(params, 40, 60, 2, sampling=SamplingConfig(), turns=False)
     assert set(planned) == {"publish", "prefill", "gather", "resize", "insert", "decode"}
     warmed = {}
 

@@ -293,7 +293,7 @@ def test_floors_of_a_dense_model():
         3 * (activations + layers + norms + table) + final_norm + 1000,
         3 * gathers[0] + 2 * gathers[1] + 2 * around,
     )
-    decoding = forward_floor(SMALL, mesh, "bfloat16", rows, ROLLOUT)
+    decoding = forward_floor(SMALL, mesh, "bfloat16", rows, rules=ROLLOUT)
     assert decoding.links == around  # all weights are there
 
 
@@ -316,12 +316,12 @@ def test_tiles_of_experts_are_counted_at_an_even_load():
 
     def trips(tokens, **sizes):
         mesh = make_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
-        return tile_trips(c, mesh, TRAIN, "float32", tokens)
+        return tile_trips(c, mesh, TRAIN, "float32", tokens=tokens)
 
     assert trips(200, fsdp=1) == {TILES: 2}
     assert trips(256, fsdp=1) == trips(256, fsdp=1, expert=2) == {TILES: 1}
     assert trips(2048, fsdp=1) == {TILES: 8} and trips(2048, fsdp=2) == {TILES: 4}
-    assert tile_trips(SMALL, make_mesh(MeshConfig()), TRAIN, "float32", 64) == {}
+    assert tile_trips(SMALL, make_mesh(MeshConfig()), TRAIN, "float32", tokens=64) == {}
 
 
 def test_products_in_tiles_are_counted():
@@ -333,7 +333,7 @@ def test_products_in_tiles_are_counted():
     @functools.partial(jax.grad, argnums=(0, 1))
     def run(h, experts):
         with jax.named_scope("experts"):
-            return jnp.sum(jnp.sin(grouped_experts(h, chosen, shares, experts, jnp.multiply)))
+            return jnp.sum(jnp.sin(grouped_experts(h, chosen, shares, experts, gated=jnp.multiply)))
 
     module = parse(run.lower(jnp.ones((1, 256, 32)), experts).compile().as_text())
     counted = lambda trips: count_work(module, Hints(trips)).flops
@@ -365,7 +365,7 @@ def test_ratios_and_synchronous_collectives_are_printed():
         floor={"flops": 2e12, "memory": 2.0**29, "links": 0.0},
         synchronous=[waits, waits | {"bytes": 100.0}],
     )  # fmt: skip
-    plan = Plan("a model", "v5e-4", {}, 1e9, [cost], {}, {})
+    plan = Plan("a model", "v5e-4", {}, 1e9, phases=[cost], derived={}, versions={})
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(floor_table(plan))
     row = next(line for line in console.export_text().splitlines() if "accumulate" in line)

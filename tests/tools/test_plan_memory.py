@@ -29,13 +29,17 @@ def cost(name, **memory):
     memory = dict.fromkeys((*MEMORY_KINDS, "activations"), 0.0) | {
         k.replace("_", " "): v * GIB for k, v in memory.items()
     }
-    return PhaseCost(name, memory, 1, "call", 1e12, {}, {}, 1.0, "")
+    return PhaseCost(
+        name, memory, 1, "call", flops=1e12, collectives={}, roofline={}, compile_seconds=1.0, error=""
+    )
 
 
 def advice(*costs, memory=16.0, **changes):
     config = dataclasses.replace(CONFIG, **{"tokens_per_device": 64, "prompts_per_step": 64} | changes)
     mesh = {"data": 1, "fsdp": 4, "expert": 1, "tensor": 1, "sequence": 1}
-    plan = advise(Plan("a model", "v5e-4", mesh, memory * GIB, list(costs), {}, {}), config)
+    plan = advise(
+        Plan("a model", "v5e-4", mesh, memory * GIB, phases=list(costs), derived={}, versions={}), config
+    )
     return plan.fits, plan.advice
 
 
@@ -177,7 +181,7 @@ def test_a_frozen_state_that_does_not_fit():
 
 def test_the_verdict_names_host_memory():
     phase = dataclasses.replace(cost("update: accumulate", parameters=4), host=2.0 * GIB)
-    plan = Plan("a model", "v5e-4", {}, 16 * GIB, [phase], {}, {})
+    plan = Plan("a model", "v5e-4", {}, 16 * GIB, phases=[phase], derived={}, versions={})
     assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, offloaded."
     assert verdict(plan)[1].startswith("Fits: at most 4.00 GiB")
 

@@ -26,7 +26,7 @@ CONFIG = models.TransformerConfig(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    save_model(models.init(CONFIG, jax.random.key(0)), CONFIG, folder, make_tokenizer(), "float32")
+    save_model(models.init(CONFIG, jax.random.key(0)), CONFIG, folder, make_tokenizer(), dtype="float32")
     return folder
 
 
@@ -80,7 +80,7 @@ def test_log_probs_that_json_cannot_hold_end_the_command(folder, tmp_path):
     *leaves, norm = jax.tree.leaves(load_params(folder, CONFIG))
     structure = jax.tree.structure(models.abstract(CONFIG))
     params = jax.tree.unflatten(structure, [*leaves, jnp.full_like(norm, 3e38)])
-    save_model(params, CONFIG, tmp_path / "huge", make_tokenizer(), "float32")
+    save_model(params, CONFIG, tmp_path / "huge", make_tokenizer(), dtype="float32")
     with pytest.raises(RunError, match=r"huge computes log-probs that are NaN or infinite"):
         run(tmp_path / "huge", tmp_path, ['{"tokens": [1, 2, 3]}'])
 

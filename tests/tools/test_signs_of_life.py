@@ -64,7 +64,7 @@ def test_a_chat_that_loads_its_model(tmp_path, capsys, monkeypatch):
 
     open_model = chat_session.open_model
     monkeypatch.setattr(chat_session, "open_model", open_slowly)
-    save_model(random_params(CONFIG), CONFIG, tmp_path / "m", make_tokenizer(), "float32")
+    save_model(random_params(CONFIG), CONFIG, tmp_path / "m", make_tokenizer(), dtype="float32")
     args = ChatArguments(model=str(tmp_path / "m"), max_tokens=4, context=32)
     session = chat_session.open_session(args)
     found = said(capsys)

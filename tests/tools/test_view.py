@@ -90,7 +90,7 @@ def test_the_architecture_is_that_of_the_model_that_was_trained(tmp_path):
         vocab_size=128, hidden_size=8, mlp_size=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4,
         max_position=128,
     )  # fmt: skip
-    save_model(random_params(small), small, tmp_path / "model", make_tokenizer(), "float32")
+    save_model(random_params(small), small, tmp_path / "model", make_tokenizer(), dtype="float32")
     words = [
         "--config",
         "sft_tiny.py",

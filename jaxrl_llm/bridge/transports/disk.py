@@ -52,7 +52,7 @@ class DiskTransport:
         """
         params, path = models.without_value_head(params), self.folder / label
         try:
-            save_model(params, params.config, path, self.tokenizer, self.dtype, encode=self.encode)
+            save_model(params, params.config, path, self.tokenizer, dtype=self.dtype, encode=self.encode)
         except (OSError, UserError) as error:
             raise ServerError(
                 f"the weights for the servers are not written: {error}. Free some space there, or set "

@@ -21,7 +21,7 @@ def report(line) -> None:
     print(line, flush=True)
 
 
-def join_group(store, world_size: int, group: str, timeout: datetime.timedelta, rank: int = 0):
+def join_group(store, world_size: int, group: str, timeout: datetime.timedelta, *, rank: int = 0):
     """Join a group beside torch's default one, as SGLang's `init_custom_process_group` does."""
     make = distributed_c10d._new_process_group_helper
     options = {"backend_options", "pg_options"} & inspect.signature(make).parameters.keys()

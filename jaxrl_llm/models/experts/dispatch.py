@@ -64,7 +64,7 @@ def sharded_experts(
     """
     rows = current_spec(("batch", "sequence", "hidden"), h.shape)
     if rows is None:
-        return grouped_experts(h, chosen, weights, experts, gated).astype(h.dtype)
+        return grouped_experts(h, chosen, weights, experts, gated=gated).astype(h.dtype)
     # The mesh axes of experts and of their dims, and the axes along which tokens are gathered.
     shape = jax.tree.leaves(experts.gate)[0].shape
     owners, embed, mlp = current_spec(("experts", "expert_embed", "expert_mlp"), shape, rules)
@@ -86,7 +86,7 @@ def sharded_experts(
             is_first = jax.lax.axis_index(mlp_axes) == 0
             experts = experts._replace(down_bias=jnp.where(is_first, experts.down_bias, 0))
         devices = math.prod(map(jax.lax.axis_size, expert_axes))
-        out = grouped_experts(gather(h), chosen, gather(weights), experts, gated, devices)
+        out = grouped_experts(gather(h), chosen, gather(weights), experts, gated=gated, devices=devices)
         out = jax.lax.psum(out, summed) if summed else out
         return _scattered(out, gathered, h.dtype)
 
@@ -203,7 +203,7 @@ def grouped_experts(
         return total.reshape(h.shape)
     places = jnp.argsort(order)
     rows = _sorted_rows(per_token, tokens, order, places)
-    out = _sorted_rows(1, _outputs(rows, numbers[order], sizes, experts, gated), places, order)
+    out = _sorted_rows(1, _outputs(rows, numbers[order], sizes, experts, gated=gated), places, order)
     out = out.reshape(*chosen.shape, -1) * weights[..., None]
     return jnp.sum(out, axis=-2)
 
@@ -237,6 +237,7 @@ def _outputs(
     numbers: Int[Array, " M"],
     sizes: Int[Array, " X"],
     experts: ExpertWeights,
+    *,
     gated: Gate,
 ) -> Float[Array, "M D"]:
     """Return the outputs of these experts, float32; expert x computes sizes[x] rows, further rows are 0."""
@@ -281,10 +282,10 @@ def _in_parts(
 
     def add(total, picks, sizes):
         owners = picks // per_token
-        out = _outputs(tokens[owners], numbers[picks], sizes, experts, gated)
+        out = _outputs(tokens[owners], numbers[picks], sizes, experts, gated=gated)
         return total.at[owners].add(out * shares[picks][:, None])
 
-    return _for_each_part(add, jnp.zeros(tokens.shape, jnp.float32), length, order, sizes)
+    return _for_each_part(add, jnp.zeros(tokens.shape, jnp.float32), length, order, sizes=sizes)
 
 
 def _for_each_part(
@@ -292,6 +293,7 @@ def _for_each_part(
     carry: Any,
     length: int,
     order: Int[Array, " N"],
+    *,
     sizes: Int[Array, " X"],
 ) -> Any:
     """Apply `step(carry, assignments, number of assignments of each expert)` to each chunk."""
@@ -317,7 +319,7 @@ def _in_parts_backward(per_token, length, gated, operands, gradient):
         owners = picks // per_token
 
         def compute(rows, share, real):
-            out = _outputs(rows, numbers[picks], sizes, merge_codes(real, experts), gated)
+            out = _outputs(rows, numbers[picks], sizes, merge_codes(real, experts), gated=gated)
             return out * share[:, None]
 
         d_rows, d_share, d_real = jax.vjp(compute, tokens[owners], shares[picks], real)[1](gradient[owners])
@@ -327,7 +329,7 @@ def _in_parts_backward(per_token, length, gated, operands, gradient):
 
     primals = tokens, shares, real
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), primals)
-    sums = _for_each_part(add, sums, length, order, sizes)
+    sums = _for_each_part(add, sums, length, order, sizes=sizes)
     d_tokens, d_shares, d_real = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, primals)
     return d_tokens, d_shares, d_real, None, None, None
 

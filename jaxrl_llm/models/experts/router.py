@@ -187,11 +187,11 @@ def sparse_mlp(
         weights = expert_weights(c.moe, router_logits(w, h), chosen)
         chosen = jnp.where(valid[..., None], chosen, c.moe.num_experts)
         return sharded_experts(
-            h, chosen, weights, weights_of_experts(c, w), gate_fn(c.moe, activation), rules
+            h, chosen, weights, weights_of_experts(c, w), gated=gate_fn(c.moe, activation), rules=rules
         )
 
     def exact(w, h, chosen, valid):
-        return _all_experts(c, w, h, chosen, activation)
+        return _all_experts(c, w, h, chosen, activation=activation)
 
     # The choice, by the router or replayed.
     valid = jnp.ones(h.shape[:2], bool) if valid is None else valid
@@ -230,6 +230,7 @@ def _all_experts(
     w: Layers,
     h: Float[Array, "B T D"],
     chosen: Int[Array, "B T K"],
+    *,
     activation: Activation,
 ) -> Float[Array, "B T D"]:
     """Return the weighted sum over all experts in order of their numbers; unchosen experts add 0."""

@@ -185,8 +185,8 @@ class AsynchronousEngine:
             queued.weights,
             queued.version,
             queued.sampling,
-            queued.dialogue,
-            self._raise_if_closed,
+            dialogue=queued.dialogue,
+            before_chunk=self._raise_if_closed,
         )
 
 

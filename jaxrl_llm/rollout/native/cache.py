@@ -67,7 +67,7 @@ class CacheManager:
             return True
         if self.pages is None:  # each slot of the ring has its own columns
             return True
-        return self.pages.allocate(slot, prompt_key, num_context, max_new_tokens, conversation)
+        return self.pages.allocate(slot, prompt_key, num_context, max_new_tokens, conversation=conversation)
 
     def finish(self, slot: int, conversation: Hashable = None, num_tokens: int = 0) -> None:
         """End a slot; the first `num_tokens` tokens are kept for the next turn of a conversation."""

@@ -39,6 +39,7 @@ def call_all(
     shapes: ProgramShapes,
     weights: DecodeWeights,
     samplings: Collection[SamplingConfig],
+    *,
     stop_ids: Collection[int],
     key: np.ndarray,
 ) -> None:
@@ -130,6 +131,7 @@ def largest_calls(
     shapes: ProgramShapes,
     params: Params,
     num_prompts: int,
+    *,
     sampling: SamplingConfig,
     stop_ids: Collection[int],
 ) -> dict[str, Program]:

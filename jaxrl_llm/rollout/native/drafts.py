@@ -71,6 +71,7 @@ def accept_drafts(
     drafts: Int[Array, "S n"],
     drawn: Int[Array, "S n+1"],
     read: Bool[Array, "S n+1"],
+    *,
     stop_ids: Int[Array, "."],
 ) -> tuple[Any, Int[Array, "S"]]:
     """Append the drawn tokens of each slot up to the first that its draft did not have.

@@ -80,7 +80,7 @@ class NativeEngine:
             raise ConfigError(f"rollout.{field} {problem}")
         self.config, self.model, self.mesh, self.tokenizer, self.share = config, model, mesh, tokenizer, share
         self.eos_ids = eos_ids_of(tokenizer, eos_ids)
-        self.programs = make_programs(config, model, mesh, strict, routes)
+        self.programs = make_programs(config, model, mesh, strict, routes=routes)
         self.metrics: Metrics = {}
         self.memory = DraftMemory()
         self.transfer = WeightTransfer(self.programs)
@@ -167,7 +167,9 @@ class NativeEngine:
 
         def run(part: Sequence[PartialResponse], before_chunk: Callable[[], None]) -> Scheduler:
             with jax.set_mesh(self.mesh):
-                scheduler = Scheduler(shapes, self.programs, weights, part, stop_ids, turns, memory)
+                scheduler = Scheduler(
+                    shapes, self.programs, weights, part, stop_ids=stop_ids, turns=turns, memory=memory
+                )
                 scheduler.run(sampling, detokenize, before_chunk)
             return scheduler
 
@@ -228,7 +230,7 @@ class NativeEngine:
         stop_ids = max((sampling.stop_ids(self.eos_ids) for sampling in samplings), key=len)
         with jax.set_mesh(self.mesh), ParallelCompiler() as compiler:
             calls, weights = CompiledCalls(self.programs, compiler), self.programs.abstract_weights()
-            call_all(calls, self._shapes, weights, samplings, stop_ids, key)
+            call_all(calls, self._shapes, weights, samplings, stop_ids=stop_ids, key=key)
 
     def largest_calls(
         self,
@@ -247,7 +249,7 @@ class NativeEngine:
         """
         shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns, divided=False)
         stop_ids = sampling.stop_ids(self.eos_ids)  # their number is part of a program's shape
-        calls = largest_calls(self.programs, shapes, params, prompts, sampling, stop_ids)
+        calls = largest_calls(self.programs, shapes, params, prompts, sampling=sampling, stop_ids=stop_ids)
         return calls | ({"publish": self.transfer.program(params)} if self.transfer.is_needed(params) else {})
 
     def compile_count(self) -> int:

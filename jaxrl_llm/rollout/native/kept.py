@@ -28,7 +28,7 @@ CPU core. Copies and small batches of observations then take longer than to pref
 
 
 def make_programs(
-    config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool, routes: bool
+    config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool, *, routes: bool
 ) -> Programs:
     """Return the programs of `rollout.cache`; "auto", if it is a ring, keeps turns."""
     paged = uses_pages(config, model, mesh, strict)

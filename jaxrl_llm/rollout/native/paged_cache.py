@@ -384,7 +384,7 @@ def free_device_bytes(programs: Programs) -> int | None:
 def page_bytes(programs: Programs) -> int:
     """Return the size of a page in all layers, on one device."""
     init = lambda: init_paged_cache(
-        programs.config, programs.num_shards, programs.page_size, programs.cache_dtype, programs.strict
+        programs.config, programs.num_shards, programs.page_size, programs.cache_dtype, strict=programs.strict
     )
     with jax.set_mesh(programs.mesh):
         shapes = jax.eval_shape(init)

@@ -70,7 +70,7 @@ def empty_slots(num_slots: int, key: np.ndarray) -> SlotState:
     """Return the state of empty slots; `key` is any key data, for its shape."""
     ints = lambda: np.zeros(num_slots, np.int32)
     keys = np.zeros((num_slots, len(key)), key.dtype)
-    return SlotState(ints(), ints(), ints(), ints(), np.zeros(num_slots, bool), keys)
+    return SlotState(ints(), ints(), ints(), ints(), active=np.zeros(num_slots, bool), keys=keys)
 
 
 def make_stop_conditions(stop_ids: Collection[int], max_steps: int, min_active: int) -> StopConditions:
@@ -150,7 +150,7 @@ class Programs:
         """Return shardings of the paged cache: pages over the shards of the slots, heads over tensor."""
         shapes = jax.eval_shape(
             lambda: paged.init_paged_cache(
-                self.config, self.num_shards, self.page_size, self.cache_dtype, self.strict
+                self.config, self.num_shards, self.page_size, self.cache_dtype, strict=self.strict
             )
         )
         axes = lambda x: ("batch", "kv_heads", *(None,) * (x.ndim - 2))
@@ -169,24 +169,24 @@ class Programs:
         """Return a ring cache of `count` slots, or a paged one of `count` pages, of `length` tokens each."""
         self.compile_count += 1
         if self.page_size:
-            return paged.init_paged_cache(self.config, count, length, self.cache_dtype, self.strict)
+            return paged.init_paged_cache(self.config, count, length, self.cache_dtype, strict=self.strict)
         return self._init_ring(count, length)
 
     def _init_ring(self, slots: int, length: int) -> RingCache:
-        return decode.init_ring_cache(self.config, slots, length, self.cache_dtype, self.strict)
+        return decode.init_ring_cache(self.config, slots, length, self.cache_dtype, strict=self.strict)
 
     def _prefill(self, weights: DecodeWeights, tokens, lengths) -> tuple[PromptKV, jax.Array | None]:
         """Compute keys and values of left-padded prompts, and routes. Rows are replicated: any slot may take
         them."""
         self.compile_count += 1
-        kv, routes = decode.prefill(self.config, weights, tokens, lengths, self.strict)
+        kv, routes = decode.prefill(self.config, weights, tokens, lengths, strict=self.strict)
         quantized = self.cache_dtype.itemsize == 1  # `write_pages` makes the scales
         kv = jax.tree.map(lambda x: x.astype(self.dtype if quantized else self.cache_dtype), kv)
         return kv, None if self.route is None else routes
 
     def _write_pages(self, cache: PagedCache, prompts: PromptKV, lengths, tables) -> PagedCache:
         self.compile_count += 1
-        return paged.write_prompts(self.config, cache, prompts, lengths, tables)
+        return paged.write_prompts(self.config, cache, prompts, lengths, tables=tables)
 
     def _copy_pages(self, cache: PagedCache, sources, targets) -> PagedCache:
         self.compile_count += 1
@@ -217,7 +217,7 @@ class Programs:
         at = jnp.arange(tokens.shape[1])
         positions = jnp.where(at < lengths[:, None], starts[:, None] + at, -1)
         _, cache, routes = paged.decode_paged(
-            self.config, weights, cache, table, tokens, positions, self.strict
+            self.config, weights, cache, table, tokens=tokens, positions=positions, strict=self.strict
         )
         return cache, None if self.route is None else routes
 
@@ -307,7 +307,7 @@ class Programs:
             positions = state.positions if table is None else jnp.where(state.active, state.positions, -1)
             inputs = state.tokens[:, None], positions[:, None]
             logits, cache, routes = self._logits(weights, cache, table, *inputs)
-            token, *rest = sample_tokens(logits, uniform[step], params, filters, self.strict)
+            token, *rest = sample_tokens(logits, uniform[step], params, filters, strict=self.strict)
             one = state.active.astype(jnp.int32)
             counts = state.counts + one
             ended = jnp.any(token[:, None] == stop.token_ids, axis=1) | (counts >= state.limits)
@@ -357,9 +357,9 @@ class Programs:
             inputs = jnp.maximum(tokens, 0), jnp.where(read, positions, -1)
             logits, cache, routes = self._logits(weights, cache, table, *inputs)
             numbers = uniform[jnp.minimum(at, self.chunk - 1), rows].ravel()
-            sampled = sample_tokens(logits, numbers, params, filters, self.strict)
+            sampled = sample_tokens(logits, numbers, params, filters, strict=self.strict)
             drawn, *rest = jax.tree.map(lambda x: x.reshape(*at.shape, *x.shape[1:]), sampled)
-            state, kept = accept_drafts(state, drafts, drawn, read, stop.token_ids)
+            state, kept = accept_drafts(state, drafts, drawn, read, stop_ids=stop.token_ids)
             to_keep = lambda column: jnp.where(places < kept[:, None], column, FAR)
             texts = texts.at[rows, to_keep(own_start + positions + 1)].set(drawn, mode="drop")
             put = lambda x, y: x.at[to_keep(at), rows].set(y, mode="drop")

@@ -65,6 +65,7 @@ class Scheduler:
         programs: Programs,
         weights: DecodeWeights,
         responses: Sequence[PartialResponse],
+        *,
         stop_ids: Sequence[int],
         turns: TurnQueue | None = None,
         memory: DraftMemory | None = None,
@@ -303,7 +304,11 @@ class Scheduler:
             response.kept.extend(() if chunk.kept is None else chunk.kept[:produced, s])
             slots.tokens[s] = response.ids[-1]
             # A stop string may end the response before the device's end.
-            end = stop_end(response.ids, checked, stops, detokenize, response.turn_start) if stops else None
+            end = (
+                stop_end(response.ids, checked, stops, detokenize, turn_start=response.turn_start)
+                if stops
+                else None
+            )
             if end is not None:
                 response.truncate(end)
                 slots.active[s] = False

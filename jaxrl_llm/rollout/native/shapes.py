@@ -91,8 +91,8 @@ def make_shapes(
         max_response,
         tuple(n * num_shards for n in sorted(counts)),
         ladder(max_prompt + max_response, shortest, 1.5),
-        tuple((length, row_counts(prefill_tokens // length)) for length in lengths),
-        tuple((width, multiples(row_counts(rows(width)))) for width in widths),
+        prefill=tuple((length, row_counts(prefill_tokens // length)) for length in lengths),
+        extend=tuple((width, multiples(row_counts(rows(width)))) for width in widths),
         draft_tokens=draft_tokens,
         draft_slots=with_drafts * num_shards,
     )

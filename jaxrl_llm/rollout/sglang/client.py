@@ -59,7 +59,7 @@ class Client:
             BusyError: status 429 or 503.
             UnreachableError: no reply in time, or the reply reports a failure of the server.
         """
-        reply = await self.request_bytes(server, path, body, timeout, headers, max_bytes)
+        reply = await self.request_bytes(server, path, body, timeout, headers=headers, max_bytes=max_bytes)
         try:
             value = (json.loads(reply) if reply else None) or {}
         except (ValueError, RecursionError) as error:

@@ -76,6 +76,7 @@ class SGLangEngine:
         sglang: SGLangConfig,
         model: TransformerConfig,
         pool: ServerPool | None,
+        *,
         publisher: Publisher | AdapterPublisher,
         on_first: Callable[[Callable[[], Any]], Any],
         tokenizer: Any = None,
@@ -138,7 +139,7 @@ class SGLangEngine:
         future = None
         if self.pool:
             future = self.pool.start(self.generator.finish_all(responses, sampling, dialogue))
-        started = PendingResponses(self, responses, sampling, dialogue, future)
+        started = PendingResponses(self, responses, sampling, dialogue, future=future)
         self._pending.add(started)
         return started
 

@@ -198,7 +198,9 @@ class ResponseGenerator:
             finish: one of FINISHES, as the server reported it.
         """
         ids, stops = response.ids, sampling.stop_strings
-        end = stop_end(ids, checked, stops, self._detokenize, response.turn_start) if stops else None
+        end = (
+            stop_end(ids, checked, stops, self._detokenize, turn_start=response.turn_start) if stops else None
+        )
         if end is not None:
             response.truncate(end)
             return "stop"

@@ -73,14 +73,20 @@ class ServerProcesses:
     """
 
     def __init__(
-        self, config: RolloutConfig, sglang: SGLangConfig, model: Path, logs: Path, flags: Sequence[str] = ()
+        self,
+        config: RolloutConfig,
+        sglang: SGLangConfig,
+        model: Path,
+        logs: Path,
+        *,
+        flags: Sequence[str] = (),
     ):
         self.timeout, self.restarts = sglang.start_timeout, sglang.restarts
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"sglang_{index}.log" for index in range(config.launch)]
         ports = free_ports(config.launch)
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
-        self.commands = [server_command(config, sglang, model, port, flags) for port in ports]
+        self.commands = [server_command(config, sglang, model, port, flags=flags) for port in ports]
         self.visible = sglang.devices or [os.environ.get(VISIBLE, "")] * config.launch
         self.starts = [0] * config.launch
         self._replied = False  # all servers, once
@@ -167,7 +173,7 @@ def kill_group(process: subprocess.Popen) -> None:
 
 
 def server_command(
-    config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int, flags: Sequence[str] = ()
+    config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int, *, flags: Sequence[str] = ()
 ) -> list[str]:
     """Return the command that starts one server; `sglang.flags` come last and override the others."""
     own = shlex.split(sglang.flags)

@@ -63,6 +63,7 @@ class ServerPool:
         timeout: float,
         retries: int,
         slots: int,
+        *,
         patience: float = 0.0,
         router: str = "",
     ):

@@ -86,7 +86,7 @@ def read_generated(
     routes: Sequence[np.ndarray] = ()  # routes of an interrupted response may come with its next part
     if body.get("return_routed_experts") and (finish != "abort" or meta.get("routed_experts")):
         routes = routed_experts(meta, body, len(ids), model)
-    return Generated(ids, logprobs, token_versions(meta, len(ids), label, versions), finish, routes)
+    return Generated(ids, logprobs, token_versions(meta, len(ids), label, versions), finish, routes=routes)
 
 
 def routed_experts(

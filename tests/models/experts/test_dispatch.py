@@ -180,7 +180,7 @@ def test_rows_in_parts(mesh_config, choice, grouped_products, monkeypatch):
     h, chosen, weights, experts = drawn(8)
     experts = experts._replace(gate=codes(8))
     chosen = chosen if choice is None else chosen.at[..., 0].set(choice)
-    check_on_mesh(mesh_config, TRAIN, h, chosen, weights, experts)
+    check_on_mesh(mesh_config, TRAIN, h, chosen, weights=weights, experts=experts)
 
 
 def test_the_length_of_a_part():

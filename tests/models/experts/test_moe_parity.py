@@ -325,7 +325,7 @@ def test_a_shard_of_interleaved_experts_is_read_alone(tmp_path):
         (part,) = (part for part in tensor_rows(config)[name] if part.index == (1,))
         tensor = read_headers(tmp_path, config)[part.name]
         bounds = (2, 4), (8, 20), (6, 12)
-        shard = read_slice(tensor, part, (6, 32, 24), bounds, np.dtype(np.float32))
+        shard = read_slice(tensor, part, (6, 32, 24), bounds, dtype=np.dtype(np.float32))
         np.testing.assert_array_equal(shard, stored[2:4, 8:20, 12 + column : 24 : 2])
 
 

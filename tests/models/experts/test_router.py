@@ -125,7 +125,7 @@ def test_the_selection_bias_chooses_experts_in_every_mode_and_gets_no_gradient()
     @functools.partial(jax.jit, static_argnames="strict")
     def apply(w, bias, strict=False):
         w.router_bias[...] = bias
-        return sparse_mlp(c, w, h, jax.nn.silu, None, TRAIN, strict)[0]
+        return sparse_mlp(c, w, h, jax.nn.silu, valid=None, rules=TRAIN, strict=strict)[0]
 
     @jax.jit
     def expected(w):
@@ -327,7 +327,7 @@ def test_adapters_of_experts_by_hand():
     ones = jnp.ones((2, 2, 2))
     chosen, weights = jnp.array([[[0], [1]]]), jnp.ones((1, 2, 1))
     experts, gated = ExpertWeights(ones, up, ones), lambda gate, up: up
-    out = grouped_experts(jnp.array([[[1.0, 2], [1, 2]]]), chosen, weights, experts, gated)
+    out = grouped_experts(jnp.array([[[1.0, 2], [1, 2]]]), chosen, weights, experts, gated=gated)
     np.testing.assert_allclose(out, [[[1 + 25 + 2 + 50] * 2, [0, 0]]])
 
 
@@ -439,7 +439,9 @@ def test_remat_dots_keeps_grouped_products():
     experts = ExpertWeights(draw(0, 4, 8, 6), draw(1, 4, 8, 6), draw(2, 4, 6, 8))
 
     def loops(remat):
-        layer = lambda h, experts: grouped_experts(h, chosen, jnp.ones((1, 2, 2)), experts, jnp.multiply)
+        layer = lambda h, experts: grouped_experts(
+            h, chosen, jnp.ones((1, 2, 2)), experts, gated=jnp.multiply
+        )
         layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
         loss = lambda *args: jnp.sum(layer(*args) ** 2)
         text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(draw(3, 1, 2, 8), experts))

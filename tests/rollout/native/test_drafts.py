@@ -47,7 +47,7 @@ def test_accepted_tokens_by_hand():
         [[2, 5, 4, 6], [2, 3, 4, 6], [2, 1, 4, 6], [8, 8, 8, 8], [2, 3, 4, 6], [2, 3, 4, 6]], np.int32
     )
     read = places < np.array([3, 4, 4, 1, 2, 0])[:, None]
-    state, kept = accept_drafts(state, proposal, drawn, read, ints(1, -1))
+    state, kept = accept_drafts(state, proposal, drawn, read, stop_ids=ints(1, -1))
     assert kept.tolist() == [2, 4, 2, 1, 2, 0]
     assert state.tokens.tolist() == [5, 6, 1, 8, 3, 9]
     assert state.counts.tolist() == [9, 11, 9, 8, 10, 2]

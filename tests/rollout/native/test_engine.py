@@ -143,7 +143,7 @@ def test_no_bit_of_a_run_depends_on_earlier_calls(tmp_path):
     config = TrainConfig(run_dir=str(tmp_path), rollout=RolloutConfig(slots=2, chunk=8), **lengths)
     meshes = {ROLLOUT_ENGINE: make_mesh(MeshConfig(), jax.devices()[:1])}
     with contextlib.ExitStack() as closing:
-        of_run = make_engine(config, MODEL, meshes, make_tokenizer(), (), closing)
+        of_run = make_engine(config, MODEL, meshes, make_tokenizer(), eos_ids=(), closing=closing)
     of_run.publish(params(), VERSION)
     short = lambda: of_run.generate(requests()[:1], SamplingConfig(), KEY)
     before, _, after = short(), of_run.generate(requests(), SamplingConfig(), KEY), short()

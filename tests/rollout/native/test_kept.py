@@ -80,18 +80,20 @@ def test_conversations_that_are_prefilled_in_no_time_are_not_kept(monkeypatch):
 
 def test_planned_programs_keep_turns():
     """40 + 40 tokens take 10 pages, and one that is a copy; the ring has the tokens of 10."""
-    calls = engine(**KEPT).largest_calls(params(), 40, 40, 5, SamplingConfig(), turns=True)
+    calls = engine(**KEPT).largest_calls(params(), 40, 40, 5, sampling=SamplingConfig(), turns=True)
     ring, pages, table, *_ = calls["read_kept"].args
     assert ring.length == 80 and table.shape == (15, 10)
     assert pages.k.shape == (2 * (1 + 15 * 11), 2, 8, 8) and pages.k.dtype == jnp.float32
     assert calls["write_kept"].args[3].shape == (15 * 10, 3)
-    assert "read_kept" not in engine(**KEPT).largest_calls(params(), 40, 40, 5, SamplingConfig(), turns=False)
+    assert "read_kept" not in engine(**KEPT).largest_calls(
+        params(), 40, 40, 5, sampling=SamplingConfig(), turns=False
+    )
 
 
 def test_pages_of_turns_by_hand():
     """Pages of 4 tokens, of which there are 5; two slots, then conversation b needs a's pages."""
     programs = FakePrograms(kept_page_size=4)
-    shapes = ProgramShapes(8, 8, (2,), (16,), ((8, (1,)),), num_pages=6)
+    shapes = ProgramShapes(8, 8, (2,), (16,), prefill=((8, (1,)),), num_pages=6)
     cache = CacheManager(programs, shapes, conversations=True)
     pages, turns = cache.pages, cache.turns
     allocate = lambda slot, name, context, new: cache.allocate(

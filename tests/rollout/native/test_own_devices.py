@@ -167,7 +167,7 @@ class Twice:
 
     patience, replies = 60.0, 0
 
-    def reply(self, prompt_index, response_index, conversation, ids, start):
+    def reply(self, prompt_index, response_index, conversation, ids, *, start):
         self.replies += 1
         turn = 1 + bool(conversation)
         episode = Episode(turn, reward=float(turn), messages=({"role": "user", "content": "go on"},) * turn)
@@ -203,7 +203,7 @@ def test_conversations_are_kept_with_their_rewards_and_have_no_second_environmen
         ("length", [(1, 2)], 1, True, True),
     ],
 )
-def test_complete_responses(finish, observed, turns, with_env, without):
+def test_complete_responses(finish, observed, turns, with_env, *, without):
     episode = None if turns is None else Episode(turns)
     response = PartialResponse([1, 2, 3], finish=finish, observed=observed, episode=episode)
     assert is_complete(response, turns=True) is with_env

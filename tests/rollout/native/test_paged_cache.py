@@ -48,7 +48,7 @@ class Echo:
 
     patience = 10.0
 
-    def reply(self, prompt_index, response_index, conversation, ids, start):
+    def reply(self, prompt_index, response_index, conversation, ids, *, start):
         future = Future()
         turn = (conversation or 0) + 1
         future.set_result(Reply([5, 6, 7], turn == 3, Episode(), turn))
@@ -65,8 +65,8 @@ class Late(Echo):
     def __init__(self, conversations):
         self.conversations, self.held = conversations, []
 
-    def reply(self, prompt_index, response_index, conversation, ids, start):
-        reply = super().reply(prompt_index, response_index, conversation, ids, start)
+    def reply(self, prompt_index, response_index, conversation, ids, *, start):
+        reply = super().reply(prompt_index, response_index, conversation, ids, start=start)
         if conversation:
             return reply
         self.held.append((Future(), reply.result()))
@@ -252,7 +252,7 @@ def test_kept_pages_by_hand():
     assert not cache.allocate(0, b"d", 1, 45)  # 12 pages, and there are 11: nothing is dropped for it
     assert len(cache.kept[0]) == 3
     first = cache.kept[0]["a"].pages[0]
-    assert cache.allocate(0, b"a", 8, 25, "a")  # 8 pages, one of them its own: b's go, c's stay
+    assert cache.allocate(0, b"a", 8, 25, conversation="a")  # 8 pages, one of them its own: b's go, c's stay
     assert cache.slots[0].pages == [first] and cache.num_kept(0) == 4 and not cache.needs_prompt(0)
     assert list(cache.kept[0]) == ["c"]
     cache.drop("c")

@@ -120,7 +120,9 @@ class FakePrograms:
             step += 1
         logprobs = np.zeros(tokens.shape, np.float32)
         read = np.concatenate([slots.tokens[None], tokens[:-1]])[..., None, None].astype(np.uint8)
-        return cache, ChunkOutput(tokens, logprobs, None, read, counts - slots.counts, active, np.int32(step))
+        return cache, ChunkOutput(
+            tokens, logprobs, None, read, produced=counts - slots.counts, active=active, steps=np.int32(step)
+        )
 
     def decode_drafts(self, weights, cache, slots, uniform, params, stop, table, texts, **static):
         """All drafts are wrong."""
@@ -134,7 +136,7 @@ class Replies:
 
     patience = 10.0
 
-    def reply(self, prompt_index, response_index, conversation, ids, start):
+    def reply(self, prompt_index, response_index, conversation, ids, *, start):
         future, turn = Future(), (conversation or 0) + 1
         future.set_result(Reply([5, 6, 7], turn == 4, Episode(turns=turn), turn))
         return future
@@ -144,7 +146,7 @@ def run(programs, shapes, requests, stop_ids=(1,), turns=False, sampling=PLAIN):
     """(finished responses, metrics)"""
     responses = new_responses(requests, jax.random.key(0))
     queue = TurnQueue(Replies(), responses, lambda value: value, VOCAB) if turns else None
-    scheduler = Scheduler(shapes, programs, None, responses, stop_ids, queue)
+    scheduler = Scheduler(shapes, programs, None, responses, stop_ids=stop_ids, turns=queue)
     scheduler.run(sampling, str)
     return responses, throughput([scheduler], 1.0)
 
@@ -164,22 +166,31 @@ def random_requests(rng, max_prompt, max_response):
     ids=["ring", "kept", "paged", "drafts"],
 )
 def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(
-    page_size, kept, draft_tokens, num_shards, turns
+    page_size, kept, draft_tokens, num_shards, *, turns
 ):
     """30 calls of `generate` with prompts of 1 to 150 tokens and responses of 1 to 100, in any number."""
-    shapes = make_shapes(150, 100, 12, num_shards, 512, turns, draft_tokens, draft_slots=12 if turns else 5)
+    shapes = make_shapes(
+        150,
+        100,
+        12,
+        num_shards,
+        prefill_tokens=512,
+        turns=turns,
+        draft_tokens=draft_tokens,
+        draft_slots=12 if turns else 5,
+    )
     if page_size or kept:  # three sequences of the longest at once
         pages = pages_required(shapes, num_shards, page_size or kept) * 3 * num_shards // 12
         shapes = dataclasses.replace(shapes, num_pages=pages + 1)
     samplings = [PLAIN, SamplingConfig(top_p=0.9)]
     ahead = FakePrograms(num_shards, page_size=page_size, kept_page_size=kept)
-    call_all(ahead, shapes, None, samplings, (1,), np.zeros(2, np.uint32))
+    call_all(ahead, shapes, None, samplings, stop_ids=(1,), key=np.zeros(2, np.uint32))
     assert max(ahead.calls.values()) <= 4 + 2 * bool(draft_tokens)  # few are called twice
     programs = FakePrograms(num_shards, page_size=page_size, kept_page_size=kept)
     rng = np.random.default_rng(1)
     for i in range(30):
         requests = random_requests(rng, 150, 100)
-        responses, _ = run(programs, shapes, requests, (1,), turns, samplings[i % 2])
+        responses, _ = run(programs, shapes, requests, (1,), turns=turns, sampling=samplings[i % 2])
         assert {r.finish for r in responses} <= {"stop", "length"}
         for r in responses:
             assert 1 <= len(r.ids) <= r.request.max_tokens and len(r.logprobs) == len(r.ids)
@@ -193,7 +204,7 @@ def test_a_prompt_is_read_once_for_all_its_responses():
     """And without its last token, which decode reads; two groups of the same prompt share it."""
     programs, prompt = FakePrograms(), np.array([3, 4, 5])
     requests = [Request(prompt, 0, 4, 5), Request(np.array([9]), 1, 4, 5), Request(prompt, 2, 4, 5)]
-    run(programs, make_shapes(3, 5, 4, 1, 512), requests)
+    run(programs, make_shapes(3, 5, 4, 1, prefill_tokens=512), requests)
     assert programs.prefilled == [[3, 4]]  # and of [9] nothing is left to read
 
 
@@ -202,7 +213,7 @@ def test_few_prompts_are_read_in_batches_that_they_fill():
     for count, wanted in ((8, [(4, 64), (4, 64)]), (2, [(4, 64)]), (12, [(16, 64)])):
         programs = FakePrograms()
         requests = [Request(np.arange(40) + i, i, 1, 5) for i in range(count)]
-        run(programs, make_shapes(64, 5, 16, 1, 1024), requests)
+        run(programs, make_shapes(64, 5, 16, 1, prefill_tokens=1024), requests)
         assert programs.prefill_shapes == wanted
         assert len(programs.prefilled) == count
 
@@ -211,8 +222,8 @@ def test_turns_read_all_that_came_before():
     """Four turns and three observations of [5, 6, 7]; the last one's token 1 ends each turn."""
     programs = FakePrograms(chunk=4)
     [response], _ = run(
-        programs, make_shapes(2, 200, 1, 1, 512, turns=True), [Request(np.array([3, 4]), 0, 1, 200)],
-        tuple(range(1, VOCAB)), turns=True,
+        programs, make_shapes(2, 200, 1, 1, prefill_tokens=512, turns=True),
+        [Request(np.array([3, 4]), 0, 1, 200)], tuple(range(1, VOCAB)), turns=True,
     )  # fmt: skip
     assert [end - start for start, end in response.observed] == [3, 3, 3]
     assert response.observed == [(1, 4), (5, 8), (9, 12)] and len(response.ids) == 13
@@ -225,7 +236,7 @@ def test_turns_read_all_that_came_before():
 def test_turns_on_pages_read_only_what_came_since(sizes):
     """The token that ended a turn, which decode has not read, and the observation but its last token."""
     programs = FakePrograms(chunk=4, **sizes)
-    shapes = dataclasses.replace(make_shapes(2, 200, 1, 1, 512, turns=True), num_pages=40)
+    shapes = dataclasses.replace(make_shapes(2, 200, 1, 1, prefill_tokens=512, turns=True), num_pages=40)
     requests = [Request(np.array([3, 4]), 0, 1, 200)]
     [response], metrics = run(programs, shapes, requests, tuple(range(1, VOCAB)), turns=True)
     assert response.observed == [(1, 4), (5, 8), (9, 12)] and len(response.ids) == 13
@@ -240,7 +251,7 @@ def test_a_reply_without_a_conversation_leaves_it_as_it_was():
     asked = []
 
     class Short(Replies):
-        def reply(self, prompt_index, response_index, conversation, ids, start):
+        def reply(self, prompt_index, response_index, conversation, ids, *, start):
             asked.append(conversation)
             future, new = Future(), {1: {}, 2: None}.get(len(asked), "end")
             future.set_result(Reply([5], len(asked) == 3, Episode(), new))
@@ -256,10 +267,10 @@ def test_a_reply_without_a_conversation_leaves_it_as_it_was():
 
 def test_a_turn_goes_to_the_shard_of_its_pages_and_where_they_are_few_before_what_has_none():
     programs = FakePrograms(num_shards=2, page_size=8)
-    shapes = dataclasses.replace(make_shapes(2, 50, 4, 2, 512, turns=True), num_pages=40)
+    shapes = dataclasses.replace(make_shapes(2, 50, 4, 2, prefill_tokens=512, turns=True), num_pages=40)
     waiting = new_responses([Request(np.array([3]), 0, 5, 50)], jax.random.key(0))
     queue = TurnQueue(Replies(), waiting, lambda value: value, VOCAB)
-    scheduler = Scheduler(shapes, programs, None, waiting, (1,), queue)
+    scheduler = Scheduler(shapes, programs, None, waiting, stop_ids=(1,), turns=queue)
     where = {waiting[3]: 1, waiting[4]: 0}
     scheduler.cache.kept_in = where.get
     assert [waiting.index(scheduler._next_for(shard)) for shard in (0, 1)] == [0, 0]  # there is room
@@ -276,7 +287,9 @@ def occupancy(slots, limits, chunk):
     """Tokens a slot and step, where response i has limits[i] tokens."""
     requests = [Request(np.array([3]), i, 1, n) for i, n in enumerate(limits)]
     programs = FakePrograms(chunk=chunk)
-    responses, metrics = run(programs, make_shapes(1, max(limits), slots, 1, 512), requests, stop_ids=())
+    responses, metrics = run(
+        programs, make_shapes(1, max(limits), slots, 1, prefill_tokens=512), requests, stop_ids=()
+    )
     assert [len(r.ids) for r in responses] == limits
     assert metrics["rollout/tokens"] == sum(limits)
     return metrics["rollout/slot_occupancy"]

@@ -38,24 +38,26 @@ def test_slots_are_rounded_up_to_the_shards():
 
 def test_slots_with_drafts_are_a_rung():
     """Of two shards, rounded up; but not with turns, which come back to all slots."""
-    shapes = make_shapes(512, 2048, 60, 4, 4096, draft_tokens=7, draft_slots=13)
+    shapes = make_shapes(512, 2048, 60, 4, prefill_tokens=4096, draft_tokens=7, draft_slots=13)
     assert shapes.slot_counts == (8, 16, 32, 60) and shapes.max_draft_texts == 8 * 2560
     assert [shapes.has_drafts(count) for count in shapes.slot_counts] == [True, True, False, False]
-    assert make_shapes(512, 2048, 60, 1, 4096, draft_tokens=7, draft_slots=3).slot_counts == (
+    assert make_shapes(512, 2048, 60, 1, prefill_tokens=4096, draft_tokens=7, draft_slots=3).slot_counts == (
         3,
         8,
         15,
         30,
         60,
     )
-    shapes = make_shapes(512, 2048, 60, 1, 4096, turns=True, draft_tokens=7, draft_slots=3)
+    shapes = make_shapes(512, 2048, 60, 1, prefill_tokens=4096, turns=True, draft_tokens=7, draft_slots=3)
     assert shapes.slot_counts == (60,) and not shapes.has_drafts(60)
-    assert not make_shapes(512, 2048, 60, 1, 4096, draft_slots=60).has_drafts(60)
+    assert not make_shapes(512, 2048, 60, 1, prefill_tokens=4096, draft_slots=60).has_drafts(60)
 
 
 def test_turns_prefill_whole_conversations():
-    assert make_shapes(100, 300, 16, 2, 400, turns=True).slot_counts == (16,)  # turns come back to them
-    assert make_shapes(100, 300, 16, 2, 400).slot_counts == (2, 4, 8, 16)
+    assert make_shapes(100, 300, 16, 2, prefill_tokens=400, turns=True).slot_counts == (
+        16,
+    )  # turns come back to them
+    assert make_shapes(100, 300, 16, 2, prefill_tokens=400).slot_counts == (2, 4, 8, 16)
     shapes = make_shapes(100, 300, slots=1, num_shards=1, prefill_tokens=400, turns=True)
     assert shapes.prefill == ((64, (1, 6)), (112, (3,)), (224, (1,)), (416, (1,)))
 

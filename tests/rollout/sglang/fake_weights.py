@@ -134,7 +134,7 @@ class FakeWeights:
             timedelta(0, 30),
         )
         store = torch.distributed.TCPStore(*where, size, is_master=False, timeout=time)
-        self.group = join_group(store, size, body["group_name"], time, body["rank_offset"])
+        self.group = join_group(store, size, body["group_name"], time, rank=body["rank_offset"])
 
     def _leave(self, body):
         import torch.distributed

@@ -25,14 +25,14 @@ CONFIG = RolloutConfig(engine="sglang", launch=2, slots=8)
 
 
 @contextlib.contextmanager
-def started(folder, servers=2, flags=FLAGS, more_flags=(), model=MODEL, **settings):
+def started(folder, servers=2, flags=FLAGS, more_flags=(), *, model=MODEL, **settings):
     """Start servers that reply; they end with the block. `flags` override `more_flags`."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_USE_CPU_ENGINE", "1")
         shell = save_description(model, folder / "shell", TOKENIZER, "float32")
         config = RolloutConfig(engine="sglang", launch=servers, slots=CONFIG.slots)
         launched = ServerProcesses(
-            config, SGLangConfig(python=PYTHON, flags=flags, **settings), shell, folder, more_flags
+            config, SGLangConfig(python=PYTHON, flags=flags, **settings), shell, folder, flags=more_flags
         )
         try:
             launched.wait()
@@ -43,4 +43,6 @@ def started(folder, servers=2, flags=FLAGS, more_flags=(), model=MODEL, **settin
 
 def engine_on(urls, transport, model=MODEL, **settings):
     """An engine that uses these servers, with a pool of its own."""
-    return engine_for(urls, transport, model, CONFIG.slots, CONFIG, python=PYTHON, flags=FLAGS, **settings)
+    return engine_for(
+        urls, transport, model, CONFIG.slots, rollout=CONFIG, python=PYTHON, flags=FLAGS, **settings
+    )

@@ -43,19 +43,32 @@ def score_of(model):
     return sequence_scorer("float32", one_device())
 
 
-def engine_for(urls, transport, model=MODEL, slots=4, rollout=ROLLOUT, routes=True, **settings):
+def engine_for(urls, transport, model=MODEL, slots=4, *, rollout=ROLLOUT, routes=True, **settings):
     """An SGLang engine with a pool of its own, which asks for the routes of a model with experts; `settings`
     are of SGLangConfig."""
     config = SGLangConfig(**settings)
-    pool = ServerPool(urls, config.timeout, config.retries, slots, config.patience, config.router)
+    pool = ServerPool(
+        urls, config.timeout, config.retries, slots, patience=config.patience, router=config.router
+    )
     tolerance = tolerance_of("float32", config.probe_tolerance)
     on_first = lambda work: work()
-    publisher = Publisher(pool, transport, config.pause, model, tolerance, score_of(model), on_first)
+    publisher = Publisher(
+        pool, transport, config.pause, model, tolerance=tolerance, score=score_of(model), on_first=on_first
+    )
     if model.lora:
         publisher.problem = functools.partial(server_problem, lora=model.lora, max_versions=2)
         publisher = AdapterPublisher(publisher, "float32")
     routes = routes and bool(model.moe)
-    return SGLangEngine(rollout, config, model, pool, publisher, on_first, TOKENIZER, routes=routes)
+    return SGLangEngine(
+        rollout,
+        config,
+        model,
+        pool,
+        publisher=publisher,
+        on_first=on_first,
+        tokenizer=TOKENIZER,
+        routes=routes,
+    )
 
 
 def weights(seed=0, model=MODEL):

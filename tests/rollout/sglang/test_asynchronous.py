@@ -86,14 +86,14 @@ def test_new_weights_reach_responses_in_the_middle_and_each_token_knows_its_own(
 
 def test_what_an_earlier_run_had_stays_until_a_new_environment_replies_otherwise():
     """Also in a checkpoint that is taken while its turns are sent again."""
-    response = PartialResponse([1, 2, 3, 4], [-1.0, -1.0, 0.0, -1.0], [7] * 4, "", [(2, 3)])
+    response = PartialResponse([1, 2, 3, 4], [-1.0, -1.0, 0.0, -1.0], [7] * 4, "", observed=[(2, 3)])
     response.request = Request(np.array([9]), 0, 1, 9)
     response.routes = [np.full((1, 1), i) for i in range(4)]  # of the tokens that are kept they stay
     for reply, more, after in (([3], True, [1, 2, 3, 4]), ([5, 5], True, [1, 2, 5, 5]), ([], False, [1, 2])):
         future, again = Future(), response.copy()
         dialogue = SimpleNamespace(patience=60, reply=lambda *asked, future=future: future)
 
-        async def replay(future=future, again=again, dialogue=dialogue, reply=reply, more=more):
+        async def replay(future=future, again=again, dialogue=dialogue, reply=reply, *, more=more):
             task = asyncio.create_task(ResponseGenerator(None, (), {}, MODEL)._replayed(again, dialogue))
             await asyncio.sleep(0.01)
             assert (again.ids, again.observed) == (response.ids, response.observed)
@@ -168,7 +168,7 @@ def replace(file, data):
     file.write_bytes(data)
     (folder / manifest.MANIFEST).unlink()
     meta = json.loads((folder / manifest.META).read_text())
-    manifest.write_manifest(folder, old.step, old.arrays, meta, old.metrics)
+    manifest.write_manifest(folder, old.step, old.arrays, meta, metrics=old.metrics)
 
 
 def test_the_native_engine_needs_devices_of_its_own(tmp_path, capsys):

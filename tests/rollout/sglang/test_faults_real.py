@@ -77,7 +77,7 @@ def test_a_server_with_other_weights_is_left_out_within_two_steps_of_a_run(tmp_p
     model = from_command_line([*args, *unused]).config.model.architecture
     model = dataclasses.replace(model, vocab_size=len(TOKENIZER))
     other = models.init(dataclasses.replace(model, initializer_range=0.3), jax.random.key(9))
-    save_model(other, model, tmp_path / "other", TOKENIZER, "float32")
+    save_model(other, model, tmp_path / "other", TOKENIZER, dtype="float32")
     with started(tmp_path / "servers", model=model, patience=PATIENCE) as launched:
         meddler = Meddler(launched.urls[1], tmp_path / "other")
         servers = ["--rollout.servers", launched.urls[0], meddler.url, "--sglang.patience", str(PATIENCE)]
