@@ -168,7 +168,14 @@ def test_a_verifier_and_two_models_are_added_by_their_weights(judges, write, tmp
     out = tmp_path / "out.jsonl"
     flags = ["--reward.name", write("length.py", LENGTH), "--reward.weight", "0.1"]
     flags += ["--reward.models.0.path", first, "--reward.models.0.weight", "2"]
-    flags += ["--reward.models.1.path", second, "--reward.models.1.mean", "1", "--reward.models.1.weight", "0.25"]
+    flags += [
+        "--reward.models.1.path",
+        second,
+        "--reward.models.1.mean",
+        "1",
+        "--reward.models.1.weight",
+        "0.25",
+    ]
     argv = ["--data", write("data.jsonl", data), "--out", str(out), *flags, *SMALL, "--window", "3"]
     assert score.main(argv) == 0
     rows = read(out)
