@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from golden import LENGTHS, OWN, VALUES, advantages, rollouts
 
+from jaxrl_llm.algos import estimators as tokens
 from jaxrl_llm.algos import otb, ppo, reinforce_pp, remax, requirements
-from jaxrl_llm.algos import returns as tokens
 from jaxrl_llm.algos.estimators import gae, on_last_token, return_to_go, whiten
 
 optimal_token_baseline = jax.jit(tokens.optimal_token_baseline, static_argnames="zero_tail")

@@ -113,7 +113,9 @@ def test_names_that_a_model_lacks_or_that_are_not_sent_are_said():
     source.check_names(wanted, "it")
     wanted["model.norm.bias"] = wanted.pop("model.norm.weight")
     wanted["lm_head.weight"] = (128, 33)
-    message = "of it: 1 missing: model.norm.bias; 1 unknown: model.norm.weight; 1 of another shape: lm_head"
+    message = (
+        "match it: 1 missing: model.norm.bias; 1 unknown: model.norm.weight; 1 of another shape: lm_head"
+    )
     with pytest.raises(ValueError, match=message):
         source.check_names(wanted, "it")
 

@@ -367,7 +367,7 @@ def test_disk_that_fills_up_stops_the_run_if_asked(small_disk, monkeypatch):
 def test_another_failure_of_a_save_is_not_taken_for_a_full_disk(two_saved, monkeypatch):
     saver = Checkpointer(CheckpointConfig(), two_saved.parent)
 
-    def broken(*args):
+    def broken(*args, **settings):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("jaxrl_llm.checkpoint.state.write_manifest", broken)

@@ -451,7 +451,7 @@ def test_a_wrong_setting_is_refused_with_the_allowed_range(field, config, text):
 
 def test_reward_models_have_ranges_too():
     assert list(problems(RewardModelConfig("m"))) == []
-    for bad in ({}, {"scale": 0.0}, {"weight": math.inf}, {"mean": math.nan}):
+    for bad in ({}, {"weight": math.inf}, {"mean": math.nan}):
         assert len(list(problems(RewardModelConfig(**{"path": "m", **bad} if bad else {})))) == 1
 
 

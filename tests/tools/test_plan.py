@@ -269,17 +269,17 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     learner = (stage := make_stages(config, SMALL, meshes)[-1]).policy
     called = {}
 
-    def spy(name):
-        run = getattr(learner, name)
+    def spy(owner, name):
+        run = getattr(owner, name)
 
         def recorded(*args, **static):
             called.setdefault(name, []).append(described(args))
             return run(*args, **static)
 
-        monkeypatch.setattr(learner, name, recorded)
+        monkeypatch.setattr(owner, name, recorded)
 
-    for name in ("_score", "_accumulate", "_apply"):
-        spy(name)
+    for owner, name in ((learner.scorer, "run"), (learner, "_accumulate"), (learner, "_apply")):
+        spy(owner, name)
     ones = np.ones(8, np.float32)
     items = [
         PackItem(np.ones(8, np.int32), ones, {"rollout_logprobs": ones, "advantages": ones})
@@ -290,8 +290,8 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
         state = stage.init_state(make(SMALL, jax.random.key(0)))
         stage.score(state, items, freeze(state.params, "bfloat16"))
         stage.update(state, [items[:8], items[8:]], 0)
-    assert called["_score"][0] == planned["score: policy"]
-    assert called["_score"][-1] == planned["score: reference"]
+    assert called["run"][0] == planned["score: policy"]
+    assert called["run"][-1] == planned["score: reference"]
     assert set(map(str, called["_accumulate"])) == {str(planned["update: accumulate"])}
     assert set(map(str, called["_apply"])) == {str(planned["update: apply"])}
 

@@ -70,7 +70,7 @@ def test_each_call_has_the_weights_that_were_published_when_it_was_made(engine, 
     with pytest.raises(ValueError, match="call publish"):
         engine.start(requests(), SamplingConfig(), KEY)
     gate, finish = threading.Event(), engine.engine.finish
-    engine.engine.finish = lambda *args: (gate.wait(), finish(*args))[1]
+    engine.engine.finish = lambda *args, **settings: (gate.wait(), finish(*args, **settings))[1]
     pending = []
     for seed in range(3):
         params = trained(seed, trainer)
@@ -121,7 +121,7 @@ def test_nothing_compiles_in_the_thread_after_a_warm_up(engine, trainer):
 def test_an_error_ends_the_thread_and_is_raised_by_every_later_call(engine, trainer):
     gate = threading.Event()
 
-    def fail(*args):
+    def fail(*args, **settings):
         gate.wait()
         raise RunError("no memory")
 
@@ -143,14 +143,12 @@ def test_an_error_ends_the_thread_and_is_raised_by_every_later_call(engine, trai
 def test_closing_ends_the_call_before_its_next_chunk(engine, trainer):
     started, gate, finish = threading.Event(), threading.Event(), engine.engine.finish
 
-    def chunks(*args):
-        *args, before_chunk = args
-
+    def chunks(*args, before_chunk, **settings):
         def wait():
             started.set(), gate.wait()
             before_chunk()
 
-        return finish(*args, wait)
+        return finish(*args, before_chunk=wait, **settings)
 
     engine.engine.finish = chunks
     engine.publish(trained(0, trainer), 0)

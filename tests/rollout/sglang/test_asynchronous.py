@@ -91,7 +91,7 @@ def test_what_an_earlier_run_had_stays_until_a_new_environment_replies_otherwise
     response.routes = [np.full((1, 1), i) for i in range(4)]  # of the tokens that are kept they stay
     for reply, more, after in (([3], True, [1, 2, 3, 4]), ([5, 5], True, [1, 2, 5, 5]), ([], False, [1, 2])):
         future, again = Future(), response.copy()
-        dialogue = SimpleNamespace(patience=60, reply=lambda *asked, future=future: future)
+        dialogue = SimpleNamespace(patience=60, reply=lambda *asked, future=future, **start: future)
 
         async def replay(future=future, again=again, dialogue=dialogue, reply=reply, *, more=more):
             task = asyncio.create_task(ResponseGenerator(None, (), {}, MODEL)._replayed(again, dialogue))

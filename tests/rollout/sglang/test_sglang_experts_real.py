@@ -14,11 +14,11 @@ from test_sglang_train import rows
 from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
-from jaxrl_llm.builders.models import WITHOUT_SERVED_ROUTES
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.models import RopeConfig
 from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.recipe.rules_model import WITHOUT_SERVED_ROUTES
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.sglang.validate import routed_experts
 from jaxrl_llm.train import main
