@@ -160,8 +160,9 @@ def make_win_rate(
 
 def score_settings(reward: RewardConfig) -> list[Any]:
     """Return the settings that determine the compared scores: reward models, or the reward function."""
-    fields = ("path", "kind", "weight", "mean", "scale")
-    models = [[getattr(model, name) for name in fields] for model in reward.models]
+    fields = ("path", "kind", "weight", "mean")
+    # The 1.0 was a divisor of the score; runs of earlier versions saved it and are still compared.
+    models = [[*(getattr(model, name) for name in fields), 1.0] for model in reward.models]
     return models or [mask_text(reward.name)]
 
 

@@ -206,8 +206,8 @@ from jaxrl_llm.models import shardings
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 (source, target, axis), read, original = sys.argv[1:], [], load.read_slice
-def counting(*args):
-    read.append(original(*args))
+def counting(*args, **settings):
+    read.append(original(*args, **settings))
     return read[-1]
 load.read_slice = counting
 config = read_config(source)
