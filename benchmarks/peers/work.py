@@ -30,10 +30,10 @@ class Work:
 
 
 SMALL = Work(
-    2048,
-    4,
-    256,
-    768,
+    vocab=2048,
+    layers=4,
+    width=256,
+    mlp=768,
     heads=8,
     kv_heads=4,
     head_dim=32,
@@ -47,10 +47,10 @@ SMALL = Work(
 LONG = replace(SMALL, prompts=1, prompt_tokens=1024, new_tokens=64)
 """The same model with a long prompt."""
 SMOLLM2 = Work(
-    49152,
-    30,
-    576,
-    1536,
+    vocab=49152,
+    layers=30,
+    width=576,
+    mlp=1536,
     heads=9,
     kv_heads=3,
     head_dim=64,

@@ -62,7 +62,6 @@ class RingAttention(NamedTuple):
         q,
         k,
         v,
-        *,
         q_segments,
         kv_last,
         mask: DynamicMask,
