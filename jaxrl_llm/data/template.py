@@ -53,10 +53,6 @@ class ChatRenderer:
         own: bool = True,
     ):
         # The template of the chat's tools and options.
-        # The template of the chat's tools and options.
-        # The template of the chat's tools and options.
-        # The template of the chat's tools and options.
-        # The template of the chat's tools and options.
         self.controls = control_tokens(tokenizer)
         self._tokenizer, self._where = tokenizer, example.where or "a chat"
         tools, options = template_columns(example.columns, self._where)
