@@ -247,17 +247,29 @@ def _optimizer(conv: Conversion) -> None:
 
 
 def _interval(conv: Conversion, ours: str, every: str, strategy: str, *, updates: int) -> None:
-    """Set steps between events, which TRL counts in updates; below 1 they are a ratio of max_steps."""
-    interval, when = conv.get(every) or 500, str(conv.get(strategy))
-    if interval < 1:
-        interval = max(interval * (conv.get("max_steps") or 0), updates)
-    interval = max(round(interval / updates), 1)
+    """Set steps between events, which TRL counts in updates; below 1 they are a ratio of max_steps.
+
+    Evaluation without an interval takes that of logging (transformers' TrainingArguments.__post_init__).
+    """
+    # Events that are not counted in steps.
+    when = str(conv.get(strategy))
     if when == "no":
         conv.put(ours, 0, strategy)
-    elif when == "epoch":
+        return
+    if when == "epoch":
         conv.put(ours, 0, strategy, note="at the end alone: events are counted in steps")
-    else:
-        conv.put(ours, interval, every, note=f"/ {updates} updates a step" if updates > 1 else "")
+        return
+    # The interval in updates; as there, 0 saves no checkpoint before the last.
+    keys, interval = [every], conv.get(every)
+    if every == "eval_steps" and not interval:
+        keys, interval = [every, "logging_steps"], conv.get("logging_steps")
+    if interval and interval < 1:
+        total = conv.get("max_steps") or 0
+        if total <= 0:
+            conv.notes.append(f"{keys[-1]} {interval} is a ratio of updates that are not known: {ours} is 1")
+        interval = max(math.ceil(interval * total), updates)
+    steps = max(round(interval / updates), 1) if interval else 0
+    conv.put(ours, steps, *keys, note=f"/ {updates} updates a step" if updates > 1 else "")
 
 
 def _lora(conv: Conversion) -> None:

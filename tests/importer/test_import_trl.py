@@ -301,6 +301,42 @@ def test_warm_up(imported, flags, steps):
     assert run.config.optim.warmup_steps == steps
 
 
+@pytest.mark.parametrize(
+    ("trainer", "flags", "every", "origin"),
+    [
+        # transformers' TrainingArguments.__post_init__ takes the interval of logging; TRL's default is 10
+        ("sft", "", 10, "logging_steps 10 (TRL's default)"),
+        ("async_grpo", "", 1, "logging_steps 1 (TRL's default)"),
+        ("sft", "--logging_steps 25", 25, "logging_steps 25"),
+        ("sft", "--logging_steps 0.07", 8, "logging_steps 0.07"),  # ceil(100 x 0.07), 7.000000000000001
+        ("sft", "--eval_steps 0", 10, "eval_steps 0, logging_steps 10 (TRL's default)"),
+        ("sft", "--eval_steps 0 --logging_steps 5", 5, "eval_steps 0, logging_steps 5"),
+        ("sft", "--eval_steps 0.25 --logging_steps 5", 25, "eval_steps 0.25"),
+        ("sft", "--eval_steps 40 --logging_steps 5", 40, "eval_steps 40"),
+    ],
+)
+def test_evaluation_without_an_interval_has_that_of_logging(imported, trainer, flags, every, origin):
+    text = f"trl sft --model org/m --max_steps 100 --eval_strategy steps {flags}\n"
+    run = imported(text, devices=1, trainer=trainer)
+    assert run.config.eval.every == every and f"every={every},  # {origin}\n" in run.text
+    assert run.config.checkpoint.every == 500  # save_steps, of which logging is no part
+
+
+def test_intervals_of_checkpoints(imported):
+    every = lambda flags: imported(f"trl sft --model org/m {flags}\n", devices=1).config.checkpoint.every
+    assert every("--logging_steps 5") == 500
+    assert every("--save_steps 0") == 0  # there as here: the last alone
+    assert every("--save_steps 0.5 --max_steps 90") == 45
+
+
+def test_a_ratio_of_unknown_updates_is_noted(imported):
+    run = imported("trl sft --model org/m --eval_strategy steps --logging_steps 0.1\n", devices=1)
+    assert run.config.eval.every == 1
+    assert (
+        "logging_steps 0.1 is a ratio of updates that are not known: eval.every is 1" in run.text + run.report
+    )
+
+
 MAPPINGS = """\
 model_name_or_path: org/m
 num_generations: 4
