@@ -2,6 +2,7 @@
 
 The advice is arithmetic, without another compilation: a change "would fit" if its saving can be computed
 (caches, copies of weights, sharded state) and "may be enough" if it depends on the compiler (activations).
+`savings` lists the settings for a smaller state.
 """
 
 from __future__ import annotations
@@ -10,24 +11,18 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl_llm import algos, models
-from jaxrl_llm.builders.models import trained_config
 from jaxrl_llm.builders.sizes import derived
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.learn.optim import make_optimizer
-from jaxrl_llm.models.lora import frozen_config, split_params
-from jaxrl_llm.models.quantize import SCALE, TILE
 from jaxrl_llm.models.remat import REMAT
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
+from jaxrl_llm.plan.savings import MEMORY_SETTINGS
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.placement import format_placement
-from jaxrl_llm.sharding.rules import ROLLOUT, axes_of, bytes_per_device, dividing_spec, num_shards
+from jaxrl_llm.sharding.rules import ROLLOUT, axes_of, dividing_spec, num_shards
 
 MIN_SYNCHRONOUS = 2**20
 """Bytes a call below which a synchronous collective is not printed; JSON has all."""
@@ -171,8 +166,6 @@ def format_seconds(time: float) -> str:
 
 SHARDED = ("parameters", "optimizer", "gradients", "frozen models")
 """Kinds of memory that fsdp and tensor shard."""
-BITS = 4 + 32 / TILE
-"""Bits a weight in nf4, with its share of a scale."""
 
 
 def advise(plan: Plan, config: TrainConfig) -> Plan:
@@ -225,45 +218,9 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
 
 def _state(config: TrainConfig, worst: PhaseCost) -> Iterator[tuple[str, float]]:
     """Yield (change, bytes it saves) for scoring and update: less optimizer state, fewer frozen weights."""
-    moments = worst.memory["optimizer"]
-    itemsize = jnp.dtype(config.model.dtype).itemsize
-    if moments and not config.optim.offload and not worst.name.endswith("apply"):
-        yield "--optim.offload True", moments
-    frozen, requires = worst.memory["frozen models"], algos.requirements(config.algo)
-    if frozen and not config.reference.offload and (requires.ref_logprobs or requires.teachers):
-        yield "--reference.offload True", frozen
-    if saved := moments * (1 - _compressed(config)):
-        yield "--optim.moments int8", saved
-    if config.optim.grad_dtype == "float32" and worst.memory["gradients"]:
-        yield "--optim.grad_dtype bfloat16", worst.memory["gradients"] / 2
-    possible = config.model.dtype == "bfloat16" and not config.lora.rank
-    if possible and config.optim.offload and not config.optim.store_param_remainders:
-        yield "--optim.store_param_remainders True", worst.memory["parameters"] / 2
-    if not config.lora.rank:
-        stored = 2 if config.optim.store_param_remainders else 4
-        saved = worst.memory["parameters"] * (1 - itemsize / stored) + moments + worst.memory["gradients"]
-        yield "--lora.rank 32, which trains adapters in place of the weights", saved
-    elif config.lora.quantize == "none":
-        saved = worst.memory["parameters"] * _linear_fraction(config) * (1 - BITS / 8 / itemsize)
-        yield "--lora.quantize nf4, which holds linear layers in 4 bits", saved
-
-
-def _linear_fraction(config: TrainConfig) -> float:
-    """Return the share of the policy's weights that is in linear layers."""
-    model = planned_model(config.model)
-    sizes = {name: x.size for name, x in models.named_leaves(models.abstract(frozen_config(model, "nf4")))}
-    linear = sum(size for name, size in sizes.items() if name + SCALE in sizes)
-    return linear / (linear + model.vocab_size * model.hidden_size * (2 - model.tie_embeddings))
-
-
-def _compressed(config: TrainConfig) -> float:
-    """Return the bytes of the optimizer state with 8-bit moments, as a fraction of the present bytes."""
-    optim = config.optim
-    if optim.name in ("adafactor", "adafactor_unscaled", "adagrad") or optim.moments == "int8":
-        return 1.0
-    trained = split_params(models.abstract(trained_config(planned_model(config.model), config)))[0]
-    size = lambda optim: bytes_per_device(jax.eval_shape(make_optimizer(optim, 1).init, trained))
-    return size(replace(optim, moments="int8")) / max(size(optim), 1)
+    for setting in MEMORY_SETTINGS:
+        if setting.applies(config) and (saved := setting.saved(config, worst)):
+            yield ", ".join(filter(None, (setting.flag, setting.effect))), saved
 
 
 def _saving(change: str, saved: float, over: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jaxrl_llm.models.lora import split_params, trained_state
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, UnknownModelError, planned_model, planned_stage
 from jaxrl_llm.plan.phases import always_resident, phases
 from jaxrl_llm.plan.report import format_bytes
+from jaxrl_llm.plan.savings import MEMORY_SETTINGS
 from jaxrl_llm.recipe.checks import architectures, check_config, check_models
 from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
@@ -104,22 +104,16 @@ def lower_settings(config: TrainConfig, least: Callable[[TrainConfig], int]) -> 
     Args:
         least: `state_bytes` or `staged_bytes`.
     """
-    changes = {
-        "--checkpoint.optimizer False": {"checkpoint": replace(config.checkpoint, optimizer=False)},
-        "--optim.moments int8": {"optim": replace(config.optim, moments="int8")},
-        "--optim.grad_dtype bfloat16": {"optim": replace(config.optim, grad_dtype="bfloat16")},
-        "--reference.offload False": {"reference": replace(config.reference, offload=False)},
-        "--lora.rank 32": {"lora": replace(config.lora, rank=config.lora.rank or 32)},
-        "--lora.quantize nf4": {"lora": replace(config.lora, quantize="nf4")},
-    }
     before = least(config)
-    for setting, change in changes.items():
-        changed = replace(config, **change)
+    for setting in MEMORY_SETTINGS:
+        changed = setting.changed(config)
+        if not setting.applies(config) or changed == config:
+            continue
         with contextlib.suppress(UserError):  # not for this model, optimizer or mesh
             check_config(changed, writes=False)
             check_models(changed, architectures(changed, ABSTRACT_MODELS.config))
             if (size := least(changed)) < before:
-                yield setting, size
+                yield setting.flag, size
 
 
 def on_one_cpu(config: TrainConfig) -> tuple[TrainConfig, dict[str, Mesh]]:
