@@ -1,0 +1,282 @@
+"""The definition of the gated delta rule (Gated DeltaNet, arXiv 2412.06464), over trees of segments.
+
+A value head has a state S [K, V], a linear map from keys to values. A token decays it, and then corrects the
+value that it has for the token's key:
+
+    S <- e^g S,   u = beta (v - S^T k),   S <- S + k u^T,   out = S^T q
+
+`recurrent_delta` does so token by token, `gated_delta` for chunks of C tokens (section 3.3 of the paper).
+With S the state before the chunk, c_i the sum of g from the start of the chunk to token i, and G_ij = e^(sum
+of g after token j to token i) for j <= i, else 0:
+
+    u = (I + A)^-1 beta (v - e^c S^T k),   A_ij = beta_i (k_i . k_j) G_ij for j < i, else 0
+    out = e^c S^T q + (q k^T * G) u,       S <- e^(c_C) S + sum_j G_Cj k_j u_j^T
+
+Sums and S belong to the path of a token: the earlier tokens of its segment, and of the segments that it
+continues, as in attention (`flash_attention.spec.DynamicMask`). Segments are in depth-first order, so a later
+token continues the newest token's path, from its end or from the end of a shared prefix. A stack has the
+states at these ends, one for each level: the tokens of a path that have the same `last`.
+
+All arithmetic is float32, and TPU products are not rounded to bfloat16. Sums of g add the terms themselves:
+differences of cumulative sums lose the last bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_kernels.chunks import split
+
+CHUNK = 64
+"""Tokens of a chunk; on a CPU 32 and 128 are not faster, and fewer keep more states for the gradient."""
+
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
+def gated_delta(
+    q: Float[Array, "B T Hk K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T Hv"],
+    beta: Float[Array, "B T Hv"],
+    *,
+    segments: Int[Array, "B T"],
+    last: Int[Array, "B T"] | None = None,
+    initial: Float[Array, "B Hv K V"] | None = None,
+    chunk: int = CHUNK,
+    levels: int = 2,
+) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
+    """Compute the gated delta rule over the path of each token, one chunk of all rows and heads at a time.
+
+    Args:
+        q, k: normalised, and q scaled. Key head j serves the r = Hv / Hk value heads from j r on.
+        g: log of the decay, at most 0.
+        beta: strength of the correction, 0 to 1, or to 2 for negative eigenvalues.
+        segments: number of each token's segment, 1, 2, ... in the order of the row, 0 = padding.
+        last: number of the last segment that continues each token's segment, 0 = padding, as in
+            `flash_attention`; None = no segment continues another.
+        initial: state before the row, which the first segment of the row continues; None = 0.
+        chunk: tokens of a chunk, a power of two.
+        levels: the most levels of a path, if `last` is given: 2 for responses to a prompt, 1 more for each
+            prefix that prompts share. The gradient keeps as many states a chunk in memory. A row with more
+            levels at the end of a chunk is NaN from the next chunk on.
+
+    Returns:
+        out: like v, 0 for padding.
+        final: the state after the last token of each row, float32.
+    """
+    chunk = min(chunk, 1 << (q.shape[1] - 1).bit_length())
+    body = jax.checkpoint(_add_chunk, prevent_cse=False)  # the gradient keeps the states between chunks
+    return _scan(body, (q, k, v, g, beta), segments, last=last, initial=initial, chunk=chunk, levels=levels)
+
+
+def recurrent_delta(
+    q: Float[Array, "B T Hk K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T Hv"],
+    beta: Float[Array, "B T Hv"],
+    *,
+    segments: Int[Array, "B T"],
+    last: Int[Array, "B T"] | None = None,
+    initial: Float[Array, "B Hv K V"] | None = None,
+    levels: int = 2,
+) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
+    """Compute `gated_delta` by `delta_step`, one token at a time; the gradient keeps a state a token."""
+    tokens = (q, k, v, g, beta)
+    return _scan(_add_token, tokens, segments, last=last, initial=initial, chunk=1, levels=levels)
+
+
+def delta_step(
+    state: Float[Array, "B Hv K V"],
+    q: Float[Array, "B Hk K"],
+    k: Float[Array, "B Hk K"],
+    v: Float[Array, "B Hv V"],
+    g: Float[Array, "B Hv"],
+    beta: Float[Array, "B Hv"],
+) -> tuple[Float[Array, "B Hv V"], Float[Array, "B Hv K V"]]:
+    """Add one token to each state, float32. Returns (out like v, state); g = beta = 0 leaves the state as is.
+
+    Args: see `gated_delta`.
+    """
+    q, k = (jnp.repeat(x.astype(jnp.float32), v.shape[1] // k.shape[1], axis=1) for x in (q, k))
+    state = jnp.exp(g)[..., None, None] * state
+    u = beta[..., None] * (v - _product("bhk,bhkv->bhv", k, state))
+    state = state + _product("bhk,bhv->bhkv", k, u)
+    return _product("bhk,bhkv->bhv", q, state).astype(v.dtype), state
+
+
+class _Stack(NamedTuple):
+    """The states that the next token may continue."""
+
+    states: Float[Array, "B Hv D K V"]
+    """After the newest token's path up to each level; after the whole path from its deepest level on."""
+    last: Int[Array, "B D"]
+    """`last` of each level's tokens, 0 = the path has fewer levels."""
+
+
+class _Paths(NamedTuple):
+    """The paths of the C tokens of a chunk, and of the D states after it: C + D ends of paths."""
+
+    inside: Bool[Array, "B C+D C"]
+    """Whether each token of the chunk is on the path."""
+    before: Bool[Array, "B C+D D"]
+    """The state in the stack with which the path starts; none = zeros."""
+    last: Int[Array, "B D"]
+    """Of the stack after the chunk."""
+    fit: Bool[Array, "B"]
+    """Whether the last token's path has at most D levels."""
+
+
+def _scan(
+    body: Callable[..., Any],
+    tokens: tuple[Array, ...],
+    segments: Int[Array, "B T"],
+    *,
+    last: Int[Array, "B T"] | None,
+    initial: Float[Array, "B Hv K V"] | None,
+    chunk: int,
+    levels: int,
+) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
+    """Apply body(stack, chunk) -> (stack, out) to the chunks of all rows in order."""
+    (batch, length), (*_, k, v, _, _) = segments.shape, tokens
+    levels, last = (1, segments) if last is None else (levels, last)
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)))
+    q, k, v, g, beta, segments, last = map(pad, (*tokens, segments, last))
+
+    # Padding does not change the state, and belongs to the segment of the token before it, or after it at the
+    # start of a row: so states pass through it.
+    valid, column = segments > 0, jnp.arange(segments.shape[1])
+    first = jnp.argmax(valid, axis=1, keepdims=True)
+    near = jax.lax.cummax(jnp.where(valid, column, first), axis=1)
+    segments, last = (jnp.maximum(jnp.take_along_axis(x, near, axis=1), 1) for x in (segments, last))
+    g, beta = (jnp.where(valid[..., None], x, 0) for x in (g, beta))
+    q = jnp.where(valid[..., None, None], q, 0)
+
+    # The state before the row is the first level's.
+    shape = (batch, v.shape[2], levels, k.shape[3], v.shape[3])
+    states = jnp.broadcast_to(jnp.float32(0) if initial is None else initial[:, :, None], shape)
+    stack = _Stack(states, jnp.pad(last[:, :1], ((0, 0), (0, levels - 1))))
+    stack, out = jax.lax.scan(body, stack, [split(x, chunk) for x in (q, k, v, g, beta, segments, last)])
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[2:])
+    return out[:, :length], stack.states[:, :, -1]
+
+
+def _add_chunk(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array, "B C Hv V"]]:
+    """Add a chunk to the states by products of its tokens."""
+    *tokens, segments, last = tokens
+    q, k, v, g, beta = (jnp.moveaxis(x.astype(jnp.float32), 2, 1) for x in tokens)  # heads before tokens
+    size, repeats = q.shape[2], v.shape[1] // k.shape[1]
+    paths = _follow_paths(stack, segments, last)
+
+    # Decay along the path: of each token (G) and of the state before the chunk (e^c).
+    inside = paths.inside[:, None]
+    terms = jnp.where(inside, g[:, :, None], 0)
+    later = jnp.tril(jnp.ones((size, size)), -1)
+    decay = jnp.where(inside, jnp.exp(_product("bhil,lj->bhij", terms, later)), 0)
+    decay, end_decay = decay[:, :, :size], decay[:, :, size:]
+    fade = jnp.exp(jnp.sum(terms, axis=-1))[..., None]
+    fade, end_fade = fade[:, :, :size], fade[:, :, size:]
+
+    # The state before the chunk, read by keys and queries.
+    heads = lambda x: jnp.repeat(x, repeats, axis=1)
+    start = paths.before[:, None, :size]
+    levels = range(start.shape[-1])
+    of_level = lambda d, x: jnp.where(start[..., d, None], _matmul(heads(x), stack.states[:, :, d]), 0)
+    read = lambda x: sum(of_level(d, x) for d in levels)
+    predicted, out = fade * read(k), fade * read(q)
+
+    # Corrections, and the outputs and states with them.
+    pairs = lambda x: heads(_product("bhik,bhjk->bhij", x, k)) * decay
+    beta = beta[..., None]
+    inverse = _inverse(jnp.tril(beta * pairs(k), -1))
+    u = _product("bhij,bhjv->bhiv", inverse, beta * (v - predicted))
+    out = out + _product("bhij,bhjv->bhiv", pairs(q), u)
+    states = end_fade[..., None] * _select(paths.before[:, size:], stack.states)
+    add = lambda d: _product("bhjk,bhjv->bhkv", heads(k), end_decay[:, :, d, :, None] * u)
+    states += jnp.stack([add(d) for d in levels], axis=2)
+    return _next_stack(states, paths), jnp.moveaxis(out, 1, 2).astype(tokens[2].dtype)
+
+
+def _add_token(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array, "B 1 Hv V"]]:
+    """Add a chunk of one token to the states by `delta_step`."""
+    *tokens, segments, last = tokens
+    paths = _follow_paths(stack, segments, last)
+    states = _select(paths.before, stack.states)
+    out, state = delta_step(states[:, :, 0], *(x[:, 0] for x in tokens))
+    changed = paths.inside[:, None, 1:, :, None]
+    states = jnp.where(changed, state[:, :, None], states[:, :, 1:])
+    return _next_stack(states, paths), out[:, None]
+
+
+def _follow_paths(stack: _Stack, segments: Int[Array, "B C"], last: Int[Array, "B C"]) -> _Paths:
+    """Find the paths of a chunk's tokens, and of its last token up to each level."""
+    # A token sees earlier tokens and levels whose segments its own continues.
+    size, levels = segments.shape[1], stack.last.shape[1]
+    tokens, level = jnp.arange(size), jnp.arange(levels)
+    inside = (segments[:, :, None] <= last[:, None]) & (tokens[:, None] >= tokens)
+    above = segments[:, :, None] <= stack.last[:, None]
+
+    # A level starts at a token whose `last` no token before it on the path has.
+    equal = (last[:, :, None] == last[:, None]) & (tokens[:, None] > tokens)
+    known = jnp.any(inside & equal, axis=2) | jnp.any(last[:, :, None] == stack.last[:, None], axis=2)
+    count = jnp.sum(above, axis=2) + jnp.sum(inside & ~known[:, None], axis=2)  # levels of a token's path
+    at = inside[:, -1:] & (count[:, None] == level[:, None] + 1)
+    new_last = jnp.max(jnp.where(at, last[:, None], 0), axis=2)
+    new_last = jnp.maximum(new_last, jnp.where(above[:, -1], stack.last, 0))
+
+    # The states after the chunk are at the ends of the last token's path up to each level.
+    up_to = count[:, None] <= level[:, None] + 1
+    inside = jnp.concatenate([inside, inside[:, -1:] & up_to], axis=1)
+    above = jnp.concatenate([above, above[:, -1:] & (level <= level[:, None])], axis=1)
+    deepest = above & ~jnp.pad(above[..., 1:], ((0, 0), (0, 0), (0, 1)))
+    return _Paths(inside, deepest, new_last, count[:, -1] <= levels)
+
+
+def _next_stack(states: Float[Array, "B Hv D K V"], paths: _Paths) -> _Stack:
+    """Return the stack after a chunk; NaN if it lacks a level, so that no wrong state is read."""
+    return _Stack(jnp.where(paths.fit[:, None, None, None, None], states, jnp.nan), paths.last)
+
+
+def _select(chosen: Bool[Array, "B N D"], states: Float[Array, "B Hv D K V"]) -> Float[Array, "B Hv N K V"]:
+    """Return the N chosen states, or zeros, without rounding."""
+    of_level = lambda d: jnp.where(chosen[:, None, :, d, None, None], states[:, :, d, None], 0)
+    return sum(map(of_level, range(chosen.shape[2])))
+
+
+@jax.custom_vjp
+def _inverse(a: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
+    """Compute (I + A)^-1 of a strictly lower triangular A by merging the inverses of diagonal blocks.
+
+    With inverses P of the blocks of s rows, and L the part of A below them in blocks of 2 s, the inverses of
+    these are P - P L P. As exact as substitution, unlike the sum of powers of A, which overflows for equal
+    keys; and made of products, unlike `triangular_solve`, which takes a CPU ten times as long.
+    """
+    size = a.shape[-1]
+    row = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size), a.shape)
+    for s in (1 << n for n in range(size.bit_length() - 1)):
+        merged = (row[:, None] // (2 * s) == row // (2 * s)) & (row[:, None] // s != row // s)
+        lower = jnp.where(merged, a, 0)
+        inverse -= lower if s == 1 else _matmul(_matmul(inverse, lower), inverse)
+    return inverse
+
+
+def _inverse_forward(a):
+    inverse = _inverse(a)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, d_inverse):
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    return (-_matmul(_matmul(transposed, d_inverse), transposed),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)
