@@ -126,13 +126,13 @@ class _Paths(NamedTuple):
     """The paths of the C tokens of a chunk, and of the D states after it: C + D ends of paths."""
 
     inside: Bool[Array, "B C+D C"]
-    """Whether each token of the chunk is on the path."""
+    """True = the token of the chunk is on the path."""
     before: Bool[Array, "B C+D D"]
     """The state in the stack with which the path starts; none = zeros."""
     last: Int[Array, "B D"]
     """Of the stack after the chunk."""
     fit: Bool[Array, "B"]
-    """Whether the last token's path has at most D levels."""
+    """False = the last token's path has more than D levels."""
 
 
 def _scan(
