@@ -28,8 +28,9 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import RopeConfig, TransformerConfig
-from jaxrl_llm.models.config import LoraConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.models.lora_config import LoraConfig
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig

@@ -41,9 +41,9 @@ from jaxrl_llm.hf.gather import gather_tensors
 from jaxrl_llm.hf.names import adapter_tensors
 from jaxrl_llm.hf.peft_config import peft_config
 from jaxrl_llm.models import LoraConfig, abstract, named_leaves, without_value_head
-from jaxrl_llm.models.config import TARGETS
 from jaxrl_llm.models.lora import base as without_effect
 from jaxrl_llm.models.lora import base_config, with_lora, with_random_b, without_adapters
+from jaxrl_llm.models.lora_config import TARGETS
 from jaxrl_llm.structs import Metrics, Params
 
 PREFIX = "jaxrl_llm-"

@@ -24,7 +24,7 @@ from jaxrl_llm.models import (
 from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.structs import Params
 
-PARTS = {"rope": RopeConfig, "moe": MoEConfig, "mla": MLAConfig, "lora": LoraConfig}
+PARTS = {"rope": RopeConfig, "local_rope": RopeConfig, "moe": MoEConfig, "mla": MLAConfig, "lora": LoraConfig}
 """Fields of a TransformerConfig that are Configs, or None."""
 
 

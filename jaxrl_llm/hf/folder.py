@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import WRAPPERS
 from jaxrl_llm.hf.expert_config import GROUPED
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.names import TABLE, hf_tensors
@@ -26,6 +27,8 @@ FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Supported types of weights in the spelling of safetensors -> bytes per element."""
 
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old checkpoints
+_PREFIX = re.compile(r"^(?:language_model\.|(model\.)language_model\.)")
+_OTHER_MODEL = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\.")
 FUSED_EXPERTS = {
     "layers.router": ("gate.weight", 0, 1),
     "layers.expert_gate": ("experts.gate_up_proj", 0, 2),
@@ -65,7 +68,7 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
                     f"{file}: {name} is also in {stored[name].file.name}; one of the files is stale"
                 )
             stored[name] = entry
-    stored = _split_experts(stored, config)
+    stored = _split_experts(_language_model(folder, stored), config)
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     ignored = {HEAD} if config.tie_embeddings else set()
     ignored |= {name for name in stored if _DERIVED.fullmatch(name)}
@@ -78,6 +81,21 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     if unused:
         print_on_first(f"{folder}: {len(unused)} weights of multi-token prediction are not used")
     return {name: stored[name] for name in expected}
+
+
+def _language_model(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the language model's weights under the names of a folder without other models.
+
+    In a model that also sees images they have a prefix, in one of two places (transformers 4 and 5).
+    """
+    if read_json(folder / "config.json").get("model_type") not in WRAPPERS:
+        return stored
+    found = {name: entry for name, entry in stored.items() if not _OTHER_MODEL.match(name)}
+    if left := len(stored) - len(found):
+        print_on_first(f"{folder}: the vision tower, {left} weights, is neither used nor exported")
+    return {
+        _PREFIX.sub(r"\1", name): entry._replace(source=entry.source or name) for name, entry in found.items()
+    }
 
 
 def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
@@ -117,9 +135,9 @@ def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -
         rows, *columns = tensor.shape
         shape = (*[config.moe.num_experts for _ in expert], parts * rows, *columns)
         if name in stored and stored[name].shape == shape:
-            file, _, dtype, *_ = stored[name]
+            entry = stored[name]._replace(shape=tensor.shape, source=stored[name].source or name)
             out.pop(name, None)
-            out[tensor.name] = StoredTensor(file, tensor.shape, dtype, name, *(expert or [None]), part * rows)
+            out[tensor.name] = entry._replace(expert=expert[0] if expert else None, start=part * rows)
     return out
 
 

@@ -18,11 +18,12 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.extensions import import_extra
-from jaxrl_llm.hf.config import ORIGINAL, read_config, to_hf_config
+from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import plan_files, write_description, write_safetensors
 from jaxrl_llm.hf.folder import shorten_names
 from jaxrl_llm.hf.gguf_tokenizer import Read, end_ids, make_gguf_tokenizer
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
+from jaxrl_llm.hf.ropes import ORIGINAL
 from jaxrl_llm.hf.tokenizer import special_ids
 from jaxrl_llm.host.command import working
 from jaxrl_llm.host.files import cache_folder, write_json

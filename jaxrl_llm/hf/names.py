@@ -49,6 +49,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.kv_a_norm": ("model.layers.{}.self_attn.kv_a_layernorm.weight", "c -> c"),
     "layers.kv_b": ("model.layers.{}.self_attn.kv_b_proj.weight", "c h e -> (h e) c"),
     "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
+    "layers.attention_out_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
+    "layers.mlp_out_norm": ("model.layers.{}.post_feedforward_layernorm.weight", "d -> d"),
     "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", "d f -> f d"),
     "layers.up": ("model.layers.{}.mlp.up_proj.weight", "d f -> f d"),
     "layers.down": ("model.layers.{}.mlp.down_proj.weight", "f d -> d f"),
@@ -71,6 +73,7 @@ SHARED_EXPERTS = {
     for ours in ("gate", "up", "down")
 }
 FAMILY_NAMES: dict[str, dict[str, str]] = {
+    "gemma3_text": {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"},
     "gpt_oss": {
         "layers.router": "model.layers.{}.mlp.router.weight",
         "layers.expert_down": "model.layers.{}.mlp.experts.down_proj",

@@ -31,8 +31,8 @@ from jaxrl_llm.hf.peft_config import (
 )
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, abstract, named_leaves
-from jaxrl_llm.models.config import MLP
 from jaxrl_llm.models.lora import MARK, named_adapters, scale_b
+from jaxrl_llm.models.lora_config import MLP
 from jaxrl_llm.structs import Params
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"

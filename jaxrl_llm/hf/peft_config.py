@@ -12,8 +12,8 @@ from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.names import hf_name, is_stacked
 from jaxrl_llm.models import AdaptedConfig, LoraConfig
-from jaxrl_llm.models.config import LATENT_TARGETS, MLP, TARGETS, check_lora_config
 from jaxrl_llm.models.lora import named_adapters, rank_of_experts
+from jaxrl_llm.models.lora_config import LATENT_TARGETS, MLP, TARGETS, check_lora_config
 from jaxrl_llm.user_file import expand_home
 
 CONFIG = "adapter_config.json"

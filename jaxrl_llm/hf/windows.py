@@ -1,42 +1,35 @@
-"""Sliding windows in HF's config.json: which layers have one, by family."""
+"""Sliding windows in HF's config.json: which layers have one, by family; layers without RoPE."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.families import FAMILIES
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
 from jaxrl_llm.models.config import TransformerConfig
 
-WINDOWED = ("mistral", "mixtral")
-"""Families with a sliding window in all layers, or in the layers that `layer_types` names."""
-SWITCHED = ("qwen2", "qwen3", "qwen2_moe")
-"""Families for which transformers cannot run `layer_types` with windows if `use_sliding_window` is false."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
     """Return (sliding_window, window_layers).
 
-    Llama and Baichuan have no window. Mixtral and Qwen3-MoE have a window in every layer (for Qwen3-MoE
-    transformers ignores `layer_types` and `max_window_layers`), and so has Mistral without `layer_types`;
-    with `layer_types` it is Ministral.
+    Mistral with `layer_types` is Ministral.
     """
-    largest = LARGEST["max_position_embeddings"]
-    kinds = keys.get("layer_types")
-    # Families with one window for all layers, or none.
-    if family in WINDOWED and (kinds is None or family == "mixtral"):
-        return keys.optional("sliding_window", largest), None
-    names_windows = isinstance(kinds, list) and LAYER_TYPES[True] in kinds
-    has_windows = family in (*WINDOWED, "gpt_oss")
-    if not has_windows and not (family.startswith("qwen") and keys.flag("use_sliding_window")):
-        if names_windows and family in SWITCHED:
+    facts, kinds = FAMILIES[family], keys.get("layer_types")
+    if facts.windows == "none":
+        return None, None
+    is_typed = facts.windows == "typed" or (facts.windows == "all or typed" and kinds is not None)
+    names_windows = is_typed and isinstance(kinds, list) and LAYER_TYPES[True] in kinds
+    if facts.window_switch and not keys.flag("use_sliding_window"):
+        if names_windows:  # transformers cannot run it either
             raise keys.wrong("layer_types", kinds, "has windows, which need use_sliding_window: true")
         return None, None
-    window = keys.optional("sliding_window", largest)
-    if window is None and names_windows and family != "qwen3_moe":
+    window = keys.optional("sliding_window", LARGEST["max_position_embeddings"])
+    if window is None and names_windows:
         raise keys.wrong("layer_types", kinds, "has windows, which need sliding_window, their size")
-    if window is None or family == "qwen3_moe":
+    if window is None or not is_typed:
         return window, None
     if kinds is None:
         kinds = _default_layer_types(keys, family, num_layers)
@@ -53,20 +46,28 @@ def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | No
 
 def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[str]:
     """Return the default `layer_types` of a family."""
-    if family == "gpt_oss":
-        return [LAYER_TYPES[i % 2 == 0] for i in range(num_layers)]
+    layers = range(num_layers)
+    if family == "smollm3":
+        return [
+            LAYER_TYPES[not rotates] for rotates in read_rope_layers(keys, num_layers) or (True,) * num_layers
+        ]
+    if period := FAMILIES[family].full_every:
+        if family == "gemma3_text":
+            period = keys.optional("sliding_window_pattern", LARGEST["num_hidden_layers"]) or period
+        return [LAYER_TYPES[bool((i + 1) % period)] for i in layers]
     first = keys.integer("max_window_layers", LARGEST["num_hidden_layers"], low=0)
     if family == "qwen2_moe":
-        return [LAYER_TYPES[i % 2 == 0 and i < first] for i in range(num_layers)]
-    return [LAYER_TYPES[i >= first] for i in range(num_layers)]
+        return [LAYER_TYPES[i % 2 == 0 and i < first] for i in layers]
+    return [LAYER_TYPES[i >= first] for i in layers]
 
 
 def write_windows(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of config.json that `read_windows` reads."""
-    if config.family in WINDOWED and not config.window_layers:
-        return {"sliding_window": config.sliding_window}
-    if not config.family.startswith("qwen") and config.family not in (*WINDOWED, "gpt_oss"):
+    facts = FAMILIES[config.family]
+    if facts.windows == "none":
         return {}
+    if not facts.window_switch and not config.window_layers and facts.windows != "typed":
+        return {"sliding_window": config.sliding_window}
     slides = config.window_layers or (True,) * config.num_layers
     if config.sliding_window is None:
         slides = (False,) * config.num_layers
@@ -74,7 +75,34 @@ def write_windows(config: TransformerConfig) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "layer_types": [LAYER_TYPES[on] for on in slides],
     }
-    if not config.family.startswith("qwen"):
+    if not facts.window_switch:
         return both
-    first = slides.index(True) if any(slides) else config.num_layers
-    return {**both, "use_sliding_window": any(slides), "max_window_layers": first}
+    both["use_sliding_window"] = any(slides)
+    if "max_window_layers" not in facts.defaults:
+        return both
+    return {**both, "max_window_layers": slides.index(True) if any(slides) else config.num_layers}
+
+
+def read_rope_layers(keys: JsonKeys, num_layers: int) -> tuple[bool, ...] | None:
+    """Return which layers of SmolLM3 rotate queries and keys; None = all.
+
+    `no_rope_layers` has 1 for a layer with RoPE and 0 for a layer without, despite its name.
+    """
+    every = keys.optional("no_rope_layer_interval", LARGEST["num_hidden_layers"])
+    if every is None:
+        return None
+    rotates = keys.get("no_rope_layers")
+    if rotates is None:
+        rotates = [int((i + 1) % every != 0) for i in range(num_layers)]
+    if not isinstance(rotates, list) or any(one not in (0, 1) for one in rotates):
+        raise keys.wrong("no_rope_layers", rotates, "must be a list of 1 (RoPE) and 0 (no RoPE)")
+    if len(rotates) < num_layers:
+        raise UserError(f"{keys.file}: no_rope_layers has {len(rotates)} entries for {num_layers} layers")
+    return None if all(rotates[:num_layers]) else tuple(map(bool, rotates[:num_layers]))
+
+
+def write_rope_layers(config: TransformerConfig) -> dict[str, Any]:
+    """Return the keys of config.json that `read_rope_layers` reads."""
+    if "no_rope_layer_interval" not in FAMILIES[config.family].defaults:
+        return {}
+    return {"no_rope_layers": [int(on) for on in config.rope_layers or (True,) * config.num_layers]}

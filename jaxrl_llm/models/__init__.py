@@ -9,7 +9,8 @@ Configs are data; the functions are imported on first use, and with them jax and
 import importlib
 from typing import Any
 
-from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+from jaxrl_llm.models.lora_config import AdaptedConfig, LoraConfig
 
 _FUNCTIONS = {
     "params": (

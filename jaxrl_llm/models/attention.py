@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +17,90 @@ if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
 
 
+class RopeTables(NamedTuple):
+    """cos and sin of every position, float32, times yarn's attention factor.
+
+    A model with several rotary position embeddings (`rope_configs`) has a dim of R embeddings before the last
+    one; `layer_rope` takes the tables of a layer.
+    """
+
+    cos: Float[Array, "B T *R half"]
+    sin: Float[Array, "B T *R half"]
+    growth: Float[Array, "B T"] | None  # factor of queries (`query_growth`), None = 1
+
+
+class LayerNumbers(NamedTuple):
+    """Numbers that differ between layers with weights of the same shapes, and that a scan passes to them."""
+
+    window: int | Int[Array, ""]  # tokens that a token attends to, including itself
+    rope: int | Int[Array, ""]  # index in `rope_configs`
+
+
+def rope_configs(c: TransformerConfig) -> list[RopeConfig | None]:
+    """Return the rotary position embeddings of the layers, the global one first; None = no rotation, last."""
+    has_plain_layers = c.rope_layers is not None and not all(c.rope_layers)
+    return [c.rope, *([c.local_rope] if c.local_rope else []), *([None] if has_plain_layers else [])]
+
+
+def layer_numbers(c: TransformerConfig) -> list[LayerNumbers]:
+    """Return the window and the rotary position embedding of each layer."""
+    rotated = c.rope_layers or (True,) * c.num_layers
+    last = len(rope_configs(c)) - 1
+    return [
+        LayerNumbers(window, int(window != NO_WINDOW and c.local_rope is not None) if rotates else last)
+        for window, rotates in zip(window_sizes(c), rotated, strict=True)
+    ]
+
+
+def stacked_numbers(c: TransformerConfig) -> LayerNumbers:
+    """Return `layer_numbers` as arrays [L], for a scan."""
+    return LayerNumbers(*(jnp.asarray(numbers) for numbers in zip(*layer_numbers(c), strict=True)))
+
+
+def layer_rope(tables: RopeTables, numbers: LayerNumbers) -> RopeTables:
+    """Return the tables of one layer, without the dim R."""
+    if tables.cos.ndim == 3:
+        return tables
+    of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, numbers.rope, axis=2, keepdims=False)
+    return tables._replace(cos=of_layer(tables.cos), sin=of_layer(tables.sin))
+
+
 def rope_tables(
-    config: TransformerConfig,
+    c: TransformerConfig,
     positions: Int[Array, "B T"],
     lengths: Int[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """Compute cos and sin of every position, float32.
+) -> RopeTables:
+    """Compute cos and sin of every position for each rotary position embedding of the model.
 
     Args:
-        config: its `rope`, rotary_dim and max_position.
+        c: its `rope`, `local_rope`, rotary_dim and max_position.
         positions: of each token in its trajectory, 0-based.
         lengths: tokens of each token's trajectory, for "dynamic" scaling, whose frequencies depend on lengths
             above max_position. None = no trajectory is longer (rollout refuses longer ones, since cached keys
             cannot be rotated again).
-
-    Returns: (cos, sin), times the attention factor for "yarn".
     """
-    frequencies, scale = rope_frequencies(config)
+    tables = [_cos_and_sin(c, rope, positions, lengths) for rope in rope_configs(c)]
+    stacked = (
+        tables[0] if len(tables) == 1 else [jnp.stack(parts, axis=2) for parts in zip(*tables, strict=True)]
+    )
+    growth = None
+    if c.rope.query_growth:
+        original = c.rope.original_max_position or c.max_position
+        growth = 1 + c.rope.query_growth * jnp.log1p((positions // original).astype(jnp.float32))
+    return RopeTables(*stacked, growth)
+
+
+def _cos_and_sin(
+    c: TransformerConfig, rope: RopeConfig | None, positions, lengths
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    if rope is None:
+        shape = (*positions.shape, c.rotary_dim // 2)
+        return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+    frequencies, scale = rope_frequencies(c, rope)
     frequencies = jnp.asarray(frequencies, jnp.float32)
-    if config.rope.scaling == "dynamic" and lengths is not None:
-        stretch = _dynamic_stretch(config, lengths)
-        exponents = np.arange(0, config.rotary_dim, 2) / (config.rotary_dim - 2)
+    if rope.scaling == "dynamic" and lengths is not None:
+        stretch = _dynamic_stretch(c, lengths)
+        exponents = np.arange(0, c.rotary_dim, 2) / (c.rotary_dim - 2)
         frequencies = frequencies * stretch[..., None] ** -jnp.asarray(exponents, jnp.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return scale * jnp.cos(angles), scale * jnp.sin(angles)
@@ -53,35 +116,37 @@ def trajectory_lengths(
     return jnp.take_along_axis(last, segments, axis=1) + 1
 
 
+def grow_queries(q: Float[Array, "B T H E"], rope: RopeTables) -> Float[Array, "B T H E"]:
+    """Multiply queries by the growth of their position, rounded to the type of q, if the model has one."""
+    return q if rope.growth is None else q * rope.growth.astype(q.dtype)[..., None, None]
+
+
 def apply_rope(
-    x: Float[Array, "B T H E"],
-    cos: Float[Array, "B T half"],
-    sin: Float[Array, "B T half"],
-    interleaved: bool = False,
+    x: Float[Array, "B T H E"], rope: RopeTables, interleaved: bool = False
 ) -> Float[Array, "B T H E"]:
     """Rotate the pairs (x[i], x[i + half]) of the first 2 half dims, HF's half-split layout, in float32.
 
     Args:
         interleaved: the pairs are (x[2 i], x[2 i + 1]), but the result is in the same layout (DeepSeek).
     """
-    rotated, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    size = 2 * rope.cos.shape[-1]
+    rotated, rest = x[..., :size], x[..., size:]
     rotated = rotated.astype(jnp.float32)
     if interleaved:
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
+    cos, sin = rope.cos[:, :, None], rope.sin[:, :, None]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1) if rest.size else rotated.astype(x.dtype)
 
 
-def rope_frequencies(config: TransformerConfig) -> tuple[np.ndarray, float]:
+def rope_frequencies(config: TransformerConfig, rope: RopeConfig) -> tuple[np.ndarray, float]:
     """Return radians per position for each of rotary_dim / 2 pairs (float64), and the factor on cos and sin.
 
     Sources: linear (kaiokendev), yarn (arXiv 2309.00071, section 3), llama3 (Llama 3.1), each as HF
     defines it. "dynamic" has the default frequencies up to max_position.
     """
-    rope = config.rope
     frequencies = rope.theta ** -(np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim)
     original = rope.original_max_position or config.max_position
     match rope.scaling:
@@ -113,12 +178,12 @@ def _yarn(rope: RopeConfig, frequencies: np.ndarray, original: int) -> np.ndarra
 
 
 def attention_scale(config: TransformerConfig) -> float:
-    """Return the factor of attention scores: 1 / sqrt(head_dim).
+    """Return the factor of attention scores: 1 / sqrt(head_dim), or of score_size if the model has one.
 
     Latent attention with yarn multiplies by the square of yarn's magnitude at mscale_all_dim, as transformers
     does (`yarn_apply_mscale`).
     """
-    scale, rope = 1 / math.sqrt(config.head_dim), config.rope
+    scale, rope = 1 / math.sqrt(config.score_size or config.head_dim), config.rope
     if config.mla and rope.scaling == "yarn" and rope.mscale_all_dim:
         scale *= _yarn_magnitude(rope, rope.mscale_all_dim) ** 2
     return scale

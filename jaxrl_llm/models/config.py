@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -14,8 +13,6 @@ from jaxrl_llm.ranges import Count, Range, problems
 Factor = Annotated[float, Range(0.0, 1e6, open_low=True)]
 Size = Annotated[int, Range(1, 2**24)]
 """A dimension of a weight."""
-Quantize = Literal["none", "int8", "nf4"]
-"""Number format of frozen weights."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,9 @@ class RopeConfig:
     """Wavelengths below original length / this are unchanged (llama3)."""
     partial_rotary: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
     """Fraction of a head's dims that RoPE rotates, from the first on (HF `partial_rotary_factor`)."""
+    query_growth: Annotated[float, Range(0.0, 1e3)] = 0.0
+    """b: queries at position p are multiplied by 1 + b log(1 + floor(p / original length)), after RoPE
+    (Ministral 3, HF `llama_4_scaling_beta`)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for frequency bounds in the wrong order."""
@@ -181,12 +181,23 @@ class TransformerConfig:
     """`qk_norm` normalises all heads together, before the split, instead of each head (OLMoE)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     """Activation of the feed-forward gate."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Norms of the residual stream: before attention and feed-forward, after them on what they add to the
+    stream (OLMo 3), or both (Gemma)."""
+    norm_offset: Annotated[float, Range(0.0, 1.0)] = 0.0
+    """Added to the weights of RMSNorms: 1 if weights are stored as w and multiply as 1 + w (Gemma)."""
     norm_eps: Annotated[float, Range(0.0, 1.0, usual="1e-6 is usual")] = 1e-6
     """Added to the mean square in every RMSNorm."""
+    scale_embeddings: bool = False
+    """Multiply embeddings by sqrt(hidden_size), rounded to the type of activations (Gemma)."""
     tie_embeddings: bool = True
     """The LM head is the embedding."""
     rope: RopeConfig = RopeConfig(theta=1_000_000.0)
     """Rotary position embedding."""
+    local_rope: RopeConfig | None = None
+    """Rotary position embedding of the layers with a sliding window; None = `rope` (Gemma 3, OLMo 3)."""
+    rope_layers: tuple[bool, ...] | None = None
+    """False for each layer without rotary position embedding; None = all layers have one (SmolLM3)."""
     max_position: Count = 40_960
     """Maximum sequence length (HF `max_position_embeddings`)."""
     sliding_window: Count | None = None
@@ -195,6 +206,9 @@ class TransformerConfig:
     """True for each layer that uses the sliding window; None = all layers."""
     attention_sinks: bool = False
     """A learnt score per head in the denominator of attention's softmax (gpt-oss)."""
+    score_size: Factor | None = None
+    """Attention scores are divided by the square root of this; None = head_dim (Gemma's
+    `query_pre_attn_scalar`)."""
     attention_softcap: Factor | None = None
     """c: attention scores become c tanh(score / c) (Gemma 2)."""
     logit_softcap: Factor | None = None
@@ -227,10 +241,16 @@ class TransformerConfig:
             part = f", of which partial_rotary {self.rope.partial_rotary} is {rotary}"
             part = "" if self.rope.partial_rotary == 1.0 else part
             yield "head_dim", f"is {self.head_dim}{part}: it must be even, since RoPE rotates pairs."
-        if self.window_layers is not None and len(self.window_layers) != self.num_layers:
+        for name in ("window_layers", "rope_layers"):
+            layers = getattr(self, name)
+            if layers is not None and len(layers) != self.num_layers:
+                yield name, f"has {len(layers)} entries: it must have one a layer, {self.num_layers}."
+        if self.local_rope and self.local_rope.scaling == "dynamic":
+            yield "local_rope", "has scaling dynamic: it needs a scaling that does not depend on the length."
+        if self.local_rope and self.local_rope.partial_rotary != self.rope.partial_rotary:
             yield (
-                "window_layers",
-                f"has {len(self.window_layers)} entries: it must have one a layer, {self.num_layers}.",
+                "local_rope",
+                f"must rotate the same dims as rope: partial_rotary {self.rope.partial_rotary}.",
             )
         if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
@@ -266,123 +286,15 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
     count = c.moe.dense_layers if c.moe else 0
     if not count:
         return {"layers": c}
-    windows = c.window_layers
-    first, rest = (windows[:count], windows[count:]) if windows else (None, None)
     moe = dataclasses.replace(c.moe, dense_layers=0)
-    return {
-        DENSE: dataclasses.replace(c, moe=None, num_layers=count, window_layers=first),
-        "layers": dataclasses.replace(c, moe=moe, num_layers=c.num_layers - count, window_layers=rest),
-    }
-
-
-TARGETS = {f"{ours}_proj": ours for ours in ("q", "k", "v", "o", "gate", "up", "down")}
-"""Hugging Face's names of the linear layers -> ours."""
-LATENT_TARGETS = {"q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b"}
-"""Linear layers of latent attention, instead of k_proj and v_proj, and with `q_rank` also of q_proj."""
-MLP = ("gate", "up", "down")
-"""Linear layers of the feed-forward, or of the shared expert and of each expert."""
-
-
-def linear_layers(c: TransformerConfig) -> dict[str, str]:
-    """Return Hugging Face's names of linear layers -> ours; each expert has the names of MLP."""
-    if not c.mla:
-        return TARGETS
-    absent = ("k_proj", "v_proj", *(("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")))
-    return {name: ours for name, ours in (TARGETS | LATENT_TARGETS).items() if name not in absent}
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """Adapters, which are trained instead of the frozen weights."""
-
-    rank: Annotated[int, Range(0, 2**14, usual="8 to 64 are usual")] = 0
-    """Inner size R of each adapter; 0 = no adapters, all weights are trained."""
-    alpha: Annotated[float, Range(0, 1e6, open_low=True, usual="32 is usual")] = 32.0
-    """The adapter's output is multiplied by alpha / rank."""
-    rank_stabilized: bool = False
-    """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
-    targets: tuple[str, ...] = ("all",)
-    """Linear layers that get adapters: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, of latent
-    attention also q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj, or all."""
-    quantize: Quantize = "none"
-    """Store frozen weights of linear layers in 8 bits (int8) or 4 bits (nf4, QLoRA, arXiv 2305.14314)."""
-    expert_rank: Annotated[int, Range(1, 2**14)] | None = None
-    """R of the experts' adapters; None = rank / experts per token, at least 1 (LoRA Without Regret)."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, problem) for layers that no model has, and for quantized weights without adapters."""
-        if self.quantize != "none" and not self.rank:
-            yield (
-                "quantize",
-                f"is {self.quantize}, but all weights are trained: it must be none, or rank above 0 "
-                "(--lora.rank 32), since only frozen weights can be quantized.",
-            )
-        known = ("all", *TARGETS, *LATENT_TARGETS)
-        if not self.targets:
-            yield "targets", "is empty: it must name linear layers, or be all."
-        for name in self.targets:
-            if name not in known:
-                yield "targets", f"has {name!r}: it must be of {', '.join(known)}."
-
-    @property
-    def scale(self) -> float:
-        """Factor of the adapter's output."""
-        return self.scale_at(self.rank)
-
-    def scale_at(self, rank: int) -> float:
-        """Return the factor of the output of an adapter of this rank."""
-        return self.alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
-
-    @property
-    def adapted(self) -> tuple[str, ...]:
-        """Our names of the layers to adapt; a model may lack some."""
-        known = TARGETS | LATENT_TARGETS
-        return tuple(ours for name, ours in known.items() if {"all", name} & {*self.targets})
-
-
-@dataclass(frozen=True)
-class QuantizedConfig(TransformerConfig):
-    """A decoder whose linear layers have quantized weights (`models.quantize`)."""
-
-    quantize: Quantize = "nf4"
-
-
-@dataclass(frozen=True)
-class AdaptedConfig(TransformerConfig):
-    """A decoder whose linear layers have adapters, which are trained instead of its weights."""
-
-    lora: LoraConfig = LoraConfig(rank=8)
-
-    @property
-    def adapters(self) -> dict[str, tuple[int, float]]:
-        """Adapted weights of a layer -> rank and factor of the adapter's output, in order."""
-        lora, moe, present = self.lora, self.moe, linear_layers(self).values()
-        names = tuple(name for name in lora.adapted if name in present)
-        dense, experts = names, ()
-        if moe:
-            experts = tuple(f"expert_{name}" for name in names if name in MLP)
-            dense = tuple(name for name in names if moe.shared_size or name not in MLP)
-        rank = lora.expert_rank or max(1, lora.rank // (moe.experts_per_token if moe else 1))
-        adapters = dict.fromkeys(dense, (lora.rank, lora.scale))
-        return adapters | dict.fromkeys(experts, (rank, lora.scale_at(rank)))
-
-    @property
-    def quantize(self) -> Quantize:
-        """Number format of the frozen weights of linear layers."""
-        return self.lora.quantize
-
-
-def check_lora_config(lora: LoraConfig, where: str) -> None:
-    """Refuse an invalid LoraConfig that does not come from a recipe.
-
-    Args:
-        where: file of the config, for the message.
-
-    Raises:
-        UserError: one line that names every bad field.
-    """
-    if wrong := [f"{name} {text}" for name, text in problems(lora)]:
-        raise UserError(f"{where}: no model can have these adapters: {' '.join(wrong)}")
+    part = lambda begin, end, moe: dataclasses.replace(
+        c,
+        moe=moe,
+        num_layers=end - begin,
+        window_layers=c.window_layers and c.window_layers[begin:end],
+        rope_layers=c.rope_layers and c.rope_layers[begin:end],
+    )
+    return {DENSE: part(0, count, None), "layers": part(count, c.num_layers, moe)}
 
 
 def check_model_config(config: TransformerConfig, where: str) -> None:
@@ -394,7 +306,8 @@ def check_model_config(config: TransformerConfig, where: str) -> None:
     Raises:
         UserError: one line that names every bad field.
     """
-    parts = {"": config, "rope.": config.rope, "moe.": config.moe, "mla.": config.mla}
+    parts = {"": config, "rope.": config.rope, "local_rope.": config.local_rope}
+    parts |= {"moe.": config.moe, "mla.": config.mla}
     found = ((f"{key}{name}", text) for key, part in parts.items() if part for name, text in problems(part))
     if wrong := [f"{name} {text}" for name, text in found]:
         raise UserError(f"{where}: no model can have this architecture: {' '.join(wrong)}")

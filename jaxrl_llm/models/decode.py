@@ -20,20 +20,21 @@ from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.flash_attention.reference import dense_attention
 from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_kernels.flash_attention.spec import AttentionSpec
-from jaxrl_llm.models.attention import attention_scale, rope_fn, sinks_of, window_sizes
+from jaxrl_llm.models.attention import (
+    attention_scale,
+    layer_numbers,
+    layer_rope,
+    rope_fn,
+    sinks_of,
+    stacked_numbers,
+)
+from jaxrl_llm.models.block import Packing, block, final_norm_fn, make_attention_fn, per_token_call
 from jaxrl_llm.models.config import TransformerConfig, layer_stacks
 from jaxrl_llm.models.experts.router import join_routes
+from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
 from jaxrl_llm.models.params import shardings
-from jaxrl_llm.models.transformer import (
-    Layers,
-    Transformer,
-    block,
-    cast_weights,
-    final_norm_fn,
-    make_attention_fn,
-    per_token_call,
-)
+from jaxrl_llm.models.transformer import Layers, Transformer, cast_weights
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
 
 MAX_UNROLLED_LAYERS = 12
@@ -158,17 +159,19 @@ def prefill(
     """
     positions = jnp.arange(tokens.shape[1]) - (tokens.shape[1] - lengths)[:, None]
     segments, positions = (positions >= 0).astype(jnp.int32), jnp.maximum(positions, 0)
+    rows = Packing(segments, positions)
     tables = per_token_call(strict)(rope_fn(c), None, positions)
 
-    def layer(c, x, w, window, *_):
-        attend = make_attention_fn(c, w, segments, positions, window=window, strict=strict)
+    def layer(c, x, w, numbers, *_):
+        attend = make_attention_fn(c, w, rows, window=numbers.window, strict=strict)
+        rope = layer_rope(tables, numbers)
         x, (k, v), routing = block(
-            c, w, x, tables, attention_fn=attend, strict=strict, valid=segments > 0, rules=ROLLOUT
+            c, w, x, rope, attention_fn=attend, strict=strict, valid=segments > 0, rules=ROLLOUT
         )
         v = None if v is None else v.transpose(0, 2, 1, 3)
         return x, (k.transpose(0, 2, 3, 1), v), routing
 
-    x = constrain_residual(weights.embed[tokens])
+    x = constrain_residual(scale_embeddings(c, weights.embed[tokens]))
     _, kv, routes = apply_layers(c, weights.layers, layer, x)
     return (tuple(k for k, _ in kv), tuple(v for _, v in kv if v is not None)), routes
 
@@ -192,24 +195,25 @@ def decode_ring(
     by_row, positions = per_token_call(strict), positions[:, None]
     tables = by_row(rope_fn(c), None, positions)
 
-    def layer(c, carry, w, window, array, index):
+    def layer(c, carry, w, numbers, array, index):
         x, ks, vs = carry
         kv, sinks = (ks[array], vs[array] if vs else None), sinks_of(w)
         attend = _attend_ring(
-            c, kv, index, cache.cursor, positions=positions, window=window, sinks=sinks, strict=strict
+            c, kv, index, cache.cursor, positions=positions, window=numbers.window, sinks=sinks, strict=strict
         )
-        x, (k, v), routing = block(c, w, x, tables, attention_fn=attend, strict=strict, rules=ROLLOUT)
+        rope = layer_rope(tables, numbers)
+        x, (k, v), routing = block(c, w, x, rope, attention_fn=attend, strict=strict, rules=ROLLOUT)
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         return (x, put(ks, k), put(vs, v) if vs else ()), None, routing
 
-    x = constrain_residual(weights.embed[tokens][:, None])
+    x = constrain_residual(scale_embeddings(c, weights.embed[tokens][:, None]))
     (x, ks, vs), _, routes = apply_layers(c, weights.layers, layer, (x, cache.k, cache.v))
     hidden = by_row(final_norm_fn(c), weights.norm, x)[:, 0]
     return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length)), routes
 
 
 def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):
-    """Apply `layer(config, carry, weights, window, array, index) -> (carry, out, routing)` to all layers.
+    """Apply `layer(config, carry, weights, numbers, array, index) -> (carry, out, routing)` to all layers.
 
     The cache of a layer is `arrays[array][index]`: array = 0, 1, ... and index () for unrolled layers; array
     0 and index (i,) for scanned layers. `config` is the config of the layer's stack.
@@ -221,8 +225,8 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
     if is_unrolled(c):
         configs = [stack for stack in stacks for _ in range(stack.num_layers)]
         chosen = []
-        for i, (config, weights, window) in enumerate(zip(configs, layers, window_sizes(c), strict=True)):
-            carry, out, routing = layer(config, carry, weights, window, i, ())
+        for i, (config, weights, numbers) in enumerate(zip(configs, layers, layer_numbers(c), strict=True)):
+            carry, out, routing = layer(config, carry, weights, numbers, i, ())
             outs.append(out)
             chosen += [routing.chosen] if routing else []
         return carry, outs, join_routes(c, jnp.stack(chosen) if chosen else None)
@@ -233,7 +237,7 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
             return carry, (out, routing and routing.chosen)
 
         indices = start + jnp.arange(config.num_layers)
-        inputs = weights, jnp.asarray(window_sizes(config)), indices
+        inputs = weights, stacked_numbers(config), indices
         carry, (out, chosen) = jax.lax.scan(one, carry, inputs)  # only the last stack has experts
         outs.append(out)
         start += config.num_layers
@@ -259,14 +263,9 @@ def _attend_ring(
         cache = jax.lax.dynamic_update_slice(cache, column, (*index, *start))
         return cache, jax.lax.dynamic_index_in_dim(cache, *index, keepdims=False) if index else cache
 
-    # A column is visible by its age: how many tokens ago it was written.
-    # A column is visible by its age: how many tokens ago it was written.
-    # A column is visible by its age: how many tokens ago it was written.
-    # A column is visible by its age: how many tokens ago it was written.
-    # A column is visible by its age: how many tokens ago it was written.
-    # A column is visible by its age: how many tokens ago it was written.
     settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
 
+    # A column is visible by its age: how many tokens ago it was written.
     def visible(length):
         age = jnp.mod(cursor - jnp.arange(length), length)
         return ((age <= positions) & (age < window))[:, None]

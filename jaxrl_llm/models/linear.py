@@ -94,6 +94,18 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> 
     return (x32 * weight).astype(x.dtype)
 
 
+def normalize(
+    c: TransformerConfig, x: Float[Array, "*B D"], weight: Float[Array, "D"]
+) -> Float[Array, "*B D"]:
+    """Apply an RMSNorm of the model, with its `norm_offset` and `norm_eps`."""
+    return rms_norm(x, weight + c.norm_offset if c.norm_offset else weight, c.norm_eps)
+
+
+def scale_embeddings(c: TransformerConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Multiply embeddings by sqrt(D), rounded to the type of x, if the model does."""
+    return x * jnp.asarray(math.sqrt(c.hidden_size), x.dtype) if c.scale_embeddings else x
+
+
 class Initializer:
     """Initialise the stacked weights of `Layers`, each from a separate key.
 
@@ -120,8 +132,9 @@ class Initializer:
         key, whole = jax.random.fold_in(self.key, self.count), (self.config.num_layers, *shape)
         return self._param(jax.random.uniform(key, whole, jnp.float32, -bound, bound), axes)
 
-    def ones(self, shape, axes) -> nnx.Param:
-        return self._param(jnp.ones((self.config.num_layers, *shape), jnp.float32), axes)
+    def norm(self, size: int, axis: str = "norm") -> nnx.Param:
+        whole = (self.config.num_layers, size)
+        return self._param(jnp.full(whole, 1 - self.config.norm_offset, jnp.float32), (axis,))
 
     def zeros(self, shape, axes) -> nnx.Param:
         return self._param(jnp.zeros((self.config.num_layers, *shape), jnp.float32), axes)

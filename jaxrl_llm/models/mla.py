@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.models.attention import apply_rope
+from jaxrl_llm.models.attention import RopeTables, apply_rope, grow_queries
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import Initializer, adapter_of, apply_linear, read_weight, rms_norm
 from jaxrl_llm.sharding.rules import constrain
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 LATENT_EPS = 1e-6
 """Added to the mean square in the norms of latents, whatever `norm_eps` is (transformers)."""
-Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
 
 
 class DecodeLatents(NamedTuple):
@@ -46,12 +45,12 @@ def add_latent_weights(layers: Layers, c: TransformerConfig, init: Initializer) 
     heads = ("latent", "heads", "head_dim")
     if mla.q_rank:
         layers.q_a = init.normal((d, mla.q_rank), ("embed", "compressed"))
-        layers.q_a_norm = init.ones((mla.q_rank,), ("norm",))
+        layers.q_a_norm = init.norm(mla.q_rank)
         layers.q_b = init.normal((mla.q_rank, c.num_heads, c.head_dim), heads)
     else:
         layers.q = init.normal((d, c.num_heads, c.head_dim), ("embed", "heads", "head_dim"))
     layers.kv_a = init.normal((d, mla.kv_rank + mla.rope_dim), ("embed", "compressed"))
-    layers.kv_a_norm = init.ones((mla.kv_rank,), ("norm",))
+    layers.kv_a_norm = init.norm(mla.kv_rank)
     layers.kv_b = init.normal((mla.kv_rank, c.num_heads, mla.nope_dim + mla.value_dim), heads)
     output = (c.num_heads, mla.value_dim, d), ("heads", "head_dim", "embed")
     layers.o = init.normal(*output, residual=True)
@@ -62,7 +61,7 @@ def add_latent_weights(layers: Layers, c: TransformerConfig, init: Initializer) 
 
 
 def expand_latents(
-    c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: Rope
+    c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: RopeTables
 ) -> tuple[
     Float[Array, "B T H E"], Float[Array, "B T H E"], Float[Array, "B T H E"], Float[Array, "B T 1 C"]
 ]:
@@ -79,7 +78,12 @@ def expand_latents(
 
 
 def decode_latents(
-    c: TransformerConfig, w: Layers, h: Float[Array, "S T D"], rope: Rope, *, attention_fn: DecodeLatents
+    c: TransformerConfig,
+    w: Layers,
+    h: Float[Array, "S T D"],
+    rope: RopeTables,
+    *,
+    attention_fn: DecodeLatents,
 ) -> tuple[Float[Array, "S T H V"], Any]:
     """Return (attention of new tokens over the cache of latents, cache with the new tokens).
 
@@ -116,7 +120,7 @@ def _expand_values(
 
 
 def _project(
-    c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: Rope
+    c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: RopeTables
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B T R"], Float[Array, "B T 1 rope"]]:
     """Return queries, the normalised latent of keys and values, and the rotated key that all heads share."""
     mla = c.mla
@@ -125,7 +129,7 @@ def _project(
     else:
         q = apply_linear(c, w, "q", h)
     nope, q_rope = jnp.split(q, [mla.nope_dim], axis=-1)
-    q = jnp.concatenate([nope, apply_rope(q_rope, *rope, mla.interleaved)], axis=-1)
+    q = grow_queries(jnp.concatenate([nope, apply_rope(q_rope, rope, mla.interleaved)], axis=-1), rope)
     latent, k_rope = jnp.split(apply_linear(c, w, "kv_a", h), [mla.kv_rank], axis=-1)
-    rotated = apply_rope(k_rope[:, :, None], *rope, mla.interleaved)
+    rotated = apply_rope(k_rope[:, :, None], rope, mla.interleaved)
     return q, rms_norm(latent, w.kv_a_norm[...], LATENT_EPS), rotated

@@ -24,11 +24,12 @@ from jaxrl_kernels.decode_attention.api import decode_attention, write_token
 from jaxrl_kernels.decode_attention.chunks import chunk_attention
 from jaxrl_kernels.dispatch import choose, device
 from jaxrl_kernels.flash_attention.sinks import add_sinks
-from jaxrl_llm.models.attention import attention_scale, rope_fn, sinks_of
+from jaxrl_llm.models.attention import attention_scale, layer_rope, rope_fn, sinks_of
+from jaxrl_llm.models.block import block, final_norm_fn, per_token_call
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, apply_layers
+from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
-from jaxrl_llm.models.transformer import block, final_norm_fn, per_token_call
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
 
 NULL_PAGE = 0
@@ -89,23 +90,24 @@ def decode_paged(
     by_row = per_token_call(strict)
     tables = by_row(rope_fn(c), None, jnp.maximum(positions, 0))
 
-    def layer(model, carry, w, window, array, index):
+    def layer(model, carry, w, numbers, array, index):
         x, cache = carry
         layer_index, sinks = index[0] if index else array, sinks_of(w)
 
         # Sinks join the softmax after attention to the pages.
         def attend(*new):
-            where = table, positions, layer_index, window
+            where = table, positions, layer_index, numbers.window
             (out, lse), new = _shard_mapped(c, partial(_attend, strict, sinks), cache, new, *where)
             return out if sinks is None or strict else add_sinks(out, lse, sinks)[0], new
 
         attend = DecodeLatents(attend) if cache.v is None else attend
+        rope = layer_rope(tables, numbers)
         x, cache, routing = block(
-            model, w, x, tables, attention_fn=attend, strict=strict, valid=positions >= 0, rules=ROLLOUT
+            model, w, x, rope, attention_fn=attend, strict=strict, valid=positions >= 0, rules=ROLLOUT
         )
         return (x, cache), None, routing
 
-    x = constrain_residual(weights.embed[tokens])
+    x = constrain_residual(scale_embeddings(c, weights.embed[tokens]))
     (x, cache), _, routes = apply_layers(c, weights.layers, layer, (x, cache))
     return by_row(final_norm_fn(c), weights.norm, x), cache, routes
 

@@ -10,48 +10,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Float, Int, UInt
 
-from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
-from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.attention import (
-    apply_rope,
-    attention_scale,
+    layer_rope,
     rope_fn,
-    sinks_of,
+    stacked_numbers,
     trajectory_lengths,
-    window_sizes,
     window_spans,
 )
-from jaxrl_llm.models.config import MLP, MoEConfig, TransformerConfig, layer_stacks, linear_layers
-from jaxrl_llm.models.experts.router import RoutingSums, join_routes, reads_float32, routing_sums, sparse_mlp
-from jaxrl_llm.models.linear import Initializer, apply_linear, matrix_dims, rms_norm
-from jaxrl_llm.models.mla import DecodeLatents, add_latent_weights, decode_latents, expand_latents
+from jaxrl_llm.models.block import Packing, block, final_norm_fn, make_attention_fn, per_token_call
+from jaxrl_llm.models.config import MoEConfig, TransformerConfig, layer_stacks
+from jaxrl_llm.models.experts.router import RoutingSums, join_routes, reads_float32, routing_sums
+from jaxrl_llm.models.linear import Initializer, matrix_dims, scale_embeddings
+from jaxrl_llm.models.lora_config import MLP, linear_layers
+from jaxrl_llm.models.mla import add_latent_weights
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
-from jaxrl_llm.sharding.attention import (
-    ContextParallel,
-    context_parallel,
-    reorder_tokens,
-    restore_tokens,
-    sharded_attention,
-)
-from jaxrl_llm.sharding.rules import (
-    TRAIN,
-    Rules,
-    constrain,
-    constrain_residual,
-    fetch,
-    gather_tokens,
-    look_up,
-)
-
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
+from jaxrl_llm.sharding.attention import ContextParallel, context_parallel, reorder_tokens, restore_tokens
+from jaxrl_llm.sharding.rules import constrain, constrain_residual, fetch, look_up
 
 
 class Layers(nnx.Module):
@@ -66,7 +44,7 @@ class Layers(nnx.Module):
         c, init = config, Initializer(key, config, depth)
         d = c.hidden_size
         # Attention.
-        self.attention_norm = init.ones((d,), ("norm",))
+        self._add_norms("attention", init)
         if c.mla:
             add_latent_weights(self, c, init)
         else:
@@ -76,7 +54,7 @@ class Layers(nnx.Module):
         if c.attention_sinks:
             self.sinks = init.zeros((c.num_heads,), ("heads",))
         # Feed-forward, dense or experts.
-        self.mlp_norm = init.ones((d,), ("norm",))
+        self._add_norms("mlp", init)
         if size := c.moe.shared_size if c.moe else c.mlp_size:
             self.gate = init.normal((d, size), ("embed", "mlp"))
             self.up = init.normal((d, size), ("embed", "mlp"))
@@ -96,6 +74,13 @@ class Layers(nnx.Module):
             for name, (rank, _) in c.adapters.items():
                 self._add_adapter(name, rank, init)
 
+    def _add_norms(self, name: str, init: Initializer) -> None:
+        """Add the norms before and after attention or feed-forward."""
+        if init.config.norms != "after":
+            setattr(self, f"{name}_norm", init.norm(init.config.hidden_size))
+        if init.config.norms != "before":
+            setattr(self, f"{name}_out_norm", init.norm(init.config.hidden_size))
+
     def _add_attention(self, c: TransformerConfig, init: Initializer) -> None:
         d, e = c.hidden_size, c.head_dim
         self.q = init.normal((d, c.num_heads, e), ("embed", "heads", "head_dim"))
@@ -108,8 +93,8 @@ class Layers(nnx.Module):
             self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
         if c.qk_norm:
             q_width, k_width = (c.num_heads * e, c.num_kv_heads * e) if c.qk_norm_over_heads else (e, e)
-            self.q_norm = init.ones((q_width,), ("head_dim",))
-            self.k_norm = init.ones((k_width,), ("head_dim",))
+            self.q_norm = init.norm(q_width, "head_dim")
+            self.k_norm = init.norm(k_width, "head_dim")
 
     def _add_experts(self, moe: MoEConfig, d: int, init: Initializer) -> None:
         shape, axes = (moe.num_experts, d, moe.expert_size), ("experts", "expert_embed", "expert_mlp")
@@ -161,7 +146,7 @@ class Transformer(nnx.Module):
         for name, stack in layer_stacks(config).items():
             key = layer_key if name == "layers" else jax.random.fold_in(layer_key, 0)
             setattr(self, name, Layers(stack, key, config.num_layers))
-        self.norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32), axes=("norm",))
+        self.norm = nnx.Param(jnp.full(config.hidden_size, 1 - config.norm_offset), axes=("norm",))
         if config.value_head:  # zeros: a new critic predicts 0
             self.value = nnx.Param(jnp.zeros((1, config.hidden_size), jnp.float32), axes=("norm", "norm"))
         if not config.tie_embeddings:
@@ -225,167 +210,36 @@ class Transformer(nnx.Module):
             segments = jnp.ones_like(tokens)
         # Context parallelism may reorder the tokens of a row, so that devices have equal work.
         method = context_parallel(tokens.shape[1], sequence_parallel)
-        rows = tokens, positions, segments, last, window_spans(c, segments, last, positions)
-        tokens, positions, segments, last, spans = jax.tree.map(lambda x: reorder_tokens(x, method), rows)
-        readers = jnp.where(segments > 0, 1 if last is None else last - segments + 1, 0)
+        rows = Packing(segments, positions, last, window_spans(c, segments, last, positions))
+        tokens, rows = jax.tree.map(lambda x: reorder_tokens(x, method), (tokens, rows))
+        readers = jnp.where(rows.segments > 0, 1 if last is None else rows.last - rows.segments + 1, 0)
         per_token = per_token_call(strict)
-        rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
-        x = constrain_residual(look_up(fetch(self.embed[...]), tokens, dtype))
+        lengths = trajectory_lengths(c, rows.positions, rows.segments)
+        tables = per_token(rope_fn(c), None, rows.positions, lengths)
+        x = constrain_residual(scale_embeddings(c, look_up(fetch(self.embed[...]), tokens, dtype)))
 
         if routes is not None:
             routes = jnp.moveaxis(reorder_tokens(routes, method), 2, 0)
 
         def body(c, x, layer_inputs):
-            layer, window, routes = layer_inputs
+            layer, number, routes = layer_inputs
             x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(layer, dtype)
-            attention_fn = make_attention_fn(
-                c, w, segments, positions, window=window, last=last, spans=spans, method=method, strict=strict
-            )
-            x, _, routing = block(
-                c, w, x, rope, attention_fn=attention_fn, strict=strict, valid=segments > 0, routes=routes
-            )
+            attend = make_attention_fn(c, w, rows, window=number.window, method=method, strict=strict)
+            settings = {"strict": strict, "valid": rows.segments > 0, "routes": routes}
+            rope = layer_rope(tables, number)
+            x, _, routing = block(c, w, x, rope, attention_fn=attend, **settings)
             return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)
 
         for name, stack in layer_stacks(c).items():
             layer = functools.partial(body, stack)
             if remat != "none" or stack.moe:
                 layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-            inputs = getattr(self, name), jnp.asarray(window_sizes(stack)), routes if stack.moe else None
+            inputs = getattr(self, name), stacked_numbers(stack), routes if stack.moe else None
             x, routing = jax.lax.scan(layer, x, inputs)
         x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
         hidden = restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
         sums, chosen = routing or (None, None)
         return hidden, sums, None if chosen is None else restore_tokens(join_routes(c, chosen), method)
-
-
-def make_attention_fn(
-    c: TransformerConfig,
-    w: Layers,
-    segments: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    *,
-    window: int | Int[Array, ""],
-    last: Int[Array, "B T"] | None = None,
-    spans: Int[Array, "B T"] | None = None,
-    method: ContextParallel = "none",
-    strict: bool = False,
-):
-    """Return the `attention_fn` of `block` for causal attention within the segments of a row.
-
-    Args:
-        window: tokens of its sequence that a token attends to, including itself.
-        spans: tokens of the row that contain the window (`row_windows`); None = the same number.
-    """
-    settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
-
-    def plain(q, k, v, segments, last, spans, positions, window, sinks):
-        window = window if spans is None else jnp.where(window == NO_WINDOW, NO_WINDOW, spans)
-        known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
-        return sharded_attention(q, k, v, segments, last, window=window, sinks=sinks, **known, **settings)
-
-    def exact(q, k, v, segments, last, spans, positions, window, sinks):
-        ring = batch_invariant.RingKeys(jnp.arange(q.shape[1]) - positions)
-        where = ring if last is None else batch_invariant.RowKeys(segments, last)
-        return batch_invariant.invariant_attention(q, k, v, where, positions, window, sinks=sinks, **settings)
-
-    attend = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
-    rest = segments, last, spans, positions, jnp.asarray(window), sinks_of(w)
-    return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
-
-
-def block(
-    c: TransformerConfig,
-    w: Layers,
-    x,
-    rope,
-    *,
-    attention_fn,
-    strict: bool = False,
-    valid: Bool[Array, "B T"] | None = None,
-    rules: Rules = TRAIN,
-    routes: UInt[Array, "B T K"] | None = None,
-):
-    """Compute one decoder layer. Returns (x, kv, routing); the last is None without experts.
-
-    Args:
-        w: the layer's weights, cast to the type of x by `cast_weights`.
-        rope: (cos, sin) of every position.
-        attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache. DecodeLatents
-            for a cache of latents. With latent attention, kv are latents except in strict mode.
-        strict: batch-invariant.
-        valid: False = padding, which no expert computes; None = all tokens are valid.
-        rules: sharding of the experts.
-        routes: see `sparse_mlp`.
-    """
-    linear = functools.partial(apply_linear, c)
-
-    def norm(x, weight):
-        return gather_tokens(rms_norm(x, weight, c.norm_eps))
-
-    def before_attention(w, x, rope):
-        return (expand_latents if c.mla else project_heads)(c, w, norm(x, w.attention_norm[...]), rope)
-
-    def add_attention(w, x, out):
-        return constrain_residual(x + linear(w, "o", out))
-
-    def after_attention(w, x, out):
-        x = add_attention(w, x, out)
-        with jax.named_scope("mlp"):
-            return constrain_residual(x + mlp(c, w, norm(x, w.mlp_norm[...])))
-
-    def add_shared_expert(w, h, y):
-        out = mlp(c, w, h)
-        return y + (jax.nn.sigmoid(linear(w, "shared_gate", h)) * out if c.moe.shared_gate else out)
-
-    per_token = per_token_call(strict)
-    # Strict mode computes the steps between attention and experts token by token.
-    with jax.named_scope("attention"):
-        if isinstance(attention_fn, DecodeLatents):
-            out, kv = decode_latents(c, w, norm(x, w.attention_norm[...]), rope, attention_fn=attention_fn)
-        else:
-            q, k, v, latents = per_token(before_attention, w, x, rope)
-            out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
-            if c.mla:
-                out, kv = out[..., : c.mla.value_dim], kv if strict else (latents, None)
-    if not c.moe:
-        return per_token(after_attention, w, x, out), kv, None
-    x = per_token(add_attention, w, x, out)
-    with jax.named_scope("experts"):
-        h = per_token(lambda w, x: norm(x, w.mlp_norm[...]), w, x)
-        experts = functools.partial(sparse_mlp, valid=valid, rules=rules, strict=strict, routes=routes)
-        y, routing = experts(c, w, h, ACTIVATIONS[c.activation])
-        y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
-        return constrain_residual(x + y), kv, routing
-
-
-def project_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope):
-    """Return (q, k, v, None); the last is the MLA latents."""
-    q, k, v = (apply_linear(c, w, name, h) for name in "qkv")
-    if c.qk_norm:
-        q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
-    return apply_rope(q, *rope), apply_rope(k, *rope), v, None
-
-
-def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) -> Float[Array, "B T H E"]:
-    flat = x.reshape(*x.shape[:2], -1) if c.qk_norm_over_heads else x
-    return rms_norm(flat, weight, c.norm_eps).reshape(x.shape)
-
-
-def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Apply the dense gated feed-forward."""
-    gate, up = apply_linear(c, w, "gate", h), apply_linear(c, w, "up", h)
-    hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
-    return apply_linear(c, w, "down", hidden)
-
-
-def per_token_call(strict: bool):
-    """Return a function that applies f(weights, *arrays [B, T, ...]) per token: call(f, weights, *arrays)."""
-    return batch_invariant.map_tokens if strict else lambda f, weights, *xs: f(weights, *xs)
-
-
-def final_norm_fn(c: TransformerConfig):
-    """Return the final norm as a function for `per_token_call`."""
-    return lambda weight, x: rms_norm(x, weight, c.norm_eps)
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:

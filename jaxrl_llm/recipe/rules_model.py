@@ -10,8 +10,9 @@ from jaxrl_llm.config import RoutingConfig, TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import to_hf_config
 from jaxrl_llm.hf.export import export_config
-from jaxrl_llm.models.config import TransformerConfig, linear_layers
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.lora import rank_of_experts, with_lora
+from jaxrl_llm.models.lora_config import linear_layers
 from jaxrl_llm.recipe.rule import Rule
 from jaxrl_llm.rollout.checks import dynamic_rope_hint, token_problems
 from jaxrl_llm.sharding.attention import heads_problem

@@ -10,7 +10,8 @@ import pytest
 import transformers
 from hf_tensors import params_from_tensors, tensors_of
 
-from jaxrl_llm.hf.config import DEFAULTS, read_config, to_hf_config
+from jaxrl_llm.hf.config import read_config, to_hf_config
+from jaxrl_llm.hf.families import FAMILIES
 from jaxrl_llm.hf.names import (
     TABLE,
     adapter_tensors,
@@ -44,6 +45,10 @@ HF_CLASSES = {
     "glm4_moe": transformers.Glm4MoeConfig,
     "olmoe": transformers.OlmoeConfig,
     "gpt_oss": transformers.GptOssConfig,
+    "gemma3_text": transformers.Gemma3TextConfig,
+    "olmo3": transformers.Olmo3Config,
+    "smollm3": transformers.SmolLM3Config,
+    "ministral3": transformers.Ministral3Config,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
 LLAMA3 = {
@@ -186,12 +191,20 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
         "mixtral": RopeConfig(1e6),
         "glm4_moe": RopeConfig(partial_rotary=0.5),
         "gpt_oss": RopeConfig(150_000.0, "yarn", 32.0, original_max_position=4096, truncate=False),
+        "gemma3_text": RopeConfig(1e6),
+        "olmo3": RopeConfig(5e5),
+        "smollm3": RopeConfig(2e6),
+        "ministral3": RopeConfig(
+            1e6, "yarn", 16.0, original_max_position=16_384, mscale=1.0, mscale_all_dim=1.0, query_growth=0.1
+        ),
     }
     assert config.rope == own.get(family, RopeConfig())
-    own = {"qwen3": 128, "glm4_moe": 128, "gpt_oss": 64, "deepseek_v3": 192}
+    own = {"gemma3_text": RopeConfig(1e4), "olmo3": RopeConfig(5e5)}
+    assert config.local_rope == own.get(family)
+    own = {"qwen3": 128, "glm4_moe": 128, "gpt_oss": 64, "deepseek_v3": 192, "gemma3_text": 256}
     assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
-    assert config.sliding_window == {"mistral": 4096, "gpt_oss": 128}.get(family)
-    assert not config.tie_embeddings
+    assert config.sliding_window == dict(mistral=4096, gpt_oss=128, gemma3_text=4096, olmo3=4096).get(family)
+    assert config.tie_embeddings == (family in ("gemma3_text", "smollm3"))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +353,7 @@ def test_mistral_with_layer_types_is_ministral(kinds, window, layers, tmp_path):
 
 
 CASES = [
-    *[(family, {}) for family in DEFAULTS if family not in ("baichuan", "deepseek_v3")],
+    *[(family, {}) for family in FAMILIES if family not in ("baichuan", "deepseek_v3")],
     ("deepseek_v3", {"num_key_value_heads": 4, "first_k_dense_replace": 1}),
     (
         "deepseek_v3",
@@ -372,7 +385,8 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
         return
     theirs = HF_CLASSES[family](**{key: value for key, value in raw.items() if key != "model_type"})
     assert read_config(theirs.to_dict() | {"model_type": family}) == config
-    assert theirs.architectures == [HF_CLASSES[family].__name__.replace("Config", "ForCausalLM")]
+    assert theirs.architectures == [FAMILIES[family].architecture]
+    assert hasattr(transformers, theirs.architectures[0])
     assert not caplog.records  # transformers found nothing to warn about
 
 

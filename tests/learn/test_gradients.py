@@ -17,8 +17,9 @@ from jaxrl_llm.data.packing import PackItem, counts, pack
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.models.config import LoraConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.models.lora_config import LoraConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device
 

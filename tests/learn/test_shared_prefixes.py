@@ -19,9 +19,10 @@ from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.config import LoraConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.models.lora_config import LoraConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import Trajectory
 

@@ -11,8 +11,9 @@ from slow_cases import with_slow
 
 from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
-from jaxrl_llm.models.config import MLAConfig, MoEConfig, QuantizedConfig
+from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.models.lora_config import QuantizedConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
@@ -28,6 +29,14 @@ DENSE_FIRST = dataclasses.replace(
 LATENTS = dataclasses.replace(
     DENSE_FIRST, num_kv_heads=4, qk_norm=False, head_dim=12, mla=MLAConfig(16, 20, 8, 4, value_dim=6)
 )
+GEMMA = dataclasses.replace(
+    TINY, num_layers=3, sliding_window=3, window_layers=(True, True, False), norms="both", norm_offset=1.0,
+    scale_embeddings=True, score_size=6.0, local_rope=models.RopeConfig(theta=100.0),
+)  # fmt: skip
+NO_ROPE = dataclasses.replace(
+    TINY, norms="after", qk_norm_over_heads=True, rope_layers=(False, True),
+    rope=models.RopeConfig(original_max_position=2, query_growth=0.4),
+)  # fmt: skip
 ADAPTED = with_lora(LATENTS, models.LoraConfig(rank=3, alpha=4.0))
 VARIANTS = {
     "qwen3": TINY,
@@ -39,6 +48,9 @@ VARIANTS = {
     "latents, scanned": LATENTS,
     "latents, adapters": ADAPTED,
     "latents, adapters, scanned": ADAPTED,
+    "four norms, two ropes": GEMMA,
+    "four norms, two ropes, scanned": GEMMA,
+    "norms after, a layer without rope": NO_ROPE,
     "nf4": QuantizedConfig(**vars(TINY)),
     "nf4, scanned": QuantizedConfig(**vars(TINY)),
     "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),
@@ -62,7 +74,15 @@ def stepper(config, weights):
     return jax.jit(step)
 
 
-SLOW = {"scanned", "latents", "latents, scanned", "latents, adapters", "nf4", "nf4, scanned"}
+SLOW = {
+    "scanned",
+    "latents",
+    "latents, scanned",
+    "latents, adapters",
+    "nf4",
+    "nf4, scanned",
+    "four norms, two ropes",
+}
 
 
 @pytest.mark.parametrize("variant", with_slow(VARIANTS, SLOW))
@@ -102,8 +122,8 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
 
 @pytest.mark.parametrize(
     ("config", "lanes"),
-    [pytest.param(LATENTS, 1, marks=pytest.mark.slow), (ADAPTED, 1), (WINDOWED, 128)],
-    ids=["latents", "latents, adapters", "lanes"],
+    [pytest.param(LATENTS, 1, marks=pytest.mark.slow), (ADAPTED, 1), (WINDOWED, 128), (GEMMA, 1)],
+    ids=["latents", "latents, adapters", "lanes", "two ropes"],
 )
 def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
     """A scanned model with windows and sinks, token by token; also in the wider pages of a TPU."""

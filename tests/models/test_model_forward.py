@@ -29,8 +29,19 @@ CONFIG = models.TransformerConfig(
 )
 WINDOWED = dataclasses.replace(CONFIG, sliding_window=5, window_layers=(False, True))
 DYNAMIC = dataclasses.replace(CONFIG, rope=models.RopeConfig(scaling="dynamic", factor=2.0, theta=100.0))
+MIXED = dataclasses.replace(
+    WINDOWED,
+    norms="both",
+    norm_offset=1.0,
+    scale_embeddings=True,
+    local_rope=models.RopeConfig(theta=100.0),
+    rope=models.RopeConfig(original_max_position=4, query_growth=0.4),
+    rope_layers=(False, True),
+)
 CONFIGS = pytest.mark.parametrize(
-    "config", [CONFIG, WINDOWED, DYNAMIC], ids=["full", "window in one layer", "dynamic rope"]
+    "config",
+    [CONFIG, WINDOWED, DYNAMIC, MIXED],
+    ids=["full", "window in one layer", "dynamic rope", "mixed layers"],
 )
 quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 

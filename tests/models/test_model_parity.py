@@ -154,7 +154,7 @@ def our_tables(scaling: dict) -> np.ndarray:
     """cos and sin [2, LONG, head_dim / 2] of a Llama with this `rope_scaling`."""
     config = read_config(raw_config("llama", rope_scaling=scaling or None, **SCALED))
     positions, lengths = jnp.arange(LONG)[None], jnp.full((1, LONG), LONG)
-    return np.concatenate(rope_tables(config, positions, lengths))
+    return np.concatenate(rope_tables(config, positions, lengths)[:2])
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ CONFIG = models.TransformerConfig(
     initializer_range=0.3,
     sliding_window=24,
     window_layers=(True, False),
+    norms="both",
+    local_rope=models.RopeConfig(theta=100.0),
+    rope_layers=(True, False),
 )
 MESHES = {
     "data=2 fsdp=2 tensor=2": MeshConfig(data=2, fsdp=2, tensor=2),

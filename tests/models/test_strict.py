@@ -47,6 +47,14 @@ GPT_OSS = dataclasses.replace(
     QWEN, sliding_window=7, window_layers=(True, False), qkv_bias=True, out_bias=True, qk_norm=False,
     attention_sinks=True, moe=MoEConfig(6, 2, 24, score="softmax_of_chosen", bias=True, swiglu_limit=1.0),
 )  # fmt: skip
+GEMMA = dataclasses.replace(
+    QWEN, sliding_window=7, window_layers=(True, False), norms="both", norm_offset=1.0, scale_embeddings=True,
+    local_rope=models.RopeConfig(theta=100.0),
+)  # fmt: skip
+NO_ROPE = dataclasses.replace(
+    QWEN, norms="after", qk_norm_over_heads=True, rope_layers=(False, True),
+    rope=models.RopeConfig(original_max_position=8, query_growth=0.4),
+)  # fmt: skip
 ADAPTED = lora.with_lora(dataclasses.replace(QWEN, attention_sinks=True), models.LoraConfig(rank=4))
 ADAPTED_LATENTS = lora.with_lora(LATENTS, models.LoraConfig(rank=4))
 ADAPTED_GPT_OSS = lora.with_lora(GPT_OSS, models.LoraConfig(rank=4))
@@ -100,6 +108,9 @@ def one_update(config, dtype, strict=True, share=True):
         pytest.param(QWEN, "bfloat16", marks=pytest.mark.slow),
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
         pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
+        (GEMMA, "float32"),
+        pytest.param(GEMMA, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(NO_ROPE, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
         pytest.param(ADAPTED, "float32", marks=pytest.mark.slow),
         pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
@@ -114,6 +125,9 @@ def one_update(config, dtype, strict=True, share=True):
         "qwen3 bfloat16",
         "windows, caps, sinks, biases",
         "gpt-oss bfloat16",
+        "four norms, two ropes",
+        "four norms, two ropes bfloat16",
+        "norms after, a layer without rope bfloat16",
         "latents",
         "adapters",
         "adapters bfloat16",

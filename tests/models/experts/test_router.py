@@ -16,7 +16,7 @@ from random_weights import random_params
 from jaxrl_llm import models
 from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.attention import apply_rope
+from jaxrl_llm.models.attention import RopeTables, apply_rope
 from jaxrl_llm.models.config import MLAConfig, MoEConfig, RopeConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
 from jaxrl_llm.models.experts.dispatch import grouped_experts
@@ -147,9 +147,9 @@ def test_the_selection_bias_chooses_experts_in_every_mode_and_gets_no_gradient()
 
 def test_rotations_by_hand():
     """By 90 degrees, of the first four of five dims: pairs (1, 3), (2, 4), and interleaved (1, 2), (3, 4)."""
-    x, cos, sin = jnp.array([[[[1.0, 2, 3, 4, 5]]]]), jnp.zeros((1, 1, 2)), jnp.ones((1, 1, 2))
-    np.testing.assert_array_equal(apply_rope(x, cos, sin)[0, 0, 0], [-3, -4, 1, 2, 5])
-    np.testing.assert_array_equal(apply_rope(x, cos, sin, interleaved=True)[0, 0, 0], [-2, -4, 1, 3, 5])
+    x, rope = jnp.array([[[[1.0, 2, 3, 4, 5]]]]), RopeTables(jnp.zeros((1, 1, 2)), jnp.ones((1, 1, 2)), None)
+    np.testing.assert_array_equal(apply_rope(x, rope)[0, 0, 0], [-3, -4, 1, 2, 5])
+    np.testing.assert_array_equal(apply_rope(x, rope, interleaved=True)[0, 0, 0], [-2, -4, 1, 3, 5])
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from small_engine import (
 )
 
 from jaxrl_llm import models
-from jaxrl_llm.models.config import LoraConfig
 from jaxrl_llm.models.lora import add_adapters, join_params, split_params, with_lora
+from jaxrl_llm.models.lora_config import LoraConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.placement import devices_of, make_mesh

@@ -22,8 +22,8 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import adapter_tensors, from_hf, hf_tensors, tensor_layout
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
-from jaxrl_llm.models.config import TARGETS
 from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.models.lora_config import TARGETS
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.rules import TRAIN
 

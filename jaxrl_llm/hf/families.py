@@ -1,0 +1,201 @@
+"""Model families: the facts that all models of one HF `model_type` share, a row a family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxrl_llm.hf.expert_config import EXPERT_DEFAULTS
+
+Windows = Literal["none", "all", "all or typed", "typed"]
+"""Layers with a sliding window: none; all; all, or the layers that `layer_types` names if config.json has it;
+the layers that `layer_types` names."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts about one HF `model_type`."""
+
+    architecture: str
+    """Class of its language models in transformers."""
+    defaults: Mapping[str, Any]
+    """Values of keys that config.json lacks."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of TransformerConfig that all models of the family have."""
+    bias: str = ""
+    """Key that gives attention biases; "" = none has them."""
+    out_bias: bool = True
+    """The key gives the output projection a bias, too."""
+    mlp_bias: bool = False
+    """The key `mlp_bias` gives the feed-forward biases."""
+    windows: Windows = "none"
+    """Layers with a sliding window."""
+    window_switch: bool = False
+    """Windows need `use_sliding_window`."""
+    full_every: int = 0
+    """Period of layers without a window in the default `layer_types`; 0 = another default."""
+    partial_rotary: bool = False
+    """RoPE may rotate a part of each head (`partial_rotary_factor`)."""
+    rope_by_layer_type: bool = False
+    """Layers with a window have a rotary position embedding of a different kind: `local_rope`."""
+    local_theta: str = "rope_theta"
+    """Key of the base of `local_rope` in the spelling of transformers 4."""
+    activation: str = "hidden_act"
+    """Key of the activation."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys with one supported value."""
+    classifier: str = ""
+    """Class of its sequence classifiers; "" = the usual name."""
+
+
+_QWEN = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_LLAMA = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_MISTRAL = {
+    "intermediate_size": 14_336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+_GEMMA3 = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+_SMOLLM3 = {
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 2e6,
+    "no_rope_layer_interval": 4,
+    "tie_word_embeddings": True,
+}
+_MINISTRAL3 = {
+    **_LLAMA,
+    **_MISTRAL,
+    "vocab_size": 131_072,
+    "num_hidden_layers": 34,
+    "head_dim": 128,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+_OLMO3 = {**_LLAMA, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5}
+_HEAD_NORMS = {"qk_norm": True}
+_ALL_HEADS_NORM = {"qk_norm": True, "qk_norm_over_heads": True}
+_SWITCHED = {"windows": "typed", "window_switch": True}
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN, bias="qkv_bias", out_bias=False, **_SWITCHED),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, _HEAD_NORMS, bias="attention_bias", **_SWITCHED
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {**_QWEN, **EXPERT_DEFAULTS["qwen2_moe"]},
+        bias="qkv_bias",
+        out_bias=False,
+        **_SWITCHED,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {**_QWEN, **EXPERT_DEFAULTS["qwen3_moe"]},
+        _HEAD_NORMS,
+        bias="attention_bias",
+        windows="all",  # transformers ignores `layer_types` and `max_window_layers`
+        window_switch=True,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM", {**_LLAMA, **_MISTRAL, **EXPERT_DEFAULTS["mixtral"]}, windows="all"
+    ),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", EXPERT_DEFAULTS["deepseek_v3"], bias="attention_bias"),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        EXPERT_DEFAULTS["glm4_moe"],
+        bias="attention_bias",
+        out_bias=False,
+        partial_rotary=True,
+    ),
+    "olmoe": Family("OlmoeForCausalLM", EXPERT_DEFAULTS["olmoe"], _ALL_HEADS_NORM, bias="attention_bias"),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        EXPERT_DEFAULTS["gpt_oss"],
+        {"attention_sinks": True},
+        bias="attention_bias",
+        windows="typed",
+        full_every=2,
+    ),
+    "llama": Family("LlamaForCausalLM", _LLAMA, bias="attention_bias", mlp_bias=True),
+    "mistral": Family("MistralForCausalLM", {**_LLAMA, **_MISTRAL}, windows="all or typed"),
+    "baichuan": Family(
+        "BaichuanForCausalLM", {**_LLAMA, "vocab_size": 64_000, "max_position_embeddings": None}
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA3,
+        {**_HEAD_NORMS, "norms": "both", "norm_offset": 1.0, "scale_embeddings": True},
+        bias="attention_bias",
+        windows="typed",
+        full_every=6,
+        rope_by_layer_type=True,
+        local_theta="rope_local_base_freq",
+        activation="hidden_activation",
+        fixed={"use_bidirectional_attention": False},
+        classifier="Gemma3TextForSequenceClassification",
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _OLMO3,
+        {**_ALL_HEADS_NORM, "norms": "after"},
+        bias="attention_bias",
+        windows="typed",
+        full_every=4,
+        rope_by_layer_type=True,
+    ),
+    "smollm3": Family("SmolLM3ForCausalLM", _SMOLLM3, bias="attention_bias", mlp_bias=True, **_SWITCHED),
+    "ministral3": Family("Ministral3ForCausalLM", _MINISTRAL3, windows="all"),
+}
+"""The supported families by `model_type`."""

@@ -1,0 +1,139 @@
+"""Rotary position embeddings in HF's config.json, in the spellings of transformers 4 and 5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.families import FAMILIES
+from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
+from jaxrl_llm.hf.windows import LAYER_TYPES
+from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        *("factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
+}
+"""`rope_type` -> the fields of RopeConfig that it reads. HF's names are the same, except ORIGINAL."""
+ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+GROWTH = "llama_4_scaling_beta"
+"""HF's name of `query_growth`."""
+
+_REQUIRED = {
+    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def read_ropes(keys: JsonKeys, family: str, max_position: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return (rope, local_rope) as transformers 5 reads them: `rope_scaling`, `rope_parameters`, the
+    top-level `rope_theta`. The second is None for families with one RoPE for all layers.
+
+    In families with two, `rope_scaling` belongs to the layers without a window.
+    """
+    facts = FAMILIES[family]
+    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    sections = keys.section(name)
+    by_type = any(isinstance(value, dict) for value in sections.raw.values())
+    if by_type and not facts.rope_by_layer_type:
+        raise keys.wrong(name, sections.raw, ": one RoPE for all layers is supported, not one a layer type")
+    if not facts.rope_by_layer_type:
+        return _read_rope(keys, sections, max_position, family=family), None
+    if unknown := set(sections.raw) - set(LAYER_TYPES) if name == "rope_parameters" else set():
+        raise keys.wrong(
+            name, sections.raw, f"has {sorted(unknown)[0]}: it must have {' and '.join(LAYER_TYPES)}"
+        )
+    full, local = (sections.section(kind) for kind in LAYER_TYPES)
+    if name == "rope_scaling":
+        full, local = sections, keys.section("rope_parameters").section(LAYER_TYPES[True])
+    ropes = [_read_rope(keys, full, max_position, family=family)]
+    ropes += [_read_rope(keys, local, max_position, family=family, theta=facts.local_theta)]
+    return ropes[0], ropes[1]
+
+
+def _read_rope(
+    keys: JsonKeys, rope: JsonKeys, max_position: int, *, family: str, theta: str = "rope_theta"
+) -> RopeConfig:
+    """Return one RoPE.
+
+    Args:
+        keys: of config.json.
+        rope: its section for this RoPE.
+        theta: top-level key of the base, if the section has none.
+    """
+    # The type and its required keys.
+    key = "rope_type" if "rope_type" in rope.raw else "type"
+    kind = rope.one_of(key, ROPE_FIELDS, "default")
+    partial = rope.number(PARTIAL, None, 1e-9, 1.0) or keys.number(PARTIAL, 1.0, 1e-9, 1.0)
+    if partial != 1.0 and not FAMILIES[family].partial_rotary:
+        raise keys.wrong(PARTIAL, partial, f"is not supported for {family}; supported: 1.0")
+    missing = [key for key in _REQUIRED.get(kind, ()) if key not in rope.raw]
+    if missing:
+        raise UserError(f"{keys.file}: rope_type={kind!r} needs {missing[0]!r}; found {sorted(rope.raw)}")
+    # The fields of this type; the original length may also be a top-level key.
+    fields: dict[str, Any] = {"partial_rotary": partial}
+    for field in set(ROPE_FIELDS[kind]) & rope.raw.keys():
+        fields[field] = (
+            rope.flag(field)
+            if field == "truncate"
+            else rope.number(field, None, low=0.0 if "mscale" in field else 1e-9)
+        )
+    growth = rope.number(GROWTH, 0.0, high=1e3)
+    if growth and family != "ministral3":
+        raise keys.wrong(GROWTH, growth, f"is not supported for {family}; supported: ministral3")
+    if "original_max_position" in ROPE_FIELDS[kind]:
+        longest = LARGEST["max_position_embeddings"]
+        own = keys.optional(ORIGINAL, longest) or rope.optional(ORIGINAL, longest)
+        fields["original_max_position"] = own or max_position
+    base = rope.number("rope_theta", None, low=1e-9) or keys.number(theta, None, low=1e-9)
+    return RopeConfig(base or 10_000.0, kind, **fields, query_growth=growth)
+
+
+def write_ropes(config: TransformerConfig) -> dict[str, Any]:
+    """Return the keys that `read_ropes` reads, in both spellings.
+
+    Args:
+        config: with fields without effect at their defaults (`canonical_rope`).
+    """
+    facts, rope = FAMILIES[config.family], config.rope
+    partial = {PARTIAL: rope.partial_rotary} if facts.partial_rotary else {}
+    scaling, has_scaling = {**_section(rope), **partial}, rope.scaling != "default"
+    keys = {
+        **partial,
+        "rope_theta": rope.theta,
+        "rope_scaling": {**scaling, "type": rope.scaling} if has_scaling else None,
+    }
+    full = {**scaling, "rope_theta": rope.theta}
+    if not facts.rope_by_layer_type:
+        return {**keys, "rope_parameters": full}
+    local = config.local_rope or RopeConfig(theta=facts.defaults[facts.local_theta])
+    sections = full, {**_section(local), "rope_theta": local.theta}
+    return {
+        **keys,
+        facts.local_theta: local.theta,
+        "rope_parameters": dict(zip(LAYER_TYPES, sections, strict=True)),
+    }
+
+
+def _section(rope: RopeConfig) -> dict[str, Any]:
+    """Return the type of a RoPE and the fields that it reads."""
+    section: dict[str, Any] = {"rope_type": rope.scaling}
+    for name in ROPE_FIELDS[rope.scaling]:
+        if getattr(rope, name) is not None:
+            section[ORIGINAL if name == "original_max_position" else name] = getattr(rope, name)
+    return {**section, GROWTH: rope.query_growth} if rope.query_growth else section
+
+
+def canonical_rope(rope: RopeConfig, max_position: int) -> RopeConfig:
+    """Reset fields without effect to their defaults, since a config.json lacks them."""
+    kept = {name: getattr(rope, name) for name in ROPE_FIELDS[rope.scaling]}
+    if "original_max_position" in kept:
+        kept["original_max_position"] = kept["original_max_position"] or max_position
+    kept |= {"partial_rotary": rope.partial_rotary, "query_growth": rope.query_growth}
+    return RopeConfig(theta=rope.theta, scaling=rope.scaling, **kept)

@@ -1,0 +1,192 @@
+"""One decoder layer: norms, attention, feed-forward or experts."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxrl_kernels import batch_invariant
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW
+from jaxrl_llm.models.attention import (
+    RopeTables,
+    apply_rope,
+    attention_scale,
+    grow_queries,
+    sinks_of,
+    window_sizes,
+)
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.experts.router import sparse_mlp
+from jaxrl_llm.models.linear import apply_linear, normalize
+from jaxrl_llm.models.mla import DecodeLatents, decode_latents, expand_latents
+from jaxrl_llm.sharding.attention import ContextParallel, sharded_attention
+from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, constrain_residual, gather_tokens
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.transformer import Layers
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+class Packing(NamedTuple):
+    """Places of the tokens of packed rows."""
+
+    segments: Int[Array, "B T"]
+    """Number of each token's trajectory, or of a prefix that several share; 0 = padding."""
+    positions: Int[Array, "B T"]
+    """Position of each token in its trajectory, 0-based."""
+    last: Int[Array, "B T"] | None = None
+    """Number of the last segment that continues each token's segment; None = no shared prefixes."""
+    spans: Int[Array, "B T"] | None = None
+    """Tokens of the row that contain the sliding window (`row_windows`); None = the same number."""
+
+
+def make_attention_fn(
+    c: TransformerConfig,
+    w: Layers,
+    rows: Packing,
+    *,
+    window: int | Int[Array, ""],
+    method: ContextParallel = "none",
+    strict: bool = False,
+):
+    """Return the `attention_fn` of `block` for causal attention within the segments of a row.
+
+    Args:
+        window: tokens of its sequence that a token attends to, including itself.
+    """
+    settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
+
+    def plain(q, k, v, rows, window, sinks):
+        if rows.spans is not None:
+            window = jnp.where(window == NO_WINDOW, NO_WINDOW, rows.spans)
+        known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
+        masks = {"window": window, "sinks": sinks}
+        return sharded_attention(q, k, v, rows.segments, rows.last, **masks, **known, **settings)
+
+    def exact(q, k, v, rows, window, sinks):
+        ring = batch_invariant.RingKeys(jnp.arange(q.shape[1]) - rows.positions)
+        where = ring if rows.last is None else batch_invariant.RowKeys(rows.segments, rows.last)
+        return batch_invariant.invariant_attention(
+            q, k, v, where, rows.positions, window, sinks=sinks, **settings
+        )
+
+    attend = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
+    rest = rows, jnp.asarray(window), sinks_of(w)
+    return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
+
+
+def block(
+    c: TransformerConfig,
+    w: Layers,
+    x,
+    rope: RopeTables,
+    *,
+    attention_fn,
+    strict: bool = False,
+    valid: Bool[Array, "B T"] | None = None,
+    rules: Rules = TRAIN,
+    routes: UInt[Array, "B T K"] | None = None,
+):
+    """Compute one decoder layer. Returns (x, kv, routing); the last is None without experts.
+
+    Args:
+        w: the layer's weights, cast to the type of x by `cast_weights`.
+        rope: tables of every position for this layer (`layer_rope`).
+        attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache. DecodeLatents
+            for a cache of latents. With latent attention, kv are latents except in strict mode.
+        strict: batch-invariant.
+        valid: False = padding, which no expert computes; None = all tokens are valid.
+        rules: sharding of the experts.
+        routes: see `sparse_mlp`.
+    """
+    linear, per_token = functools.partial(apply_linear, c), per_token_call(strict)
+    read_stream, add_to_stream = functools.partial(_read_stream, c), functools.partial(_add_to_stream, c)
+
+    def before_attention(w, x, rope):
+        return (expand_latents if c.mla else project_heads)(c, w, read_stream(w, x, "attention"), rope)
+
+    def add_attention(w, x, out):
+        return add_to_stream(w, x, linear(w, "o", out), "attention")
+
+    def after_attention(w, x, out):
+        x = add_attention(w, x, out)
+        with jax.named_scope("mlp"):
+            return add_to_stream(w, x, mlp(c, w, read_stream(w, x, "mlp")), "mlp")
+
+    def add_shared_expert(w, h, y):
+        out = mlp(c, w, h)
+        return y + (jax.nn.sigmoid(linear(w, "shared_gate", h)) * out if c.moe.shared_gate else out)
+
+    # Attention.
+    with jax.named_scope("attention"):
+        if isinstance(attention_fn, DecodeLatents):
+            h = read_stream(w, x, "attention")
+            out, kv = decode_latents(c, w, h, rope, attention_fn=attention_fn)
+        else:
+            q, k, v, latents = per_token(before_attention, w, x, rope)
+            out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
+            if c.mla:
+                out, kv = out[..., : c.mla.value_dim], kv if strict else (latents, None)
+    # Feed-forward; strict mode computes the steps between attention and experts token by token.
+    if not c.moe:
+        return per_token(after_attention, w, x, out), kv, None
+    x = per_token(add_attention, w, x, out)
+    with jax.named_scope("experts"):
+        h = per_token(lambda w, x: read_stream(w, x, "mlp"), w, x)
+        experts = functools.partial(sparse_mlp, valid=valid, rules=rules, strict=strict, routes=routes)
+        y, routing = experts(c, w, h, ACTIVATIONS[c.activation])
+        y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
+        return per_token(lambda w, x, y: add_to_stream(w, x, y, "mlp"), w, x, y), kv, routing
+
+
+def _read_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], name: str):
+    """Return the input of attention or feed-forward, normalised if the model does so before them."""
+    if c.norms == "after":
+        return gather_tokens(x)
+    return gather_tokens(normalize(c, x, getattr(w, f"{name}_norm")[...]))
+
+
+def _add_to_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], y, name: str):
+    """Add an output of attention or feed-forward to the residual stream."""
+    if c.norms != "before":
+        y = normalize(c, constrain_residual(y), getattr(w, f"{name}_out_norm")[...])
+    return constrain_residual(x + y)
+
+
+def project_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: RopeTables):
+    """Return (q, k, v, None); the last is the MLA latents."""
+    q, k, v = (apply_linear(c, w, name, h) for name in "qkv")
+    if c.qk_norm:
+        q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
+    return grow_queries(apply_rope(q, rope), rope), apply_rope(k, rope), v, None
+
+
+def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) -> Float[Array, "B T H E"]:
+    flat = x.reshape(*x.shape[:2], -1) if c.qk_norm_over_heads else x
+    return normalize(c, flat, weight).reshape(x.shape)
+
+
+def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Apply the dense gated feed-forward."""
+    gate, up = apply_linear(c, w, "gate", h), apply_linear(c, w, "up", h)
+    hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
+    return apply_linear(c, w, "down", hidden)
+
+
+def per_token_call(strict: bool):
+    """Return a function that applies f(weights, *arrays [B, T, ...]) per token: call(f, weights, *arrays)."""
+    return batch_invariant.map_tokens if strict else lambda f, weights, *xs: f(weights, *xs)
+
+
+def final_norm_fn(c: TransformerConfig):
+    """Return the final norm as a function for `per_token_call`."""
+    return lambda weight, x: normalize(c, x, weight)

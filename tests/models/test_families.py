@@ -1,0 +1,206 @@
+"""Families of 2025 and 2026 against transformers on torch: logits, gradients, text, export, adapters."""
+
+import copy
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from hf_oracle import TOLERANCE, agree_in_greedy_text, hf_logits, our_logits, state_dict
+from hf_tensors import params_from_tensors, tensors_of
+from lora_models import with_random_adapters
+from safetensors.torch import save_file
+
+from jaxrl_llm.hf.config import read_config, to_hf_config
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.peft import save_adapter
+from jaxrl_llm.models import LoraConfig
+
+BASE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SPECIAL = {
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # transformers gives a padding row no gradient
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+CASES = {
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
+    "gemma3, odd": (
+        "gemma3_text",
+        {
+            **{"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 24, "tie_word_embeddings": False},
+            **{"layer_types": ["full_attention", "sliding_attention"] * 2, "hidden_activation": "gelu"},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmo3": ("olmo3", {"sliding_window": 8}),
+    "olmo3, yarn": (
+        "olmo3",
+        {
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3, odd": (
+        "smollm3",
+        {
+            **{"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 8},
+            **{"attention_bias": True, "mlp_bias": True},
+        },
+    ),
+    "ministral3": ("ministral3", {"head_dim": 16, "max_position_embeddings": 64}),
+    "ministral3, grown queries": (
+        "ministral3",
+        {
+            **{"head_dim": 8, "sliding_window": 9, "max_position_embeddings": 64},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+}
+LENGTH = 37
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # transformers'
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+def oracle(case):
+    """The eager float32 model of transformers: large weights, and no norm or bias at its initial value."""
+    family, changes = CASES[case]
+    config = transformers.AutoConfig.for_model(family, **copy.deepcopy({**BASE, **SPECIAL, **changes}))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(sum(map(ord, name))))
+            weight.copy_(weight + 0.3 * noise if weight.ndim == 1 else 0.3 * noise)
+    return model
+
+
+def raw_of(model):
+    return json.loads(json.dumps(model.config.to_dict()))
+
+
+def ours(model):
+    """Our model with the same weights; a tied head is not stored."""
+    config = read_config(raw_of(model))
+    tensors = state_dict(model)
+    if config.tie_embeddings:
+        tensors.pop("lm_head.weight")
+    return params_from_tensors(config, tensors)
+
+
+def some_tokens(rows=2, length=LENGTH):
+    """Ids above the special ones: transformers' generate hides padding from attention."""
+    return np.random.default_rng(0).integers(3, BASE["vocab_size"], (rows, length))
+
+
+@each_case
+def test_logits(case):
+    model, tokens = oracle(case), some_tokens()
+    theirs = hf_logits(model, tokens)
+    assert theirs.std() > 0.3
+    np.testing.assert_allclose(our_logits(ours(model), tokens), theirs, atol=TOLERANCE, rtol=0)
+
+
+@each_case
+def test_gradients_of_all_weights(case):
+    model, tokens = oracle(case), some_tokens()
+    params = ours(model)
+    logits = model(torch.tensor(tokens), use_cache=False).logits
+    torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten()
+    ).backward()
+
+    def loss(params):
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
+        logprobs = jax.nn.log_softmax(params(jnp.asarray(tokens), positions) @ params.head.T)[:, :-1]
+        return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
+
+    gradients = tensors_of(params.config, jax.jit(jax.grad(loss))(params))
+    theirs = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
+    assert gradients.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        scale = np.abs(expected).max()
+        assert scale > 1e-5 or name.endswith("k_proj.bias"), (
+            name
+        )  # 0 without RoPE: it shifts all scores alike
+        np.testing.assert_allclose(
+            gradients[name], expected, atol=1e-3 * max(scale, 1e-4), rtol=0, err_msg=name
+        )
+
+
+@each_case
+def test_greedy_text(case):
+    model = oracle(case)
+    agree_in_greedy_text(model, ours(model), some_tokens(rows=8, length=12), new=24)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "olmo3", "smollm3, odd"])
+def test_adapters_are_read_by_peft(case, tmp_path):
+    model, tokens = oracle(case), some_tokens()
+    base = ours(model)
+    params = with_random_adapters(base, LoraConfig(rank=4, alpha=6.0))
+    save_adapter(params, tmp_path / "adapter", "org/base")
+    expected = np.asarray(our_logits(params, tokens))
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    np.testing.assert_allclose(expected, hf_logits(adapted, tokens), atol=3 * TOLERANCE, rtol=0)
+    assert np.abs(expected - our_logits(base, tokens)).max() > 0.1
+
+
+@each_case
+def test_config_reads_back_in_transformers(case):
+    model = oracle(case)
+    config = read_config(raw_of(model))
+    written = json.loads(json.dumps(to_hf_config(config, "float32")))
+    assert read_config(written) == config
+    theirs = transformers.AutoConfig.for_model(**written, **SPECIAL)
+    theirs._attn_implementation = "eager"
+    again = transformers.AutoModelForCausalLM.from_config(theirs).eval()
+    again.load_state_dict(model.state_dict())
+    np.testing.assert_array_equal(hf_logits(again, some_tokens()), hf_logits(model, some_tokens()))
+
+
+@pytest.mark.parametrize(("kind", "case"), [("gemma3", "gemma3"), ("mistral3", "ministral3")])
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_one_that_sees_images(kind, case, prefix, tmp_path, capsys):
+    """Both layouts of the folder; what is exported is a language model of its own."""
+    model = oracle(case)
+    tensors = {name.replace("model.", prefix, 1): x.contiguous() for name, x in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight")
+    elif prefix == "language_model.model.":
+        tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
+    tower = "vision_tower.x.weight" if prefix == "language_model.model." else "model.vision_tower.x.weight"
+    save_file({**tensors, tower: torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    text = raw_of(model)
+    raw = {"model_type": kind, "text_config": text, "tie_word_embeddings": text["tie_word_embeddings"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    params = load_params(tmp_path, read_config(tmp_path))
+    assert "the vision tower, 1 weights, is neither used nor exported" in capsys.readouterr().err
+    tokens = some_tokens()
+    np.testing.assert_array_equal(our_logits(params, tokens), our_logits(ours(model), tokens))
+    save_model(params, params.config, tmp_path / "out", dtype="float32")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    np.testing.assert_allclose(hf_logits(again, tokens), hf_logits(model, tokens), atol=1e-6)
