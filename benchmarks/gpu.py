@@ -69,7 +69,7 @@ TINY = replace(QWEN, vocab_size=512, hidden_size=64, mlp_size=128, num_layers=2,
 
 
 def gpu_recipe(
-    model: TransformerConfig, tokens: int, prompt: int, response: int, slots: int, share: bool = True
+    model: TransformerConfig, tokens: int, prompt: int, response: int, *, slots: int, share: bool = True
 ) -> TrainConfig:
     """Return the config of a GRPO update of eight micro-batches of `tokens` tokens, 8 responses a prompt."""
     return TrainConfig(
@@ -196,9 +196,9 @@ def make_parts(small: bool) -> dict[str, Callable[[], Any]]:
     experts = (256, 4, 64, 64) if small else QWEN_EXPERTS
     decoded = {"slots": 4, "context": 60, "repeat": 2} if small else {"repeat": repeat}
     pages = (16,) if small else (64, 128)
-    lengths = (1024, 64, 64, 8) if small else (16_384, 512, 512, 256)
-    update, apart = (gpu_recipe(model, *lengths, share=share) for share in (True, False))
-    rollout = gpu_recipe(model, *((1024, 16, 16, 8) if small else (16_384, 512, 128, 256)))
+    slots, lengths = (8, (1024, 64, 64)) if small else (256, (16_384, 512, 512))
+    update, apart = (gpu_recipe(model, *lengths, slots=slots, share=share) for share in (True, False))
+    rollout = gpu_recipe(model, *((1024, 16, 16) if small else (16_384, 512, 128)), slots=slots)
     kernels = {
         "attention, TFLOP/s": lambda: measure_attention(shape, seconds),
         "linear_logprob": lambda: [logprob.measure("auto", *head, repeat=repeat)],

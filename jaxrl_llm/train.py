@@ -95,13 +95,14 @@ def execute(
     with contextlib.closing(PhaseClock("import", began)) as clock:
         start_host()
         with contextlib.ExitStack() as closing, watched_processes():  # left before anything is closed
-            return run_on_all_processes(resolved, argv, reward, closing, clock)
+            return run_on_all_processes(resolved, argv, reward, closing=closing, clock=clock)
 
 
 def run_on_all_processes(
     resolved: ResolvedRecipe,
     argv: Sequence[str],
     reward: Callable | None,
+    *,
     closing: contextlib.ExitStack,
     clock: PhaseClock,
 ) -> Ended:
@@ -128,20 +129,20 @@ def run_on_all_processes(
         log.message(line)
     clock.begin("weights")
     with Stop(config.max_runtime) as stop:
-        ended = train(run, checkpoints, log, state, start, stop)
+        ended = train(run, checkpoints, log, state, start=start, stop=stop)
         with deferred("exporting the model, then done"):
             finish(run, checkpoints, log, ended)
     return ended
 
 
 def train(
-    run: Run, checkpoints: Checkpointer, log: RunLog, state: TrainState | None, start: int, stop: Stop
+    run: Run, checkpoints: Checkpointer, log: RunLog, state: TrainState | None, *, start: int, stop: Stop
 ) -> Ended:
     """Take the steps from `start` to the last, or until a stop is requested."""
     config, reference, limit = run.config, run.reference(), run.config.optim.max_nonfinite
     state = run.initial_state() if state is None else state
     meta = run.checkpoint_meta(state.params)
-    evaluate_start(run, state, reference, start, log)
+    evaluate_start(run, state, reference, start, log=log)
     # Continue at the position of the checkpoint.
     done, metrics, reason, outage = start, {}, "", Outage()
     source = run.stages[-1].source
@@ -170,20 +171,21 @@ def train(
 
         if eval_due(run, done):
             with outage:
-                metrics |= evaluate(run, state, reference, done, log)
+                metrics |= evaluate(run, state, reference, done, log=log)
         log.samples(done, samples_of(run, step, experience))
         flops = step_flops(stage, experience, minibatches, step - stage.start, reference=frozen)
-        log.step(done, metrics, experience.tokens, stage.name, flops)  # before the checkpoint, see RunLog
+        log.step(done, metrics, experience.tokens, kind=stage.name, model_flops=flops)  # before the save
         with log.phase("checkpoint"):
             run.export(state, done)
             if checkpoint_due(config, done, run.total):
-                checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), source.snapshot())
+                files = source.snapshot()
+                checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), files=files)
 
     # Save at the end, whatever ended the loop.
     if outage.error and done == start:
         raise outage.error  # before the first step: a wrong setting rather than an outage
     if reason := outage.reason or reason or stop.signalled():
-        checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), source.snapshot())
+        checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), files=source.snapshot())
     checkpoints.wait()
     return Ended(state, done, reason)
 
@@ -235,17 +237,17 @@ def eval_due(run: Run, done: int) -> bool:
     )
 
 
-def evaluate_start(run: Run, state: TrainState, reference: Reference, start: int, log: RunLog) -> None:
+def evaluate_start(run: Run, state: TrainState, reference: Reference, start: int, *, log: RunLog) -> None:
     """Evaluate before the first step, and after the restored one if an outage ended its evaluation."""
     if not eval_due(run, start):
         return
     if start == 0:
-        log.step(0, evaluate(run, state, reference, 0, log), tokens=0, kind="start")
+        log.step(0, evaluate(run, state, reference, 0, log=log), tokens=0, kind="start")
     elif on_first(lambda: log.restored and not any(name.startswith("eval/") for name in log.restored)):
-        log.add(evaluate(run, state, reference, start, log))
+        log.add(evaluate(run, state, reference, start, log=log))
 
 
-def evaluate(run: Run, state: TrainState, reference: Reference, done: int, log: RunLog) -> Metrics:
+def evaluate(run: Run, state: TrainState, reference: Reference, done: int, *, log: RunLog) -> Metrics:
     """Return the metrics of all evaluators; their samples are logged."""
     frozen = lambda: reference_params(run.stages[-1], reference, done, state)
     with log.phase("evaluate"):

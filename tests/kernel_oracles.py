@@ -56,7 +56,7 @@ def newest(allowed, window):
     return allowed & (np.cumsum(allowed[..., ::-1], axis=-1)[..., ::-1] <= window)
 
 
-def attention(q, k, v, allowed, scale, softcap=None, d_out=None, d_lse=0.0, sinks=None):
+def attention(q, k, v, allowed, *, scale, softcap=None, d_out=None, d_lse=0.0, sinks=None):
     """(out, lse), and with d_out also (dq, dk, dv), of softmax attention with H / K queries a key head.
 
     With sinks [H], scores of one more key of value 0, the lse is over it, too, and d_sinks comes last.
@@ -91,7 +91,7 @@ def attention(q, k, v, allowed, scale, softcap=None, d_out=None, d_lse=0.0, sink
     return results if sinks is None else (*results, -(sink_weights[..., 0] * delta).sum(axis=(0, 2)))
 
 
-def logprob(hidden, head, targets, temperature=1.0, softcap=None, d_logprob=None, d_entropy=0.0):
+def logprob(hidden, head, targets, *, temperature=1.0, softcap=None, d_logprob=None, d_entropy=0.0):
     """(log-prob, entropy), and with d_logprob also (d_hidden, d_head), of a linear head; hidden is [..., D].
 
     A target that is no row has log-prob 0; gradients are for targets that are rows.

@@ -59,7 +59,7 @@ def read_settings(
             "Python (.py). Rename the file, or put the command into a .sh file."
         )
     try:
-        return reader[suffix](text, file, system, trainer, dict(variables or {}))
+        return reader[suffix](text, file, system, trainer, variables=dict(variables or {}))
     except (RecursionError, MemoryError):
         raise UserError(f"{file}: nested too deeply to be read. Shorten what is nested in a copy.") from None
 
@@ -102,7 +102,7 @@ def _checked(file: Path, system: str, trainer: str) -> tuple[str, str]:
 
 
 def _read_shell(
-    text: str, file: Path, system: str, trainer: str, variables: dict[str, str]
+    text: str, file: Path, system: str, trainer: str, *, variables: dict[str, str]
 ) -> SourceSettings:
     script = Script(text, str(file), variables)
     own = file.name if file.suffix == ".py" else ""
@@ -204,7 +204,9 @@ def _near(file: Path, name: str) -> Path | None:
 # -- YAML
 
 
-def _read_yaml(text: str, file: Path, system: str, trainer: str, variables: dict[str, str]) -> SourceSettings:
+def _read_yaml(
+    text: str, file: Path, system: str, trainer: str, *, variables: dict[str, str]
+) -> SourceSettings:
     settings = _load_yaml(text, file)
     system = system or next(
         (name for name, marks in MARKS.items() if any(key.startswith(marks) for key in settings)), ""
@@ -326,7 +328,7 @@ def _referenced(inside: str, key: str, settings: Mapping[str, Setting], variable
 
 
 def _read_python_file(
-    text: str, file: Path, system: str, trainer: str, variables: dict[str, str]
+    text: str, file: Path, system: str, trainer: str, *, variables: dict[str, str]
 ) -> SourceSettings:
     # Flags of the documented command, then the keys that the file sets.
     found = _documented_command(text, file, variables)

@@ -47,6 +47,7 @@ def subtract_baseline(
     rewards: Float[Array, "N"],
     group: Int[Array, "N"],
     valid: Float[Array, "N"],
+    *,
     baseline: Float[Array, "N"],
     moments: GroupMoments,
 ) -> Float[Array, "N"]:
@@ -66,6 +67,7 @@ def group_advantages(
     group: Int[Array, "N"],
     valid: Float[Array, "N"],
     scale: Scale = "std",
+    *,
     eps: float = 1e-6,
 ) -> Float[Array, "N"]:
     """Return (reward - group mean) / (spread + eps), GRPO (arXiv 2402.03300, section 4.1.2).
@@ -75,8 +77,8 @@ def group_advantages(
             (ddof 1), or "none" (Dr. GRPO, arXiv 2503.20783).
     """
     moments = group_moments(rewards, group, valid)
-    centred = subtract_baseline(rewards, group, valid, moments.mean[group], moments)
-    return centred / spread(rewards, group, valid, scale, eps)
+    centred = subtract_baseline(rewards, group, valid, baseline=moments.mean[group], moments=moments)
+    return centred / spread(rewards, group, valid, scale, eps=eps)
 
 
 def spread(
@@ -84,6 +86,7 @@ def spread(
     group: Int[Array, "N"],
     valid: Float[Array, "N"],
     scale: Scale,
+    *,
     eps: float = 1e-6,
 ) -> Float[Array, "N"]:
     """Return the divisor of an advantage, see `group_advantages`; 1 for a group of one."""
@@ -126,4 +129,4 @@ def leave_one_out(
     moments = group_moments(rewards, group, valid)
     total = (moments.count * moments.mean)[group]
     others = (total - rewards) / jnp.maximum(moments.count - 1, 1.0)[group]
-    return subtract_baseline(rewards, group, valid, others, moments)
+    return subtract_baseline(rewards, group, valid, baseline=others, moments=moments)

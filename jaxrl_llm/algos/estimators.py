@@ -103,6 +103,7 @@ def optimal_token_baseline(
     logprobs: Float[Array, "N R"],
     sum_pi_squared: Float[Array, "N R"],
     group: Int[Array, "N"],
+    *,
     mask: Float[Array, "N R"],
     ratio: Float[Array, "N R"] | None = None,
     zero_tail: bool = False,
@@ -155,7 +156,7 @@ def length_weighted(
     weight = group_sum(lengths, group, valid)
     baseline = group_sum(lengths * rewards, group, valid) / jnp.maximum(weight, 1.0)
     return subtract_baseline(
-        rewards, group, valid, baseline[group], moments=group_moments(rewards, group, valid)
+        rewards, group, valid, baseline=baseline[group], moments=group_moments(rewards, group, valid)
     )
 
 

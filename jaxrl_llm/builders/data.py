@@ -47,9 +47,18 @@ def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -
     holdout = open_split(config) if data.holdout else None
 
     def loader(data=data, split: Literal["train", "eval"] = "train", opened: list[OpenSource] | None = None):
-        limits = config.max_prompt_tokens, split, config.max_tokens
-        return Loader(data, tokenizer, config.seed, *limits, columns, opened)
+        return Loader(
+            data,
+            tokenizer,
+            config.seed,
+            config.max_prompt_tokens,
+            split=split,
+            max_tokens=config.max_tokens,
+            columns=columns,
+            opened=opened,
+        )
 
+    # The loader of each part of the run.
     loaders = {"train": loader(opened=holdout and holdout.train)}
     if warm.steps and warm.sources:
         warm_data = replace(data, train=warm.sources, path="", holdout=0.0)

@@ -277,8 +277,8 @@ def load_reward_models(
         compares = config.eval.judge == GENERATIVE and model.kind == GENERATIVE
         if model.weight or config.eval.every:
             role_step = step_of(config, step, role, meshes[role])
-            texts = (role_step, meshes[role], tokenizer, config.data.chat, 1 + compares)
-            loaded.append(load_reward_model(model, *texts))
+            texts = {"chat": config.data.chat, "responses": 1 + compares}
+            loaded.append(load_reward_model(model, role_step, meshes[role], tokenizer, **texts))
     return loaded
 
 

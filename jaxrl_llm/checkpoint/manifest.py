@@ -38,7 +38,7 @@ class Manifest:
     versions: dict[str, str]  # library -> version
 
 
-def write_manifest(folder: Path, step: int, arrays: dict[str, str], meta: dict, metrics: dict) -> None:
+def write_manifest(folder: Path, step: int, arrays: dict[str, str], meta: dict, *, metrics: dict) -> None:
     """Write META and then MANIFEST into a folder whose other files are complete; both reach the disk."""
     write_json(folder / META, meta)
     paths = sorted(p for p in folder.rglob("*") if p.is_file())

@@ -68,6 +68,7 @@ class Checkpointer:
         state: Any,
         meta: dict[str, Any],
         metrics: dict[str, float],
+        *,
         files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> bool:
         """Start saving. The arrays are copied before this returns, so that they may be donated.
@@ -113,7 +114,8 @@ class Checkpointer:
             return False
         # The rest is done in the background.
         shapes = {path: array_type(x) for path, x in arrays.items()}
-        finishing = self._thread.submit(self._finish, step, start, response, shapes, meta, metrics, files)
+        written = {"meta": meta, "metrics": metrics, "files": files}
+        finishing = self._thread.submit(self._finish, step, start, response, shapes, **written)
         self._saving = step, finishing
         if not self.config.async_save:
             self.wait()
@@ -243,7 +245,7 @@ class Checkpointer:
         self._warned.add(why)
 
     def _finish(
-        self, step: int, start: float, response: Any, shapes: dict, meta: dict, metrics: dict, files
+        self, step: int, start: float, response: Any, shapes: dict, *, meta: dict, metrics: dict, files
     ) -> float:
         """Wait in the background for Orbax in all processes; then process 0 makes the checkpoint exist.
 

@@ -83,6 +83,7 @@ class Loader:
         tokenizer: Any,
         seed: int,
         max_prompt_tokens: int,
+        *,
         split: Literal["train", "eval"] = "train",
         max_tokens: int | None = None,
         columns: dict[str, Any] | None = None,

@@ -62,7 +62,7 @@ class TemplateProcess:
         self._errors: Any = None  # a file: the standard error of the process
 
     def render(
-        self, template: str, calls: Sequence[dict[str, Any]], name: str, where: str, date: str = ""
+        self, template: str, calls: Sequence[dict[str, Any]], name: str, where: str, *, date: str = ""
     ) -> list[Rendered]:
         """Render the template with the arguments of each call.
 

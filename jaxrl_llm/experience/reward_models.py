@@ -183,6 +183,7 @@ def load_reward_model(
     step: StepConfig,
     mesh: Mesh,
     policy_tokenizer: Any,
+    *,
     chat: ChatConfig,
     responses: int = 1,
 ) -> RewardModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import time
@@ -90,7 +91,7 @@ class RolloutSource:
         complete = self.prompts * self.responses
         for number in range(self.cursor, self.cursor + self._requires.draws):
             draw = self._start(number)
-            trajectories = self._finish(draw, len(prompts), params, metrics, timer)
+            trajectories = self._finish(draw, len(prompts), params, metrics, timer=timer)
             prompts += draw.prompts
             groups = group_by_prompt(trajectories)
             kept += [t for g in groups if not dynamic or has_variance(g, components) for t in g]
@@ -160,15 +161,16 @@ class RolloutSource:
             samplings = [(self.responses, self.sampling)]
             if self._requires.greedy:
                 samplings.append((1, replace(self.sampling, temperature=0.0, kept_sets=False)))
+            start = functools.partial(start_responses, self.engine, prompts, key=key, env=self.env)
             pending = [
-                start_responses(self.engine, prompts, n, self.max_tokens, sampling, key, self.env, before)
+                start(n, self.max_tokens, sampling=sampling, partial=before)
                 for (n, sampling), before in zip(samplings, partial, strict=False)
             ]
             self.started[number] = Draw(prompts, pending)
         return self.started[number]
 
     def _finish(
-        self, draw: Draw, first_index: int, params: Params, metrics: Metrics, timer: Timer
+        self, draw: Draw, first_index: int, params: Params, metrics: Metrics, *, timer: Timer
     ) -> list[Trajectory]:
         """Return the scored responses of a draw, their prompts numbered from `first_index`."""
         begin = time.perf_counter()
@@ -205,12 +207,14 @@ def generate_responses(
     prompts: Sequence[Prompt],
     responses: int,
     max_tokens: int,
+    *,
     sampling: SamplingConfig,
     key: jax.Array,
     env: Conversations | None = None,
 ) -> list[Trajectory]:
     """Return `responses` to each prompt, in order; prompt_index is the position in `prompts`."""
-    return start_responses(engine, prompts, responses, max_tokens, sampling, key, env).result()
+    settings = {"sampling": sampling, "key": key, "env": env}
+    return start_responses(engine, prompts, responses, max_tokens, **settings).result()
 
 
 def start_responses(
@@ -218,6 +222,7 @@ def start_responses(
     prompts: Sequence[Prompt],
     responses: int,
     max_tokens: int,
+    *,
     sampling: SamplingConfig,
     key: jax.Array,
     env: Conversations | None = None,
@@ -225,4 +230,4 @@ def start_responses(
 ) -> Pending:
     """Start `responses` to each prompt; `partial` ones, if any, are continued."""
     requests = [Request(p.ids, i, responses, max_tokens) for i, p in enumerate(prompts)]
-    return engine.start(requests, sampling, key, env and env.dialogue(prompts, key), partial)
+    return engine.start(requests, sampling, key, env and env.dialogue(prompts, key), partial=partial)

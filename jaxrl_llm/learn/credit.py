@@ -19,7 +19,12 @@ IN_ADVANTAGES = tuple(signal.name for signal in SIGNALS if signal.in_advantages)
 
 
 def assign_credit(
-    algo: AlgoConfig, items: Sequence[PackItem], trajectories: Sequence[Trajectory], kl_coef: float, seed: int
+    algo: AlgoConfig,
+    items: Sequence[PackItem],
+    trajectories: Sequence[Trajectory],
+    kl_coef: float,
+    *,
+    seed: int,
 ) -> list[PackItem]:
     """Write advantages (and returns) into the items' signals; return the items that the algorithm selects.
 
@@ -103,6 +108,7 @@ def split_minibatches(
     items: Sequence[PackItem],
     count: int,
     seed: int,
+    *,
     group_size: int = 1,
     epochs: int = 1,
     whole_prompts: bool = False,

@@ -22,7 +22,7 @@ from jaxrl_llm.learn.moe_losses import balance_weights, routing_metrics
 from jaxrl_llm.learn.optim_states import moments_on_devices, state_shardings, stored_weights
 from jaxrl_llm.learn.reference import PlacedTeachers, Teachers, teachers_of
 from jaxrl_llm.learn.scoring import Scorer
-from jaxrl_llm.learn.update import StepConfig, accumulate, apply, baseline, loss_and_metrics
+from jaxrl_llm.learn.update import LossArrays, StepConfig, accumulate, apply, baseline, loss_and_metrics
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.sharding.compile import Program, compiler_options
@@ -39,6 +39,7 @@ class Learner:
         model: TransformerConfig,
         optimizer: optax.GradientTransformation,
         config: StepConfig,
+        *,
         mesh: Mesh,
     ):
         self.scorer = Scorer(config, mesh, algos.of(algo).group_size)
@@ -98,7 +99,7 @@ class Learner:
             trained, frozen = lora.split_params(state.params)
             zeros = jax.eval_shape(self._zeros, trained) if microbatches > 1 else None
             zeros = zeros and with_shardings(zeros, self.grad_shardings)
-            args = (trained, zeros, batch, totals, tuple(teachers), frozen)
+            args = (trained, zeros, LossArrays(batch, totals, tuple(teachers), frozen))
             grads, metrics, _ = jax.eval_shape(self._accumulate, *args)
         grads = with_shardings(grads, self.grad_shardings)
         metrics = with_shardings(metrics, jax.tree.map(lambda _: self.replicated, metrics))
@@ -122,7 +123,7 @@ class Learner:
         collected, logprobs = [], []
         for items in minibatches:
             batches, totals = self.scorer.batches(items, self.config.rows), counts(items, self.group_size)
-            state, metrics, scores = self.update_minibatch(state, batches, *totals, teachers)
+            state, metrics, scores = self.update_minibatch(state, batches, *totals, teachers=teachers)
             collected.append(jax.block_until_ready(metrics) if self.one_at_a_time else metrics)
             logprobs.append(scores)
         if algos.requirements(self.algo).logprobs:
@@ -136,6 +137,7 @@ class Learner:
         batches: Sequence[Batch],
         num_tokens: float,
         num_sequences: float,
+        *,
         teachers: Teachers = (),
     ) -> tuple[TrainState, Metrics, list[jax.Array]]:
         """Return state, metrics and log-probs of one optimizer update from micro-batches on the devices."""
@@ -149,8 +151,8 @@ class Learner:
             grads = self._zeros(trained) if len(batches) > 1 else None
             parts, logprobs = [], []
             for batch in batches:
-                read = teachers_of(batch, teachers)
-                grads, part, values = self._accumulate(trained, grads, batch, totals, read, frozen)
+                arrays = LossArrays(batch, totals, teachers_of(batch, teachers), frozen)
+                grads, part, values = self._accumulate(trained, grads, arrays)
                 parts.append(part)
                 logprobs.append(values)
             new, metrics = self._apply(lora.trained_state(state), grads, combine(parts), totals.num_sequences)

@@ -66,10 +66,10 @@ class PlacedTeachers:
             with jax.set_mesh(self.model.mesh):
                 heads = [jax.jit(_head_of)(teacher) for teacher in self.teachers]
             self._heads = [reshard(head, self._head_sharding(head)) for head in heads]
-        inputs = batch.tokens, batch.positions, batch.segments, batch.last
-        inputs = reshard(inputs, jax.tree.map(lambda x: row_sharding(self.model.mesh, x.shape), inputs))
+        rows = batch.tokens, batch.positions, batch.segments, batch.last
+        rows = reshard(rows, jax.tree.map(lambda x: row_sharding(self.model.mesh, x.shape), rows))
         with jax.set_mesh(self.model.mesh):
-            hidden = [self._forward(teacher, *inputs) for teacher in self.teachers]
+            hidden = [self._forward(teacher, rows) for teacher in self.teachers]
         sent = [reshard(x, self._hidden_sharding(x.shape)) for x in hidden]
         return self._join(sent, self._heads)
 
@@ -84,8 +84,8 @@ class PlacedTeachers:
         heads = [jax.eval_shape(_head_of, teacher) for teacher in self.teachers]
         return self._join(hidden, [with_shardings(head, self._head_sharding(head)) for head in heads])
 
-    def _hidden(self, teacher: Params, tokens, positions, segments, last) -> Float[Array, "B T D"]:
-        config = self.model.config
+    def _hidden(self, teacher: Params, rows: tuple[jax.Array | None, ...]) -> Float[Array, "B T D"]:
+        config, (tokens, positions, segments, last) = self.model.config, rows
         return teacher(
             tokens,
             positions,

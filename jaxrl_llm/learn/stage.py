@@ -129,14 +129,15 @@ class Stage:
         Args:
             reference: weights of the frozen reference; None where the algorithm needs none.
         """
-        algo = self.policy.algo
+        policy = self.policy
         if not experience.items:  # dynamic sampling found no group to learn from
             return []
         self.score(state, experience.items, reference)
-        kl_coef = float(state.kl_coef)
-        items = credit.assign_credit(algo, experience.items, experience.trajectories, kl_coef, seed)
-        settings = self.policy.group_size, self.epochs, self.whole_prompts
-        return credit.split_minibatches(items, self.minibatches, seed, *settings)
+        items = credit.assign_credit(
+            policy.algo, experience.items, experience.trajectories, float(state.kl_coef), seed=seed
+        )
+        size, settings = policy.group_size, {"epochs": self.epochs, "whole_prompts": self.whole_prompts}
+        return credit.split_minibatches(items, self.minibatches, seed, group_size=size, **settings)
 
     def update(
         self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], step: int

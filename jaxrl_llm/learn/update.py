@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,7 @@ def model_outputs(
     batch: Batch,
     config: StepConfig,
     names: Sequence[str],
+    *,
     teachers: Sequence[Params] = (),
     divergence: Divergence | None = None,
 ) -> Outputs:
@@ -153,7 +154,7 @@ def loss_and_metrics(
     """Return one micro-batch's part of loss and metrics of the mini-batch, and the policy's log-probs."""
     requires = algos.requirements(algo)
     names = loss_outputs(requires) + (ROUTING,) * (params.config.moe is not None)
-    outputs = model_outputs(params, batch, config, names, teachers, requires.divergence)
+    outputs = model_outputs(params, batch, config, names, teachers=teachers, divergence=requires.divergence)
     if "entropy" in outputs and not requires.entropy:
         outputs["entropy"] = jax.lax.stop_gradient(outputs["entropy"])
     inputs = loss_inputs(batch, outputs, totals)
@@ -168,23 +169,24 @@ def loss_and_metrics(
     return loss, jax.lax.stop_gradient((metrics, inputs.logprobs))
 
 
+class LossArrays(NamedTuple):
+    """Arrays that the loss of a micro-batch reads besides the trained weights."""
+
+    batch: Batch
+    totals: BatchTotals
+    teachers: Sequence[Params]
+    frozen: Params  # the other part of the model (`models.lora.split_params`)
+
+
 def accumulate(
-    trained: Params,
-    grads: Params | None,
-    batch: Batch,
-    totals: BatchTotals,
-    teachers: Sequence[Params],
-    frozen: Params,
-    *,
-    algo: AlgoConfig,
-    config: StepConfig,
+    trained: Params, grads: Params | None, arrays: LossArrays, *, algo: AlgoConfig, config: StepConfig
 ) -> tuple[Params, Metrics, Float[Array, "B T"]]:
     """Return the gradients of the trained weights plus one micro-batch's, its metrics and log-probs.
 
     Args:
-        trained, frozen: the two parts of the model (`models.lora.split_params`); `grads` is like `trained`.
-        grads: None = this is the only micro-batch: its gradients need no buffer to be added to.
+        grads: like `trained`; None = this is the only micro-batch: its gradients need no buffer.
     """
+    batch, totals, teachers, frozen = arrays
 
     def loss_fn(trained):
         params = lora.join_params(trained, frozen)

@@ -99,7 +99,7 @@ def rollout_rows(calls: Mapping[str, Program], longest: int) -> dict[str, Rows]:
         read = slots("decode_drafts") * (drafts.static["num_drafts"] + 1)
         found["decode_drafts"] = Rows(read, longest, True)
     if "extend" in calls:
-        found["extend"] = Rows(math.prod(calls["extend"].args[3].shape), longest, False)
+        found["extend"] = Rows(math.prod(calls["extend"].args[2].tokens.shape), longest, False)
     return found
 
 

@@ -115,11 +115,11 @@ def _rollout(
     engine = NativeEngine(rollout, model, mesh, routes=config.routing.replay == "rollout")
     calls, response = _rollout_calls(config, engine, params), config.max_response_tokens
     # Memory: the cache, copies of the weights, prompts.
-    weights, cache, state, *_, last = calls["decode"].args
+    weights, cache, state, inputs = calls["decode"].args
     slots, width = len(state.tokens), calls["prefill"].args[1].shape
     paged = "write_pages" in calls
     prompts = calls["write_pages"].args[1] if paged else calls["gather"].args[0]
-    longest = last.shape[1] * rollout.page if paged else cache.length
+    longest = inputs.table.shape[1] * rollout.page if paged else cache.length
     base = base | ({"rollout weights": params} if rollout.weight_noise else {})
     stale = [engine.transfer.versioned_weights(weights)] * rollout.max_staleness
     with_weights = base | {"rollout weights": [weights, stale, base.get("rollout weights")]}
@@ -165,9 +165,8 @@ def _rollout(
 
 def _rollout_calls(config: TrainConfig, engine: NativeEngine, params) -> dict[str, Program]:
     lengths = config.max_prompt_tokens, config.max_response_tokens
-    return engine.largest_calls(
-        params, *lengths, config.prompts_per_step, config.rollout.sampling, config.env.active
-    )
+    settings = {"sampling": config.rollout.sampling, "turns": config.env.active}
+    return engine.largest_calls(params, *lengths, config.prompts_per_step, **settings)
 
 
 def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[str, Mesh]) -> Iterator[Phase]:
@@ -193,7 +192,7 @@ def _update(
     rows, times = _microbatches(config, learner.scorer, POLICY if learner is stage.policy else CRITIC)
     per_minibatch = times // config.minibatches_per_step
     calls = update_programs(stage, learner, per_minibatch)
-    batch, grads = calls["accumulate"].args[2], calls["apply"].args[1]
+    batch, grads = calls["accumulate"].args[2].batch, calls["apply"].args[1]
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
     counted = Rows(rows * config.row_tokens, mean_context(config), algos.requirements(learner.algo).logprobs)
     remat, mesh = config.model.remat, learner.mesh

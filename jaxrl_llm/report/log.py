@@ -140,7 +140,7 @@ class RunLog:
             self._count(self.last_step if name == "checkpoint" else None)
 
     def step(
-        self, step: int, metrics: Metrics, tokens: int, kind: str = "train", model_flops: float = 0.0
+        self, step: int, metrics: Metrics, tokens: int, *, kind: str = "train", model_flops: float = 0.0
     ) -> dict[str, Any]:
         """Write the line of a step: {"step", "kind", metrics, time/, tokens_per_second, perf/, goodput/}.
 

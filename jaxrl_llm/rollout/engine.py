@@ -159,6 +159,7 @@ class Engine(Protocol):
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
+        *,
         partial: Sequence[PartialResponse] = (),
     ) -> Pending:
         """Start to generate responses, and return immediately. A collective.

@@ -37,14 +37,16 @@ class UlyssesAttention(NamedTuple):
     axis: str
     """Mesh axis that shards the row; its size divides the number of query heads."""
 
-    def forward(self, spec: AttentionSpec, q, k, v, q_segments, kv_last, mask: DynamicMask):
+    def forward(  # noqa: PLR0917 - by position, as kernels are called
+        self, spec: AttentionSpec, q, k, v, q_segments, kv_last, mask: DynamicMask
+    ):
         """Compute (out, lse) of the local queries over the keys of all devices."""
         qkv = self._by_heads(q, self._repeat(k), self._repeat(v))
         of_rows = self._gather(q_segments, kv_last, mask)
         out, lse = self.implementation.forward(spec, *qkv, *of_rows)
         return self._by_tokens(out)[0], jax.lax.all_to_all(lse, self.axis, 2, 1, tiled=True)
 
-    def backward(
+    def backward(  # noqa: PLR0917
         self,
         spec: AttentionSpec,
         q,
@@ -124,7 +126,7 @@ def restore_tokens(x: Shaped[Array, "B T ..."], method: ContextParallel) -> Shap
     return _permute(from_zigzag, x) if method == "ring" else x
 
 
-def sharded_attention(
+def sharded_attention(  # noqa: PLR0917 - in the order of `flash_attention`
     q: Float[Array, "B T H E"],
     k: Float[Array, "B T K E"],
     v: Float[Array, "B T K E"],
@@ -167,7 +169,7 @@ def sharded_attention(
     if method in METHODS:
         implementation = METHODS[method](implementation, AXIS)
     static = _Static(implementation, AttentionSpec(scale, softcap, windows, last is not None), spec)
-    return _attention(static, q, k, v, segments, last, window, sinks)
+    return _attention(static, _Operands(q, k, v, segments, last, window, sinks))
 
 
 def heads_problem(heads: int, parts: int) -> str:
@@ -200,17 +202,31 @@ class _Static(NamedTuple):
         return jax.shard_map(function, in_specs=each(inputs), out_specs=each(outputs), check_vma=False)
 
 
+class _Operands(NamedTuple):
+    """Arguments of `sharded_attention` that are arrays."""
+
+    q: Any
+    k: Any
+    v: Any
+    segments: Any
+    last: Any
+    window: Any
+    sinks: Any
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, q, k, v, segments, last, window, sinks):
-    return _forward(static, q, k, v, segments=segments, last=last, window=window, sinks=sinks)[0]
+def _attention(static: _Static, operands: _Operands):
+    return _forward(static, operands)[0]
 
 
-def _forward(static: _Static, q, k, v, segments, last, window, sinks):
-    def local(q, k, v, segments, last, window):
+def _forward(static: _Static, operands: _Operands):
+    def local(q, k, v, *of_rows):
+        segments, last, window = of_rows
         last = segments if last is None else last  # one array, as cuDNN needs to know
         mask = DynamicMask(window=window)
         return static.implementation.forward(static.spec, q, k, v, segments, last, mask)
 
+    q, k, v, segments, last, window, sinks = operands
     window = jnp.asarray(window, jnp.int32)
     results = static.shard_map(local, "rrrss" + _letter(window), "rl")(q, k, v, segments, last, window)
     results = results if sinks is None else add_sinks(*results, sinks)
@@ -219,7 +235,8 @@ def _forward(static: _Static, q, k, v, segments, last, window, sinks):
 
 
 def _backward(static: _Static, residuals, d_out):
-    def local(q, k, v, segments, last, window, out, lse, d_out):
+    def local(q, k, v, *others):
+        segments, last, window, out, lse, d_out = others
         last, mask = segments if last is None else last, DynamicMask(window=window)
         return static.implementation.backward(
             static.spec, q, k, v, q_segments=segments, kv_last=last, mask=mask, out=out, lse=lse, d_out=d_out
@@ -227,7 +244,8 @@ def _backward(static: _Static, residuals, d_out):
 
     arrays, sinks = residuals
     d_qkv = static.shard_map(local, f"rrrss{_letter(arrays[5])}rlr", "rrr")(*arrays, d_out)
-    return *d_qkv, None, None, None, None if sinks is None else d_sinks(sinks, *arrays[-2:], d_out)
+    d_sink = None if sinks is None else d_sinks(sinks, *arrays[-2:], d_out)
+    return (_Operands(*d_qkv, None, None, None, d_sink),)
 
 
 _attention.defvjp(_forward, _backward)

@@ -33,7 +33,9 @@ class RingAttention(NamedTuple):
     axis: str
     """Mesh axis that shards the row."""
 
-    def forward(self, spec: AttentionSpec, q, k, v, q_segments, kv_last, mask: DynamicMask):
+    def forward(  # noqa: PLR0917 - by position, as kernels are called
+        self, spec: AttentionSpec, q, k, v, q_segments, kv_last, mask: DynamicMask
+    ):
         """Compute (out, lse) of the local queries over the keys of all devices."""
 
         def add(results, operands):
@@ -56,7 +58,7 @@ class RingAttention(NamedTuple):
         out = jnp.concatenate([early[0], late[0]], axis=1).astype(q.dtype)
         return out, jnp.concatenate([early[1], late[1]], axis=2)
 
-    def backward(
+    def backward(  # noqa: PLR0917
         self,
         spec: AttentionSpec,
         q,

@@ -278,8 +278,8 @@ class Session:
                     [response],
                     *self.engine.published,
                     self.args,
-                    None,
-                    lambda: self.before_chunk(stream, response, waiting),
+                    dialogue=None,
+                    before_chunk=lambda: self.before_chunk(stream, response, waiting),
                 )
             except AnswerStoppedError:
                 response.finish = "stopped"

@@ -47,12 +47,6 @@ def pick_dtype(dtype: Dtype) -> str:
     return "float32" if platform == "cpu" else "float16" if lacks_bfloat16(kind) else "bfloat16"
 
 
-def load_sharded(folder: Path, config: TransformerConfig, mesh: Mesh, rules: Rules, dtype: str) -> Params:
-    """Return the weights; each device reads only its shard."""
-    print_progress(f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)")
-    return load_params(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
-
-
 class StoredModel(NamedTuple):
     """A model that a command names; its weights are not read yet."""
 
@@ -75,15 +69,23 @@ def open_model(name: str, choice: ModelChoice) -> StoredModel:
     elif choice.step is not None:
         raise UserError(f"--step {choice.step}: {path} is not a run directory with checkpoints")
     else:
-        folder = resolve_model(name)
-        config, ends = read_config(folder), generation_end_ids(folder)
-        tokenizer = functools.partial(load_tokenizer, folder, config)
-        model = StoredModel(
-            config, tokenizer, ends, None, load=functools.partial(load_sharded, folder, config)
-        )
+        model = _model_of_folder(resolve_model(name))
     if model.config.value_head:
         raise UserError(f"--model {name}: a model with a score head, such as a reward model, has no text")
     return _with_adapter(model, choice.adapter) if choice.adapter else model
+
+
+def _model_of_folder(folder: Path) -> StoredModel:
+    config = read_config(folder)
+
+    def load(mesh: Mesh, rules: Rules, dtype: str) -> Params:  # each device reads only its shard
+        print_progress(
+            f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)"
+        )
+        return load_params(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
+
+    tokenizer = functools.partial(load_tokenizer, folder, config)
+    return StoredModel(config, tokenizer, generation_end_ids(folder), None, load=load)
 
 
 def _model_of_run(run_dir: Path, step: int | None) -> StoredModel:

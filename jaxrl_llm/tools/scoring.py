@@ -120,7 +120,7 @@ def logprob_scores(args: ScoreArguments, model: StoredModel, rows: RawRows) -> S
     scorer = BucketedScorer(step, mesh, args.batch_tokens)
 
     def score(numbers: range) -> tuple[list[str], str]:
-        window = [encode_row(tokenizer, config, *rows[number], args.chat) for number in numbers]
+        window = [encode_row(tokenizer, config, *rows[number], chat=args.chat) for number in numbers]
         with working(f"scoring {len(window)} rows"):
             results = logprobs_of(scorer, params, [one_prompt(group) for _, group in window])
         lines = []
@@ -140,7 +140,7 @@ def one_prompt(group: list[dict[str, Any]]) -> Sequences:
 
 
 def encode_row(
-    tokenizer: Any, config: TransformerConfig, row: dict[str, Any], where: str, chat: ChatConfig
+    tokenizer: Any, config: TransformerConfig, row: dict[str, Any], where: str, *, chat: ChatConfig
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return (kind as of `GivenResponses`, sequences) of a row of `score --model`.
 

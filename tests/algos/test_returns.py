@@ -85,12 +85,12 @@ SQUARE = jnp.array([[0.4, 0.5, 0.6], [0.35, 0.4, 0.85]])
 
 def test_optimal_token_baseline_equals_veRL():
     returns, group = jnp.array([[1.0] * 3, [0.0] * 3]), jnp.zeros(2, jnp.int32)
-    got = optimal_token_baseline(returns, PI, SQUARE, group, jnp.ones((2, 3)))
+    got = optimal_token_baseline(returns, PI, SQUARE, group, mask=jnp.ones((2, 3)))
     np.testing.assert_allclose(got, OTB, atol=1e-6)
     # a response of another prompt changes nothing, and alone in its group it has no baseline
     more = lambda x: jnp.concatenate([x, x[:1]])
     got = optimal_token_baseline(
-        more(returns), more(PI), more(SQUARE), jnp.array([0, 0, 1]), jnp.ones((3, 3))
+        more(returns), more(PI), more(SQUARE), jnp.array([0, 0, 1]), mask=jnp.ones((3, 3))
     )
     np.testing.assert_allclose(got, [*OTB, [1, 1, 1]], atol=1e-6)
 
@@ -100,7 +100,7 @@ def test_optimal_token_baseline_counts_own_tokens_only():
     spread = lambda x: jnp.stack([jnp.insert(x[0], 1, -3.0), jnp.append(x[1], -3.0)])
     mask = jnp.array([[1.0, 0, 1, 1], [1, 1, 1, 0]])
     returns = jnp.array([[1.0] * 4, [0.0] * 4])
-    got = optimal_token_baseline(returns, spread(PI), spread(SQUARE), jnp.zeros(2, jnp.int32), mask)
+    got = optimal_token_baseline(returns, spread(PI), spread(SQUARE), jnp.zeros(2, jnp.int32), mask=mask)
     np.testing.assert_allclose(got[0], [OTB[0][0], 0, *OTB[0][1:]], atol=1e-6)
     np.testing.assert_allclose(got[1], [*OTB[1], 0], atol=1e-6)
 
@@ -109,7 +109,7 @@ def test_optimal_token_baseline_where_one_response_is_left():
     mask = jnp.array([[1.0, 1, 1], [1, 0, 0]])
     returns = jnp.array([[1.0] * 3, [0.0, 0, 0]])
     run = lambda tail: optimal_token_baseline(
-        returns, PI, SQUARE, jnp.zeros(2, jnp.int32), mask, zero_tail=tail
+        returns, PI, SQUARE, jnp.zeros(2, jnp.int32), mask=mask, zero_tail=tail
     )
     np.testing.assert_allclose(run(False), [[OTB[0][0], 0, 0], [OTB[1][0], 0, 0]], atol=1e-6)
     np.testing.assert_allclose(run(True), [[OTB[0][0], 1, 1], [OTB[1][0], 0, 0]], atol=1e-6)
@@ -119,7 +119,7 @@ def test_optimal_token_baseline_under_importance_weights():
     """W then sums rho^2 w: .4 * 4 and .55 for the first token."""
     ratio = jnp.array([[2.0] * 3, [1.0] * 3])
     returns, group = jnp.array([[1.0] * 3, [0.0] * 3]), jnp.zeros(2, jnp.int32)
-    got = optimal_token_baseline(returns, PI, SQUARE, group, jnp.ones((2, 3)), ratio)
+    got = optimal_token_baseline(returns, PI, SQUARE, group, mask=jnp.ones((2, 3)), ratio=ratio)
     assert float(got[0, 0]) == pytest.approx(1 - 1.6 / (1.6 + 0.55), abs=1e-6)
 
 
@@ -130,7 +130,7 @@ def test_otb_reads_the_arrays_it_requires():
     given = rollouts(rewards=jnp.array([1.0, 0, 1, 0]))
     mask, old, square = given.mask, given.old_logprobs, given.sum_pi_squared
     returns = jnp.array([1.0, 0, 1, 0])[:, None] * mask
-    expected = optimal_token_baseline(returns, old, square, given.group, mask)
+    expected = optimal_token_baseline(returns, old, square, given.group, mask=mask)
     np.testing.assert_allclose(advantages(given, config), expected, atol=1e-6)
 
 

@@ -90,7 +90,11 @@ def test_optimal_token_baseline_stands_log_probs_of_older_weights():
     assert requirements(otb.config).old_logprobs_source == "auto"
     old = jnp.log(jnp.array([[0.9], [0.5]]))
     got = jax.jit(optimal_token_baseline)(
-        jnp.array([[1.0], [0.0]]), old, jnp.array([[0.3], [0.5]]), jnp.zeros(2, jnp.int32), jnp.ones((2, 1))
+        jnp.array([[1.0], [0.0]]),
+        old,
+        jnp.array([[0.3], [0.5]]),
+        jnp.zeros(2, jnp.int32),
+        mask=jnp.ones((2, 1)),
     )
     weights = 0.01, 0.25 + 0.25
     np.testing.assert_allclose(got[0, 0], 1 - weights[0] / sum(weights), rtol=1e-5)

@@ -193,7 +193,7 @@ def test_newest_and_best_are_kept(tmp_path):
 def test_a_save_that_failed_does_not_keep_the_thread(tmp_path):
     saver = checkpointer(tmp_path)
 
-    def failing(step, start, response, *rest):
+    def failing(step, start, response, shapes, **written):
         response.result()
         raise OSError("no such device")
 

@@ -60,7 +60,7 @@ def test_time_memory_and_size_of_a_chat_are_bounded(process, text):
 def test_the_date_is_that_of_the_run(process):
     writes = "{{ strftime_now('%d %b %Y %H') }}"
     for date in ("2026-11-27", "2020-02-29"):
-        dated = process.render(writes, [CHAT], "t", "w", date)
+        dated = process.render(writes, [CHAT], "t", "w", date=date)
         assert dated == [(f"{datetime.date.fromisoformat(date):%d %b %Y} 00", [])]
     before, today, after = datetime.date.today(), render(process, writes)[0][0], datetime.date.today()
     assert today[:-3] in {f"{day:%d %b %Y}" for day in (before, after)}  # no date is kept

@@ -46,7 +46,7 @@ class ScriptedEngine:
     def release_memory(self):
         pass
 
-    def start(self, requests, sampling, key, dialogue=None, partial=()):
+    def start(self, requests, sampling, key, dialogue=None, *, partial=()):
         return DeferredGeneration(
             lambda: [
                 Trajectory(

@@ -54,7 +54,7 @@ class FakeEngine:
         self.params = params
         return {}
 
-    def start(self, requests, sampling, key, dialogue=None, partial=()):
+    def start(self, requests, sampling, key, dialogue=None, *, partial=()):
         self.key = key
         return DeferredGeneration(lambda: self.generate(requests, sampling, key))
 

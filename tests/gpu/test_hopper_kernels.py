@@ -184,7 +184,7 @@ def test_logprob(tokens, vocab, dim, softcap):
         (8, 4, 256, 32, 30.0, NO_WINDOW),
     ],
 )
-def test_decode_attention(heads, kv_heads, dim, page, softcap, window, splits):
+def test_decode_attention(heads, kv_heads, dim, page, *, softcap, window, splits):
     slots, longest = 37, 1536
     row = -(-longest // page)
     rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(1), 3)
@@ -217,7 +217,7 @@ def test_decode_attention(heads, kv_heads, dim, page, softcap, window, splits):
         (70, 64, 256, 320),
     ],
 )
-def test_grouped_matmul(rows, groups, depth, columns, skew):
+def test_grouped_matmul(rows, groups, depth, columns, *, skew):
     keys = jax.random.split(jax.random.key(0), 3)
     sizes = group_sizes(rows, groups, skew)
     sizes[1] = 0  # an empty group, and rows after the last one
@@ -225,7 +225,8 @@ def test_grouped_matmul(rows, groups, depth, columns, skew):
     rhs = (jax.random.normal(keys[1], (groups, depth, columns)) / depth**0.5).astype("bfloat16")
     d_out = jax.random.normal(keys[2], (rows, columns), "bfloat16")
 
-    def run(product, lhs, rhs, sizes, d_out):
+    def run(product, lhs, rhs, *others):
+        sizes, d_out = others
         out, pull = jax.vjp(lambda lhs, rhs: product(lhs, rhs, sizes, lhs.dtype), lhs, rhs)
         return out, *pull(d_out)
 

@@ -315,7 +315,7 @@ def test_warm_up(imported, flags, steps):
         ("sft", "--eval_steps 40 --logging_steps 5", 40, "eval_steps 40"),
     ],
 )
-def test_evaluation_without_an_interval_has_that_of_logging(imported, trainer, flags, every, origin):
+def test_evaluation_without_an_interval_has_that_of_logging(imported, trainer, flags, *, every, origin):
     text = f"trl sft --model org/m --max_steps 100 --eval_strategy steps {flags}\n"
     run = imported(text, devices=1, trainer=trainer)
     assert run.config.eval.every == every and f"every={every},  # {origin}\n" in run.text

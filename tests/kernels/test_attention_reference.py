@@ -18,7 +18,7 @@ T = 9
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "softcap"), compiler_options=FAST)
-def attention(q, k, v, visible, scale, softcap=None):
+def attention(q, k, v, visible, *, scale, softcap=None):
     return reference.dense_attention(AttentionSpec(scale, softcap=softcap), q, k, v, visible)[0]
 
 
@@ -84,11 +84,11 @@ def test_hidden_keys_have_no_influence():
 
 def test_is_softmax_attention_with_repeated_key_heads():
     out = attention(*inputs(), TRIANGLE, scale=0.3)
-    assert_close(out, oracles.attention(*inputs(), TRIANGLE, 0.3)[0])
+    assert_close(out, oracles.attention(*inputs(), TRIANGLE, scale=0.3)[0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_keeps_its_type_and_float32_statistics(dtype):
     half = attention(*(x.astype(dtype) for x in inputs()), TRIANGLE, scale=0.3)
     assert half.dtype == dtype
-    assert_close(half, oracles.attention(*inputs(), TRIANGLE, 0.3)[0], dtype)
+    assert_close(half, oracles.attention(*inputs(), TRIANGLE, scale=0.3)[0], dtype)

@@ -46,8 +46,9 @@ def quantized(dtype, **shape):
     return (q, *narrow, table, lengths), dict(k_scales=scales[0], v_scales=scales[1])
 
 
-def oracle(q, k, v, table, lengths, *, scale, window=NO_WINDOW, softcap=None, k_scales=None, v_scales=None):
-    """(out, lse) of dense attention of each slot's newest token to its gathered pages."""
+def oracle(q, k, v, *pages, scale, window=NO_WINDOW, softcap=None, k_scales=None, v_scales=None):
+    """(out, lse) of dense attention of each slot's newest token to its gathered pages, (table, lengths)."""
+    table, lengths = pages
 
     def gathered(pages, scales):
         pages = pages.astype(np.float64) * (1 if scales is None else scales[..., None])
@@ -57,7 +58,7 @@ def oracle(q, k, v, table, lengths, *, scale, window=NO_WINDOW, softcap=None, k_
     keys, values = gathered(k, k_scales), gathered(v, v_scales)
     position, last = np.arange(keys.shape[1]), lengths[:, None] - 1
     allowed = (position <= last) & (last - position < window)
-    out, lse = oracles.attention(q[:, None], keys, values, allowed[:, None], scale, softcap)
+    out, lse = oracles.attention(q[:, None], keys, values, allowed[:, None], scale=scale, softcap=softcap)
     return out[:, 0], lse[..., 0]
 
 
@@ -199,7 +200,8 @@ def abstract(case, slots=8, row=32):
     return q, pages, pages, spec((slots, row), jnp.int32), spec((slots,), jnp.int32), scale, scale
 
 
-def on_tpu(splits, q, k, v, table, lengths, k_scales, v_scales):
+def on_tpu(splits, q, k, v, *others):
+    table, lengths, k_scales, v_scales = others
     return api.decode_attention(
         q, k, v, table, lengths, scale=0.1, window=1000, softcap=30.0, k_scales=k_scales, v_scales=v_scales,
         implementation="pallas_tpu", splits=splits,
@@ -314,7 +316,8 @@ def test_a_step_on_tpu_copies_no_pages(compiled, case):
     token = jax.ShapeDtypeStruct((len(table), k.shape[1], k.shape[3]), k.dtype)
     scale = scales[0] and jax.ShapeDtypeStruct(token.shape[:2], jnp.float32)
 
-    def step(pages, new, q, table, lengths):
+    def step(pages, new, q, *slots):
+        table, lengths = slots
         pages = api.write_token(pages, new, table[:, 0], lengths % k.shape[2], "pallas_tpu")
         return pages, on_tpu(None, q, *pages[:2], table, lengths, *pages[2:])
 

@@ -121,8 +121,8 @@ def compiled(module, case: Case):
     """(out, lse, dq, dk, dv), and with sinks their gradient, of an implementation, for every mask."""
 
     @fast_jit
-    def both(q, k, v, q_segments, kv_last, mask, d_out, d_lse):
-        operands = q, k, v, q_segments, kv_last, mask
+    def both(*arrays):
+        *operands, d_out, d_lse = arrays  # the first are q, k, v, q_segments, kv_last, mask
         results, rest = module.forward(case.spec, *operands), ()
         if case.sinks:
             results = add_sinks(*results, jnp.array(case.sinks))
@@ -137,7 +137,15 @@ def check(case: Case, mask: DynamicMask, results) -> None:
     q, k, v, d_out, d_lse = inputs(case)
     allowed = visible(case, mask)
     wanted = oracles.attention(
-        q, k, v, allowed, case.spec.scale, case.spec.softcap, d_out, d_lse, sinks=case.sinks
+        q,
+        k,
+        v,
+        allowed,
+        scale=case.spec.scale,
+        softcap=case.spec.softcap,
+        d_out=d_out,
+        d_lse=d_lse,
+        sinks=case.sinks,
     )
     names = ("out", "lse", "dq", "dk", "dv", "d_sinks")[: len(wanted)]
     for name, got, expected in zip(names, results, wanted, strict=True):
@@ -311,14 +319,16 @@ def test_gradients_through_a_scan_with_a_window_a_layer():
     x, seen = q.astype(np.float64), []  # the chain rule, by hand
     for window in windows:
         allowed = oracles.visible(DynamicMask(window=window), np.asarray(ids), np.asarray(ids))
-        out, lse = oracles.attention(x, k, v, allowed, 0.3, sinks=sinks)
+        out, lse = oracles.attention(x, k, v, allowed, scale=0.3, sinks=sinks)
         seen.append((x, allowed, out, lse))
         x = x + out * np.moveaxis(np.sin(lse), 1, 2)[..., None]
     d_x, d_k, d_v, d_s = np.ones_like(x), 0.0, 0.0, 0.0
     for x, allowed, out, lse in reversed(seen):
         d_lse = np.moveaxis((d_x * out).sum(-1), 2, 1) * np.cos(lse)
         d_out = d_x * np.moveaxis(np.sin(lse), 1, 2)[..., None]
-        *_, dq, dk, dv, ds = oracles.attention(x, k, v, allowed, 0.3, None, d_out, d_lse, sinks)
+        *_, dq, dk, dv, ds = oracles.attention(
+            x, k, v, allowed, scale=0.3, d_out=d_out, d_lse=d_lse, sinks=sinks
+        )
         d_x, d_k, d_v, d_s = d_x + dq, d_k + dk, d_v + dv, d_s + ds
     for name, got, expected in zip(("q", "k", "v", "sinks"), ours, (d_x, d_k, d_v, d_s), strict=True):
         assert_close(got, expected, name=name)

@@ -33,7 +33,8 @@ def compiled(mesh, dim, dtype, *, rows=1, length=4096, spec=None, heads=(8, 2), 
     q, k = (array(rows, length, count, dim) for count in heads)
     segments, window = array(rows, length, kind=jnp.int32), array(kind=jnp.int32)
 
-    def loss(q, k, v, segments, window):
+    def loss(q, k, v, *of_rows):
+        segments, window = of_rows
         out, lse = flash_attention(
             q,
             k,

@@ -35,8 +35,9 @@ SEGMENTS = np.stack([rows((1, 101), (0, 5), (2, 60), (3, 1), (4, 20)), rows((1, 
 """Every class of lengths: 101 to 200, 51 to 100, and 1 to 50."""
 
 
-def emulated_call(is_backward, spec, window, slots, q, k, v, *residuals):
+def emulated_call(is_backward, spec, window, slots, *arrays):
     """`cudnn.fused_call` in jnp: each slot is a row of its own; what cuDNN does not write is NaN."""
+    q, k, v, *residuals = arrays
     size, longest = slots.first.size, slots.longest
     tokens = len(q)
     assert size * longest == 2 * tokens and slots.lengths.shape == (size,)
@@ -73,7 +74,8 @@ def inputs():
     return [rng.normal(size=(2, LENGTH, heads, DIM)).astype(np.float32) for heads in sizes]
 
 
-def both_passes(spec, with_lse, sinks, segments, window, q, k, v, d_out, d_lse):
+def both_passes(spec, with_lse, sinks, *arrays):
+    segments, window, q, k, v, d_out, d_lse = arrays
     mask = DynamicMask(window=window)
     out, lse = cudnn.forward(spec, q, k, v, segments, segments, mask)
     out, lse = (out, lse) if sinks is None else add_sinks(out, lse, jnp.asarray(sinks))
@@ -81,13 +83,13 @@ def both_passes(spec, with_lse, sinks, segments, window, q, k, v, d_out, d_lse):
     return out, lse, *cudnn.backward(spec, q, k, v, segments, segments, mask, out, lse, d_out, *extra)
 
 
-def check(spec, segments, window, with_lse=False, sinks=None):
+def check(spec, segments, window, *, with_lse=False, sinks=None):
     q, k, v, d_out = inputs()
     d_lse = np.random.default_rng(1).normal(size=(2, HEADS, LENGTH)).astype(np.float32) * with_lse
     run = jax.jit(lambda *x: both_passes(spec, with_lse, sinks, *x), compiler_options=FAST)  # traced anew
     results = run(segments, np.int32(window), q, k, v, d_out, d_lse)
     allowed = oracles.visible(DynamicMask(window=window), segments, segments)
-    wanted = oracles.attention(q, k, v, allowed, spec.scale, None, d_out, d_lse, sinks)
+    wanted = oracles.attention(q, k, v, allowed, scale=spec.scale, d_out=d_out, d_lse=d_lse, sinks=sinks)
     for name, got, expected in zip(("out", "lse", "dq", "dk", "dv"), results, wanted[:5], strict=True):
         assert_close(got, expected, name=name)
     padding = segments == 0
@@ -115,10 +117,10 @@ def test_packed_rows_are_those_of_the_oracle(window, sinks, emulator):
         (np.tile(np.arange(1, LENGTH + 1, dtype=np.int32), (2, 1)), NO_WINDOW, None, False),  # too many
     ],
 )
-def test_what_cudnn_cannot_compute_blockwise_does(segments, window, windows, with_lse, monkeypatch):
+def test_what_cudnn_cannot_compute_blockwise_does(segments, window, windows, *, with_lse, monkeypatch):
     broken = lambda *x: tuple(jnp.nan * y for y in emulated_call(*x))
     monkeypatch.setattr(cudnn, "fused_call", broken)
-    check(AttentionSpec(0.3, windows=windows), segments, window, with_lse)
+    check(AttentionSpec(0.3, windows=windows), segments, window, with_lse=with_lse)
 
 
 def test_the_gradient_of_the_log_sum_exp_is_blockwise(monkeypatch):

@@ -82,7 +82,9 @@ def test_values_and_gradients_are_those_of_the_oracle(case, compile_once):
     got = ours(pallas_gpu.backward)(spec, *operands, traced, out, lse, d_out, d_lse, interpret=True)
     assert not interpret_pallas_call.get_races().races_found
 
-    wanted = oracles.attention(q, k, v, allowed, spec.scale, spec.softcap, d_out, d_lse)
+    wanted = oracles.attention(
+        q, k, v, allowed, scale=spec.scale, softcap=spec.softcap, d_out=d_out, d_lse=d_lse
+    )
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     finite = wanted[1][wanted[1] > MASKED_LSE]
     np.testing.assert_allclose(lse, wanted[1], atol=1e-3 * np.abs(finite).max())
@@ -158,11 +160,12 @@ def test_stages_are_as_many_as_fit():
         hopper.stages_that_fit("x", 48, 0, 512)
 
 
-def program(dim, dtype=jnp.bfloat16, softcap=None, branches=False, sharding=None):
+def program(dim, dtype=jnp.bfloat16, softcap=None, branches=False, *, sharding=None):
     """(forward and backward with a traced mask, its abstract arguments)."""
     spec = AttentionSpec(dim**-0.5, softcap=softcap, branches=branches)
 
-    def both(q, k, v, segments, place, d_out):
+    def both(q, k, v, *others):
+        segments, place, d_out = others
         out, lse = pallas_gpu.forward(spec, q, k, v, segments, segments, DynamicMask(*place))
         return pallas_gpu.backward(spec, q, k, v, segments, segments, DynamicMask(*place), out, lse, d_out)
 
@@ -201,7 +204,7 @@ def test_blocks_are_what_the_registers_hold(divided, monkeypatch):
         (256, 30.0, True),
     ],
 )
-def test_compiles_for_an_h100_that_is_not_here(dim, softcap, branches, monkeypatch, capfd):
+def test_compiles_for_an_h100_that_is_not_here(dim, softcap, branches, *, monkeypatch, capfd):
     if problem := topology.missing_compiler("cuda"):
         pytest.skip(problem)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")

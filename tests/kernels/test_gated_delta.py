@@ -40,7 +40,7 @@ def make_tokens(shape, seed=0, beta=1.0):
 
 
 @functools.partial(jax.jit, static_argnames=("function", "settings"))
-def run(function, tokens, segments, last=None, initial=None, weights=(0, 0), settings=()):
+def run(function, tokens, segments, last=None, *, initial=None, weights=(0, 0), settings=()):
     """Return (out, final) and the gradients of sum(weights * (out, final)) for the tokens and `initial`."""
 
     def total(tokens, initial):
@@ -99,7 +99,9 @@ def test_sequences_equal_transformers(name, chunk):
     initial = np.random.default_rng(2).normal(size=(2, HV, K, V)).astype(np.float32)
     weights = random_like(tokens[2], initial)
     expected = run_torch(getattr(hf, name), tokens, weights, initial)
-    ours = run(gated_delta, tokens, segments, None, initial, weights, settings=(("chunk", chunk),))
+    ours = run(
+        gated_delta, tokens, segments, None, initial=initial, weights=weights, settings=(("chunk", chunk),)
+    )
     assert_close(ours, expected)
 
 
@@ -114,7 +116,7 @@ def test_rows_equal_their_sequences(parts, chunk):
     settings = (("levels", 4), *((("chunk", chunk),) if chunk else ()))
     function = gated_delta if chunk else recurrent_delta
     prefixes = None if (segments == last).all() else last
-    ours = run(function, tokens, segments, prefixes, None, (weights, 0), settings=settings)
+    ours = run(function, tokens, segments, prefixes, initial=None, weights=(weights, 0), settings=settings)
     assert_close(ours[0][0], out)
     assert_close(ours[1][:5], gradients)
 
@@ -151,12 +153,10 @@ def test_padding_changes_nothing(before, after):
     initial, weights = random_like(np.zeros((1, HV, K, V)), tokens[2])
     final_weights = random_like(initial)[0]
     inner = lambda x: x[:, before : before + length]
-    settings = (("chunk", 16),)
-    alone = run(
-        *(gated_delta, [inner(x) for x in tokens], inner(segments), None, initial),
-        *((inner(weights), final_weights), settings),
-    )
-    padded = run(gated_delta, tokens, segments, None, initial, (weights, final_weights), settings)
+    given = {"initial": initial, "settings": (("chunk", 16),)}
+    own = [inner(x) for x in tokens]
+    alone = run(gated_delta, own, inner(segments), weights=(inner(weights), final_weights), **given)
+    padded = run(gated_delta, tokens, segments, weights=(weights, final_weights), **given)
     assert_close((inner(padded[0][0]), padded[0][1]), alone[0], 2e-6)
     assert_close([inner(x) for x in padded[1][:5]] + [padded[1][5]], alone[1], 2e-6)
     for x in (padded[0][0], *padded[1][:5]):
@@ -169,7 +169,7 @@ def test_rows_in_parts_equal_the_row():
     expected, _ = run(gated_delta, tokens, segments)
     state, outs = None, []
     for part in (np.s_[:, :33], np.s_[:, 33:34], np.s_[:, 34:]):
-        (out, state), _ = run(gated_delta, [x[part] for x in tokens], segments[part], None, state)
+        (out, state), _ = run(gated_delta, [x[part] for x in tokens], segments[part], None, initial=state)
         outs.append(out)
     assert_close((np.concatenate(outs, axis=1), state), expected)
 

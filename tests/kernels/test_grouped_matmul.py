@@ -20,7 +20,7 @@ FAST = {"xla_backend_optimization_level": 0}  # of compilation
 MISSING = topology.missing_compiler("cuda")
 
 
-def inputs(rows, depth, columns, sizes, dtype):
+def inputs(rows, depth, columns, sizes, *, dtype):
     """NaN in the rows after the last group."""
     rng, sizes = np.random.default_rng(0), np.array(sizes, np.int32)
     lhs, d_out = rng.normal(size=(rows, depth)).astype(dtype), rng.normal(size=(rows, columns))
@@ -54,14 +54,14 @@ def check(product, *args, dtype):
 
 @pytest.mark.parametrize("module", [reference, ragged_dot, tiled], ids=lambda module: module.__name__)
 def test_plain_products_and_gradients(module):
-    args = inputs(20, 6, 5, [3, 0, 8, 1, 4], np.float32)
+    args = inputs(20, 6, 5, [3, 0, 8, 1, 4], dtype=np.float32)
     check(module.grouped_matmul, *args, dtype=jnp.float32)
 
 
 @pytest.mark.parametrize("sizes", [(40, 0, 1, 23), (0, 0, 0, 64), (9, 8, 7, 6), (0, 0, 0, 0)])
 def test_tiles_of_rows(sizes):
     """Tiles of 16 rows: groups that begin within another's last tile, empty ones, none."""
-    check(tiled.grouped_matmul, *inputs(64, 6, 5, sizes, np.float32), dtype=jnp.float32)
+    check(tiled.grouped_matmul, *inputs(64, 6, 5, sizes, dtype=np.float32), dtype=jnp.float32)
 
 
 def test_groups_and_tiles_in_order():
@@ -82,7 +82,7 @@ def test_groups_and_tiles_in_order():
 
 def test_matrices_of_groups_without_rows_are_not_read():
     """As most experts have none where few tokens are decoded."""
-    _, rhs, sizes, _ = inputs(16, 6, 5, [0, 9, 0, 7], np.float32)
+    _, rhs, sizes, _ = inputs(16, 6, 5, [0, 9, 0, 7], dtype=np.float32)
     rhs = jnp.asarray(rhs).at[jnp.array([0, 2])].set(jnp.nan)
     add = lambda group, total: total + jnp.sum(rhs[group.number])
     assert jnp.isfinite(tiled.for_each_group(jnp.asarray(sizes), add, jnp.float32(0)))
@@ -90,7 +90,7 @@ def test_matrices_of_groups_without_rows_are_not_read():
 
 def test_tiled_products_compute_no_row_by_every_matrix():
     """1,024 rows of 8 groups, 128 rows at a time, where `ragged_dot` computes 8,192 rows."""
-    args = inputs(1024, 64, 32, [128] * 8, np.float32)[:3]
+    args = inputs(1024, 64, 32, [128] * 8, dtype=np.float32)[:3]
     text = jax.jit(tiled.grouped_matmul).lower(*args).compile().as_text()
     assert "f32[128,32]" in text and 'known_trip_count":{"n":"8"}' in text.replace(" ", "")
     assert "f32[1024,32]{1,0} dot(" not in text
@@ -100,7 +100,7 @@ def test_the_hopper_kernels(compile_once):
     """Groups that begin within a tile, one of no row, one of all of a consumer's rows; the last of two tiles
     of rows is padded, as are depth and columns."""
     settings = {"static_argnums": 3, "static_argnames": "interpret", "compiler_options": FAST}
-    lhs, rhs, sizes, d_out = inputs(140, 60, 40, [6, 0, 122, 7], jnp.bfloat16)
+    lhs, rhs, sizes, d_out = inputs(140, 60, 40, [6, 0, 122, 7], dtype=jnp.bfloat16)
     d_out[135:] = 0
     d_out = d_out.astype(jnp.bfloat16)
     out, _, d_rhs = oracle(lhs, rhs, sizes, d_out)
@@ -118,7 +118,7 @@ def test_the_hopper_kernels_in_several_steps_of_the_ring(compile_once):
     """Two tiles of columns, three slabs of rhs, of which a tile has two, and more steps than stages; with
     both gradients."""
     product = functools.partial(pallas_gpu.grouped_matmul, interpret=True)
-    args = inputs(384, 192, 320, [70, 1, 0, 300], jnp.bfloat16)
+    args = inputs(384, 192, 320, [70, 1, 0, 300], dtype=jnp.bfloat16)
     check(product, *args, dtype=jnp.bfloat16)
     assert not interpret_pallas_call.get_races().races_found
 
@@ -150,7 +150,7 @@ def test_the_choice_and_bad_input(monkeypatch):
     assert chosen() == ("pallas_gpu", "NVIDIA H100 80GB HBM3: Pallas kernels for Hopper")
     name, reason = dispatch.choose("grouped_matmul", jnp.float32)
     assert (name, reason) == ("tiled", "wgmma multiplies bfloat16 and float16, not float32")
-    args = inputs(4, 3, 2, [4], np.float32)[:3]
+    args = inputs(4, 3, 2, [4], dtype=np.float32)[:3]
     with pytest.raises(ValueError, match=r"pallas_gpu: wgmma multiplies .*; use implementation='tiled'"):
         grouped_matmul(*map(jnp.asarray, args), implementation="pallas_gpu")
 
@@ -164,8 +164,9 @@ def test_bench_counts_the_work():
     np.testing.assert_allclose(row["gradients_tflops"] * row["gradients_s"], 4e-12 * 64 * 16 * 8)
 
 
-def compiled(devices, platform, rows, groups, depth, columns):
+def compiled(devices, platform, shape):
     """Compile value and gradients, with the choice of `dispatch`, for one device."""
+    rows, groups, depth, columns = shape
     mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
     array = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
 
@@ -189,7 +190,7 @@ QWEN_UP, QWEN_DOWN = (8192, 128, 2048, 768), (8192, 128, 768, 2048)
 @pytest.mark.parametrize("chip", TPUS)
 def test_xla_has_kernels_for_tpu(chip, shape, tpu):
     """A kernel for the product and one for each gradient; no [rows, groups, columns] anywhere."""
-    program = compiled(tpu(chip), "tpu", *shape)
+    program = compiled(tpu(chip), "tpu", shape)
     assert program.as_text().count('custom_call_target="tpu_custom_call"') >= 3
     assert program.memory_analysis().temp_size_in_bytes < 1.2 * 2**30  # dense: 1.5 GiB or more
 
@@ -203,7 +204,7 @@ def test_xla_has_kernels_for_tpu(chip, shape, tpu):
 )
 def test_kernels_for_h100(shape, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    program = compiled(topology.gpu_devices("h100"), "cuda", *shape)
+    program = compiled(topology.gpu_devices("h100"), "cuda", shape)
     assert program.as_text().count('custom_call_target="mosaic_gpu') == 3
     output = capfd.readouterr().out
     assert output.count("Compiling entry function") == output.count(" 0 bytes spill stores") == 3

@@ -29,7 +29,7 @@ def inputs(dtype=np.float32):
     return student, head, 2 * teacher, teacher_head
 
 
-def oracle(hs, ws, ht, wt, beta=0.0, temperature=1.0, top_k=0, student_softcap=None, teacher_softcap=None):
+def oracle(hs, ws, ht, wt, *, beta=0.0, temperature=1.0, top_k=0, student_softcap=None, teacher_softcap=None):
     """(divergence, its gradient by the student's products hidden head^T), float64."""
 
     def softmax(hidden, head, cap):

@@ -26,7 +26,8 @@ def inputs(dtype=np.float32):
 def compiled(chunk, temperature=1.0, softcap=None, masked=False):
     """(hidden, head, targets, mask) -> (log-prob, entropy), (d_hidden, d_head) of a weighted sum of both."""
 
-    def loss(hidden, head, targets, mask, d_logprob, d_entropy):
+    def loss(hidden, head, targets, mask, *weights):
+        d_logprob, d_entropy = weights
         settings = {"temperature": temperature, "softcap": softcap, "chunk": chunk}
         found = linear_logprob(hidden, head, targets, mask if masked else None, **settings)
         return jnp.sum(d_logprob * found[0] + d_entropy * found[1]), found

@@ -54,7 +54,9 @@ def test_the_tpu_kernels_equal_the_reference(spec, dtype):
     wanted = dense(spec, hidden, head, targets)
     run = jitted(pallas_tpu.forward, **SMALL)
     jax.tree.map(close, run(spec, hidden, head, targets, np.int32(targets.size)), wanted)
-    logprob, entropy = oracles.logprob(hidden, head, targets, spec.temperature, spec.softcap)
+    logprob, entropy = oracles.logprob(
+        hidden, head, targets, temperature=spec.temperature, softcap=spec.softcap
+    )
     assert_close(wanted[0], logprob, dtype)
     assert_close(wanted[1], entropy, dtype)
     columns = wanted[2] + 0.3, wanted[1], d_logprob, d_entropy  # of a larger head
@@ -99,7 +101,9 @@ def test_a_kernel_through_the_api(monkeypatch):
 
     run = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True), compiler_options=FAST)
     (d_hidden, d_head), found = run(hidden, head)
-    logprob, _, *gradients = oracles.logprob(hidden, head, targets, 1.3, 3.0, d_logprob=weights * mask)
+    logprob, _, *gradients = oracles.logprob(
+        hidden, head, targets, temperature=1.3, softcap=3.0, d_logprob=weights * mask
+    )
     assert_close(found, logprob * mask)
     jax.tree.map(assert_close, [d_hidden, d_head], gradients)
 

@@ -35,7 +35,7 @@ def inputs(dtype=np.float32):
     return hidden, head, rng.integers(0, V, (B, T)).astype(np.int32), mask.astype(np.float32)
 
 
-def step(hidden, head, targets, mask, partition_specs):
+def step(hidden, head, targets, mask, *, partition_specs):
     """(gradients, (log-prob, entropy))"""
 
     def loss(hidden, head):
@@ -72,7 +72,9 @@ def test_eight_devices_give_the_log_probs_and_gradients_of_the_oracle(name, dtyp
     run, arguments = on_mesh(MESHES[name], (hidden, head, targets, mask))
     gradients, found = run(*arguments)
     weights = WEIGHTS * mask
-    wanted = oracles.logprob(hidden, head, targets, 0.7, 4.0, d_logprob=weights, d_entropy=0.3 * weights)
+    wanted = oracles.logprob(
+        hidden, head, targets, temperature=0.7, softcap=4.0, d_logprob=weights, d_entropy=0.3 * weights
+    )
     wanted = *(x * mask for x in wanted[:2]), *wanted[2:]
     for got, expected in zip((*found, *gradients), wanted, strict=True):
         assert_close(got, expected, dtype)

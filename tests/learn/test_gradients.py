@@ -15,7 +15,7 @@ from jaxrl_llm import models
 from jaxrl_llm.algos import sft
 from jaxrl_llm.data.packing import PackItem, counts, pack
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.learn.update import LossArrays, StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import with_lora
@@ -106,9 +106,9 @@ def test_a_micro_batch_adds_its_gradients(variant):
     rng, dtype = np.random.default_rng(1), jnp.dtype(built.config.grad_dtype)
     before = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(dtype), trained)
     with jax.set_mesh(built.mesh):
-        rest = batch, built._totals([batch], *counts(items), state), (), frozen
-        alone, *expected = built._accumulate(trained, None, *rest)
-        sums, *others = built._accumulate(trained, jax.device_put(before, built.grad_shardings), *rest)
+        arrays = LossArrays(batch, built._totals([batch], *counts(items), state), (), frozen)
+        alone, *expected = built._accumulate(trained, None, arrays)
+        sums, *others = built._accumulate(trained, jax.device_put(before, built.grad_shardings), arrays)
     for got, start, new in zip(*map(jax.tree.leaves, (sums, before, alone)), strict=True):
         assert got.dtype == dtype and got.sharding == new.sharding
         got, start, new = map(np.float32, (got, start, new))

@@ -16,7 +16,7 @@ from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem, pack
 from jaxrl_llm.learn.finite import INITIAL_SCALE, MAX_SCALE, initial_loss_scale, next_loss_scale
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.update import StepConfig, accumulate, apply
+from jaxrl_llm.learn.update import LossArrays, StepConfig, accumulate, apply
 from jaxrl_llm.models import TransformerConfig, kernels, lora
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import BatchTotals, TrainState
@@ -39,7 +39,8 @@ def gradients(dtype, scale):
     totals = BatchTotals(number, number, jnp.float32(0), loss_scale=scale and jnp.float32(scale))
     config = StepConfig(32, 1, dtype=dtype)
     step = functools.partial(accumulate, algo=sft.Config(), config=config)
-    return jax.jit(step)(trained, jax.tree.map(jnp.zeros_like, trained), batch, totals, (), frozen)[0]
+    arrays = LossArrays(batch, totals, (), frozen)
+    return jax.jit(step)(trained, jax.tree.map(jnp.zeros_like, trained), arrays)[0]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.reference import Reference
-from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.learn.update import LossArrays, StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig, lora
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device, with_shardings
@@ -118,8 +118,8 @@ def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices():
     with jax.set_mesh(mesh):
         for teacher in (other, models.to_host(other)):
             trained, frozen = lora.split_params(student.params)
-            args = (rows[0], built._totals(rows, *totals, student), (teacher,), frozen)
-            grads.append(built._accumulate(trained, built._zeros(trained), *args)[0])
+            arrays = LossArrays(rows[0], built._totals(rows, *totals, student), (teacher,), frozen)
+            grads.append(built._accumulate(trained, built._zeros(trained), arrays)[0])
     assert_equal(*grads)
     assert max(np.abs(g).max() for g in jax.tree.leaves(grads[0])) > 1e-3
 

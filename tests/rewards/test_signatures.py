@@ -56,7 +56,7 @@ def test_ours():
 
 
 def test_trl_plain():
-    def reward(prompts, completions, completion_ids, level, answer, **kwargs):
+    def reward(prompts, completions, completion_ids, *, level, answer, **kwargs):
         assert prompts == ["2+2=", "1+3="] and completion_ids == [[7, 8], [9]] and level == [1, 2]
         return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 

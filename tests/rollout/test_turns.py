@@ -86,6 +86,7 @@ def talk():
         env,
         sampling=GREEDY,
         responses=1,
+        *,
         tokens=TOKENS,
         prompts=PROMPTS,
         patience=60,
@@ -96,7 +97,7 @@ def talk():
         dialogue = opened[-1].dialogue(prompts, KEY)
         dialogue.patience = patience
         requests = [Request(p.ids, i, responses, tokens) for i, p in enumerate(prompts)]
-        return engine.start(requests, sampling, KEY, dialogue, partial).result()
+        return engine.start(requests, sampling, KEY, dialogue, partial=partial).result()
 
     yield run
     for conversations in opened:

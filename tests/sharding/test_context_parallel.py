@@ -66,7 +66,8 @@ def loss_and_gradient(config: MeshConfig, devices: int):
     mesh = make_mesh(config, jax.devices()[:devices])
     shardings = models.shardings(MODEL, mesh, TRAIN)
 
-    def loss(params, tokens, positions, segments, last, weights):
+    def loss(params, tokens, positions, *others):
+        segments, last, weights = others
         settings = {"last": last, "sequence_parallel": config.sequence_parallel}
         hidden = params(tokens, positions, segments, **settings)
         logprob, entropy = linear_logprob(
@@ -123,7 +124,8 @@ def test_attention_of_sharded_rows_is_that_of_whole_ones(method, config, of_sequ
         allowed = oracles.newest(whole, 12)
         window = row_windows(*map(jnp.asarray, (segments, last, whole.sum(-1) - 1)), 12)
 
-    def loss(q, k, v, sinks, segments, last, window):
+    def loss(q, k, v, sinks, *of_rows):
+        segments, last, window = of_rows
         q, k, v, segments, last = [sharded.reorder_tokens(x, method) for x in (q, k, v, segments, last)]
         window = sharded.reorder_tokens(window, method) if window.ndim else window
         settings = {"method": method, "window": window, "scale": 0.4, "sinks": sinks}
@@ -158,7 +160,7 @@ class Counting:
     """An implementation whose log-sum-exps, joined, count the calls: log(1 + 1 + ...)."""
 
     @staticmethod
-    def forward(spec, q, k, v, q_segments, kv_last, mask):
+    def forward(spec, q, k, v, q_segments, kv_last, mask):  # noqa: PLR0917 - of the attention contract
         return jnp.zeros(q.shape), jnp.zeros((*q_segments.shape[:1], q.shape[2], q.shape[1]))
 
 

@@ -359,7 +359,9 @@ def test_a_plan_has_a_prompt_once_for_its_responses():
         for c in (config, dataclasses.replace(config, share_prefixes=True))
     )
     for name, passes in (("score: reference", 1), ("update: accumulate", 3)):
-        batch = next(x for x in shared[name].program.args if isinstance(x, Batch))
+        is_batch = lambda x: isinstance(x, Batch)
+        arrays = jax.tree.leaves(shared[name].program.args, is_leaf=is_batch)
+        batch = next(filter(is_batch, arrays))
         assert batch.last.shape == batch.tokens.shape == (4, 48) and shared[name].calls == 2
         more = passes * flops.attention_flops(SMALL, 4 * 48, 200 / 36 - 4)
         assert shared[name].flops == pytest.approx(48 / 64 * apart[name].flops + more)

@@ -88,6 +88,7 @@ class AsynchronousEngine:
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
+        *,
         partial: Sequence[PartialResponse] = (),
     ) -> QueuedGeneration:
         """Queue the generation of responses with the weights that are published now.

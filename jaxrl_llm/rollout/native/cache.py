@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.native.kept import RingTurns
 from jaxrl_llm.rollout.native.paged_cache import PagedLayout
-from jaxrl_llm.rollout.native.programs import ChunkOutput, PrefillBatch, Programs, SlotState
+from jaxrl_llm.rollout.native.programs import ChunkInputs, ChunkOutput, PrefillBatch, Programs, SlotState
 from jaxrl_llm.rollout.native.ring_cache import RingLayout
 from jaxrl_llm.rollout.native.shapes import ProgramShapes
 
@@ -121,12 +121,12 @@ class CacheManager:
         """Return the tokens that each slot can still take."""
         return self.layout.available_steps(state)
 
-    def decode(self, weights, state: SlotState, *args, **options) -> ChunkOutput:
+    def decode(self, weights, state: SlotState, inputs: ChunkInputs, **options) -> ChunkOutput:
         """Generate a chunk; arguments as of `Programs.decode`."""
         if self.turns:
             self.turns.read(state)
             self.turns.starts = state.positions.copy()
-        chunk = self.layout.decode(weights, state, *args, **options)
+        chunk = self.layout.decode(weights, state, inputs, **options)
         if self.turns:
             self.turns.steps = chunk.steps
         return chunk

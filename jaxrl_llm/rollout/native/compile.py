@@ -13,7 +13,14 @@ from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native.kept import max_copies
-from jaxrl_llm.rollout.native.programs import Programs, empty_slots, make_stop_conditions
+from jaxrl_llm.rollout.native.programs import (
+    ChunkInputs,
+    Programs,
+    RowsToExtend,
+    SlotState,
+    empty_slots,
+    make_stop_conditions,
+)
 from jaxrl_llm.rollout.native.sampling import filters_of, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, num_copies, pages_for, round_up
 from jaxrl_llm.sharding.compile import ParallelCompiler, Program
@@ -59,12 +66,12 @@ def call_all(
         uniform = programs.uniforms(state)
         for filters, sampling in variants.items():
             params, stop = make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
-            inputs, static = (state, uniform, params, stop, *table), {"filters": filters}
-            cache, _ = programs.decode(weights, cache, *inputs, **static)
+            inputs, static = ChunkInputs(uniform, params, stop, *table), {"filters": filters}
+            cache, _ = programs.decode(weights, cache, state, inputs, **static)
             if shapes.has_drafts(num_slots):
-                inputs += (_no_texts(programs, shapes, *table),)
+                inputs = inputs._replace(texts=_no_texts(programs, shapes, *table))
                 static["num_drafts"] = shapes.draft_tokens
-                cache, _ = programs.decode_drafts(weights, cache, *inputs, **static)
+                cache, _ = programs.decode_drafts(weights, cache, state, inputs, **static)
         return cache
 
     if programs.page_size:
@@ -104,8 +111,9 @@ def _call_extend(
 ) -> PagedCache:
     for width, counts in shapes.extend:
         for count in counts:
-            rows = _zeros(count, width), _zeros(count), _zeros(count)
-            cache, _ = programs.extend(weights, cache, _zeros(count, _columns(programs, shapes)), *rows)
+            table = _zeros(count, _columns(programs, shapes))
+            rows = RowsToExtend(table, _zeros(count, width), _zeros(count), _zeros(count))
+            cache, _ = programs.extend(weights, cache, rows)
     return cache
 
 
@@ -155,9 +163,9 @@ def largest_calls(
         calls_of = _paged_calls if programs.page_size else _ring_calls
         cache, calls = calls_of(programs, shapes, prompts, lengths)
     settings = make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
-    inputs, static = (state, uniform, *settings), {"filters": filters_of(sampling)}
+    inputs, static = ChunkInputs(uniform, *settings), {"filters": filters_of(sampling)}
     if programs.page_size:
-        inputs += (_zeros(max_slots, _columns(programs, shapes)),)
+        inputs = inputs._replace(table=_zeros(max_slots, _columns(programs, shapes)))
         calls |= _largest_extend(programs, shapes, weights, cache)
     elif shapes.extend and programs.kept and shapes.num_pages:
         calls |= _kept_calls(programs.kept, shapes, weights, cache)
@@ -170,7 +178,7 @@ def largest_calls(
         "publish": Program(programs.publish, (params,), {}),
         "prefill": Program(programs.prefill, (weights, tokens, lengths), {}),
         **calls,
-        "decode": Program(programs.decode, (weights, cache, *inputs), static),
+        "decode": Program(programs.decode, (weights, cache, state, inputs), static),
     }
 
 
@@ -182,8 +190,8 @@ def _largest_extend(
         return {}
     width, (*_, rows) = shapes.extend[-1]
     table = _zeros(rows, _columns(programs, shapes))
-    args = weights, pages, table, _zeros(rows, width), _zeros(rows), _zeros(rows)
-    return {"extend": Program(programs.extend, args, {})}
+    args = RowsToExtend(table, _zeros(rows, width), _zeros(rows), _zeros(rows))
+    return {"extend": Program(programs.extend, (weights, pages, args), {})}
 
 
 def _kept_calls(
@@ -249,12 +257,14 @@ def _null_copies(programs: Programs | CompiledCalls, shapes: ProgramShapes) -> t
     return pages, pages
 
 
-def _draft_inputs(programs: Programs, shapes: ProgramShapes, num_slots: int, settings) -> tuple:
+def _draft_inputs(
+    programs: Programs, shapes: ProgramShapes, num_slots: int, settings
+) -> tuple[SlotState, ChunkInputs]:
     """Return the arguments of `Programs.decode_drafts` after the cache, for this many slots."""
     state = empty_slots(num_slots, np.zeros(2, np.uint32))
     table = _zeros(num_slots, _columns(programs, shapes))
     uniform = with_shardings(jax.eval_shape(programs.uniforms, state), programs.shardings["replicated"])
-    return state, uniform, *settings, table, _no_texts(programs, shapes, table)
+    return state, ChunkInputs(uniform, *settings, table, _no_texts(programs, shapes, table))
 
 
 def _no_texts(programs: Programs | CompiledCalls, shapes: ProgramShapes, table: np.ndarray) -> np.ndarray:

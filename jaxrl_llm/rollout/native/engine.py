@@ -70,6 +70,7 @@ class NativeEngine:
         model: TransformerConfig,
         mesh: Mesh,
         tokenizer: Any = None,
+        *,
         eos_ids: Sequence[int] = (),
         share: Callable[[Any], Any] = lambda value: value,
         strict: bool = False,
@@ -114,6 +115,7 @@ class NativeEngine:
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
+        *,
         partial: Sequence[PartialResponse] = (),
     ) -> DeferredGeneration:
         """Return the call of `generate`, to be run when its result is requested: the same devices train."""
@@ -138,7 +140,7 @@ class NativeEngine:
         if self._published is None:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
         responses = new_responses(requests, key)
-        self.metrics = self.finish(responses, *self._published, sampling, dialogue)
+        self.metrics = self.finish(responses, *self._published, sampling, dialogue=dialogue)
         ends = sampling.stop_ids(self.eos_ids)
         return [trajectory_of(response, self.tokenizer, ends) for response in responses]
 
@@ -148,6 +150,7 @@ class NativeEngine:
         weights: DecodeWeights,
         version: int,
         sampling: SamplingConfig,
+        *,
         dialogue: Dialogue | None,
         before_chunk: Callable[[], None] = lambda: None,
     ) -> Metrics:
@@ -238,6 +241,7 @@ class NativeEngine:
         max_prompt_tokens: int,
         max_response_tokens: int,
         prompts: int,
+        *,
         sampling: SamplingConfig,
         turns: bool,
     ) -> dict[str, Program]:
@@ -269,9 +273,9 @@ class NativeEngine:
         self._limits = max_prompt, max_response, turns
         alone = turns or self.programs.page_size or not divided
         decode_threads = 1 if alone else num_decode_threads(self.mesh, config.slots)
-        lengths, drafts = (max_prompt, max_response), (config.draft_tokens, config.draft_slots)
+        settings = {n: getattr(config, n) for n in ("prefill_tokens", "draft_tokens", "draft_slots")}
         slots = -(-config.slots // decode_threads)
-        shapes = make_shapes(*lengths, slots, num_shards, config.prefill_tokens, turns, *drafts)
+        shapes = make_shapes(max_prompt, max_response, slots, num_shards, turns=turns, **settings)
         shapes = dataclasses.replace(shapes, decode_threads=decode_threads)
         paged = self.programs if self.programs.page_size else None
         if paged is None and turns:

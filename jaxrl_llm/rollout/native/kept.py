@@ -32,10 +32,11 @@ def make_programs(
 ) -> Programs:
     """Return the programs of `rollout.cache`; "auto", if it is a ring, keeps turns."""
     paged = uses_pages(config, model, mesh, strict)
-    shared = model, mesh, config.dtype, config.cache_dtype or config.dtype, config.chunk, strict
+    shared = model, mesh, config.dtype, config.cache_dtype or config.dtype
+    settings = {"chunk": config.chunk, "strict": strict, "routes": routes}
     keeps = config.cache == "auto" and not paged
-    kept = Programs(*shared, config.page, routes) if keeps else None
-    return Programs(*shared, config.page if paged else 0, routes, kept)
+    kept = Programs(*shared, page_size=config.page, **settings) if keeps else None
+    return Programs(*shared, page_size=config.page if paged else 0, kept=kept, **settings)
 
 
 def kept_programs(programs: Programs, max_tokens: int) -> Programs | None:

@@ -29,7 +29,14 @@ from jaxrl_llm.models.mla import cache_dims
 from jaxrl_llm.models.paged import NO_PAGE, NULL_PAGE, init_paged_cache
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request
-from jaxrl_llm.rollout.native.programs import ChunkOutput, PrefillBatch, Programs, SlotState
+from jaxrl_llm.rollout.native.programs import (
+    ChunkInputs,
+    ChunkOutput,
+    PrefillBatch,
+    Programs,
+    RowsToExtend,
+    SlotState,
+)
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, max_pages_for, num_copies, pages_for, round_up
 from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
 
@@ -113,6 +120,7 @@ class PagedLayout:
         prompt_key: bytes,
         num_context: int,
         max_new_tokens: int,
+        *,
         conversation: Hashable = None,
     ) -> bool:
         """Give the slot its first pages, or the conversation's kept pages, and reserve all pages it may need.
@@ -234,7 +242,9 @@ class PagedLayout:
             if slot >= 0:
                 own = self.slots[slot]
                 table[row, : len(own.pages)], starts[row] = own.pages, own.num_kept
-        self.cache, routes = self.programs.extend(weights, self.cache, table, tokens, lengths, starts)
+        self.cache, routes = self.programs.extend(
+            weights, self.cache, RowsToExtend(table, tokens, lengths, starts)
+        )
         jax.block_until_ready(self.cache)
         return routes
 
@@ -252,14 +262,11 @@ class PagedLayout:
         """Return the tokens that each slot can still take: what `reserve` allocated."""
         return self.programs.chunk
 
-    def decode(
-        self, weights, state: SlotState, *args, texts: np.ndarray | None = None, **options
-    ) -> ChunkOutput:
+    def decode(self, weights, state: SlotState, inputs: ChunkInputs, **options) -> ChunkOutput:
         """Generate a chunk, with drafts if texts are given."""
-        run, tables = self.programs.decode, (self.table(),)
-        if texts is not None:
-            run, tables = self.programs.decode_drafts, (*tables, texts)
-        self.cache, chunk = run(weights, self.cache, state, *args, *tables, **options)
+        run = self.programs.decode if inputs.texts is None else self.programs.decode_drafts
+        inputs = inputs._replace(table=self.table())
+        self.cache, chunk = run(weights, self.cache, state, inputs, **options)
         return chunk
 
     def reorder(self, old_slots: np.ndarray) -> None:

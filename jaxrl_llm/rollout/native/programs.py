@@ -66,6 +66,25 @@ class StopConditions(NamedTuple):
     min_active: np.ndarray  # int32: the chunk ends when no shard of the slots has more active ones
 
 
+class ChunkInputs(NamedTuple):
+    """The inputs of a chunk besides the slots."""
+
+    uniform: jax.Array  # float32 [chunk, S], of `Programs.uniforms`
+    params: SamplingParams
+    stop: StopConditions
+    table: np.ndarray | None = None  # int32 [S, N], pages of each slot, of the paged cache
+    texts: np.ndarray | None = None  # int32 [S, C], see `propose_drafts`
+
+
+class RowsToExtend(NamedTuple):
+    """Rows of tokens that follow the tokens in the pages. The first rows are of the first shard."""
+
+    table: np.ndarray  # int32 [R, N], pages of each row, in order; R is a multiple of the shards
+    tokens: np.ndarray  # int32 [R, T], row r has lengths[r] tokens, then padding
+    lengths: np.ndarray  # int32 [R]
+    starts: np.ndarray  # int32 [R], position of a row's first token
+
+
 def empty_slots(num_slots: int, key: np.ndarray) -> SlotState:
     """Return the state of empty slots; `key` is any key data, for its shape."""
     ints = lambda: np.zeros(num_slots, np.int32)
@@ -96,6 +115,7 @@ class Programs:
         mesh: Mesh,
         dtype: str,
         cache_dtype: str,
+        *,
         chunk: int,
         strict: bool = False,
         page_size: int = 0,
@@ -203,17 +223,11 @@ class Programs:
         return cache_copies.write_pages(self.config, ring, pages, *copies)
 
     def _extend(
-        self, weights: DecodeWeights, cache: PagedCache, table, tokens, lengths, starts
+        self, weights: DecodeWeights, cache: PagedCache, rows: RowsToExtend
     ) -> tuple[PagedCache, jax.Array | None]:
-        """Prefill tokens after the tokens in the pages; return the cache and the new tokens' routes.
-
-        Args:
-            table: int32 [R, N], pages of each row, in order. R is a multiple of num_shards: the first rows
-                are of the first shard.
-            tokens: int32 [R, T], row r has lengths[r] tokens, then padding.
-            starts: int32 [R], position of a row's first token.
-        """
+        """Prefill tokens after the tokens in the pages; return the cache and the new tokens' routes."""
         self.compile_count += 1
+        table, tokens, lengths, starts = rows
         at = jnp.arange(tokens.shape[1])
         positions = jnp.where(at < lengths[:, None], starts[:, None] + at, -1)
         _, cache, routes = paged.decode_paged(
@@ -278,23 +292,11 @@ class Programs:
         return jax.vmap(uniforms, in_axes=(None, 0))(jax.random.wrap_key_data(slots.keys), index)
 
     def _decode(
-        self,
-        weights: DecodeWeights,
-        cache,
-        slots: SlotState,
-        uniform,
-        params: SamplingParams,
-        stop: StopConditions,
-        table=None,
-        *,
-        filters: Filters,
+        self, weights: DecodeWeights, cache, slots: SlotState, inputs: ChunkInputs, *, filters: Filters
     ) -> tuple[RingCache | PagedCache, ChunkOutput]:
-        """Generate tokens until stop.max_steps, or until no shard has more than stop.min_active active slots.
-
-        Args:
-            table: int32 [S, N], the page table, of the paged cache.
-        """
+        """Generate tokens until a condition of `inputs.stop` ends the chunk."""
         self.compile_count += 1
+        uniform, params, stop, table, _ = inputs
         num_slots = slots.tokens.shape[0]
 
         def unfinished(carry):
@@ -305,8 +307,10 @@ class Programs:
             # One token for each active slot.
             step, cache, state, out = carry
             positions = state.positions if table is None else jnp.where(state.active, state.positions, -1)
-            inputs = state.tokens[:, None], positions[:, None]
-            logits, cache, routes = self._logits(weights, cache, table, *inputs)
+            tokens = state.tokens[:, None]
+            logits, cache, routes = self._logits(
+                weights, cache, table, tokens=tokens, positions=positions[:, None]
+            )
             token, *rest = sample_tokens(logits, uniform[step], params, filters, strict=self.strict)
             one = state.active.astype(jnp.int32)
             counts = state.counts + one
@@ -326,18 +330,16 @@ class Programs:
         return cache, ChunkOutput(*out, state.counts - slots.counts, state.active, step)
 
     def _decode_drafts(
-        self, weights, cache, slots: SlotState, uniform, params, stop, table, texts, *, num_drafts, filters
+        self, weights, cache, slots: SlotState, inputs: ChunkInputs, *, num_drafts, filters
     ) -> tuple[PagedCache, ChunkOutput]:
         """Generate the same tokens as `_decode` in fewer steps: a step may keep several tokens of a draft.
 
         Ends once any slot has stop.max_steps tokens. Keys and values of rejected drafts stay in the pages,
         past the slot's length, until other tokens overwrite them.
-
-        Args:
-            texts: int32 [S, C], see `propose_drafts`; own_start = C - N page.
         """
         self.compile_count += 1
-        own_start = texts.shape[1] - table.shape[1] * self.page_size
+        uniform, params, stop, table, texts = inputs
+        own_start = texts.shape[1] - table.shape[1] * self.page_size  # C - N page
         rows, places = jnp.arange(len(slots.tokens))[:, None], jnp.arange(num_drafts + 1)
 
         def unfinished(carry):
@@ -354,8 +356,8 @@ class Programs:
             end = jnp.minimum(stop.max_steps, state.limits - slots.counts)[:, None]
             read = state.active[:, None] & (at < end) & (tokens >= 0)
             positions = state.positions[:, None] + places
-            inputs = jnp.maximum(tokens, 0), jnp.where(read, positions, -1)
-            logits, cache, routes = self._logits(weights, cache, table, *inputs)
+            reads = {"tokens": jnp.maximum(tokens, 0), "positions": jnp.where(read, positions, -1)}
+            logits, cache, routes = self._logits(weights, cache, table, **reads)
             numbers = uniform[jnp.minimum(at, self.chunk - 1), rows].ravel()
             sampled = sample_tokens(logits, numbers, params, filters, strict=self.strict)
             drawn, *rest = jax.tree.map(lambda x: x.reshape(*at.shape, *x.shape[1:]), sampled)
@@ -372,7 +374,7 @@ class Programs:
         step, cache, state, _, counted, out = jax.lax.while_loop(unfinished, body, carry)
         return cache, ChunkOutput(*out, state.counts - slots.counts, state.active, step, counted)
 
-    def _logits(self, weights: DecodeWeights, cache, table, tokens, positions):
+    def _logits(self, weights: DecodeWeights, cache, table, *, tokens, positions):
         """Read tokens [S, T]; return (logits [S T, V] of the tokens that follow, cache, routes [S, T, ...]).
 
         Args:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models.decode import init_ring_cache
-from jaxrl_llm.rollout.native.programs import ChunkOutput, PrefillBatch, Programs, SlotState
+from jaxrl_llm.rollout.native.programs import ChunkInputs, ChunkOutput, PrefillBatch, Programs, SlotState
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
 from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
 
@@ -41,9 +41,9 @@ class RingLayout:
         """Return the tokens that each slot can still take."""
         return self.cache.length - int(state.positions[state.active].max())
 
-    def decode(self, weights, state: SlotState, *args, **options) -> ChunkOutput:
+    def decode(self, weights, state: SlotState, inputs: ChunkInputs, **options) -> ChunkOutput:
         """Generate a chunk."""
-        self.cache, chunk = self.programs.decode(weights, self.cache, state, *args, **options)
+        self.cache, chunk = self.programs.decode(weights, self.cache, state, inputs, **options)
         return chunk
 
     def _resize(self, old_slots: np.ndarray, length: int) -> None:

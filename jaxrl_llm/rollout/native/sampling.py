@@ -68,6 +68,7 @@ def sample_tokens(
     uniform: Float[Array, "S"],
     params: SamplingParams,
     filters: Filters,
+    *,
     strict: bool = False,
 ) -> Sampled:
     """Sample one token per row.

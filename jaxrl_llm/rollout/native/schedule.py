@@ -33,6 +33,7 @@ from jaxrl_llm.rollout.native.cache import CacheManager
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.drafts import DraftMemory, DraftTexts
 from jaxrl_llm.rollout.native.programs import (
+    ChunkInputs,
     ChunkOutput,
     PrefillBatch,
     Programs,
@@ -276,12 +277,14 @@ class Scheduler:
             smaller = [n for n in self.shapes.slot_counts if n < num_slots]
             min_active = max(smaller, default=0) // self.programs.num_shards
         uniform = self.programs.uniforms(self.slots)
-        params, stop = make_params(sampling), make_stop_conditions(self.stop_ids, steps, min_active)
+        stop = make_stop_conditions(self.stop_ids, steps, min_active)
+        inputs = ChunkInputs(uniform, make_params(sampling), stop)
         options = {"filters": filters_of(sampling)}
         if self.shapes.has_drafts(num_slots) and self.drafts.use():
             texts = self.drafts.texts(self.running, self.cache.layout.table_width * self.programs.page_size)
-            options |= {"texts": texts, "num_drafts": self.shapes.draft_tokens}
-        chunk = self.cache.decode(self.weights, self.slots, uniform, params, stop, **options)
+            inputs = inputs._replace(texts=texts)
+            options["num_drafts"] = self.shapes.draft_tokens
+        chunk = self.cache.decode(self.weights, self.slots, inputs, **options)
         chunk = ChunkOutput(*jax.device_get(chunk))
         self.slot_steps += int(chunk.steps) * num_slots
         if chunk.drafts is not None:

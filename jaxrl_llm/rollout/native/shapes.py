@@ -57,6 +57,7 @@ def make_shapes(
     max_response: int,
     slots: int,
     num_shards: int,
+    *,
     prefill_tokens: int,
     turns: bool = False,
     draft_tokens: int = 0,

@@ -44,6 +44,7 @@ class Client:
         path: str,
         body: Json | AsyncIterable[bytes | memoryview] | None = None,
         timeout: float = 0.0,
+        *,
         headers: Mapping[str, str] = NO_HEADERS,
         max_bytes: int = MAX_REPLY_BYTES,
     ) -> Json:
@@ -75,6 +76,7 @@ class Client:
         path: str,
         body: Json | AsyncIterable[bytes | memoryview] | None = None,
         timeout: float = 0.0,
+        *,
         headers: Mapping[str, str] = NO_HEADERS,
         max_bytes: int = MAX_REPLY_BYTES,
     ) -> bytes:

@@ -93,8 +93,8 @@ class SGLangEngine:
         self.eos_ids = eos_ids_of(tokenizer, eos_ids)
         if pool:
             pool.names_adapters = bool(publisher.base)
-            served = model, publisher.base, routes
-            self.generator = ResponseGenerator(pool, self.eos_ids, self._versions, *served, tokenizer)
+            served = {"base": publisher.base, "routes": routes, "tokenizer": tokenizer}
+            self.generator = ResponseGenerator(pool, self.eos_ids, self._versions, model, **served)
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Give the servers these weights, and probe that each of them computes with them.
@@ -118,6 +118,7 @@ class SGLangEngine:
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
+        *,
         partial: Sequence[PartialResponse] = (),
     ) -> PendingResponses:
         """Start to generate responses in order (request, response index); each sample (p, g) has a separate

@@ -48,6 +48,7 @@ class ResponseGenerator:
         eos_ids: Sequence[int],
         versions: dict[str, int],
         model: TransformerConfig,
+        *,
         base: str = "",
         routes: bool = False,
         tokenizer: Any = None,

@@ -41,7 +41,13 @@ def max_reply_bytes(body: Json) -> int:
 
 
 def read_generated(
-    reply: Json, body: Json, label: str, versions: Mapping[str, int], model: TransformerConfig, base: str = ""
+    reply: Json,
+    body: Json,
+    label: str,
+    versions: Mapping[str, int],
+    *,
+    model: TransformerConfig,
+    base: str = "",
 ) -> Generated:
     """Return the tokens of a valid reply.
 

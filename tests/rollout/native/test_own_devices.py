@@ -181,7 +181,7 @@ def test_conversations_are_kept_with_their_rewards_and_have_no_second_environmen
     (saved,) = unpack_responses(pack_responses({0: engine.snapshot([pending])}))[0]
     first, count = pending.result(), env.replies
     assert count == 8 and all(t.mask.tolist() == [1, 0, 0, 1] for t in first)
-    again = engine.start(requests(), sampling, KEY, env, saved).result()
+    again = engine.start(requests(), sampling, KEY, env, partial=saved).result()
     assert env.replies == count
     assert [t.episode for t in again] == [t.episode for t in first]
     assert {t.episode.reward for t in again} == {2.0} and {t.episode.turns for t in again} == {2}

@@ -108,11 +108,11 @@ def test_scarce_pages_change_nothing_but_what_is_read_again():
 
 def test_planned_conversations_extend_pages():
     """40 + 40 tokens, a row for each of 15 slots; 10 columns of pages. Else there is no such program."""
-    arguments = params(), 40, 40, 5, SamplingConfig()
-    program = engine(**ROOMY).largest_calls(*arguments, turns=True)["extend"]
-    _, _, table, tokens, *_ = program.args
+    arguments, sampling = (params(), 40, 40, 5), SamplingConfig()
+    program = engine(**ROOMY).largest_calls(*arguments, sampling=sampling, turns=True)["extend"]
+    table, tokens, *_ = program.args[2]
     assert tokens.shape == (15, 80) and table.shape == (15, 10)
-    assert "extend" not in engine(**ROOMY).largest_calls(*arguments, turns=False)
+    assert "extend" not in engine(**ROOMY).largest_calls(*arguments, sampling=sampling, turns=False)
 
 
 def test_new_weights_use_no_page_of_older_ones():

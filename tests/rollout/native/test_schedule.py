@@ -84,21 +84,22 @@ class FakePrograms:
         self.count("write_pages", cache, prompts, lengths, tables)
         return cache
 
-    def extend(self, weights, cache, table, tokens, lengths, starts):
-        self.count("extend", cache, table, tokens, lengths, starts)
-        rows = zip(starts, tokens, lengths, strict=True)
+    def extend(self, weights, cache, extended):
+        self.count("extend", cache, extended)
+        rows = zip(extended.starts, extended.tokens, extended.lengths, strict=True)
         self.extended += [(int(start), row[:n].tolist()) for start, row, n in rows if n]
-        return cache, tokens[..., None, None].astype(np.uint8)
+        return cache, extended.tokens[..., None, None].astype(np.uint8)
 
-    def read(self, ring, pages, table, lengths, chosen):
+    def read(self, ring, pages, *slots):
         """All tokens of a turn that begins are in its pages."""
+        table, lengths, chosen = slots
         self.count("read", ring, pages, table, lengths, chosen)
         for row, n in zip(table[chosen], lengths[chosen], strict=True):
             assert (row[: -(-n // self.page_size)] > 0).all()
         return ring
 
-    def write(self, ring, pages, start, copies, counts):
-        self.count("write", ring, pages, start, copies, counts)
+    def write(self, ring, pages, *copies):
+        self.count("write", ring, pages, *copies)
         return pages
 
     def copy_pages(self, cache, sources, targets):
@@ -109,8 +110,9 @@ class FakePrograms:
         self.count("uniforms", slots)
         return zeros(self.chunk, len(slots.tokens))
 
-    def decode(self, weights, cache, slots, uniform, params, stop, *table, filters):
-        self.count("decode", cache, slots, uniform, params, stop, *table, filters=filters)
+    def decode(self, weights, cache, slots, inputs, *, filters):
+        self.count("decode", cache, slots, inputs, filters=filters)
+        stop = inputs.stop
         active, counts, step = slots.active.copy(), slots.counts.copy(), 0
         tokens = self.rng.integers(1, VOCAB, (self.chunk, len(active)))
         busiest = lambda: active.reshape(self.num_shards, -1).sum(axis=1).max()
@@ -124,10 +126,10 @@ class FakePrograms:
             tokens, logprobs, None, read, produced=counts - slots.counts, active=active, steps=np.int32(step)
         )
 
-    def decode_drafts(self, weights, cache, slots, uniform, params, stop, table, texts, **static):
+    def decode_drafts(self, weights, cache, slots, inputs, **static):
         """All drafts are wrong."""
-        self.count("decode_drafts", cache, slots, uniform, params, stop, table, texts, **static)
-        cache, chunk = self.decode(weights, cache, slots, uniform, params, stop, table, filters=None)
+        self.count("decode_drafts", cache, slots, inputs, **static)
+        cache, chunk = self.decode(weights, cache, slots, inputs._replace(texts=None), filters=None)
         return cache, chunk._replace(drafts=np.array([5, 0], np.int32))
 
 
@@ -142,7 +144,7 @@ class Replies:
         return future
 
 
-def run(programs, shapes, requests, stop_ids=(1,), turns=False, sampling=PLAIN):
+def run(programs, shapes, requests, stop_ids=(1,), *, turns=False, sampling=PLAIN):
     """(finished responses, metrics)"""
     responses = new_responses(requests, jax.random.key(0))
     queue = TurnQueue(Replies(), responses, lambda value: value, VOCAB) if turns else None

@@ -74,7 +74,7 @@ def test_conversations_are_those_of_the_native_engine_and_go_on_in_a_later_run(e
 
         def talk(engine, partial=()):
             engine.publish(params, 4)
-            return engine.start(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY), partial).result()
+            return engine.start(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY), partial=partial).result()
 
         mine = talk(engine)
         for a, b in zip(mine, talk(theirs), strict=True):
