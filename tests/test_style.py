@@ -196,6 +196,16 @@ def test_comments_head_the_phases_of_long_functions(folder):
 
 
 @each_folder
+def test_no_comment_line_stands_twice_in_a_row(folder):
+    wrong = []
+    for file in files_of(folder):
+        text, own = file.read_text().splitlines(), own_comments(file)
+        again = [line for line in sorted(own) if line + 1 in own and text[line - 1] == text[line]]
+        wrong += [f"{name_of(file)}:{line + 1}: {text[line].strip()}" for line in again]
+    assert not wrong, "\n".join(wrong)
+
+
+@each_folder
 def test_docstrings_are_no_riddles(folder):
     wrong = [
         f"{name_of(file)}:{line}: {text.strip().splitlines()[0]}"
