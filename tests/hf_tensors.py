@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.hf.names import TABLE, from_hf, hf_tensors, tensor_rows, to_hf
+from jaxrl_llm.hf.names import from_hf, hf_tensors, stack_dims, tensor_rows, to_hf
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.structs import Params
 
@@ -15,18 +15,23 @@ def params_from_tensors(config: TransformerConfig, tensors: dict[str, np.ndarray
     for (ours, parts), (_, leaf) in zip(
         tensor_rows(config).items(), named_leaves(abstract(config)), strict=True
     ):
-        stacked = ours.startswith("layers.")
-        rows = [np.asarray(tensors[p.name])[p.start : p.start + p.rows] for p in parts]
-        layers = [from_hf(piece, parts[0].layout, leaf.shape[stacked:]) for piece in rows]
-        leaves.append(jnp.asarray(np.stack(layers) if stacked else layers[0]))
+        value = np.zeros(leaf.shape, np.float32)
+        for part in parts:
+            rows = np.asarray(tensors[part.name])[part.start : part.start + part.rows]
+            value[part.index] = from_hf(rows, part.layout, leaf.shape[stack_dims(ours) :])
+        leaves.append(jnp.asarray(value))
     return jax.tree.unflatten(jax.tree.structure(abstract(config)), leaves)
 
 
 def tensors_of(config: TransformerConfig, params: Params) -> dict[str, np.ndarray]:
     """Return the HF tensors of the weights."""
     leaves = dict(named_leaves(params))
-    take = lambda ours, layer: np.asarray(leaves[ours] if layer is None else leaves[ours][layer])
     return {
-        tensor.name: np.concatenate([to_hf(take(*part), TABLE[part[0]][1]) for part in tensor.parts])
+        tensor.name: np.concatenate(
+            [
+                to_hf(np.asarray(leaves[ours])[index], layout)
+                for (ours, index), layout in zip(tensor.parts, tensor.layouts, strict=True)
+            ]
+        )
         for tensor in hf_tensors(config)
     }

@@ -15,6 +15,7 @@ from jaxrl_llm.hf.expert_config import (
     write_latent_attention,
 )
 from jaxrl_llm.hf.families import FAMILIES
+from jaxrl_llm.hf.hybrids import read_layer_kinds, write_layer_kinds
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys, read_json
 from jaxrl_llm.hf.ropes import canonical_rope, read_ropes, write_ropes
 from jaxrl_llm.hf.windows import read_rope_layers, read_windows, write_rope_layers, write_windows
@@ -39,7 +40,7 @@ SAME = {
 
 _FIXED = {"clip_qkv": None, "is_causal": True, "per_layer_config": None}
 """Keys of every family that have one supported value."""
-WRAPPERS = ("gemma3", "mistral3")
+WRAPPERS = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Model types of a language model with a vision tower; `text_config` describes the language model."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 DEQUANTIZE = {
@@ -90,6 +91,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
         head_dim=head_dim,
         mla=mla,
         moe=read_experts(keys, family),
+        **read_layer_kinds(keys, family, sizes["num_layers"]),
         **{"qk_norm": family == "glm4_moe" and keys.flag("use_qk_norm"), **facts.fields},
         qkv_bias=biased,
         out_bias=biased and facts.out_bias,
@@ -151,6 +153,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         **write_ropes(_canonical(config)),
         **write_windows(config),
         **write_rope_layers(config),
+        **write_layer_kinds(config),
     }
     # Keys of some families only: transformers would warn of others.
     raw |= {facts.bias: config.qkv_bias} if facts.bias and family != "qwen2" else {}

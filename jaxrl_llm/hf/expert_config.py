@@ -19,6 +19,16 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
+    "qwen3_5_moe_text": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
     "qwen3_moe": {
         "hidden_size": 2048,
         "num_hidden_layers": 24,
@@ -124,6 +134,8 @@ LARGEST = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"), 10**7),
 }
 """Upper limits of sizes, above any model."""
+SHARED = ("qwen2_moe", "qwen3_5_moe_text")
+"""Families with a shared expert behind a gate."""
 GROUPED = ("deepseek_v3", "glm4_moe")
 """Families whose routers have groups, sigmoid scores and a selection bias."""
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -151,7 +163,7 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
         if keys.get(key) not in (None, every_layer):
             raise keys.wrong(key, keys.get(key), f"is not supported; supported: {every_layer}")
     count = "num_local_experts" if "num_local_experts" in keys.raw else "num_experts"  # transformers 5
-    shared = integer("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+    shared = integer("shared_expert_intermediate_size") if family in SHARED else 0
     return MoEConfig(
         integer(count),
         integer("num_experts_per_tok"),
@@ -260,7 +272,7 @@ def write_experts(config: TransformerConfig) -> dict[str, Any]:
     common |= {"num_experts": moe.num_experts, "norm_topk_prob": moe.normalize}
     if config.family == "olmoe":
         return {**common, "intermediate_size": moe.expert_size, "clip_qkv": None}
-    shared = {"shared_expert_intermediate_size": moe.shared_size} if config.family == "qwen2_moe" else {}
+    shared = {"shared_expert_intermediate_size": moe.shared_size} if config.family in SHARED else {}
     return {
         **common,
         **shared,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrl_llm.hf.expert_config import EXPERT_DEFAULTS
+from jaxrl_llm.models.config import LayerKind
 
 Windows = Literal["none", "all", "all or typed", "typed"]
 """Layers with a sliding window: none; all; all, or the layers that `layer_types` names if config.json has it;
@@ -37,6 +38,8 @@ class Family:
     """Period of layers without a window in the default `layer_types`; 0 = another default."""
     partial_rotary: bool = False
     """RoPE may rotate a part of each head (`partial_rotary_factor`)."""
+    kinds: Mapping[str, LayerKind] = field(default_factory=dict)
+    """Kinds of layers that `layer_types` names, if they are not all attention."""
     rope_by_layer_type: bool = False
     """Layers with a window have a rotary position embedding of a different kind: `local_rope`."""
     local_theta: str = "rope_theta"
@@ -126,6 +129,29 @@ _MINISTRAL3 = {
 _OLMO3 = {**_LLAMA, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5}
 _HEAD_NORMS = {"qk_norm": True}
 _ALL_HEADS_NORM = {"qk_norm": True, "qk_norm_over_heads": True}
+_QWEN35 = {
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_QWEN35_FACTS = {
+    "fields": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
+    "bias": "attention_bias",
+    "partial_rotary": True,
+    "kinds": {"linear_attention": "delta", "full_attention": "attention"},
+}
 _SWITCHED = {"windows": "typed", "window_switch": True}
 
 FAMILIES: dict[str, Family] = {
@@ -196,6 +222,10 @@ FAMILIES: dict[str, Family] = {
         rope_by_layer_type=True,
     ),
     "smollm3": Family("SmolLM3ForCausalLM", _SMOLLM3, bias="attention_bias", mlp_bias=True, **_SWITCHED),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", _QWEN35, **_QWEN35_FACTS),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM", {**_QWEN35, **EXPERT_DEFAULTS["qwen3_5_moe_text"]}, **_QWEN35_FACTS
+    ),
     "ministral3": Family("Ministral3ForCausalLM", _MINISTRAL3, windows="all"),
 }
 """The supported families by `model_type`."""

@@ -12,7 +12,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.config import WRAPPERS
 from jaxrl_llm.hf.expert_config import GROUPED
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.names import TABLE, hf_tensors
@@ -28,7 +27,7 @@ FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old checkpoints
 _PREFIX = re.compile(r"^(?:language_model\.|(model\.)language_model\.)")
-_OTHER_MODEL = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\.")
+_OTHER_MODEL = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model|visual)\.")
 FUSED_EXPERTS = {
     "layers.router": ("gate.weight", 0, 1),
     "layers.expert_gate": ("experts.gate_up_proj", 0, 2),
@@ -88,7 +87,7 @@ def _language_model(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, 
 
     In a model that also sees images they have a prefix, in one of two places (transformers 4 and 5).
     """
-    if read_json(folder / "config.json").get("model_type") not in WRAPPERS:
+    if not any(_PREFIX.match(name) for name in stored):
         return stored
     found = {name: entry for name, entry in stored.items() if not _OTHER_MODEL.match(name)}
     if left := len(stored) - len(found):
@@ -124,13 +123,14 @@ def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -
     Transformers 5 fuses experts in memory, and `save_pretrained(..., save_original_format=False)` writes
     fused experts.
     """
-    model = [tensor for tensor in hf_tensors(config) if tensor.parts[0][0] in FUSED_EXPERTS]
+    row_of = lambda tensor: f"layers.{tensor.parts[0][0].partition('.')[2]}"
+    model = [tensor for tensor in hf_tensors(config) if row_of(tensor) in FUSED_EXPERTS]
     if any(tensor.name in stored for tensor in model if ".experts." in tensor.name):
         return stored
     out = dict(stored)
     for tensor in model:
-        ours, (_, *expert) = tensor.parts[0]
-        module, part, parts = FUSED_EXPERTS[ours]
+        _, (_, *expert) = tensor.parts[0]
+        module, part, parts = FUSED_EXPERTS[row_of(tensor)]
         name = f"{'.'.join(tensor.name.split('.')[:3])}.mlp.{module}"  # "model.layers.3.mlp.gate.weight"
         rows, *columns = tensor.shape
         shape = (*[config.moe.num_experts for _ in expert], parts * rows, *columns)
@@ -143,6 +143,8 @@ def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -
 
 def _predictor_weights(folder: Path, config: TransformerConfig, stored: Collection[str]) -> set[str]:
     """Return the weights of layers that predict further tokens (DeepSeek-V3, GLM-4.5), after the last one."""
+    if config.layer_kinds:
+        return {name for name in stored if name.startswith("mtp.")}
     if config.family not in GROUPED:
         return set()
     count = read_json(folder / "config.json").get("num_nextn_predict_layers", 1)

@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.config import DENSE, TransformerConfig, layer_stacks
+from jaxrl_llm.hf.expert_config import SHARED
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import copy_dtype
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
+from jaxrl_llm.models.stacks import layer_places, layer_stacks
 
 TABLE: dict[str, tuple[str, str]] = {
     # ours, without L and X  HF name ({} = layer, {} = expert)                  layout, ours -> HF
@@ -48,6 +50,15 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.kv_a_bias": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.bias", "c -> c"),
     "layers.kv_a_norm": ("model.layers.{}.self_attn.kv_a_layernorm.weight", "c -> c"),
     "layers.kv_b": ("model.layers.{}.self_attn.kv_b_proj.weight", "c h e -> (h e) c"),
+    "layers.delta_qkv": ("model.layers.{}.linear_attn.in_proj_qkv.weight", "d c -> c d"),
+    "layers.delta_z": ("model.layers.{}.linear_attn.in_proj_z.weight", "d h e -> (h e) d"),
+    "layers.delta_b": ("model.layers.{}.linear_attn.in_proj_b.weight", "d h -> h d"),
+    "layers.delta_a": ("model.layers.{}.linear_attn.in_proj_a.weight", "d h -> h d"),
+    "layers.delta_conv": ("model.layers.{}.linear_attn.conv1d.weight", "c n w -> c n w"),
+    "layers.delta_a_log": ("model.layers.{}.linear_attn.A_log", "h -> h"),
+    "layers.delta_dt_bias": ("model.layers.{}.linear_attn.dt_bias", "h -> h"),
+    "layers.delta_norm": ("model.layers.{}.linear_attn.norm.weight", "e -> e"),
+    "layers.delta_o": ("model.layers.{}.linear_attn.out_proj.weight", "h e d -> d (h e)"),
     "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.attention_out_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.mlp_out_norm": ("model.layers.{}.post_feedforward_layernorm.weight", "d -> d"),
@@ -72,6 +83,7 @@ SHARED_EXPERTS = {
     f"layers.{ours}": f"model.layers.{{}}.mlp.shared_experts.{ours}_proj.weight"
     for ours in ("gate", "up", "down")
 }
+SHARED_EXPERT = {row: name.replace("shared_experts", "shared_expert") for row, name in SHARED_EXPERTS.items()}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "gemma3_text": {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"},
     "gpt_oss": {
@@ -85,10 +97,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
     },
     **dict.fromkeys(("deepseek_v3", "glm4_moe"), SHARED_EXPERTS),
-    "qwen2_moe": {
-        f"layers.{ours}": f"model.layers.{{}}.mlp.shared_expert.{ours}_proj.weight"
-        for ours in ("gate", "up", "down")
-    },
+    **dict.fromkeys(SHARED, SHARED_EXPERT),
 }
 """HF names of families that differ from TABLE."""
 FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
@@ -176,7 +185,7 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
     """Return all tensors of the model's HF folder, layer by layer; a tied head is not among them."""
     stacks = {stack: _groups(config, stack) for stack in ("", *layer_stacks(config))}
     tensors = []
-    for layer, (stack, i) in enumerate([("", None), *_places(config)], -1):
+    for layer, (stack, i) in enumerate([("", None), *layer_places(config)], -1):
         for members, hf in stacks[stack]:
             layouts = tuple(tensor_layout(ours, config.family) for ours in members)
             pairs = zip(members, layouts, strict=True)
@@ -193,9 +202,10 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
 def hf_name(config: TransformerConfig, ours: str) -> str:
     """Return the HF name of one of our weights, with {} for the layer, and for the expert."""
     for hf, members in INTERLEAVED.get(config.family, {}).items():
-        if ours in members:
+        if _row(ours) in members:
             return hf
-    return FAMILY_NAMES.get(config.family, {}).get(ours, TABLE[_row(ours)][0])
+    row, names = _row(ours), FAMILY_NAMES.get(config.family, {})
+    return names.get(row, TABLE[row][0])
 
 
 def stored_dtype(tensor: HFTensor, dtype: str) -> str:
@@ -217,13 +227,9 @@ def stack_dims(ours: str, family: str = "") -> int:
 
 
 def _row(ours: str) -> str:
-    """Return the key of a weight in TABLE; leading dense layers use the keys of the other layers."""
-    return "layers" + ours.removeprefix(DENSE) if ours.startswith(DENSE) else ours
-
-
-def _places(config: TransformerConfig) -> list[tuple[str, int]]:
-    """Return (stack, index in it) of each layer."""
-    return [(stack, i) for stack, of in layer_stacks(config).items() for i in range(of.num_layers)]
+    """Return the key of a weight in TABLE; all stacks of layers use the keys of "layers"."""
+    stack, dot, weight = ours.partition(".")
+    return f"layers.{weight}" if dot else stack
 
 
 def _groups(config: TransformerConfig, stack: str) -> list[tuple[tuple[str, ...], str]]:
@@ -235,7 +241,10 @@ def _groups(config: TransformerConfig, stack: str) -> list[tuple[tuple[str, ...]
     rows = [row for row in TABLE if row.startswith("layers.") == bool(stack) and row not in inside]
     ours = [row.replace("layers", stack, 1) for row in rows]
     groups = [((name,), hf_name(config, name)) for name in ours if name in names]
-    return groups + [(members, hf) for hf, members in joined.items()]
+    for hf, rows in joined.items():
+        members = tuple(row.replace("layers", stack, 1) for row in rows)
+        groups += [(members, hf)] if members[0] in names else []
+    return groups
 
 
 def _indices(config: TransformerConfig, ours: str, layer: int | None) -> list[Index]:
@@ -258,7 +267,7 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
     """
     adapters = [(*adapter, matrix) for adapter in _adapted(config) for matrix in "ab"]
     tensors = []
-    for layer, (stack, i) in enumerate(_places(config)):
+    for layer, (stack, i) in enumerate(layer_places(config)):
         for weights, module, matrix in adapters:
             if weights[0].partition(".")[0] != stack:
                 continue
@@ -310,7 +319,8 @@ def tensor_layout(ours: str, family: str = "") -> str:
     r.
     """
     weight, _, matrix = ours.partition(MARK)
-    layout = FAMILY_LAYOUTS.get(family, {}).get(weight, TABLE[_row(weight)][1])
+    row = _row(weight)
+    layout = FAMILY_LAYOUTS.get(family, {}).get(row, TABLE[row][1])
     if not matrix:
         return layout
     groups = [" ".join(group) for group in parse_layout(layout)[1]]

@@ -13,7 +13,7 @@ from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.names import hf_name, is_stacked
 from jaxrl_llm.models import AdaptedConfig, LoraConfig
 from jaxrl_llm.models.lora import named_adapters, rank_of_experts
-from jaxrl_llm.models.lora_config import LATENT_TARGETS, MLP, TARGETS, check_lora_config
+from jaxrl_llm.models.lora_config import ALL_TARGETS, MLP, TARGETS, check_lora_config
 from jaxrl_llm.user_file import expand_home
 
 CONFIG = "adapter_config.json"
@@ -274,7 +274,7 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
     modules = keys.get("target_modules")
     if modules == "all-linear":
         return ("all",)
-    known = TARGETS | LATENT_TARGETS
+    known = ALL_TARGETS
     supported = f"supported: a list of {', '.join(known)}, or all-linear"
     parameters = _read_parameters(keys)
     modules = [] if modules is None and parameters else modules

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW, row_windows
-from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import ATTENTION, RopeConfig, TransformerConfig
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
@@ -225,6 +225,12 @@ def window_sizes(c: TransformerConfig) -> list[int]:
     """Return the sliding window of each layer: tokens that a token attends to, including itself."""
     layers = c.window_layers or (True,) * c.num_layers
     return [c.sliding_window if on and c.sliding_window else NO_WINDOW for on in layers]
+
+
+def attention_windows(c: TransformerConfig) -> list[int]:
+    """Return the sliding window of each layer with attention."""
+    kinds = c.layer_kinds or (ATTENTION,) * c.num_layers
+    return [window for window, kind in zip(window_sizes(c), kinds, strict=True) if kind == ATTENTION]
 
 
 def window_spans(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,12 @@ from jaxrl_llm.models.attention import (
     sinks_of,
     window_sizes,
 )
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import DELTA, TransformerConfig
+from jaxrl_llm.models.delta import finish_delta, make_delta_fn, project_delta
 from jaxrl_llm.models.experts.router import sparse_mlp
 from jaxrl_llm.models.linear import apply_linear, normalize
 from jaxrl_llm.models.mla import DecodeLatents, decode_latents, expand_latents
+from jaxrl_llm.models.rows import Packing, per_token_call
 from jaxrl_llm.sharding.attention import ContextParallel, sharded_attention
 from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, constrain_residual, gather_tokens
 
@@ -36,17 +38,19 @@ ACTIVATIONS = {
 }
 
 
-class Packing(NamedTuple):
-    """Places of the tokens of packed rows."""
-
-    segments: Int[Array, "B T"]
-    """Number of each token's trajectory, or of a prefix that several share; 0 = padding."""
-    positions: Int[Array, "B T"]
-    """Position of each token in its trajectory, 0-based."""
-    last: Int[Array, "B T"] | None = None
-    """Number of the last segment that continues each token's segment; None = no shared prefixes."""
-    spans: Int[Array, "B T"] | None = None
-    """Tokens of the row that contain the sliding window (`row_windows`); None = the same number."""
+def make_mixer(
+    c: TransformerConfig,
+    w: Layers,
+    rows: Packing,
+    *,
+    window: int | Int[Array, ""],
+    method: ContextParallel = "none",
+    strict: bool = False,
+):
+    """Return the `attention_fn` of `block` for whole rows: of attention, or of the gated delta rule."""
+    if c.kind == DELTA:
+        return make_delta_fn(c, w, rows, strict=strict)
+    return make_attention_fn(c, w, rows, window=window, method=method, strict=strict)
 
 
 def make_attention_fn(
@@ -102,7 +106,8 @@ def block(
         w: the layer's weights, cast to the type of x by `cast_weights`.
         rope: tables of every position for this layer (`layer_rope`).
         attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache. DecodeLatents
-            for a cache of latents. With latent attention, kv are latents except in strict mode.
+            for a cache of latents. With latent attention, kv are latents except in strict mode. For a layer
+            with the gated delta rule (inputs, g, beta) -> (out, state), as `delta.make_delta_fn`.
         strict: batch-invariant.
         valid: False = padding, which no expert computes; None = all tokens are valid.
         rules: sharding of the experts.
@@ -111,41 +116,61 @@ def block(
     linear, per_token = functools.partial(apply_linear, c), per_token_call(strict)
     read_stream, add_to_stream = functools.partial(_read_stream, c), functools.partial(_add_to_stream, c)
 
-    def before_attention(w, x, rope):
-        return (expand_latents if c.mla else project_heads)(c, w, read_stream(w, x, "attention"), rope)
+    def before(w, x, rope):
+        h = read_stream(w, x, "attention")
+        if c.kind == DELTA:
+            return project_delta(c, w, h)
+        return (expand_latents if c.mla else project_heads)(c, w, h, rope)
 
-    def add_attention(w, x, out):
+    def add_mixed(w, x, out, gate):
+        if c.kind == DELTA:
+            return add_to_stream(w, x, finish_delta(c, w, out, gate), "attention")
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
         return add_to_stream(w, x, linear(w, "o", out), "attention")
 
-    def after_attention(w, x, out):
-        x = add_attention(w, x, out)
+    def after(w, x, out, gate):
+        x = add_mixed(w, x, out, gate)
         with jax.named_scope("mlp"):
             return add_to_stream(w, x, mlp(c, w, read_stream(w, x, "mlp")), "mlp")
 
-    def add_shared_expert(w, h, y):
-        out = mlp(c, w, h)
-        return y + (jax.nn.sigmoid(linear(w, "shared_gate", h)) * out if c.moe.shared_gate else out)
-
-    # Attention.
+    # Attention, or the layer's other way to mix tokens.
     with jax.named_scope("attention"):
         if isinstance(attention_fn, DecodeLatents):
-            h = read_stream(w, x, "attention")
+            h, gate = read_stream(w, x, "attention"), None
             out, kv = decode_latents(c, w, h, rope, attention_fn=attention_fn)
         else:
-            q, k, v, latents = per_token(before_attention, w, x, rope)
-            out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
+            *inputs, gate = per_token(before, w, x, rope)
+            if c.kind != DELTA:
+                inputs[0] = constrain(inputs[0], "batch", "sequence", "heads", "head_dim")
+            out, kv = attention_fn(*inputs)
             if c.mla:
-                out, kv = out[..., : c.mla.value_dim], kv if strict else (latents, None)
+                out, kv, gate = out[..., : c.mla.value_dim], kv if strict else (gate, None), None
     # Feed-forward; strict mode computes the steps between attention and experts token by token.
     if not c.moe:
-        return per_token(after_attention, w, x, out), kv, None
-    x = per_token(add_attention, w, x, out)
+        return per_token(after, w, x, out, gate), kv, None
+    x = per_token(add_mixed, w, x, out, gate)
     with jax.named_scope("experts"):
-        h = per_token(lambda w, x: read_stream(w, x, "mlp"), w, x)
         experts = functools.partial(sparse_mlp, valid=valid, rules=rules, strict=strict, routes=routes)
-        y, routing = experts(c, w, h, ACTIVATIONS[c.activation])
-        y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
-        return per_token(lambda w, x, y: add_to_stream(w, x, y, "mlp"), w, x, y), kv, routing
+        x, routing = _add_experts(c, w, x, experts, per_token)
+    return x, kv, routing
+
+
+def _add_experts(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], experts, per_token):
+    """Return (the residual stream with the experts, and the shared expert if there is one, added, routing).
+
+    Args:
+        experts: `sparse_mlp` with its settings.
+        per_token: of `per_token_call`.
+    """
+
+    def add_shared_expert(w, h, y):
+        out = mlp(c, w, h)
+        return y + (jax.nn.sigmoid(apply_linear(c, w, "shared_gate", h)) * out if c.moe.shared_gate else out)
+
+    h = per_token(lambda w, x: _read_stream(c, w, x, "mlp"), w, x)
+    y, routing = experts(c, w, h, ACTIVATIONS[c.activation])
+    y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
+    return per_token(lambda w, x, y: _add_to_stream(c, w, x, y, "mlp"), w, x, y), routing
 
 
 def _read_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], name: str):
@@ -163,11 +188,12 @@ def _add_to_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], y,
 
 
 def project_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: RopeTables):
-    """Return (q, k, v, None); the last is the MLA latents."""
+    """Return (q, k, v, gate of the output); the gate is None if the model has none."""
     q, k, v = (apply_linear(c, w, name, h) for name in "qkv")
+    q, gate = jnp.split(q, 2, axis=-1) if c.attention_gate else (q, None)
     if c.qk_norm:
         q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
-    return grow_queries(apply_rope(q, rope), rope), apply_rope(k, rope), v, None
+    return grow_queries(apply_rope(q, rope), rope), apply_rope(k, rope), v, gate
 
 
 def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) -> Float[Array, "B T H E"]:
@@ -180,11 +206,6 @@ def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Arra
     gate, up = apply_linear(c, w, "gate", h), apply_linear(c, w, "up", h)
     hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
     return apply_linear(c, w, "down", hidden)
-
-
-def per_token_call(strict: bool):
-    """Return a function that applies f(weights, *arrays [B, T, ...]) per token: call(f, weights, *arrays)."""
-    return batch_invariant.map_tokens if strict else lambda f, weights, *xs: f(weights, *xs)
 
 
 def final_norm_fn(c: TransformerConfig):

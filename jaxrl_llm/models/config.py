@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -144,6 +143,36 @@ class MLAConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Layers with the gated delta rule (arXiv 2412.06464) in place of attention (Qwen3-Next, Qwen3.5)."""
+
+    key_heads: Annotated[int, Range(1, 2**16)] = 16
+    """Heads of queries and keys."""
+    value_heads: Annotated[int, Range(1, 2**16)] = 32
+    """Heads of values and of the state; each key head serves value_heads / key_heads of them."""
+    key_dim: Annotated[int, Range(1, 2**13)] = 128
+    """Size of one head of queries and keys."""
+    value_dim: Annotated[int, Range(1, 2**13)] = 128
+    """Size of one head of values."""
+    conv_width: Annotated[int, Range(2, 64)] = 4
+    """Tokens of the causal convolution of queries, keys and values."""
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for heads that do not match."""
+        if self.value_heads % self.key_heads:
+            yield "key_heads", f"is {self.key_heads}: it must divide value_heads, {self.value_heads}."
+
+
+ATTENTION, DELTA = "attention", "delta"
+LayerKind = Literal["attention", "delta"]
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
     """The architecture of a decoder; Qwen, Llama, Mistral and the others differ only in these fields."""
 
@@ -169,6 +198,12 @@ class TransformerConfig:
     """Size of one head; need not be hidden_size / num_heads. With `mla` nope_dim + rope_dim."""
     mla: MLAConfig | None = None
     """Multi-head latent attention (DeepSeek-V3); None = keys and values are projected directly."""
+    delta: DeltaConfig | None = None
+    """The gated delta rule of the layers that `layer_kinds` names; None = no such layers."""
+    layer_kinds: tuple[LayerKind, ...] | None = None
+    """Kind of each layer: attention, or the gated delta rule; None = all attention."""
+    attention_gate: bool = False
+    """Multiply the output of attention by a sigmoid of a further projection of its input (Qwen3-Next)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     out_bias: bool = False
@@ -219,6 +254,16 @@ class TransformerConfig:
     """Standard deviation of random weights."""
 
     @property
+    def kind(self) -> LayerKind:
+        """Return the kind of the layers of a stack (`stacks.layer_stacks`)."""
+        return self.layer_kinds[0] if self.layer_kinds else ATTENTION
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Return the number of layers with keys and values."""
+        return self.num_layers if self.layer_kinds is None else self.layer_kinds.count(ATTENTION)
+
+    @property
     def rotary_dim(self) -> int:
         """Dims of a head that RoPE rotates."""
         if self.mla:
@@ -241,7 +286,7 @@ class TransformerConfig:
             part = f", of which partial_rotary {self.rope.partial_rotary} is {rotary}"
             part = "" if self.rope.partial_rotary == 1.0 else part
             yield "head_dim", f"is {self.head_dim}{part}: it must be even, since RoPE rotates pairs."
-        for name in ("window_layers", "rope_layers"):
+        for name in ("window_layers", "rope_layers", "layer_kinds"):
             layers = getattr(self, name)
             if layers is not None and len(layers) != self.num_layers:
                 yield name, f"has {len(layers)} entries: it must have one a layer, {self.num_layers}."
@@ -254,6 +299,15 @@ class TransformerConfig:
             )
         if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
+        # Layers of other kinds than attention.
+        if (self.delta is None) == (DELTA in (self.layer_kinds or ())):
+            yield "delta", "and layer_kinds must name the layers with the gated delta rule together."
+        if self.layer_kinds and ATTENTION not in self.layer_kinds:
+            yield "layer_kinds", "has no attention: at least one layer must have it."
+        if self.mla and (self.layer_kinds or self.attention_gate):
+            yield "mla", "is set: layer_kinds and attention_gate are for attention without latents."
+        if self.layer_kinds and self.moe and self.moe.dense_layers:
+            yield "layer_kinds", "is set: moe.dense_layers must be 0."
         # Experts.
         if self.moe and self.mlp_bias:
             yield "mlp_bias", "is true: with moe it must be false; the biases of experts are moe.bias."
@@ -277,26 +331,6 @@ class TransformerConfig:
             yield "rope", f"has partial_rotary {self.rope.partial_rotary}: with mla it must be 1."
 
 
-DENSE = "dense_layers"
-"""Name of the stack of leading dense layers of a model with experts."""
-
-
-def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
-    """Return name -> architecture of each stack of equal layers, in order; each stack is one scan."""
-    count = c.moe.dense_layers if c.moe else 0
-    if not count:
-        return {"layers": c}
-    moe = dataclasses.replace(c.moe, dense_layers=0)
-    part = lambda begin, end, moe: dataclasses.replace(
-        c,
-        moe=moe,
-        num_layers=end - begin,
-        window_layers=c.window_layers and c.window_layers[begin:end],
-        rope_layers=c.rope_layers and c.rope_layers[begin:end],
-    )
-    return {DENSE: part(0, count, None), "layers": part(count, c.num_layers, moe)}
-
-
 def check_model_config(config: TransformerConfig, where: str) -> None:
     """Refuse an invalid TransformerConfig that does not come from a recipe.
 
@@ -307,7 +341,7 @@ def check_model_config(config: TransformerConfig, where: str) -> None:
         UserError: one line that names every bad field.
     """
     parts = {"": config, "rope.": config.rope, "local_rope.": config.local_rope}
-    parts |= {"moe.": config.moe, "mla.": config.mla}
+    parts |= {"moe.": config.moe, "mla.": config.mla, "delta.": config.delta}
     found = ((f"{key}{name}", text) for key, part in parts.items() if part for name, text in problems(part))
     if wrong := [f"{name} {text}" for name, text in found]:
         raise UserError(f"{where}: no model can have this architecture: {' '.join(wrong)}")

@@ -28,15 +28,24 @@ from jaxrl_llm.models.attention import (
     sinks_of,
     stacked_numbers,
 )
-from jaxrl_llm.models.block import Packing, block, final_norm_fn, make_attention_fn, per_token_call
-from jaxrl_llm.models.config import TransformerConfig, layer_stacks
+from jaxrl_llm.models.block import block, final_norm_fn, make_mixer
+from jaxrl_llm.models.config import ATTENTION, DELTA, TransformerConfig
+from jaxrl_llm.models.delta import DeltaState, empty_state, make_step_fn, with_paths
 from jaxrl_llm.models.experts.router import join_routes
 from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
 from jaxrl_llm.models.params import shardings
+from jaxrl_llm.models.rows import Packing, per_token_call
+from jaxrl_llm.models.stacks import collect_layers, layer_places, layer_stacks, scan_layers
 from jaxrl_llm.models.transformer import Layers, Transformer, cast_weights
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
 
+PromptCache = tuple[
+    tuple[Float[Array, "*L B K E T"], ...],
+    tuple[Float[Array, "*L B K T E"], ...],
+    tuple[DeltaState, ...],
+]
+"""Keys, values and states of prompts, arrays of the layout of `RingCache`."""
 MAX_UNROLLED_LAYERS = 12
 """Each unrolled layer costs about 0.1 s of compile time, in every program."""
 
@@ -61,6 +70,7 @@ class RingCache(NamedTuple):
     k: tuple[Float[Array, "*L S K E C"], ...]  # an array per layer, or one [L, ...]; C last suits q k^T
     v: tuple[Float[Array, "*L S K C E"], ...]
     cursor: Int[Array, ""]  # write index of the next token
+    states: tuple[DeltaState, ...] = ()  # of layers with the delta rule: a tree per layer, or one [L, ...]
 
     @property
     def length(self) -> int:
@@ -88,9 +98,7 @@ def decode_weights(
     c = params.config
     layers = [getattr(params, name) for name in layer_stacks(c)]
     if is_unrolled(c):
-        depths = [stack.num_layers for stack in layer_stacks(c).values()]
-        stacks = zip(layers, depths, strict=True)
-        layers = [jax.tree.map(lambda w, i=i: w[i], stack) for stack, n in stacks for i in range(n)]
+        layers = [jax.tree.map(lambda w, i=i: w[i], getattr(params, name)) for name, i in layer_places(c)]
     elif out_shardings is not None:
         of_layer = [jax.tree.map(_without_layer_axis, stack) for stack in out_shardings.layers]
         reshard = functools.partial(jax.tree.map, jax.lax.with_sharding_constraint)
@@ -107,9 +115,7 @@ def decode_shardings(c: TransformerConfig, mesh: Mesh, rules: Rules) -> DecodeWe
     tree = shardings(c, mesh, rules)
     layers = [getattr(tree, name) for name in layer_stacks(c)]
     if is_unrolled(c):
-        layers = [jax.tree.map(_without_layer_axis, stack) for stack in layers]
-        depths = [stack.num_layers for stack in layer_stacks(c).values()]
-        layers = [layer for layer, n in zip(layers, depths, strict=True) for _ in range(n)]
+        layers = [jax.tree.map(_without_layer_axis, getattr(tree, name)) for name, _ in layer_places(c)]
     head = None if c.tie_embeddings else tree.lm_head.get_value()
     return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, tuple(layers))
 
@@ -122,12 +128,17 @@ def init_ring_cache(
     c: TransformerConfig, slots: int, length: int, dtype: DTypeLike, strict: bool = False
 ) -> RingCache:
     """Return zeros for `slots` sequences of `length` tokens; a strict cache holds no latents."""
-    arrays, depth = (c.num_layers, ()) if is_unrolled(c) else (1, (c.num_layers,))
+    layers = c.num_attention_layers
+    arrays, depth = (layers, ()) if is_unrolled(c) else (1, (layers,))
     heads, size = cache_dims(c, strict)
     shape = (*depth, slots, heads)
     k = tuple(jnp.zeros((*shape, size, length), dtype) for _ in range(arrays))
     v = tuple(jnp.zeros((*shape, length, size), dtype) for _ in range(arrays))
-    return RingCache(k, () if c.mla and not strict else v, jnp.int32(0))
+    states = ()
+    if recurrent := c.num_layers - layers:
+        count, depth = (recurrent, ()) if is_unrolled(c) else (1, (recurrent,))
+        states = tuple(empty_state(c, (*depth, slots), dtype) for _ in range(count))
+    return RingCache(k, () if c.mla and not strict else v, jnp.int32(0), states)
 
 
 def next_token_logits(
@@ -146,7 +157,7 @@ def prefill(
     lengths: Int[Array, "B"],
     strict: bool = False,
 ) -> tuple[
-    tuple[tuple[Float[Array, "*L B K E T"], ...], tuple[Float[Array, "*L B K T E"], ...]],
+    PromptCache,
     UInt[Array, "B T sparse chosen"] | None,
 ]:
     """Compute keys and values of left-padded prompts.
@@ -154,26 +165,31 @@ def prefill(
     Args:
         tokens: row b has its prompt in the last lengths[b] columns.
 
-    Returns: ((k, v), arrays of the layout of `RingCache`, routes of the tokens); padding holds arbitrary
-        numbers. Routes (`moe.route_spec`) are None without experts.
+    Returns: ((k, v, states), arrays of the layout of `RingCache`, routes of the tokens); padding holds
+        arbitrary numbers. Routes (`moe.route_spec`) are None without experts.
     """
+    # Places of the tokens, and what all layers read about them.
     positions = jnp.arange(tokens.shape[1]) - (tokens.shape[1] - lengths)[:, None]
     segments, positions = (positions >= 0).astype(jnp.int32), jnp.maximum(positions, 0)
-    rows = Packing(segments, positions)
+    rows = with_paths(c, Packing(segments, positions))
     tables = per_token_call(strict)(rope_fn(c), None, positions)
 
+    # Layers return what the cache keeps of them, in its layout.
     def layer(c, x, w, numbers, *_):
-        attend = make_attention_fn(c, w, rows, window=numbers.window, strict=strict)
+        mix = make_mixer(c, w, rows, window=numbers.window, strict=strict)
         rope = layer_rope(tables, numbers)
-        x, (k, v), routing = block(
-            c, w, x, rope, attention_fn=attend, strict=strict, valid=segments > 0, rules=ROLLOUT
+        x, kept, routing = block(
+            c, w, x, rope, attention_fn=mix, strict=strict, valid=segments > 0, rules=ROLLOUT
         )
+        if c.kind == DELTA:
+            return x, kept, routing
+        k, v = kept
         v = None if v is None else v.transpose(0, 2, 1, 3)
         return x, (k.transpose(0, 2, 3, 1), v), routing
 
     x = constrain_residual(scale_embeddings(c, weights.embed[tokens]))
-    _, kv, routes = apply_layers(c, weights.layers, layer, x)
-    return (tuple(k for k, _ in kv), tuple(v for _, v in kv if v is not None)), routes
+    _, (kv, states), routes = apply_layers(c, weights.layers, layer, x)
+    return (tuple(k for k, _ in kv), tuple(v for _, v in kv if v is not None), tuple(states)), routes
 
 
 def decode_ring(
@@ -192,57 +208,86 @@ def decode_ring(
 
     Returns: (hidden state after the final norm, cache with the token's keys and values, its routes).
     """
+    # Position embeddings of the token.
     by_row, positions = per_token_call(strict), positions[:, None]
     tables = by_row(rope_fn(c), None, positions)
 
+    # Layers read their part of the cache and put the new one in its place.
     def layer(c, carry, w, numbers, array, index):
-        x, ks, vs = carry
+        x, ks, vs, states = carry
+        put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
+        rope = layer_rope(tables, numbers)
+        run = functools.partial(block, c, w, x, rope, strict=strict, rules=ROLLOUT)
+        if c.kind == DELTA:
+            read, write = _state_of(states[array], index)
+            x, new, routing = run(attention_fn=make_step_fn(c, w, read, strict=strict))
+            return (x, ks, vs, put(states, write(new))), None, routing
         kv, sinks = (ks[array], vs[array] if vs else None), sinks_of(w)
         attend = _attend_ring(
             c, kv, index, cache.cursor, positions=positions, window=numbers.window, sinks=sinks, strict=strict
         )
-        rope = layer_rope(tables, numbers)
-        x, (k, v), routing = block(c, w, x, rope, attention_fn=attend, strict=strict, rules=ROLLOUT)
-        put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
-        return (x, put(ks, k), put(vs, v) if vs else ()), None, routing
+        x, (k, v), routing = run(attention_fn=attend)
+        return (x, put(ks, k), put(vs, v) if vs else (), states), None, routing
 
     x = constrain_residual(scale_embeddings(c, weights.embed[tokens][:, None]))
-    (x, ks, vs), _, routes = apply_layers(c, weights.layers, layer, (x, cache.k, cache.v))
+    carry = x, cache.k, cache.v, cache.states
+    (x, ks, vs, states), _, routes = apply_layers(c, weights.layers, layer, carry)
     hidden = by_row(final_norm_fn(c), weights.norm, x)[:, 0]
-    return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length)), routes
+    return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length), states), routes
+
+
+def _state_of(states: DeltaState, index: tuple):
+    """Return the state of a layer, and the function that puts a new one in its place."""
+    if not index:
+        return states, lambda new: new
+    take = lambda x: jax.lax.dynamic_index_in_dim(x, *index, keepdims=False)
+    write = lambda new: jax.tree.map(
+        lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, *index, 0), states, new
+    )
+    return jax.tree.map(take, states), write
 
 
 def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):
     """Apply `layer(config, carry, weights, numbers, array, index) -> (carry, out, routing)` to all layers.
 
-    The cache of a layer is `arrays[array][index]`: array = 0, 1, ... and index () for unrolled layers; array
-    0 and index (i,) for scanned layers. `config` is the config of the layer's stack.
+    The cache of a layer is `arrays[array][index]`, in the arrays of its kind (keys and values, or states):
+    array = 0, 1, ... and index () for unrolled layers; array 0 and index (i,) for scanned layers. `config` is
+    the config of the layer's stack.
 
-    Returns: (carry, outs, routes): a list with one out per layer, or with one stack of all outs.
+    Returns: (carry, (outs of attention, outs of other kinds), routes): a list with one out per layer, or with
+        one stack of all outs.
     """
-    outs, start = [], 0
-    stacks = layer_stacks(c).values()
+    stacks, at = layer_stacks(c), _cache_indices(c)
+    attends = {name: stack.kind == ATTENTION for name, stack in stacks.items()}
     if is_unrolled(c):
-        configs = [stack for stack in stacks for _ in range(stack.num_layers)]
-        chosen = []
-        for i, (config, weights, numbers) in enumerate(zip(configs, layers, layer_numbers(c), strict=True)):
-            carry, out, routing = layer(config, carry, weights, numbers, i, ())
-            outs.append(out)
+        outs, chosen = ([], []), []
+        names = [name for name, _ in layer_places(c)]
+        for name, weights, numbers, i in zip(names, layers, layer_numbers(c), at, strict=True):
+            carry, out, routing = layer(stacks[name], carry, weights, numbers, i, ())
+            outs[not attends[name]].append(out)
             chosen += [routing.chosen] if routing else []
         return carry, outs, join_routes(c, jnp.stack(chosen) if chosen else None)
-    for config, weights in zip(stacks, layers, strict=True):
 
-        def one(carry, xs, config=config):
-            carry, out, routing = layer(config, carry, xs[0], xs[1], 0, (xs[2],))
-            return carry, (out, routing and routing.chosen)
+    def step(config, carry, weights, numbers):
+        numbers, index = numbers
+        carry, out, routing = layer(config, carry, weights, numbers, 0, (index,))
+        return carry, (out, routing and routing.chosen)
 
-        indices = start + jnp.arange(config.num_layers)
-        inputs = weights, stacked_numbers(config), indices
-        carry, (out, chosen) = jax.lax.scan(one, carry, inputs)  # only the last stack has experts
-        outs.append(out)
-        start += config.num_layers
-    outs = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)] if len(outs) > 1 else outs
-    return carry, outs, join_routes(c, chosen)
+    def numbers_of(run):
+        layers = slice(run.first, run.first + run.num_layers)
+        return jax.tree.map(lambda x: x[layers], (stacked_numbers(c), jnp.asarray(at)))
+
+    carry, outs = scan_layers(c, dict(zip(stacks, layers, strict=True)), numbers_of, step, carry)
+    part = lambda i: [(run, tuple(x[i] for x in out)) for run, out in outs]
+    kept = (collect_layers(part(0), attends.get), collect_layers(part(0), lambda name: not attends[name]))
+    chosen = collect_layers(part(1), lambda name: bool(stacks[name].moe))
+    return carry, tuple([] if out is None else [out] for out in kept), join_routes(c, chosen)
+
+
+def _cache_indices(c: TransformerConfig) -> list[int]:
+    """Return the index of each layer among the layers of its kind."""
+    kinds = c.layer_kinds or (ATTENTION,) * c.num_layers
+    return [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
 
 
 def _attend_ring(

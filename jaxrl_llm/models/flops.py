@@ -7,10 +7,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from jaxrl_llm.models.attention import window_sizes
-from jaxrl_llm.models.config import TransformerConfig, layer_stacks
+from jaxrl_llm.models.attention import attention_windows
+from jaxrl_llm.models.config import DELTA, TransformerConfig
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
+from jaxrl_llm.models.stacks import layer_stacks
 
 Number = int | float
 
@@ -21,8 +22,12 @@ def layer_weights(c: TransformerConfig) -> int:
 
 
 def _one_layer(c: TransformerConfig) -> int:
-    attention = c.head_dim * c.hidden_size * 2 * (c.num_heads + c.num_kv_heads)
-    if mla := c.mla:
+    queries = c.num_heads * (2 if c.attention_gate else 1)
+    attention = c.head_dim * c.hidden_size * (queries + c.num_heads + 2 * c.num_kv_heads)
+    if c.kind == DELTA:
+        values = c.delta.value_heads * c.delta.value_dim
+        attention = c.hidden_size * (c.delta.channels + 2 * values + 2 * c.delta.value_heads)
+    elif mla := c.mla:
         queries = c.num_heads * c.head_dim
         attention = mla.q_rank * (c.hidden_size + queries) if mla.q_rank else c.hidden_size * queries
         attention += c.hidden_size * (mla.kv_rank + mla.rope_dim + c.num_heads * mla.value_dim)
@@ -44,8 +49,16 @@ def attention_flops(c: TransformerConfig, tokens: Number, context: Number) -> fl
     Args:
         context: keys of each query; a layer's window may be less.
     """
-    keys = sum(min(context, window) for window in window_sizes(c))
-    return 2.0 * tokens * _key_and_value_dims(c) * keys
+    keys = sum(min(context, window) for window in attention_windows(c))
+    return 2.0 * tokens * _key_and_value_dims(c) * keys + state_flops(c, tokens)
+
+
+def state_flops(c: TransformerConfig, tokens: Number) -> float:
+    """Return the FLOPs of reading, correcting and reading the states of recurrent layers, token by token."""
+    if not c.delta:
+        return 0.0
+    size = c.delta.value_heads * c.delta.key_dim * c.delta.value_dim
+    return 6.0 * tokens * size * (c.num_layers - c.num_attention_layers)
 
 
 def _key_and_value_dims(c: TransformerConfig) -> int:
@@ -119,9 +132,9 @@ def sequence_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = 
         logits: False if no logits are computed.
     """
     lengths = list(lengths)
-    layers = Counter(window_sizes(c))
+    layers = Counter(attention_windows(c))
     keys = sum(count * _causal_keys(n, window) for window, count in layers.items() for n in lengths)
-    matrices = matrix_flops(c, sum(lengths))
+    matrices = matrix_flops(c, sum(lengths)) + state_flops(c, sum(lengths))
     return matrices + 2.0 * _key_and_value_dims(c) * keys + head_flops(c, sum(lengths)) * logits
 
 

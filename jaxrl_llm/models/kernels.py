@@ -37,11 +37,12 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
 def can_share_prefixes(config: TransformerConfig, dtype: str, mesh: Mesh) -> bool:
     """Return whether a model can read rows whose sequences share prefixes.
 
-    Dynamic RoPE needs the length of each sequence, and cuDNN does not support the mask.
+    Dynamic RoPE needs the length of each sequence, cuDNN does not support the mask, and recurrent layers keep
+    few states of a row's prefixes.
     """
     with jax.set_mesh(mesh):
         name, _ = choose("flash_attention", config.head_dim, dtype, config.attention_softcap)
-    return not (config.rope.scaling == "dynamic" or name == "cudnn")
+    return not (config.rope.scaling == "dynamic" or name == "cudnn" or config.layer_kinds)
 
 
 def turing_warning(dtypes: dict[str, str], mesh: Mesh) -> str:

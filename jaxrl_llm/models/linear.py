@@ -139,9 +139,12 @@ class Initializer:
     def zeros(self, shape, axes) -> nnx.Param:
         return self._param(jnp.zeros((self.config.num_layers, *shape), jnp.float32), axes)
 
+    def ones(self, shape, axes) -> nnx.Param:
+        return self._param(jnp.ones((self.config.num_layers, *shape), jnp.float32), axes)
+
 
 def matrix_dims(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the (input, output) dims of a matrix of the layers; None for norms, biases, embeddings, heads.
+    """Return the (input, output) dims of a matrix of the layers; None for other weights, such as norms.
 
     ("layers", "heads", "head_dim", "embed") of "o" gives ((1, 2), (3,)). "layers" and "experts" are batch
     dims.
@@ -149,7 +152,7 @@ def matrix_dims(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]
     Args:
         axes: logical axes of the weight, inputs before outputs as `project` contracts them.
     """
-    if axes[0] != "layers":
+    if axes[0] != "layers" or "conv" in axes:
         return None
     groups: list[tuple[int, ...]] = []
     for dim, axis in enumerate(axes[1:], 1):

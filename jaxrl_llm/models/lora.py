@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.config import TransformerConfig, layer_stacks
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.lora_config import AdaptedConfig, LoraConfig, Quantize, QuantizedConfig
 from jaxrl_llm.models.params import abstract, init, named_leaves
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight
+from jaxrl_llm.models.stacks import layer_stacks
 from jaxrl_llm.structs import Params, TrainState
 
 MARK = "_lora_"  # in the names of adapters

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import ATTENTION, DELTA, TransformerConfig
 from jaxrl_llm.ranges import Range, problems
 
 Quantize = Literal["none", "int8", "nf4"]
@@ -18,16 +18,24 @@ TARGETS = {f"{ours}_proj": ours for ours in ("q", "k", "v", "o", "gate", "up", "
 """Hugging Face's names of the linear layers -> ours."""
 LATENT_TARGETS = {"q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b"}
 """Linear layers of latent attention, instead of k_proj and v_proj, and with `q_rank` also of q_proj."""
+DELTA_TARGETS = {f"in_proj_{part}": f"delta_{part}" for part in ("qkv", "z", "b", "a")}
+DELTA_TARGETS |= {"out_proj": "delta_o"}
+"""Linear layers of the gated delta rule."""
+ALL_TARGETS = TARGETS | LATENT_TARGETS | DELTA_TARGETS
 MLP = ("gate", "up", "down")
 """Linear layers of the feed-forward, or of the shared expert and of each expert."""
 
 
 def linear_layers(c: TransformerConfig) -> dict[str, str]:
     """Return Hugging Face's names of linear layers -> ours; each expert has the names of MLP."""
-    if not c.mla:
-        return TARGETS
-    absent = ("k_proj", "v_proj", *(("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")))
-    return {name: ours for name, ours in (TARGETS | LATENT_TARGETS).items() if name not in absent}
+    kinds = c.layer_kinds or (ATTENTION,)
+    absent = (*LATENT_TARGETS, *DELTA_TARGETS)
+    if c.mla:
+        absent = ("k_proj", "v_proj", *DELTA_TARGETS)
+        absent += ("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")
+    elif DELTA in kinds:
+        absent = (*LATENT_TARGETS, *(() if ATTENTION in kinds else ("q_proj", "k_proj", "v_proj", "o_proj")))
+    return {name: ours for name, ours in ALL_TARGETS.items() if name not in absent}
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class LoraConfig:
                 f"is {self.quantize}, but all weights are trained: it must be none, or rank above 0 "
                 "(--lora.rank 32), since only frozen weights can be quantized.",
             )
-        known = ("all", *TARGETS, *LATENT_TARGETS)
+        known = ("all", *ALL_TARGETS)
         if not self.targets:
             yield "targets", "is empty: it must name linear layers, or be all."
         for name in self.targets:
@@ -75,8 +83,7 @@ class LoraConfig:
     @property
     def adapted(self) -> tuple[str, ...]:
         """Our names of the layers to adapt; a model may lack some."""
-        known = TARGETS | LATENT_TARGETS
-        return tuple(ours for name, ours in known.items() if {"all", name} & {*self.targets})
+        return tuple(ours for name, ours in ALL_TARGETS.items() if {"all", name} & {*self.targets})
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from jaxrl_kernels.decode_attention.chunks import chunk_attention
 from jaxrl_kernels.dispatch import choose, device
 from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_llm.models.attention import attention_scale, layer_rope, rope_fn, sinks_of
-from jaxrl_llm.models.block import block, final_norm_fn, per_token_call
+from jaxrl_llm.models.block import block, final_norm_fn
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.models.decode import DecodeWeights, apply_layers
+from jaxrl_llm.models.decode import DecodeWeights, PromptCache, apply_layers
 from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
+from jaxrl_llm.models.rows import per_token_call
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
 
 NULL_PAGE = 0
@@ -115,7 +116,7 @@ def decode_paged(
 def write_prompts(
     c: TransformerConfig,
     cache: PagedCache,
-    prompts: tuple[tuple[Array, ...], tuple[Array, ...]],
+    prompts: PromptCache,
     lengths: Int[Array, "B"],
     *,
     tables: Int[Array, "R N"],

@@ -75,23 +75,27 @@ def causal_conv(
     return _weighted_sum((x, *before), weight, bias)
 
 
-def conv_step(
-    state: Float[Array, "B N D"],
-    x: Float[Array, "B D"],
+def conv_window(x: Float[Array, "B T D"], paths: Paths) -> Float[Array, "B T width D"]:
+    """Return the inputs of each token's convolution, the oldest first, 0 before the start."""
+    count = paths.exists.shape[2]
+    return jnp.stack([*(_step_back(x, paths, n) for n in range(count, 0, -1)), x], axis=2)
+
+
+def convolve(
+    window: Float[Array, "*B width D"],
     weight: Float[Array, "D width"],
     bias: Float[Array, "D"] | None = None,
-) -> tuple[Float[Array, "B D"], Float[Array, "B N D"]]:
-    """Compute `causal_conv` of one new token a row, with the inputs before it. Returns (out, new state).
-
-    Args:
-        state: inputs of the tokens before, the oldest first, 0 before the start; of `conv_state`.
-    """
-    window = jnp.concatenate([state, x[:, None].astype(state.dtype)], axis=1)
-    return _weighted_sum(jnp.moveaxis(window, 1, 0)[::-1], weight, bias), window[:, 1:]
+) -> Float[Array, "*B D"]:
+    """Compute `causal_conv` from the inputs of each token (`conv_window`)."""
+    return _weighted_sum(jnp.moveaxis(window, -2, 0)[::-1], weight, bias)
 
 
 def conv_state(x: Float[Array, "B T D"], paths: Paths) -> Float[Array, "B N D"]:
-    """Return the state of `conv_step` after the last column of each row, which must not be padding."""
+    """Return the inputs that precede the next token of each row, the oldest first, 0 before the start.
+
+    Args:
+        x: the last column must not be padding.
+    """
     count = paths.exists.shape[2]
     inputs = [x, *(_step_back(x, paths, n) for n in range(1, count))]
     return jnp.stack([x[:, -1] for x in inputs[::-1]], axis=1)

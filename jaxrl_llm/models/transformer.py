@@ -14,20 +14,24 @@ from jaxtyping import Array, Float, Int, UInt
 
 from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_llm.models.attention import (
+    LayerNumbers,
     layer_rope,
     rope_fn,
     stacked_numbers,
     trajectory_lengths,
     window_spans,
 )
-from jaxrl_llm.models.block import Packing, block, final_norm_fn, make_attention_fn, per_token_call
-from jaxrl_llm.models.config import MoEConfig, TransformerConfig, layer_stacks
+from jaxrl_llm.models.block import block, final_norm_fn, make_mixer
+from jaxrl_llm.models.config import DELTA, MoEConfig, TransformerConfig
+from jaxrl_llm.models.delta import add_delta_weights, with_paths
 from jaxrl_llm.models.experts.router import RoutingSums, join_routes, reads_float32, routing_sums
 from jaxrl_llm.models.linear import Initializer, matrix_dims, scale_embeddings
 from jaxrl_llm.models.lora_config import MLP, linear_layers
 from jaxrl_llm.models.mla import add_latent_weights
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
+from jaxrl_llm.models.rows import Packing, per_token_call
+from jaxrl_llm.models.stacks import DENSE, LayerRun, collect_layers, layer_stacks, scan_layers
 from jaxrl_llm.sharding.attention import ContextParallel, context_parallel, reorder_tokens, restore_tokens
 from jaxrl_llm.sharding.rules import constrain, constrain_residual, fetch, look_up
 
@@ -45,13 +49,15 @@ class Layers(nnx.Module):
         d = c.hidden_size
         # Attention.
         self._add_norms("attention", init)
-        if c.mla:
+        if c.kind == DELTA:
+            add_delta_weights(self, c, init)
+        elif c.mla:
             add_latent_weights(self, c, init)
         else:
             self._add_attention(c, init)
-        if c.out_bias:
+        if c.out_bias and c.kind != DELTA:
             self.o_bias = init.zeros((d,), ("norm",))
-        if c.attention_sinks:
+        if c.attention_sinks and c.kind != DELTA:
             self.sinks = init.zeros((c.num_heads,), ("heads",))
         # Feed-forward, dense or experts.
         self._add_norms("mlp", init)
@@ -83,12 +89,13 @@ class Layers(nnx.Module):
 
     def _add_attention(self, c: TransformerConfig, init: Initializer) -> None:
         d, e = c.hidden_size, c.head_dim
-        self.q = init.normal((d, c.num_heads, e), ("embed", "heads", "head_dim"))
+        gated = 2 * e if c.attention_gate else e  # dims of the query, then dims of the gate
+        self.q = init.normal((d, c.num_heads, gated), ("embed", "heads", "head_dim"))
         self.k = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
         self.v = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
         self.o = init.normal((c.num_heads, e, d), ("heads", "head_dim", "embed"), residual=True)
         if c.qkv_bias:
-            self.q_bias = init.zeros((c.num_heads, e), ("heads", "head_dim"))
+            self.q_bias = init.zeros((c.num_heads, gated), ("heads", "head_dim"))
             self.k_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
             self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
         if c.qk_norm:
@@ -144,7 +151,8 @@ class Transformer(nnx.Module):
         std = config.initializer_range
         self.embed = nnx.Param(std * jax.random.normal(embed_key, shape, jnp.float32), axes=axes)
         for name, stack in layer_stacks(config).items():
-            key = layer_key if name == "layers" else jax.random.fold_in(layer_key, 0)
+            number = -1 if name == "layers" else list(layer_stacks(config)).index(name)
+            key = layer_key if number < 0 else jax.random.fold_in(layer_key, number)
             setattr(self, name, Layers(stack, key, config.num_layers))
         self.norm = nnx.Param(jnp.full(config.hidden_size, 1 - config.norm_offset), axes=("norm",))
         if config.value_head:  # zeros: a new critic predicts 0
@@ -206,11 +214,11 @@ class Transformer(nnx.Module):
         c = self.config
         if last is not None and c.rope.scaling == "dynamic":
             raise ValueError("dynamic RoPE takes no shared prefixes (`last`)")
-        if segments is None:
-            segments = jnp.ones_like(tokens)
+        segments = jnp.ones_like(tokens) if segments is None else segments
         # Context parallelism may reorder the tokens of a row, so that devices have equal work.
         method = context_parallel(tokens.shape[1], sequence_parallel)
-        rows = Packing(segments, positions, last, window_spans(c, segments, last, positions))
+        spans = window_spans(c, segments, last, positions)
+        rows = with_paths(c, Packing(segments, positions, last, spans))
         tokens, rows = jax.tree.map(lambda x: reorder_tokens(x, method), (tokens, rows))
         readers = jnp.where(rows.segments > 0, 1 if last is None else rows.last - rows.segments + 1, 0)
         per_token = per_token_call(strict)
@@ -221,25 +229,38 @@ class Transformer(nnx.Module):
         if routes is not None:
             routes = jnp.moveaxis(reorder_tokens(routes, method), 2, 0)
 
-        def body(c, x, layer_inputs):
-            layer, number, routes = layer_inputs
+        def layer(c, x, layer, numbers):
+            numbers, routes = numbers
             x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(layer, dtype)
-            attend = make_attention_fn(c, w, rows, window=number.window, method=method, strict=strict)
+            mix = make_mixer(c, w, rows, window=numbers.window, method=method, strict=strict)
             settings = {"strict": strict, "valid": rows.segments > 0, "routes": routes}
-            rope = layer_rope(tables, number)
-            x, _, routing = block(c, w, x, rope, attention_fn=attend, **settings)
+            x, _, routing = block(c, w, x, layer_rope(tables, numbers), attention_fn=mix, **settings)
             return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)
 
-        for name, stack in layer_stacks(c).items():
-            layer = functools.partial(body, stack)
-            if remat != "none" or stack.moe:
-                layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-            inputs = getattr(self, name), stacked_numbers(stack), routes if stack.moe else None
-            x, routing = jax.lax.scan(layer, x, inputs)
+        def step(c, *args):
+            run = functools.partial(layer, c)
+            if remat != "none" or c.moe:
+                run = jax.checkpoint(run, policy=REMAT[remat], prevent_cse=False)
+            return run(*args)
+
+        weights = {name: getattr(self, name) for name in layer_stacks(c)}
+        x, outs = scan_layers(c, weights, lambda run: numbers_of(c, run, routes), step, x)
         x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
         hidden = restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
-        sums, chosen = routing or (None, None)
+        sums, chosen = collect_layers(outs, lambda name: c.moe and name != DENSE) or (None, None)
         return hidden, sums, None if chosen is None else restore_tokens(join_routes(c, chosen), method)
+
+
+def numbers_of(
+    c: TransformerConfig, run: LayerRun, routes: UInt[Array, "L B T K"] | None
+) -> tuple[LayerNumbers, UInt[Array, "R B T K"] | None]:
+    """Return the numbers of a run's R layers, and the routes of its layers with experts."""
+    layers = slice(run.first, run.first + run.num_layers)
+    numbers = jax.tree.map(lambda x: x[layers], stacked_numbers(c))
+    if routes is None or DENSE in run.pattern:
+        return numbers, None
+    dense = c.moe.dense_layers
+    return numbers, routes[layers.start - dense : layers.stop - dense]
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:

@@ -178,7 +178,7 @@ def product_widths(c: TransformerConfig, mesh: Mesh) -> float:
         shape = leaf.shape if of_expert else sharding.shard_shape(leaf.shape)
         width = sum(math.prod(shape[dim] for dim in side) for side in dims)
         total += leaf.shape[0] * width * (c.moe.experts_per_token / tensor if of_expert else 1)
-    return total + c.num_layers * _attention_width(c) / tensor
+    return total + c.num_attention_layers * _attention_width(c) / tensor
 
 
 def _key_value_width(c: TransformerConfig) -> int:
@@ -240,7 +240,7 @@ def _activation_links(
     width = passes * sent(tensor) * c.hidden_size * (4 * c.num_layers + rows.logits)
     around = (ring - 1) * _key_value_width(c) * (3 if backward else 1)  # backward keys, values and gradients
     all_to_all = passes * sent(ring) * _attention_width(c)
-    width += c.num_layers * min(around, all_to_all) / tensor
+    width += c.num_attention_layers * min(around, all_to_all) / tensor
     if c.moe:
         chosen = min(c.moe.experts_per_token, owners) * sent(owners)
         width += passes * _num_moe_layers(c) * 2 * chosen * c.hidden_size

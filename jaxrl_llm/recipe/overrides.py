@@ -221,12 +221,13 @@ def closest_key(key: str, known: Iterable[str]) -> str:
     """
     key = key[:100]
     scores = {other: _likeness(key, other) for other in known}
-    near = [other for other, (_, like, _) in scores.items() if like >= MIN_LIKENESS]
+    near = [other for other, (_, like, *_) in scores.items() if like >= MIN_LIKENESS]
     return max(near, key=scores.__getitem__, default="")
 
 
-def _likeness(key: str, other: str) -> tuple[bool, float, float]:
-    """Return whether a key is a misspelling in its group, how alike two keys are, and their groups."""
+def _likeness(key: str, other: str) -> tuple[bool, float, float, int]:
+    """Return whether a key is a misspelling in its group, how alike two keys are, and their groups; of equal
+    keys the one in fewer groups is likelier."""
     name, other_name = key.rpartition(".")[2], other.rpartition(".")[2]
     if name == other_name:
         like = 1.0
@@ -237,7 +238,8 @@ def _likeness(key: str, other: str) -> tuple[bool, float, float]:
     else:
         like = 0.95 * _ratio(other_name, name)
     is_misspelt = like >= 0.7 and _group(key) == _group(other)
-    return is_misspelt, max(like, _ratio(other, key)), _ratio(_group(other), _group(key))
+    like = max(like, _ratio(other, key))
+    return is_misspelt, like, _ratio(_group(other), _group(key)), -other.count(".")
 
 
 def _ratio(text: str, typed: str) -> float:

@@ -14,7 +14,7 @@ from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.lora import rank_of_experts, with_lora
 from jaxrl_llm.models.lora_config import linear_layers
 from jaxrl_llm.recipe.rule import Rule
-from jaxrl_llm.rollout.checks import dynamic_rope_hint, token_problems
+from jaxrl_llm.rollout.checks import dynamic_rope_hint, ring_problem, token_problems
 from jaxrl_llm.sharding.attention import heads_problem
 from jaxrl_llm.sharding.config import CRITIC, POLICY, reward_role
 from jaxrl_llm.sharding.rules import num_shards
@@ -53,6 +53,19 @@ def _heads_divide(config: TrainConfig, models: Models) -> Iterator[str]:
         yield heads_problem(heads, tensor * sequence)
 
 
+def _recurrent_layers_fit(config: TrainConfig, models: Models) -> Iterator[str]:
+    recurrent = [role for role, model in models.items() if model.layer_kinds]
+    if not recurrent:
+        return
+    if num_shards("sequence", config.mesh.sizes) > 1:
+        yield (
+            f"--mesh.sequence is {config.mesh.sizes['sequence']}: recurrent layers need whole rows on a "
+            "device. Set it to 1."
+        )
+    if POLICY in recurrent and (problem := ring_problem(config.rollout, models[POLICY])):
+        yield f"--{problem}"
+
+
 def _stop_tokens_exist(config: TrainConfig, models: Models) -> Iterator[str]:
     samplings = {"--rollout.sampling": config.rollout.sampling, "--eval.sampling": config.eval.sampling}
     for key, sampling in samplings.items():
@@ -84,6 +97,8 @@ def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
     model, unsent, fix = models[POLICY], "", "Set it to native."
     if model.mla:
         unsent = "models with latent attention (DeepSeek-V3)"
+    elif model.layer_kinds:
+        unsent = "models with recurrent layers (Qwen3.5)"
     elif model.attention_sinks:
         unsent = "models with attention sinks (gpt-oss)"
     elif model.moe and model.tie_embeddings:  # SGLang computes with a separate LM head
@@ -160,6 +175,12 @@ MODEL = (
     Rule("model", "model.path model.architecture", _can_be_exported),
     Rule("model", "max_prompt_tokens max_response_tokens", _has_positions),
     Rule("model", "mesh.sequence_parallel mesh.sequence mesh.tensor", _heads_divide, sized=True),
+    Rule(
+        "model",
+        "mesh.sequence rollout.cache rollout.cache_dtype rollout.draft_tokens",
+        _recurrent_layers_fit,
+        sized=True,
+    ),
     Rule("model", "rollout.sampling.stop_tokens eval.sampling.stop_tokens", _stop_tokens_exist),
     Rule("model", "routing.balance_coef routing.bias_rate routing.replay lora.rank", _experts_are_routed),
     Rule("model", "routing.replay rollout.engine", _routes_are_reported),

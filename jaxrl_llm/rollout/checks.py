@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl_llm import ranges
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.config import EIGHT_BITS, RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 
 
@@ -86,4 +86,20 @@ def dynamic_rope_hint(scaling: str) -> str:
     return (
         '. "dynamic" RoPE would go on, but rotates all keys again with every token, and cached keys stay: '
         'for longer text set rope scaling to "yarn" in the config.json of the model.'
+    )
+
+
+def ring_problem(config: RolloutConfig, model: TransformerConfig) -> str:
+    """Return why a model with recurrent layers cannot be decoded with these settings; "" = it can."""
+    needs = {
+        "cache paged": config.cache == "paged",
+        f"cache_dtype {config.cache_dtype}": config.cache_dtype in EIGHT_BITS,
+        f"draft_tokens {config.draft_tokens}": config.draft_tokens > 0,
+    }
+    setting = next((name for name, on in needs.items() if on), "")
+    if not setting or not model.layer_kinds:
+        return ""
+    return (
+        f"rollout.{setting} needs pages, and the states of the model's recurrent layers are not in pages. "
+        "Set --rollout.cache auto, --rollout.draft_tokens 0 and a --rollout.cache_dtype of 16 or 32 bits."
     )

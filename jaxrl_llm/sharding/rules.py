@@ -41,6 +41,7 @@ TRAIN: Rules = {
     "latent": ("fsdp", "sequence", "expert"),  # inputs of the second projection of latent attention
     "compressed": None,  # outputs of the first one
     "norm": None,
+    "conv": None,
     "rank": None,
 }
 """Training and scoring: weights are sharded over fsdp, sequence, expert and tensor; rows over data, fsdp and

@@ -11,7 +11,7 @@ from slow_cases import with_slow
 
 from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
-from jaxrl_llm.models.config import MLAConfig, MoEConfig
+from jaxrl_llm.models.config import DeltaConfig, MLAConfig, MoEConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import QuantizedConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -37,6 +37,10 @@ NO_ROPE = dataclasses.replace(
     TINY, norms="after", qk_norm_over_heads=True, rope_layers=(False, True),
     rope=models.RopeConfig(original_max_position=2, query_growth=0.4),
 )  # fmt: skip
+HYBRID = dataclasses.replace(
+    TINY, num_layers=4, layer_kinds=("delta", "delta", "attention", "delta"), attention_gate=True,
+    delta=DeltaConfig(2, 4, 8, 8, conv_width=3),
+)  # fmt: skip
 ADAPTED = with_lora(LATENTS, models.LoraConfig(rank=3, alpha=4.0))
 VARIANTS = {
     "qwen3": TINY,
@@ -51,6 +55,8 @@ VARIANTS = {
     "four norms, two ropes": GEMMA,
     "four norms, two ropes, scanned": GEMMA,
     "norms after, a layer without rope": NO_ROPE,
+    "delta rule": HYBRID,
+    "delta rule, scanned": HYBRID,
     "nf4": QuantizedConfig(**vars(TINY)),
     "nf4, scanned": QuantizedConfig(**vars(TINY)),
     "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),
@@ -111,8 +117,11 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     cache = empty
     for t in range(6):  # the second prompt is columns 4 and 5
         _, cache = step(cache, tokens[:, t], np.array([t, max(t - 4, 0)]))
-    (ks, vs), cache = jax.device_get((written, cache))
-    for row, start in ((0, 0), (1, 4)):
+    (ks, vs, states), cache = jax.device_get((written, cache))
+    for x, expected in zip(jax.tree.leaves(states), jax.tree.leaves(cache.states), strict=True):
+        np.testing.assert_allclose(np.moveaxis(x, -4, 0)[0], np.moveaxis(expected, -4, 0)[0], atol=2e-5)
+    recurrent = config.layer_kinds is not None  # whose states also hold what came before the second prompt
+    for row, start in ((0, 0), (1, 4))[: 1 if recurrent else 2]:
         own = slice(start, 6)
         for k, expected in zip(ks, cache.k, strict=True):
             np.testing.assert_allclose(k[..., row, :, :, own], expected[..., row, :, :, own], atol=2e-5)

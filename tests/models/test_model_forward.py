@@ -12,7 +12,7 @@ from tiny_models import random_params
 from jaxrl_kernels import dispatch
 from jaxrl_llm import models
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.config import MLAConfig, MoEConfig
+from jaxrl_llm.models.config import DeltaConfig, MLAConfig, MoEConfig
 from jaxrl_llm.models.kernels import describe_kernels
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
@@ -38,10 +38,17 @@ MIXED = dataclasses.replace(
     rope=models.RopeConfig(original_max_position=4, query_growth=0.4),
     rope_layers=(False, True),
 )
+HYBRID = dataclasses.replace(
+    CONFIG,
+    num_layers=4,
+    layer_kinds=("delta", "attention") * 2,
+    attention_gate=True,
+    delta=DeltaConfig(2, 4, 8, 8, conv_width=3),
+)
 CONFIGS = pytest.mark.parametrize(
     "config",
-    [CONFIG, WINDOWED, DYNAMIC, MIXED],
-    ids=["full", "window in one layer", "dynamic rope", "mixed layers"],
+    [CONFIG, WINDOWED, DYNAMIC, MIXED, HYBRID],
+    ids=["full", "window in one layer", "dynamic rope", "mixed layers", "delta rule"],
 )
 quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 

@@ -13,6 +13,7 @@ from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.models.config import DeltaConfig
 from jaxrl_llm.plan.compiled import count_collectives
 from jaxrl_llm.plan.hlo import parse
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -42,14 +43,29 @@ MESHES = {
 }
 
 
+HYBRID = models.TransformerConfig(
+    vocab_size=64,
+    hidden_size=32,
+    mlp_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    initializer_range=0.2,
+    layer_kinds=("delta", "attention", "delta"),
+    attention_gate=True,
+    delta=DeltaConfig(2, 4, 8, 8),
+)
+
+
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 def logits(params, *row):
     return params(*row) @ params.head.T
 
 
 @functools.cache
-def on_one_device():
-    return np.asarray(logits(random_params(CONFIG), *rows()))
+def on_one_device(config):
+    return np.asarray(logits(random_params(config), *rows()))
 
 
 def rows():
@@ -60,14 +76,19 @@ def rows():
     return tokens, np.tile(positions, (8, 1)), np.tile(segments, (8, 1))
 
 
-@pytest.mark.parametrize("mesh_config", MESHES.values(), ids=MESHES)
-def test_eight_devices_give_the_logits_of_one(mesh_config):
+CASES = [(CONFIG, mesh) for mesh in MESHES.values()]
+CASES += [(HYBRID, mesh) for mesh in MESHES.values() if mesh.sequence == 1]
+
+
+@pytest.mark.parametrize(("config", "mesh_config"), CASES, ids=[*MESHES, "delta tensor=2", "delta tensor=4"])
+def test_eight_devices_give_the_logits_of_one(config, mesh_config):
     mesh = make_mesh(mesh_config)
-    params = jax.device_put(random_params(CONFIG), models.shardings(CONFIG, mesh, TRAIN))
+    params = jax.device_put(random_params(config), models.shardings(config, mesh, TRAIN))
     with jax.set_mesh(mesh):
         got = logits(params, *put_rows(mesh, rows()))
     assert len(got.sharding.device_set) == 8
-    np.testing.assert_allclose(got, on_one_device(), atol=1e-5 * np.abs(on_one_device()).max(), rtol=0)
+    expected = on_one_device(config)
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.compilers

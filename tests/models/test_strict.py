@@ -19,7 +19,7 @@ from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.models.config import MLAConfig, MoEConfig
+from jaxrl_llm.models.config import DeltaConfig, MLAConfig, MoEConfig
 from jaxrl_llm.recipe.rule import apply_rules
 from jaxrl_llm.recipe.rules_recipe import RECIPE
 from jaxrl_llm.rollout.config import SamplingConfig
@@ -50,6 +50,10 @@ GPT_OSS = dataclasses.replace(
 GEMMA = dataclasses.replace(
     QWEN, sliding_window=7, window_layers=(True, False), norms="both", norm_offset=1.0, scale_embeddings=True,
     local_rope=models.RopeConfig(theta=100.0),
+)  # fmt: skip
+HYBRID = dataclasses.replace(
+    QWEN, num_layers=4, layer_kinds=("delta", "delta", "attention", "delta"), attention_gate=True,
+    delta=DeltaConfig(2, 4, 8, 8),
 )  # fmt: skip
 NO_ROPE = dataclasses.replace(
     QWEN, norms="after", qk_norm_over_heads=True, rope_layers=(False, True),
@@ -109,6 +113,8 @@ def one_update(config, dtype, strict=True, share=True):
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
         pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
         (GEMMA, "float32"),
+        (HYBRID, "float32"),
+        pytest.param(HYBRID, "bfloat16", marks=pytest.mark.slow),
         pytest.param(GEMMA, "bfloat16", marks=pytest.mark.slow),
         pytest.param(NO_ROPE, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
@@ -126,6 +132,8 @@ def one_update(config, dtype, strict=True, share=True):
         "windows, caps, sinks, biases",
         "gpt-oss bfloat16",
         "four norms, two ropes",
+        "delta rule",
+        "delta rule bfloat16",
         "four norms, two ropes bfloat16",
         "norms after, a layer without rope bfloat16",
         "latents",

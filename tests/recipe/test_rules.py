@@ -29,6 +29,7 @@ from jaxrl_llm.config import (
     TrainConfig,
     TransformerConfig,
 )
+from jaxrl_llm.models.config import DeltaConfig
 from jaxrl_llm.recipe.checks import apply_all_rules, check_config, check_models, check_on_devices
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.recipe.rules_devices import DEVICES
@@ -41,6 +42,9 @@ RULES = RECIPE + MODEL + DEVICES
 SERVED = RolloutConfig(engine="sglang", launch=1)
 STOPS = RolloutConfig(sampling=SamplingConfig(stop_tokens=(10**6,)))
 EXPERTS = TransformerConfig(max_position=64, moe=MoEConfig(8, 4, expert_size=12))
+RECURRENT = TransformerConfig(
+    num_layers=2, max_position=64, layer_kinds=("delta", "attention"), delta=DeltaConfig()
+)
 RANDOM = ModelConfig(architecture=EXPERTS, tokenizer="tiny")
 CASES = {
     "field_problems": dict(steps=-1),
@@ -70,6 +74,9 @@ CASES = {
     "_can_be_exported": dict(model=replace(RANDOM, architecture=replace(EXPERTS, family="mixtral"))),
     "_has_positions": dict(max_response_tokens=50),
     "_heads_divide": dict(devices="0:6", mesh=MeshConfig(tensor=3, sequence=2, sequence_parallel="ulysses")),
+    "_recurrent_layers_fit": dict(
+        model=replace(RANDOM, architecture=RECURRENT), rollout=RolloutConfig(cache="paged")
+    ),
     "_stop_tokens_exist": dict(rollout=STOPS),
     "_experts_are_routed": dict(routing=RoutingConfig(balance_coef=0.1)),
     "_routes_are_reported": dict(

@@ -67,8 +67,9 @@ def copy_dtype(name: str, dtype: DTypeLike) -> DTypeLike:
 
 def reads_float32(name: str) -> bool:
     """Return whether the forward pass reads a weight ("layers.q") in float32, whatever the type of products:
-    norms, sinks, value heads, the bias that chooses experts, and scales of quantized weights."""
-    return name == "value" or any(part in name for part in ("norm", "sinks", SELECTION_BIAS, SCALE))
+    norms, sinks, decays, value heads, the bias that chooses experts, and scales of quantized weights."""
+    parts = ("norm", "sinks", "a_log", "dt_bias", SELECTION_BIAS, SCALE)
+    return name == "value" or any(part in name for part in parts)
 
 
 def route_spec(c: TransformerConfig) -> jax.ShapeDtypeStruct:

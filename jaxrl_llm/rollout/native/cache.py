@@ -16,9 +16,10 @@ import numpy as np
 
 from jaxrl_llm.rollout.native.kept import RingTurns
 from jaxrl_llm.rollout.native.paged_cache import PagedLayout
-from jaxrl_llm.rollout.native.programs import ChunkInputs, ChunkOutput, PrefillBatch, Programs, SlotState
+from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.ring_cache import RingLayout
 from jaxrl_llm.rollout.native.shapes import ProgramShapes
+from jaxrl_llm.rollout.native.slots import ChunkInputs, ChunkOutput, PrefillBatch, SlotState
 
 
 class CacheManager:

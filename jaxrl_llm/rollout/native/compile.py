@@ -13,16 +13,16 @@ from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native.kept import max_copies
-from jaxrl_llm.rollout.native.programs import (
+from jaxrl_llm.rollout.native.programs import Programs
+from jaxrl_llm.rollout.native.sampling import filters_of, make_params
+from jaxrl_llm.rollout.native.shapes import ProgramShapes, num_copies, pages_for, round_up
+from jaxrl_llm.rollout.native.slots import (
     ChunkInputs,
-    Programs,
     RowsToExtend,
     SlotState,
     empty_slots,
     make_stop_conditions,
 )
-from jaxrl_llm.rollout.native.sampling import filters_of, make_params
-from jaxrl_llm.rollout.native.shapes import ProgramShapes, num_copies, pages_for, round_up
 from jaxrl_llm.sharding.compile import ParallelCompiler, Program
 from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params
@@ -220,9 +220,8 @@ def _ring_calls(
     sharding, width = programs.shardings["cache"], shapes.max_prefill_length
     num_slots = shapes.slot_counts[-1]
     rows = _zeros(num_slots)
-    gathered = with_shardings(
-        jax.eval_shape(partial(programs.gather, length=width), prompts, rows), sharding[:2]
-    )
+    gathered = jax.eval_shape(partial(programs.gather, length=width), prompts, rows)
+    gathered = with_shardings(gathered, programs.shardings["gathered"])
     caches = [
         with_shardings(jax.eval_shape(partial(programs.empty_cache, num_slots, length)), sharding)
         for length in shapes.cache_lengths[-2:]

@@ -77,7 +77,7 @@ def accept_drafts(
     """Append the drawn tokens of each slot up to the first that its draft did not have.
 
     Args:
-        state: `programs.SlotState`.
+        state: `slots.SlotState`.
         drawn: the token after the slot's last one, and after each token of the draft.
         read: whether the token before was read; a prefix of each row, empty for inactive slots.
         stop_ids: token ids that end a response.

@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 from jaxrl_llm.models import TransformerConfig, flops
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.native.paged_cache import KeptPages, PagedLayout, SlotPages, uses_pages
-from jaxrl_llm.rollout.native.programs import Programs, SlotState
+from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.ring_cache import RingLayout
 from jaxrl_llm.rollout.native.shapes import pages_for
+from jaxrl_llm.rollout.native.slots import SlotState
 
 MIN_PREFILL_FLOPS = 2**28
 """FLOPs of the prefill of the longest conversation below which turns are not kept: some ten milliseconds of a
@@ -30,11 +31,12 @@ CPU core. Copies and small batches of observations then take longer than to pref
 def make_programs(
     config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool, *, routes: bool
 ) -> Programs:
-    """Return the programs of `rollout.cache`; "auto", if it is a ring, keeps turns."""
+    """Return the programs of `rollout.cache`; "auto", if it is a ring, keeps turns, but those of recurrent
+    layers."""
     paged = uses_pages(config, model, mesh, strict)
     shared = model, mesh, config.dtype, config.cache_dtype or config.dtype
     settings = {"chunk": config.chunk, "strict": strict, "routes": routes}
-    keeps = config.cache == "auto" and not paged
+    keeps = config.cache == "auto" and not paged and not model.layer_kinds
     kept = Programs(*shared, page_size=config.page, **settings) if keeps else None
     return Programs(*shared, page_size=config.page if paged else 0, kept=kept, **settings)
 

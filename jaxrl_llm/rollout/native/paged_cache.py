@@ -23,21 +23,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_kernels.dispatch import choose
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.mla import cache_dims
 from jaxrl_llm.models.paged import NO_PAGE, NULL_PAGE, init_paged_cache
+from jaxrl_llm.rollout.checks import ring_problem
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request
-from jaxrl_llm.rollout.native.programs import (
-    ChunkInputs,
-    ChunkOutput,
-    PrefillBatch,
-    Programs,
-    RowsToExtend,
-    SlotState,
-)
+from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, max_pages_for, num_copies, pages_for, round_up
+from jaxrl_llm.rollout.native.slots import ChunkInputs, ChunkOutput, PrefillBatch, RowsToExtend, SlotState
 from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
 
 MEMORY_FRACTION = 0.8
@@ -326,6 +321,10 @@ class PagedLayout:
 
 def uses_pages(config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool = False) -> bool:
     """Resolve `rollout.cache`: "auto" is paged if a kernel reads pages, for 8 bits and for drafts."""
+    if problem := ring_problem(config, model):
+        raise ConfigError(problem)
+    if model.layer_kinds:
+        return False
     dtype = jnp.dtype(config.cache_dtype or config.dtype)
     if config.cache != "auto" or dtype.itemsize == 1 or config.draft_tokens:
         return config.cache != "ring"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,90 +10,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm import models
 from jaxrl_llm.models import TransformerConfig, cache_copies, decode, paged
 from jaxrl_llm.models.cache_copies import pad_widths, roll
-from jaxrl_llm.models.decode import DecodeWeights, RingCache
+from jaxrl_llm.models.decode import DecodeWeights, PromptCache, RingCache
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.native.drafts import accept_drafts, propose_drafts
-from jaxrl_llm.rollout.native.sampling import Filters, SamplingParams, sample_tokens, uniforms
+from jaxrl_llm.rollout.native.sampling import Filters, sample_tokens, uniforms
+from jaxrl_llm.rollout.native.slots import ChunkInputs, ChunkOutput, RowsToExtend, SlotState
 from jaxrl_llm.sharding.compile import compiler_options
 from jaxrl_llm.sharding.rules import ROLLOUT, sharding_for, with_shardings
 from jaxrl_llm.structs import Params
 
 FAR = 2**30  # a column past all others, so that nothing is written
-PromptKV = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
-
-
-class SlotState(NamedTuple):
-    """The state of S slots between chunks; the host's copy (numpy) is the master."""
-
-    tokens: np.ndarray  # int32 [S], the next token to read
-    positions: np.ndarray  # int32 [S], its position in the sequence = tokens in the cache
-    counts: np.ndarray  # int32 [S], tokens generated in this turn
-    limits: np.ndarray  # int32 [S], largest count
-    active: np.ndarray  # bool [S]
-    keys: np.ndarray  # uint32 [S, 2], key data of the turn
-
-
-class ChunkOutput(NamedTuple):
-    """The result of one call of `decode`. Slot s generated tokens[:produced[s], s]."""
-
-    tokens: jax.Array  # int32 [chunk, S]
-    logprobs: jax.Array  # float32 [chunk, S], nats
-    kept: jax.Array | None  # int32 [chunk, S, K], see `sampling.Sampled`
-    routes: jax.Array | None  # [chunk, S, L, K], of the token that was read before each
-    produced: jax.Array  # int32 [S]
-    active: jax.Array  # bool [S]
-    steps: jax.Array  # int32
-    drafts: jax.Array | None = None  # int32 [2], draft tokens read, and draft tokens accepted
-
-
-class PrefillBatch(NamedTuple):
-    """The keys and values of one prefill."""
-
-    kv: PromptKV | None
-    rows: dict[bytes, int]  # prompt -> its row
-    lengths: np.ndarray  # int32 [B]
-
-
-class StopConditions(NamedTuple):
-    """The conditions that end a response or a chunk."""
-
-    token_ids: np.ndarray  # int32 [.], ids that end a response, padded with -1
-    max_steps: np.ndarray  # int32, tokens per slot
-    min_active: np.ndarray  # int32: the chunk ends when no shard of the slots has more active ones
-
-
-class ChunkInputs(NamedTuple):
-    """The inputs of a chunk besides the slots."""
-
-    uniform: jax.Array  # float32 [chunk, S], of `Programs.uniforms`
-    params: SamplingParams
-    stop: StopConditions
-    table: np.ndarray | None = None  # int32 [S, N], pages of each slot, of the paged cache
-    texts: np.ndarray | None = None  # int32 [S, C], see `propose_drafts`
-
-
-class RowsToExtend(NamedTuple):
-    """Rows of tokens that follow the tokens in the pages. The first rows are of the first shard."""
-
-    table: np.ndarray  # int32 [R, N], pages of each row, in order; R is a multiple of the shards
-    tokens: np.ndarray  # int32 [R, T], row r has lengths[r] tokens, then padding
-    lengths: np.ndarray  # int32 [R]
-    starts: np.ndarray  # int32 [R], position of a row's first token
-
-
-def empty_slots(num_slots: int, key: np.ndarray) -> SlotState:
-    """Return the state of empty slots; `key` is any key data, for its shape."""
-    ints = lambda: np.zeros(num_slots, np.int32)
-    keys = np.zeros((num_slots, len(key)), key.dtype)
-    return SlotState(ints(), ints(), ints(), ints(), active=np.zeros(num_slots, bool), keys=keys)
-
-
-def make_stop_conditions(stop_ids: Collection[int], max_steps: int, min_active: int) -> StopConditions:
-    """Return the arrays; the ids are padded to a multiple of 8, so that shapes are few."""
-    padded = np.full(-(-max(len(stop_ids), 1) // 8) * 8, -1, np.int32)
-    padded[: len(stop_ids)] = sorted(stop_ids)
-    return StopConditions(padded, np.int32(max_steps), np.int32(min_active))
 
 
 class Programs:
@@ -133,12 +57,13 @@ class Programs:
         # Every result has an explicit sharding, so that one program's output is the next one's input on
         # every path: a cache of another sharding would be another program.
         shapes = jax.eval_shape(lambda: self._init_ring(self.num_shards, 1))
-        ring = RingCache(*self._kv_shardings(shapes, "batch"), replicated)
+        of_slots = self._kv_shardings(shapes, "batch")
+        ring = RingCache(*of_slots[:2], replicated, of_slots[2])
         cache = self.page_shardings() if page_size else ring
         weights = decode.decode_shardings(config, mesh, ROLLOUT)
         prompts = self._kv_shardings(shapes, None)
         self.shardings = {"weights": weights, "cache": cache, "prompts": prompts, "replicated": replicated}
-        self.shardings["ring"] = ring
+        self.shardings |= {"ring": ring, "gathered": of_slots}
         self.publish = jax.jit(self._publish, out_shardings=weights)
         self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1), out_shardings=cache)
         self.write_pages = jax.jit(self._write_pages, donate_argnums=0, out_shardings=cache)
@@ -147,7 +72,7 @@ class Programs:
         forward = {"donate_argnums": 1, "out_shardings": (cache, replicated), "compiler_options": options}
         self.extend = jax.jit(self._extend, **forward)
         self.prefill = jax.jit(self._prefill, out_shardings=(prompts, replicated), compiler_options=options)
-        self.gather = jax.jit(self._gather, static_argnames="length", out_shardings=cache[:2])
+        self.gather = jax.jit(self._gather, static_argnames="length", out_shardings=of_slots)
         self.insert = jax.jit(self._insert, donate_argnums=0, out_shardings=cache)
         self.resize = jax.jit(self._resize, static_argnames="length", out_shardings=cache)
         self.decode = jax.jit(self._decode, static_argnames=("filters",), **forward)
@@ -157,14 +82,15 @@ class Programs:
         self.read = jax.jit(self._read, donate_argnums=0, out_shardings=ring)
         self.write = jax.jit(self._write, donate_argnums=1, out_shardings=cache)
 
-    def _kv_shardings(self, shapes: RingCache, rows: str | None) -> PromptKV:
-        """Return shardings of keys and values: rows over the batch axes or replicated, heads over tensor."""
+    def _kv_shardings(self, shapes: RingCache, rows: str | None) -> PromptCache:
+        """Return shardings of keys, values and states: rows over the batch axes or replicated, heads over
+        tensor."""
 
         def sharding(x):
             axes = (rows, "kv_heads", None, None)
             return sharding_for(self.mesh, (None,) * (x.ndim - 4) + axes, x.shape, ROLLOUT)
 
-        return jax.tree.map(sharding, (shapes.k, shapes.v))
+        return jax.tree.map(sharding, (shapes.k, shapes.v, shapes.states))
 
     def page_shardings(self) -> PagedCache:
         """Return shardings of the paged cache: pages over the shards of the slots, heads over tensor."""
@@ -195,16 +121,17 @@ class Programs:
     def _init_ring(self, slots: int, length: int) -> RingCache:
         return decode.init_ring_cache(self.config, slots, length, self.cache_dtype, strict=self.strict)
 
-    def _prefill(self, weights: DecodeWeights, tokens, lengths) -> tuple[PromptKV, jax.Array | None]:
+    def _prefill(self, weights: DecodeWeights, tokens, lengths) -> tuple[PromptCache, jax.Array | None]:
         """Compute keys and values of left-padded prompts, and routes. Rows are replicated: any slot may take
         them."""
         self.compile_count += 1
         kv, routes = decode.prefill(self.config, weights, tokens, lengths, strict=self.strict)
         quantized = self.cache_dtype.itemsize == 1  # `write_pages` makes the scales
-        kv = jax.tree.map(lambda x: x.astype(self.dtype if quantized else self.cache_dtype), kv)
-        return kv, None if self.route is None else routes
+        cast = lambda x: x.astype(self.dtype if quantized else self.cache_dtype)
+        states = tuple(state._replace(inputs=cast(state.inputs)) for state in kv[2])
+        return (*jax.tree.map(cast, kv[:2]), states), None if self.route is None else routes
 
-    def _write_pages(self, cache: PagedCache, prompts: PromptKV, lengths, tables) -> PagedCache:
+    def _write_pages(self, cache: PagedCache, prompts: PromptCache, lengths, tables) -> PagedCache:
         self.compile_count += 1
         return paged.write_prompts(self.config, cache, prompts, lengths, tables=tables)
 
@@ -235,7 +162,7 @@ class Programs:
         )
         return cache, None if self.route is None else routes
 
-    def _gather(self, prompts: PromptKV, rows, *, length: int) -> PromptKV:
+    def _gather(self, prompts: PromptCache, rows, *, length: int) -> PromptCache:
         """Copy prompt rows[s] for slot s, padded to `length` columns.
 
         Separate from `insert`: so there is one program per prefill shape and one per cache length, not one
@@ -247,40 +174,45 @@ class Programs:
             flat = x.reshape(-1, *x.shape[-3:])  # gathers of a later dim would be transposed
             index = jnp.arange(0, len(flat), x.shape[-4])[:, None] + jnp.maximum(rows, 0)
             x = flat[index].reshape(*x.shape[:-4], len(rows), *x.shape[-3:])
-            return jnp.pad(x, pad_widths(x, axis, (length - x.shape[axis], 0)))
+            return x if axis is None else jnp.pad(x, pad_widths(x, axis, (length - x.shape[axis], 0)))
 
-        k, v = prompts
-        return tuple(take(x, -1) for x in k), tuple(take(x, -2) for x in v)
+        k, v, states = prompts
+        states = jax.tree.map(lambda x: take(x, None), states)
+        return tuple(take(x, -1) for x in k), tuple(take(x, -2) for x in v), states
 
-    def _insert(self, cache: RingCache, prompts: PromptKV, chosen) -> RingCache:
-        """Insert the prompts' keys and values into the chosen slots, the newest right before the cursor."""
+    def _insert(self, cache: RingCache, prompts: PromptCache, chosen) -> RingCache:
+        """Insert the prompts into the chosen slots, the newest key and value right before the cursor."""
         self.compile_count += 1
+
+        choose = lambda old, new: jnp.where(chosen[:, None, None, None], new, old)
 
         def put(old, new, axis):
             width = new.shape[axis]
             new = jax.lax.slice_in_dim(new, max(0, width - cache.length), width, axis=axis % new.ndim)
             new = jnp.pad(new, pad_widths(new, axis, (cache.length - new.shape[axis], 0)))
-            return jnp.where(chosen[:, None, None, None], roll(new, cache.cursor, axis), old)
+            return choose(old, roll(new, cache.cursor, axis))
 
         k = tuple(put(old, new, -1) for old, new in zip(cache.k, prompts[0], strict=True))
         v = tuple(put(old, new, -2) for old, new in zip(cache.v, prompts[1], strict=True))
-        return RingCache(k, v, cache.cursor)
+        return RingCache(k, v, cache.cursor, jax.tree.map(choose, cache.states, prompts[2]))
 
     def _resize(self, cache: RingCache, old_slots, *, length: int) -> RingCache:
         """Return a longer cache, or one of fewer slots: slot s was old_slots[s] of its shard."""
         self.compile_count += 1
         index = old_slots.reshape(self.num_shards, -1)
 
-        def move(x, axis):
+        def move(x, axis=None):
             *depth, slots, heads, rows, columns = x.shape
             shards = x.reshape(-1, self.num_shards, slots // self.num_shards, heads, rows, columns)
             pick = jax.vmap(jax.vmap(lambda shard, i: shard[i]), in_axes=(0, None))  # layers, shards
             x = pick(shards, index).reshape(*depth, len(old_slots), heads, rows, columns)
+            if axis is None:
+                return x
             x = roll(x, cache.length - cache.cursor, axis)  # newest token at the old end
             return jnp.pad(x, pad_widths(x, axis, (0, length - cache.length)))
 
         k, v = tuple(move(x, -1) for x in cache.k), tuple(move(x, -2) for x in cache.v)
-        return RingCache(k, v, jnp.int32(cache.length % length))
+        return RingCache(k, v, jnp.int32(cache.length % length), jax.tree.map(move, cache.states))
 
     def _uniforms(self, slots: SlotState) -> jax.Array:
         """Return the uniform numbers of a chunk, [chunk, S].

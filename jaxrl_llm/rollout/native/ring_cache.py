@@ -6,8 +6,9 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models.decode import init_ring_cache
-from jaxrl_llm.rollout.native.programs import ChunkInputs, ChunkOutput, PrefillBatch, Programs, SlotState
+from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
+from jaxrl_llm.rollout.native.slots import ChunkInputs, ChunkOutput, PrefillBatch, SlotState
 from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
 
 

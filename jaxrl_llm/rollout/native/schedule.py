@@ -32,17 +32,17 @@ from jaxrl_llm.rollout.engine import PartialResponse
 from jaxrl_llm.rollout.native.cache import CacheManager
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.drafts import DraftMemory, DraftTexts
-from jaxrl_llm.rollout.native.programs import (
+from jaxrl_llm.rollout.native.programs import Programs
+from jaxrl_llm.rollout.native.sampling import filters_of, make_params
+from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
+from jaxrl_llm.rollout.native.slots import (
     ChunkInputs,
     ChunkOutput,
     PrefillBatch,
-    Programs,
     SlotState,
     empty_slots,
     make_stop_conditions,
 )
-from jaxrl_llm.rollout.native.sampling import filters_of, make_params
-from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
 from jaxrl_llm.rollout.turns import Detokenize, stop_end
 from jaxrl_llm.structs import Metrics
 

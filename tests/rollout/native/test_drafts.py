@@ -7,7 +7,7 @@ from small_engine import KEY, LIMIT, assert_same, base, engine, params, requests
 from jaxrl_llm.rollout.engine import PartialResponse, Request, SamplingConfig
 from jaxrl_llm.rollout.native import drafts
 from jaxrl_llm.rollout.native.drafts import DraftMemory, DraftTexts, accept_drafts, propose_drafts
-from jaxrl_llm.rollout.native.programs import SlotState
+from jaxrl_llm.rollout.native.slots import SlotState
 
 DRAFTS = {"cache": "paged", "page": 8, "draft_tokens": 4}
 

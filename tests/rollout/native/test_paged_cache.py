@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.engine import Reply
 from jaxrl_llm.rollout.native import paged_cache, shapes
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.paged_cache import PagedLayout, check_pages
-from jaxrl_llm.rollout.native.programs import PrefillBatch
+from jaxrl_llm.rollout.native.slots import PrefillBatch
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import Episode
 

@@ -15,9 +15,9 @@ from jaxrl_llm.rollout.engine import Reply, Request
 from jaxrl_llm.rollout.native.compile import call_all
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.paged_cache import pages_required
-from jaxrl_llm.rollout.native.programs import ChunkOutput
 from jaxrl_llm.rollout.native.schedule import Scheduler, throughput
 from jaxrl_llm.rollout.native.shapes import make_shapes
+from jaxrl_llm.rollout.native.slots import ChunkOutput
 from jaxrl_llm.rollout.partial import new_responses
 from jaxrl_llm.rollout.turns import stop_end
 from jaxrl_llm.structs import Episode

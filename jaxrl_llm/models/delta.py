@@ -1,0 +1,158 @@
+"""Layers with the gated delta rule in place of attention (Gated DeltaNet, arXiv 2412.06464; Qwen3-Next).
+
+A projection gives queries, keys and values, which a short causal convolution mixes with the projections of
+the tokens before. The delta rule reads and corrects a state, a map from keys to values; its output is
+normalised and gated. The state of a sequence and the last inputs of its convolution are what a cache keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxrl_kernels import batch_invariant
+from jaxrl_kernels.gated_delta.reference import delta_step, gated_delta, recurrent_delta
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.linear import Initializer, apply_linear, rms_norm
+from jaxrl_llm.models.paths import causal_conv, conv_state, conv_window, convolve, find_paths
+from jaxrl_llm.models.rows import Packing, per_token_call
+from jaxrl_llm.sharding.rules import constrain
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.transformer import Layers
+
+KEY_EPS = 1e-6
+"""Added to the squared length of queries and keys (transformers)."""
+MAX_LEVELS = 2
+"""Levels of shared prefixes in a row: a prompt and its responses."""
+
+
+class DeltaState(NamedTuple):
+    """The state of a layer for S sequences; dim -4 is S in both arrays."""
+
+    map: Float[Array, "*L S H K V"]
+    """From keys to values, float32."""
+    inputs: Float[Array, "*L S 1 N C"]
+    """The last N = conv_width - 1 inputs of the convolution, the oldest first, 0 before the start."""
+
+
+def add_delta_weights(layers: Layers, c: TransformerConfig, init: Initializer) -> None:
+    """Add the projections, the convolution, the decay and the norm."""
+    delta, d = c.delta, c.hidden_size
+    heads = (delta.value_heads, delta.value_dim)
+    layers.delta_qkv = init.normal((d, delta.channels), ("embed", "mlp"))
+    layers.delta_z = init.normal((d, *heads), ("embed", "heads", "head_dim"))
+    layers.delta_b = init.normal((d, delta.value_heads), ("embed", "heads"))
+    layers.delta_a = init.normal((d, delta.value_heads), ("embed", "heads"))
+    layers.delta_conv = init.uniform((delta.channels, 1, delta.conv_width), ("conv",) * 3, 0.5)
+    layers.delta_a_log = init.uniform(heads[:1], ("heads",), 2.0)  # decays at rates of 0.14 to 7.4
+    layers.delta_dt_bias = init.ones(heads[:1], ("heads",))
+    layers.delta_norm = init.ones(heads[1:], ("head_dim",))
+    layers.delta_o = init.normal((*heads, d), ("heads", "head_dim", "embed"), residual=True)
+
+
+def empty_state(c: TransformerConfig, shape: tuple[int, ...], dtype: DTypeLike) -> DeltaState:
+    """Return the state before the first token.
+
+    Args:
+        shape: (layers, sequences), or (sequences,).
+        dtype: of the inputs of the convolution.
+    """
+    delta = c.delta
+    return DeltaState(
+        jnp.zeros((*shape, delta.value_heads, delta.key_dim, delta.value_dim), jnp.float32),
+        jnp.zeros((*shape, 1, delta.conv_width - 1, delta.channels), dtype),
+    )
+
+
+def project_delta(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
+    """Return (inputs of the convolution [B, T, C], g, beta [B, T, H] float32, gate [B, T, H, V])."""
+    qkv, gate = apply_linear(c, w, "delta_qkv", h), apply_linear(c, w, "delta_z", h)
+    beta = jax.nn.sigmoid(apply_linear(c, w, "delta_b", h)).astype(jnp.float32)
+    rate = jax.nn.softplus(apply_linear(c, w, "delta_a", h).astype(jnp.float32) + w.delta_dt_bias[...])
+    return qkv, -jnp.exp(w.delta_a_log[...]) * rate, beta, gate
+
+
+def finish_delta(
+    c: TransformerConfig, w: Layers, out: Float[Array, "B T H V"], gate: Float[Array, "B T H V"]
+) -> Float[Array, "B T D"]:
+    """Normalise and gate the output of the delta rule, and project it."""
+    normed = rms_norm(out, w.delta_norm[...], c.norm_eps)
+    gated = (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(out.dtype)
+    return apply_linear(c, w, "delta_o", gated)
+
+
+def with_paths(c: TransformerConfig, rows: Packing) -> Packing:
+    """Return the rows with the tokens that the convolution of each token reads, if the model has one."""
+    if not c.delta:
+        return rows
+    width = c.delta.conv_width
+    return rows._replace(paths=find_paths(rows.segments, rows.last, positions=rows.positions, width=width))
+
+
+def make_delta_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool = False):
+    """Return the function (inputs, g, beta) -> (out, DeltaState after each row) for whole rows.
+
+    In strict mode tokens are added one by one, as in decoding; the gradient is that of chunks.
+
+    Args:
+        rows: `with_paths`.
+    """
+    plain, exact = (functools.partial(_over_rows, rule) for rule in (gated_delta, recurrent_delta))
+    rule = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
+
+    def apply(inputs, g, beta):
+        weight = w.delta_conv[:, 0]
+        if strict:
+            mix = lambda weight, window: _split_heads(c, convolve(window, weight), window.dtype)
+            q, k, v = per_token_call(strict)(mix, weight, conv_window(inputs, rows.paths))
+        else:
+            q, k, v = _split_heads(c, causal_conv(inputs, weight, rows.paths), inputs.dtype)
+        q, k = (constrain(x, "batch", "sequence", "kv_heads", "head_dim") for x in (q, k))
+        v = constrain(v, "batch", "sequence", "heads", "head_dim")
+        out, state = rule(rows, q, k, v, g, beta)
+        return out, DeltaState(state, _last_inputs(inputs, rows)[:, None])
+
+    return apply
+
+
+def _over_rows(rule, rows: Packing, *tokens: Array):
+    return rule(*tokens, segments=rows.segments, last=rows.last, levels=MAX_LEVELS)
+
+
+def make_step_fn(c: TransformerConfig, w: Layers, state: DeltaState, *, strict: bool = False):
+    """Return the function (inputs, g, beta) -> (out, DeltaState) for one more token of each sequence."""
+
+    def apply(inputs, g, beta):
+        window = jnp.concatenate([state.inputs[:, 0], inputs.astype(state.inputs.dtype)], axis=1)
+        mix = lambda weight, window: _split_heads(c, convolve(window, weight), inputs.dtype)
+        q, k, v = per_token_call(strict)(mix, w.delta_conv[:, 0], window[:, None])
+        out, new = delta_step(state.map, *(x[:, 0] for x in (q, k, v, g, beta)))
+        return out[:, None], DeltaState(new, window[:, None, 1:])
+
+    return apply
+
+
+def _split_heads(c: TransformerConfig, convolved: Float[Array, "B T C"], dtype: DTypeLike):
+    """Return (q, k [B, T, Hk, K], v [B, T, H, V]); queries and keys have length 1, queries times K^-0.5."""
+    delta, size = c.delta, c.delta.key_heads * c.delta.key_dim
+    mixed = jax.nn.silu(convolved).astype(dtype)
+    q, k, v = jnp.split(mixed, [size, 2 * size], axis=-1)
+    heads = lambda x, dim: x.reshape(*x.shape[:2], -1, dim)
+
+    def normed(x, scale):
+        x32 = heads(x, delta.key_dim).astype(jnp.float32)
+        length = jax.lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + KEY_EPS)
+        return (x32 * length * scale).astype(x.dtype)
+
+    return normed(q, delta.key_dim**-0.5), normed(k, 1.0), heads(v, delta.value_dim)
+
+
+def _last_inputs(inputs: Float[Array, "B T C"], rows: Packing) -> Float[Array, "B N C"]:
+    """Return the last inputs of each row's last token; 0 for an empty row."""
+    return jnp.where(rows.segments[:, -1:, None] > 0, conv_state(inputs, rows.paths), 0)

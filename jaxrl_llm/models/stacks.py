@@ -1,0 +1,160 @@
+"""Stacks of equal layers, and the runs in which a scan passes through them.
+
+The weights of all layers of one kind are one stack. The layers follow a pattern, such as three layers with
+the delta rule and one with attention: a run is a pattern that repeats, and one scan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.config import ATTENTION, TransformerConfig
+
+DENSE = "dense_layers"
+"""Name of the stack of leading dense layers of a model with experts."""
+MAX_PATTERN = 12
+"""Layers of the longest pattern that is looked for; all are compiled, as often as a layer of the run."""
+
+
+class LayerRun(NamedTuple):
+    """Layers of a repeated pattern, which follow each other."""
+
+    pattern: tuple[str, ...]
+    """Stack of each layer of the pattern."""
+    count: int
+    """Repetitions of the pattern."""
+    first: int
+    """Index of the first layer in the model."""
+    starts: dict[str, int]
+    """Stack -> index in it of its first layer in the run."""
+
+    @property
+    def num_layers(self) -> int:
+        """Return the layers of the run."""
+        return self.count * len(self.pattern)
+
+
+def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
+    """Return name -> architecture of each stack of equal layers, in the order of their first layers."""
+    names = _stack_names(c)
+    if len(set(names)) == 1:
+        return {names[0]: c}
+
+    def stack(name: str) -> TransformerConfig:
+        own = [i for i, of in enumerate(names) if of == name]
+        pick = lambda values: values and tuple(values[i] for i in own)
+        per_layer = ("window_layers", "rope_layers", "layer_kinds")
+        moe = None if name == DENSE or c.moe is None else dataclasses.replace(c.moe, dense_layers=0)
+        picked = {field: pick(getattr(c, field)) for field in per_layer}
+        return dataclasses.replace(c, moe=moe, num_layers=len(own), **picked)
+
+    return {name: stack(name) for name in dict.fromkeys(names)}
+
+
+def layer_places(c: TransformerConfig) -> list[tuple[str, int]]:
+    """Return (stack, index in it) of each layer."""
+    seen: Counter[str] = Counter()
+    places = []
+    for name in _stack_names(c):
+        places.append((name, seen[name]))
+        seen[name] += 1
+    return places
+
+
+def layer_runs(c: TransformerConfig) -> list[LayerRun]:
+    """Return the runs of the layers in order: each the shortest of the patterns that reach farthest."""
+    names, starts, first, runs = _stack_names(c), Counter(), 0, []
+    while first < len(names):
+        rest = names[first:]
+        size = max(range(1, min(MAX_PATTERN, len(rest)) + 1), key=lambda p: (_reach(rest, p), -p))
+        run = LayerRun(tuple(rest[:size]), _reach(rest, size) // size, first, dict(starts))
+        runs.append(run)
+        starts.update({name: run.count * n for name, n in Counter(run.pattern).items()})
+        first += run.num_layers
+    return runs
+
+
+def scan_layers(
+    c: TransformerConfig,
+    weights: dict[str, Any],
+    numbers: Callable[[LayerRun], Any],
+    step: Callable[..., tuple[Any, Any]],
+    carry: Any,
+) -> tuple[Any, list[tuple[LayerRun, tuple]]]:
+    """Apply `step(stack config, carry, weights, numbers) -> (carry, out)` to all layers, a scan for each run.
+
+    Args:
+        weights: stack -> its weights, with a leading dim for the layers of the stack.
+        numbers: run -> tree of other inputs, with a leading dim for the layers of the run.
+
+    Returns: (carry, outs): for each run the outs of each layer of its pattern, with a leading dim `count`.
+    """
+    stacks, outs = layer_stacks(c), []
+    for run in layer_runs(c):
+        size = len(run.pattern)
+        split = lambda x, run=run, size=size: x.reshape(run.count, size, *x.shape[1:])
+        others = numbers(run) if size == 1 else jax.tree.map(split, numbers(run))
+
+        def repetition(carry, inputs, run=run, size=size):
+            layers, others = inputs
+            out = []
+            for i, (name, layer) in enumerate(zip(run.pattern, layers, strict=True)):
+                own = others if size == 1 else jax.tree.map(lambda x, i=i: x[i], others)
+                carry, one = step(stacks[name], carry, layer, own)
+                out.append(one)
+            return carry, tuple(out)
+
+        carry, out = jax.lax.scan(repetition, carry, (_weights_of(run, weights, stacks), others))
+        outs.append((run, out))
+    return carry, outs
+
+
+def collect_layers(outs: list[tuple[LayerRun, tuple]], is_chosen: Callable[[str], bool]) -> Any:
+    """Return the outs of `scan_layers` of the stacks with a chosen name, layer by layer; None = no layers."""
+    runs = []
+    for run, out in outs:
+        of_pattern = [x for name, x in zip(run.pattern, out, strict=True) if is_chosen(name)]
+        if len(of_pattern) == 1:
+            runs += of_pattern
+        elif of_pattern:
+            join = lambda *xs: jnp.stack(xs, axis=1).reshape(-1, *xs[0].shape[1:])
+            runs.append(jax.tree.map(join, *of_pattern))
+    if not runs:
+        return None
+    return runs[0] if len(runs) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *runs)
+
+
+def _weights_of(run: LayerRun, weights: dict[str, Any], stacks: dict[str, TransformerConfig]) -> tuple:
+    """Return the weights of each layer of the pattern, with a leading dim `count`."""
+    seen: Counter[str] = Counter()
+    per_pattern, out = Counter(run.pattern), []
+    for name in run.pattern:
+        step, start = per_pattern[name], run.starts.get(name, 0) + seen[name]
+        is_whole = step == 1 and run.count == stacks[name].num_layers
+        every = slice(start, start + run.count * step, step)
+        out.append(weights[name] if is_whole else jax.tree.map(lambda x, s=every: x[s], weights[name]))
+        seen[name] += 1
+    return tuple(out)
+
+
+def _reach(names: Sequence[str], size: int) -> int:
+    """Return how many first names whole repetitions of the first `size` names cover; one repetition counts
+    only if it is one layer."""
+    count = 1
+    while list(names[count * size : (count + 1) * size]) == list(names[:size]):
+        count += 1
+    return count * size if count > 1 or size == 1 else 0
+
+
+def _stack_names(c: TransformerConfig) -> list[str]:
+    """Return the stack of each layer."""
+    kinds = c.layer_kinds or (ATTENTION,) * c.num_layers
+    dense = c.moe.dense_layers if c.moe else 0
+    part = lambda i, kind: DENSE if i < dense else "layers" if kind == ATTENTION else f"{kind}_layers"
+    return [part(i, kind) for i, kind in enumerate(kinds)]
