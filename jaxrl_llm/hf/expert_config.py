@@ -1,4 +1,4 @@
-"""Keys of config.json that describe a mixture of experts, and the latent attention of DeepSeek-V3."""
+"""Keys of config.json that describe a mixture of experts, and latent attention."""
 
 from __future__ import annotations
 
@@ -87,6 +87,30 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     },
+    "glm4_moe_lite": {
+        "vocab_size": 154_880,
+        "hidden_size": 2048,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "max_position_embeddings": 202_752,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+    },
     "olmoe": {
         "vocab_size": 50_304,
         "hidden_size": 2048,
@@ -136,8 +160,10 @@ LARGEST = {
 """Upper limits of sizes, above any model."""
 SHARED = ("qwen2_moe", "qwen3_5_moe_text")
 """Families with a shared expert behind a gate."""
-GROUPED = ("deepseek_v3", "glm4_moe")
+GROUPED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose routers have groups, sigmoid scores and a selection bias."""
+LATENT = ("deepseek_v3", "glm4_moe_lite")
+"""Families with latent attention."""
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Keys of such families that have one supported value."""
 
@@ -154,7 +180,7 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
         fix = "is not supported: noise in training changes the choice of experts; set it to 0.0"
         raise keys.wrong("router_jitter_noise", noise, fix)
     if family in GROUPED:
-        return _read_grouped(keys)
+        return _read_grouped(keys, family)
     integer = lambda key: keys.integer(key, LARGEST[key])
     if family in ("mixtral", "gpt_oss"):
         sizes = [integer(key) for key in ("num_local_experts", "num_experts_per_tok", "intermediate_size")]
@@ -173,7 +199,7 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     )
 
 
-def _read_grouped(keys: JsonKeys) -> MoEConfig:
+def _read_grouped(keys: JsonKeys, family: str) -> MoEConfig:
     """Return the experts of DeepSeek-V3 and its relatives.
 
     Raises:
@@ -196,8 +222,29 @@ def _read_grouped(keys: JsonKeys) -> MoEConfig:
         groups=groups,
         groups_kept=integer("topk_group") if groups > 1 else 1,
         selection_bias=True,
-        dense_layers=keys.integer("first_k_dense_replace", 10_000, low=0),
+        dense_layers=_read_dense_layers(keys, family),
     )
+
+
+def _read_dense_layers(keys: JsonKeys, family: str) -> int:
+    """Return the number of leading layers without experts. GLM-4.7-Flash names the kind of each layer.
+
+    Raises:
+        UserError: dense layers follow sparse ones.
+    """
+    types = keys.get("mlp_layer_types") if family == "glm4_moe_lite" else None
+    if types is None:
+        return keys.integer("first_k_dense_replace", 10_000, low=0)
+    layers = keys.integer("num_hidden_layers", 10_000)
+    dense = types.count("dense") if isinstance(types, list) else 0
+    if types != _mlp_layer_types(dense, layers):
+        order = f"a list of {layers} entries, dense ones before sparse ones"
+        raise keys.wrong("mlp_layer_types", types, f"is not supported; supported: {order}")
+    return dense
+
+
+def _mlp_layer_types(dense: int, layers: int) -> list[str]:
+    return ["dense"] * dense + ["sparse"] * (layers - dense)
 
 
 def _clamped(keys: JsonKeys) -> dict[str, Any]:
@@ -213,7 +260,7 @@ def read_latent_attention(keys: JsonKeys, family: str, heads: int) -> MLAConfig 
     Raises:
         UserError: the model has fewer key heads than query heads.
     """
-    if family != "deepseek_v3":
+    if family not in LATENT:
         return None
     if keys.get("num_key_value_heads") not in (None, heads):
         requirement = f"is not supported; supported: num_attention_heads, {heads}"
@@ -253,8 +300,10 @@ def write_experts(config: TransformerConfig) -> dict[str, Any]:
     # The keys differ by family.
     common = {"num_experts_per_tok": moe.experts_per_token, "output_router_logits": False}
     if config.family in GROUPED:
+        types = {"mlp_layer_types": _mlp_layer_types(moe.dense_layers, config.num_layers)}
         return {
             **common,
+            **(types if config.family == "glm4_moe_lite" else {}),
             "n_routed_experts": moe.num_experts,
             "moe_intermediate_size": moe.expert_size,
             "n_shared_experts": moe.shared_size // moe.expert_size,

@@ -185,6 +185,9 @@ FAMILIES: dict[str, Family] = {
         out_bias=False,
         partial_rotary=True,
     ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM", EXPERT_DEFAULTS["glm4_moe_lite"], bias="attention_bias"
+    ),
     "olmoe": Family("OlmoeForCausalLM", EXPERT_DEFAULTS["olmoe"], _ALL_HEADS_NORM, bias="attention_bias"),
     "gpt_oss": Family(
         "GptOssForCausalLM",

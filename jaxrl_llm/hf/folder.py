@@ -142,7 +142,7 @@ def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -
 
 
 def _predictor_weights(folder: Path, config: TransformerConfig, stored: Collection[str]) -> set[str]:
-    """Return the weights of layers that predict further tokens (DeepSeek-V3, GLM-4.5), after the last one."""
+    """Return the weights of layers that predict further tokens (DeepSeek-V3, GLM), after the last one."""
     if config.layer_kinds:
         return {name for name in stored if name.startswith("mtp.")}
     if config.family not in GROUPED:

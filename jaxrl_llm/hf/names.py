@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.hf.expert_config import SHARED
+from jaxrl_llm.hf.expert_config import GROUPED, SHARED
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import copy_dtype
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
-from jaxrl_llm.models.stacks import layer_places, layer_stacks
+from jaxrl_llm.models.stacks import DENSE, layer_places, layer_stacks
 
 TABLE: dict[str, tuple[str, str]] = {
     # ours, without L and X  HF name ({} = layer, {} = expert)                  layout, ours -> HF
@@ -96,7 +96,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
         "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
     },
-    **dict.fromkeys(("deepseek_v3", "glm4_moe"), SHARED_EXPERTS),
+    **dict.fromkeys(GROUPED, SHARED_EXPERTS),
     **dict.fromkeys(SHARED, SHARED_EXPERT),
 }
 """HF names of families that differ from TABLE."""
@@ -205,7 +205,8 @@ def hf_name(config: TransformerConfig, ours: str) -> str:
         if _row(ours) in members:
             return hf
     row, names = _row(ours), FAMILY_NAMES.get(config.family, {})
-    return names.get(row, TABLE[row][0])
+    is_dense = ours.startswith(f"{DENSE}.") and row in SHARED_EXPERTS  # a dense layer has no shared expert
+    return TABLE[row][0] if is_dense else names.get(row, TABLE[row][0])
 
 
 def stored_dtype(tensor: HFTensor, dtype: str) -> str:

@@ -11,6 +11,7 @@ import transformers
 from hf_tensors import params_from_tensors, tensors_of
 
 from jaxrl_llm.hf.config import read_config, to_hf_config
+from jaxrl_llm.hf.expert_config import LATENT
 from jaxrl_llm.hf.families import FAMILIES
 from jaxrl_llm.hf.names import (
     TABLE,
@@ -43,13 +44,17 @@ HF_CLASSES = {
     "mixtral": transformers.MixtralConfig,
     "deepseek_v3": transformers.DeepseekV3Config,
     "glm4_moe": transformers.Glm4MoeConfig,
+    "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
     "olmoe": transformers.OlmoeConfig,
     "gpt_oss": transformers.GptOssConfig,
     "gemma3_text": transformers.Gemma3TextConfig,
     "olmo3": transformers.Olmo3Config,
     "smollm3": transformers.SmolLM3Config,
     "ministral3": transformers.Ministral3Config,
+    "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
 }
+QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -147,6 +152,10 @@ def test_leading_dense_layers_are_a_stack_of_their_own():
     assert parts[layer.format(1) + "mlp.up_proj.weight"] == (("dense_layers.up", (1,)),)
     assert parts[layer.format(2) + "mlp.experts.3.up_proj.weight"] == (("layers.expert_up", (0, 3)),)
     assert layer.format(2) + "mlp.up_proj.weight" not in parts
+    shared = dataclasses.replace(c, family="glm4_moe", moe=dataclasses.replace(moe, shared_size=8))
+    parts = {tensor.name: tensor.parts for tensor in hf_tensors(shared)}
+    assert parts[layer.format(1) + "mlp.up_proj.weight"] == (("dense_layers.up", (1,)),)
+    assert parts[layer.format(2) + "mlp.shared_experts.up_proj.weight"] == (("layers.up", (0,)),)
     adapted = adapter_tensors(with_lora(c, LoraConfig(rank=2, targets=("q_proj",))))
     assert [(tensor.name.split(".")[4], tensor.parts[0]) for tensor in adapted[::2]] == [
         ("0", ("dense_layers.q_lora_a", (0,))),
@@ -182,7 +191,8 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config == read_config({"model_type": family, **theirs.to_dict()})
     assert config.vocab_size == theirs.vocab_size
     assert config.hidden_size == theirs.hidden_size
-    assert config.mlp_size == theirs.intermediate_size
+    if family != "qwen3_5_moe_text":  # all its layers have experts
+        assert config.mlp_size == theirs.intermediate_size
     assert config.num_layers == theirs.num_hidden_layers
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
@@ -192,6 +202,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
         "glm4_moe": RopeConfig(partial_rotary=0.5),
         "gpt_oss": RopeConfig(150_000.0, "yarn", 32.0, original_max_position=4096, truncate=False),
         "gemma3_text": RopeConfig(1e6),
+        **dict.fromkeys(QWEN35, RopeConfig(partial_rotary=0.25)),
         "olmo3": RopeConfig(5e5),
         "smollm3": RopeConfig(2e6),
         "ministral3": RopeConfig(
@@ -201,7 +212,8 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.rope == own.get(family, RopeConfig())
     own = {"gemma3_text": RopeConfig(1e4), "olmo3": RopeConfig(5e5)}
     assert config.local_rope == own.get(family)
-    own = {"qwen3": 128, "glm4_moe": 128, "gpt_oss": 64, "deepseek_v3": 192, "gemma3_text": 256}
+    own = {"qwen3": 128, "glm4_moe": 128, "gpt_oss": 64, "deepseek_v3": 192}
+    own |= dict.fromkeys(("gemma3_text", "glm4_moe_lite", *QWEN35), 256)
     assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
     assert config.sliding_window == dict(mistral=4096, gpt_oss=128, gemma3_text=4096, olmo3=4096).get(family)
     assert config.tie_embeddings == (family in ("gemma3_text", "smollm3"))
@@ -353,7 +365,9 @@ def test_mistral_with_layer_types_is_ministral(kinds, window, layers, tmp_path):
 
 
 CASES = [
-    *[(family, {}) for family in FAMILIES if family not in ("baichuan", "deepseek_v3")],
+    *[(family, {}) for family in FAMILIES if family not in ("baichuan", *LATENT, *QWEN35)],
+    *[(family, {"num_hidden_layers": 4}) for family in QWEN35],
+    ("glm4_moe_lite", {"num_key_value_heads": 4}),
     ("deepseek_v3", {"num_key_value_heads": 4, "first_k_dense_replace": 1}),
     (
         "deepseek_v3",

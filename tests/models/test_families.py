@@ -13,7 +13,8 @@ import transformers
 from hf_oracle import TOLERANCE, agree_in_greedy_text, hf_logits, our_logits, state_dict
 from hf_tensors import params_from_tensors, tensors_of
 from lora_models import with_random_adapters
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from slow_cases import with_slow
 
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import save_model
@@ -41,6 +42,11 @@ DELTA = {
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+}
+GLM = {
+    **{"num_key_value_heads": 4, "num_hidden_layers": 3, "moe_intermediate_size": 16, "n_routed_experts": 4},
+    **{"num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8},
+    **{"qk_rope_head_dim": 4, "v_head_dim": 12},
 }
 CASES = {
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
@@ -92,6 +98,16 @@ CASES = {
             **{"shared_expert_intermediate_size": 16},
         },
     ),
+    "glm-4.7": ("glm4_moe_lite", GLM),
+    "glm-4.7, odd": (
+        "glm4_moe_lite",
+        {
+            **{**GLM, "q_lora_rank": None, "qk_rope_head_dim": 6, "v_head_dim": 14, "rope_interleave": False},
+            **{"n_shared_experts": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+            **{"attention_bias": True, "mlp_layer_types": ["dense", "dense", "sparse"]},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
     "ministral3": ("ministral3", {"head_dim": 16, "max_position_embeddings": 64}),
     "ministral3, grown queries": (
         "ministral3",
@@ -102,8 +118,13 @@ CASES = {
     ),
 }
 LENGTH = 37
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # transformers'
-each_case = pytest.mark.parametrize("case", CASES)
+SELECTION_BIAS = "e_score_correction_bias"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # transformers'
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),  # peft's own
+]
+SLOW = {"glm-4.7, odd"}
+each_case = pytest.mark.parametrize("case", with_slow(CASES, SLOW))
 
 
 def oracle(case):
@@ -114,7 +135,8 @@ def oracle(case):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        biases = [(name, x) for name, x in model.named_buffers() if name.endswith(SELECTION_BIAS)]
+        for name, weight in (*model.named_parameters(), *biases):
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(sum(map(ord, name))))
             weight.copy_(weight + 0.3 * noise if weight.ndim == 1 else 0.2 * noise)
     return model
@@ -173,6 +195,8 @@ def test_gradients_of_all_weights(case):
 
     gradients = tensors_of(params.config, jax.jit(jax.grad(loss))(params))
     theirs = unfused({name: weight.grad.numpy() for name, weight in model.named_parameters()})
+    constant = {name for name in gradients if name.endswith(SELECTION_BIAS)}
+    assert not any(gradients.pop(name).any() for name in constant)
     assert gradients.keys() == theirs.keys()
     for name, expected in theirs.items():
         scale = np.abs(expected).max()
@@ -190,7 +214,7 @@ def test_greedy_text(case):
     agree_in_greedy_text(model, ours(model), some_tokens(rows=8, length=12), new=24)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "olmo3", "smollm3, odd", "qwen3.5"])
+@pytest.mark.parametrize("case", ["gemma3", "olmo3", "smollm3, odd", "qwen3.5", "glm-4.7"])
 def test_adapters_are_read_by_peft(case, tmp_path):
     model, tokens = oracle(case), some_tokens()
     base = ours(model)
@@ -213,6 +237,48 @@ def test_config_reads_back_in_transformers(case):
     again = transformers.AutoModelForCausalLM.from_config(theirs).eval()
     again.load_state_dict(model.state_dict())
     np.testing.assert_array_equal(hf_logits(again, some_tokens()), hf_logits(model, some_tokens()))
+
+
+@pytest.mark.parametrize("case", ["glm-4.7"])
+def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
+    """Weights of a layer after the last one are skipped; transformers reads what is written."""
+    model, tokens = oracle(case), some_tokens()
+    folder, first, second = (tmp_path / name for name in ("theirs", "first", "second"))
+    model.save_pretrained(folder)
+    stored, file = load_file(folder / "model.safetensors"), "model.safetensors"
+    predictor = f"model.layers.{model.config.num_hidden_layers}.eh_proj.weight"
+    save_file({**stored, predictor: torch.ones(2, 2)}, folder / file)
+    for source, target in ((folder, first), (first, second)):
+        params = load_params(source, read_config(source))
+        save_model(params, params.config, target, dtype="float32")
+    assert "1 weights of multi-token prediction are not used" in capsys.readouterr().err
+    assert (first / file).read_bytes() == (second / file).read_bytes()
+    written = load_file(first / file)
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], x) for name, x in stored.items())
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        first, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    np.testing.assert_array_equal(hf_logits(again, tokens), hf_logits(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("types", "found"),
+    [
+        (["dense", "sparse", "dense"], "'sparse', 'dense'"),
+        (["dense", "sparse"], "'sparse'"),
+        (["dense", "sparse", "moe"], "'moe'"),
+        ("sparse", "'sparse'"),
+    ],
+)
+def test_dense_layers_after_sparse_ones_are_refused(types, found):
+    raw = {"model_type": "glm4_moe_lite", **BASE, **GLM, "mlp_layer_types": types}
+    needed = (
+        f"mlp_layer_types=.*{found}.* is not supported; supported: a list of 3 entries, dense ones before"
+    )
+    with pytest.raises(ValueError, match=needed):
+        read_config(raw)
 
 
 @pytest.mark.parametrize(("kind", "case"), [("gemma3", "gemma3"), ("mistral3", "ministral3")])
