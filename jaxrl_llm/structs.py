@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,9 @@ from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.thoughts import as_message
 
 Metrics = dict[str, Any]
+Sharing = bool | Literal["flat"]
+"""True = a row stores a shared prefix of several sequences once. "flat" = and a shared prefix does not branch
+again, for rows that recurrent layers read (`models.delta.MAX_LEVELS`)."""
 Params = Any  # a pytree of arrays, opaque outside models/
 
 

@@ -222,6 +222,8 @@ def make_learner(
     algorithm, requires = algos.of(algo), algos.requirements(algo)
     on_rollouts = algorithm.on_rollouts
     sizes = derived(config, mesh.size)
+    shares = config.share_prefixes and algorithm.input in ("pairs", "labels")
+    shares = config.shares_prompts if on_rollouts else shares
     step = StepConfig(
         row_tokens=config.row_tokens,
         rows=sizes["rows_per_microbatch"],
@@ -230,9 +232,7 @@ def make_learner(
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,
         strict=config.strict and on_rollouts and requires.logprobs,
-        share_prefixes=config.shares_prompts
-        if on_rollouts
-        else config.share_prefixes and algorithm.input in ("pairs", "labels"),
+        share_prefixes="flat" if shares and model.layer_kinds else shares,
         temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
         num_kept=config.rollout.sampling.num_kept if on_rollouts and requires.logprobs else 0,

@@ -13,7 +13,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.kernels import can_share_prefixes
+from jaxrl_llm.models.kernels import prefix_sharing
 from jaxrl_llm.recipe.rules_devices import device_grids, with_placements
 from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig
 from jaxrl_llm.sharding.placement import to_mesh
@@ -90,7 +90,8 @@ def with_prefixes(
     requires = algos.requirements(config.algo)
     paths = [*requires.teachers, config.reference.path, config.critic.path if requires.critic else ""]
     others = [stored.config(path) for path in paths if path] if config.share_prefixes else []
-    able = all(can_share_prefixes(c, config.model.dtype, mesh) for c in (model, *others))
+    kinds = [prefix_sharing(c, config.model.dtype, mesh) for c in (model, *others)]
+    able = all(kinds) and (kinds[0] == "flat" or "flat" not in kinds)
     return config if able else replace(config, share_prefixes=False)
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.structs import SIGNALS, Batch, Trajectory
+from jaxrl_llm.structs import SIGNALS, Batch, Sharing, Trajectory
 
 IN_LOSS = tuple(signal.name for signal in SIGNALS if signal.in_loss)
 
@@ -67,7 +67,7 @@ def pack(
     group_size: int = 1,
     *,
     replay: bool = False,
-    share: bool = False,
+    share: Sharing = False,
     num_kept: int = 0,
 ) -> list[Batch]:
     """Pack by first-fit decreasing into rows of `row_length` and micro-batches of `rows` rows, padding the
@@ -103,7 +103,7 @@ def unpack(
     group_size: int = 1,
     *,
     on_targets: bool = True,
-    share: bool = False,
+    share: Sharing = False,
 ) -> list[np.ndarray]:
     """Return per-token outputs of the batches of `pack`, [B, T, ...], as one array [t, ...] per sequence.
 
@@ -123,12 +123,12 @@ def unpack(
 
 
 def arrange(
-    sequences: Sequence[PackItem], row_length: int, group_size: int = 1, share: bool = False
+    sequences: Sequence[PackItem], row_length: int, group_size: int = 1, share: Sharing = False
 ) -> list[list[Place]]:
     """Return the places of the sequences in each row; groups stay whole and in order."""
     groups = [list(range(i, i + group_size)) for i in range(0, len(sequences), group_size)]
     if share:
-        groups = trees(sequences, groups, row_length)
+        groups = trees(sequences, groups, row_length, share)
     sizes = [places_of(sequences, members, share)[-1].end for members in groups]
     rows = first_fit(sizes, row_length)
     return [places_of(sequences, [i for group in row for i in groups[group]], share) for row in rows]
@@ -161,7 +161,7 @@ def empty_batch(
     signals: Sequence[str] = (),
     route: np.ndarray | jax.ShapeDtypeStruct | None = None,
     *,
-    share: bool = False,
+    share: Sharing = False,
     num_kept: int = 0,
 ) -> Batch:
     """Return a micro-batch of only padding.
@@ -196,7 +196,7 @@ def _fill_rows(
     rows: int,
     *,
     route: np.ndarray | None,
-    share: bool,
+    share: Sharing,
     num_kept: int,
 ) -> Batch:
     if num_kept:
@@ -257,15 +257,20 @@ def context_tokens(item: PackItem) -> int:
     return int(trained[0]) + 1 if len(trained) else len(item.tokens)
 
 
-def trees(sequences: Sequence[PackItem], groups: Sequence[Sequence[int]], row_length: int) -> list[list[int]]:
+def trees(
+    sequences: Sequence[PackItem],
+    groups: Sequence[Sequence[int]],
+    row_length: int,
+    share: Sharing = True,
+) -> list[list[int]]:
     """Join the groups to trees that fit a row; return the indices of each tree's sequences.
 
     Groups of equal context are joined first, in the order of their tokens; if they exceed a row, they are
     divided and the context is copied. Then neighbours in this order are joined, largest shared prefix first,
-    if the second tree shares more than half of its context.
+    if the second tree shares more than half of its context; flat rows have only groups of equal context.
     """
     groups = sorted(groups, key=lambda members: sequences[members[0]].tokens.tobytes())
-    sizes = [places_of(sequences, members, share=True)[-1].end for members in groups]
+    sizes = [places_of(sequences, members, share)[-1].end for members in groups]
     firsts = [sequences[members[0]] for members in groups]
     contexts = [context_tokens(item) for item in firsts]
     shared = functools.cache(lambda a, b: shared_tokens(sequences[groups[a][-1]], firsts[b]))
@@ -273,32 +278,40 @@ def trees(sequences: Sequence[PackItem], groups: Sequence[Sequence[int]], row_le
 
     def join(a: int, b: int) -> None:
         joined = sorted(tree_of[a] + tree_of[b])
-        common = sum(itertools.starmap(shared, itertools.pairwise(joined)))
-        if sum(sizes[n] for n in joined) - common <= row_length:
+        size = sum(sizes[n] for n in joined) - sum(itertools.starmap(shared, itertools.pairwise(joined)))
+        if share == "flat":
+            size = places_of(sequences, [i for n in joined for i in groups[n]], share)[-1].end
+        if size <= row_length:
             for n in joined:
                 tree_of[n] = joined
 
+    # Groups of equal context, then neighbours.
     before: dict[bytes, int] = {}  # context -> the last group that has it
     for n, item in enumerate(firsts):
         context = item.tokens[: contexts[n]].tobytes()
         if context in before:
             join(before[context], n)
         before[context] = n
-    for n in sorted(range(1, len(groups)), key=lambda n: (-shared(n - 1, n), n)):
+    neighbours = range(1, 1 if share == "flat" else len(groups))
+    for n in sorted(neighbours, key=lambda n: (-shared(n - 1, n), n)):
         common = shared(n - 1, n)
         if n == tree_of[n][0] and common and 2 * common >= contexts[n] - 1:
             join(n - 1, n)
+    # The groups of each tree, in order.
     roots = (n for n, tree in enumerate(tree_of) if n == tree[0])
     return [[index for n in tree_of[root] for index in groups[n]] for root in roots]
 
 
-def places_of(sequences: Sequence[PackItem], members: Sequence[int], share: bool) -> list[Place]:
+def places_of(sequences: Sequence[PackItem], members: Sequence[int], share: Sharing) -> list[Place]:
     """Return the places of sequences in a row, in this order."""
     places: list[Place] = []
-    columns, end = np.zeros(0, np.int64), 0
+    columns, end, branch = np.zeros(0, np.int64), 0, 0
     for i, index in enumerate(members):
         before = sequences[members[i - 1]] if share and i else None
         shared = shared_tokens(before, sequences[index]) if before else 0
+        if share == "flat":  # the sequences of a tree part at one token, the branch
+            shared = min(shared, branch or shared) if shared >= branch else 0
+            branch = shared
         own = len(sequences[index].tokens) - shared
         columns = np.concatenate([columns[:shared], np.arange(end, end + own)])
         places.append(Place(index, shared, columns))

@@ -28,7 +28,7 @@ from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary, text_ends
 from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.learn.scoring import BucketedScorer, Scorer
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models.kernels import can_share_prefixes
+from jaxrl_llm.models.kernels import prefix_sharing
 from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.rewards.extract import verdict_probability
 from jaxrl_llm.sharding.rules import TRAIN
@@ -219,7 +219,7 @@ def load_reward_model(
     shardings = models.shardings(model, mesh, TRAIN)
     params = load_params(folder, model, shardings, jnp.dtype(step.dtype))
     step = replace(step, row_tokens=responses * step.row_tokens + EXTRA_TOKENS, temperature=1.0)
-    shares = step.share_prefixes and can_share_prefixes(model, step.dtype, mesh)
+    shares = step.share_prefixes and prefix_sharing(model, step.dtype, mesh)
     step = replace(step, share_prefixes=shares)
     pad_id = read_json(folder / "config.json").get("pad_token_id")
     if config.kind == "outcome" and pad_id in text_ends(tokenizer):

@@ -40,7 +40,7 @@ from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.experts.router import RoutingSums
 from jaxrl_llm.sharding.rules import logprob_specs
-from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
+from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, Sharing, TrainState
 
 Outputs = dict[str, Float[Array, "B T"] | UInt[Array, "B T L K"] | RoutingSums]
 
@@ -54,7 +54,7 @@ class StepConfig:
     dtype: str = "float32"
     remat: str = "none"
     sequence_parallel: str = "ring"  # context parallelism, where the mesh divides the tokens of a row
-    share_prefixes: bool = False  # a row stores shared prefixes of its trajectories once
+    share_prefixes: Sharing = False  # a row stores shared prefixes of its trajectories once
     strict: bool = False  # batch-invariant: a log-prob depends, bit for bit, on its trajectory alone
     temperature: float = 1.0  # of the rollout: its log-probs are of the softmax at this temperature
     score_rows: int = 0  # rows of a micro-batch that is scored without gradient; 0 = rows

@@ -9,6 +9,7 @@ from jaxrl_kernels.chips import lacks_bfloat16
 from jaxrl_kernels.dispatch import choose, device, kernels_setting
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.structs import Sharing
 
 
 def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: bool = False) -> str:
@@ -34,15 +35,17 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
     return ", ".join(f"{part} {name} ({reason})" for part, (name, reason) in chosen.items())
 
 
-def can_share_prefixes(config: TransformerConfig, dtype: str, mesh: Mesh) -> bool:
-    """Return whether a model can read rows whose sequences share prefixes.
+def prefix_sharing(config: TransformerConfig, dtype: str, mesh: Mesh) -> Sharing:
+    """Return how sequences of the rows that a model reads may share prefixes.
 
-    Dynamic RoPE needs the length of each sequence, cuDNN does not support the mask, and recurrent layers keep
+    Dynamic RoPE needs the length of each sequence, and cuDNN does not support the mask. Recurrent layers keep
     few states of a row's prefixes.
     """
     with jax.set_mesh(mesh):
         name, _ = choose("flash_attention", config.head_dim, dtype, config.attention_softcap)
-    return not (config.rope.scaling == "dynamic" or name == "cudnn" or config.layer_kinds)
+    if config.rope.scaling == "dynamic" or name == "cudnn":
+        return False
+    return "flat" if config.layer_kinds else True
 
 
 def turing_warning(dtypes: dict[str, str], mesh: Mesh) -> str:

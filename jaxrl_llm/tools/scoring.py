@@ -26,7 +26,7 @@ from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.learn.scoring import SHORTEST_ROW, BucketedScorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.kernels import can_share_prefixes, check_kernels_setting
+from jaxrl_llm.models.kernels import check_kernels_setting, prefix_sharing
 from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Params
@@ -115,7 +115,7 @@ def logprob_scores(args: ScoreArguments, model: StoredModel, rows: RawRows) -> S
     dtype = pick_dtype(args.dtype)
     with working("loading the model"):
         params = model.load(mesh, TRAIN, dtype)
-    shares = can_share_prefixes(config, dtype, mesh)
+    shares = prefix_sharing(config, dtype, mesh)
     step = StepConfig(SHORTEST_ROW, 1, dtype=dtype, temperature=args.temperature, share_prefixes=shares)
     scorer = BucketedScorer(step, mesh, args.batch_tokens)
 

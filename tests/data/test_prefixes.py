@@ -44,12 +44,14 @@ def random_trees(rng, prompts, responses, group_size=1):
     return [items[i][k] for i in rng.permutation(len(items)) for k in range(group_size)]
 
 
+@pytest.mark.parametrize("share", [True, "flat"])
 @pytest.mark.parametrize(("row_length", "group_size"), [(16, 1), (40, 1), (64, 1), (48, 2)])
-def test_every_token_reads_the_tokens_before_it_and_no_other(row_length, group_size):
-    """By the rule of attention: column j if j <= i and segment_j <= segment_i <= last_j."""
+def test_every_token_reads_the_tokens_before_it_and_no_other(row_length, group_size, share):
+    """By the rule of attention: column j if j <= i and segment_j <= segment_i <= last_j. In flat rows these
+    columns have two values of `last` at most: those of the prefix and of what continues it."""
     rng = np.random.default_rng(row_length)
     items = random_trees(rng, prompts=5, responses=4, group_size=group_size)
-    settings = {"row_length": row_length, "group_size": group_size, "share": True}
+    settings = {"row_length": row_length, "group_size": group_size, "share": share}
     batches = pack(items, rows=2, **settings)
     read = []
     for batch in batches:
@@ -60,6 +62,7 @@ def test_every_token_reads_the_tokens_before_it_and_no_other(row_length, group_s
             for i in np.flatnonzero(segments):
                 seen = [j for j in range(i + 1) if segments[j] and segments[j] <= segments[i] <= last[j]]
                 assert [int(positions[j]) for j in seen] == list(range(positions[i] + 1))
+                assert share is True or len({last[j] for j in seen}) <= 2
                 texts[row, i] = tuple(int(tokens[j]) for j in seen)
         read.append(texts)
     for found, sequence in zip(unpack(read, items, on_targets=False, **settings), items, strict=True):

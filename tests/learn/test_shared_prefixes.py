@@ -19,7 +19,7 @@ from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.config import DeltaConfig, MoEConfig
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import LoraConfig
@@ -34,6 +34,9 @@ EXPERTS = dataclasses.replace(MODEL, moe=MoEConfig(num_experts=4, experts_per_to
 ADAPTED, ADAPTED_EXPERTS = (with_lora(model, LoraConfig(rank=4, alpha=8.0)) for model in (MODEL, EXPERTS))
 WINDOWED = dataclasses.replace(
     MODEL, sliding_window=9, window_layers=(True, False), attention_sinks=True, attention_softcap=5.0
+)
+HYBRID = dataclasses.replace(
+    MODEL, layer_kinds=("delta", "attention"), attention_gate=True, delta=DeltaConfig(2, 4, 8, 8)
 )
 ONE = MeshConfig(fsdp=1)
 PROMPT, RESPONSES = 12, 4  # tokens of a prompt, responses to it
@@ -155,6 +158,13 @@ SLOW = {
     "a window, ring": (GRPO, {"model": WINDOWED, "mesh": MeshConfig(fsdp=2, sequence=2)}),
     "a window, ulysses": (
         GRPO, {"model": WINDOWED, "mesh": MeshConfig(fsdp=2, sequence=2), "sequence_parallel": "ulysses"}
+    ),
+    "delta rule": (GRPO, {"model": HYBRID, "share_prefixes": "flat"}),
+    "delta rule, fsdp 2, tensor 2": (
+        GRPO, {"model": HYBRID, "share_prefixes": "flat", "mesh": MeshConfig(fsdp=2, tensor=2)}
+    ),
+    "delta rule, prompts cut": (
+        GRPO, {"model": HYBRID, "share_prefixes": "flat", "rows": 2, "row_tokens": 40, "least": 0.1}
     ),
     "adapters": (GRPO, {"model": ADAPTED}),
     "experts, balance": (GRPO, {"model": EXPERTS, "of_both": (("balance_coef", 0.5),)}),
