@@ -156,6 +156,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         **write_layer_kinds(config),
     }
     # Keys of some families only: transformers would warn of others.
+    raw |= facts.fixed
     raw |= {facts.bias: config.qkv_bias} if facts.bias and family != "qwen2" else {}
     raw |= {"use_qk_norm": config.qk_norm} if family == "glm4_moe" else {}
     raw |= write_experts(config) | write_latent_attention(config)

@@ -111,6 +111,19 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 256,
     },
+    "minimax_m2": {
+        "vocab_size": 200_064,
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 196_608,
+        "rope_theta": 5e6,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+    },
     "olmoe": {
         "vocab_size": 50_304,
         "hidden_size": 2048,
@@ -162,8 +175,12 @@ SHARED = ("qwen2_moe", "qwen3_5_moe_text")
 """Families with a shared expert behind a gate."""
 GROUPED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose routers have groups, sigmoid scores and a selection bias."""
+LOCAL = ("mixtral", "gpt_oss", "minimax_m2")
+"""Families whose keys are `num_local_experts` and `intermediate_size`."""
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention."""
+PREDICTORS = {**dict.fromkeys(GROUPED, "num_nextn_predict_layers"), "minimax_m2": "num_mtp_modules"}
+"""Family -> key of the number of layers after the last one, which predict further tokens."""
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Keys of such families that have one supported value."""
 
@@ -176,15 +193,14 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     """
     if family not in EXPERT_DEFAULTS:
         return None
-    if family == "mixtral" and (noise := keys.number("router_jitter_noise", 0.0)):
+    if family in ("mixtral", "minimax_m2") and (noise := keys.number("router_jitter_noise", 0.0)):
         fix = "is not supported: noise in training changes the choice of experts; set it to 0.0"
         raise keys.wrong("router_jitter_noise", noise, fix)
     if family in GROUPED:
         return _read_grouped(keys, family)
+    if family in LOCAL:
+        return _read_local(keys, family)
     integer = lambda key: keys.integer(key, LARGEST[key])
-    if family in ("mixtral", "gpt_oss"):
-        sizes = [integer(key) for key in ("num_local_experts", "num_experts_per_tok", "intermediate_size")]
-        return MoEConfig(*sizes, **_clamped(keys)) if family == "gpt_oss" else MoEConfig(*sizes)
     for key, every_layer in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if keys.get(key) not in (None, every_layer):
             raise keys.wrong(key, keys.get(key), f"is not supported; supported: {every_layer}")
@@ -197,6 +213,15 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
         shared,
         normalize=keys.flag("norm_topk_prob"),
     )
+
+
+def _read_local(keys: JsonKeys, family: str) -> MoEConfig:
+    """Return the experts of Mixtral, gpt-oss or MiniMax-M2."""
+    names = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
+    sizes = [keys.integer(key, LARGEST[key]) for key in names]
+    if family == "minimax_m2":
+        return MoEConfig(*sizes, score="sigmoid", selection_bias=True, added_to_sum=0.0)
+    return MoEConfig(*sizes, **_clamped(keys)) if family == "gpt_oss" else MoEConfig(*sizes)
 
 
 def _read_grouped(keys: JsonKeys, family: str) -> MoEConfig:
@@ -312,12 +337,15 @@ def write_experts(config: TransformerConfig) -> dict[str, Any]:
             "n_group": moe.groups,
             "topk_group": moe.groups_kept,
             "first_k_dense_replace": moe.dense_layers,
-            "num_nextn_predict_layers": 0,
+            PREDICTORS[config.family]: 0,
         }
-    if config.family in ("mixtral", "gpt_oss"):
-        clamp = {"swiglu_limit": moe.swiglu_limit, "swiglu_alpha": moe.swiglu_alpha}
+    if config.family in LOCAL:
         sizes = {"num_local_experts": moe.num_experts, "intermediate_size": moe.expert_size}
-        return {**common, **sizes, **(clamp if config.family == "gpt_oss" else {})}
+        own = {
+            "gpt_oss": {"swiglu_limit": moe.swiglu_limit, "swiglu_alpha": moe.swiglu_alpha},
+            "minimax_m2": {"use_mtp": False, PREDICTORS["minimax_m2"]: 0},
+        }
+        return {**common, **sizes, **own.get(config.family, {})}
     common |= {"num_experts": moe.num_experts, "norm_topk_prob": moe.normalize}
     if config.family == "olmoe":
         return {**common, "intermediate_size": moe.expert_size, "clip_qkv": None}

@@ -47,7 +47,7 @@ class Family:
     activation: str = "hidden_act"
     """Key of the activation."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys with one supported value."""
+    """Keys with one supported value, which exports have, too: other programs read them."""
     classifier: str = ""
     """Class of its sequence classifiers; "" = the usual name."""
 
@@ -152,6 +152,13 @@ _QWEN35_FACTS = {
     "partial_rotary": True,
     "kinds": {"linear_attention": "delta", "full_attention": "attention"},
 }
+_MINIMAX = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+}
 _SWITCHED = {"windows": "typed", "window_switch": True}
 
 FAMILIES: dict[str, Family] = {
@@ -187,6 +194,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM", EXPERT_DEFAULTS["glm4_moe_lite"], bias="attention_bias"
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        EXPERT_DEFAULTS["minimax_m2"],
+        _ALL_HEADS_NORM,
+        partial_rotary=True,
+        fixed=_MINIMAX,
     ),
     "olmoe": Family("OlmoeForCausalLM", EXPERT_DEFAULTS["olmoe"], _ALL_HEADS_NORM, bias="attention_bias"),
     "gpt_oss": Family(

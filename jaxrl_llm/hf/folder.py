@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.expert_config import GROUPED
+from jaxrl_llm.hf.expert_config import PREDICTORS
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.names import TABLE, hf_tensors
 from jaxrl_llm.host.processes import print_on_first
@@ -30,6 +30,7 @@ _PREFIX = re.compile(r"^(?:language_model\.|(model\.)language_model\.)")
 _OTHER_MODEL = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model|visual)\.")
 FUSED_EXPERTS = {
     "layers.router": ("gate.weight", 0, 1),
+    "layers.router_bias": ("e_score_correction_bias", 0, 1),
     "layers.expert_gate": ("experts.gate_up_proj", 0, 2),
     "layers.expert_up": ("experts.gate_up_proj", 1, 2),
     "layers.expert_down": ("experts.down_proj", 0, 1),
@@ -142,12 +143,12 @@ def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -
 
 
 def _predictor_weights(folder: Path, config: TransformerConfig, stored: Collection[str]) -> set[str]:
-    """Return the weights of layers that predict further tokens (DeepSeek-V3, GLM), after the last one."""
+    """Return the weights of layers that predict further tokens: layers after the last one."""
     if config.layer_kinds:
         return {name for name in stored if name.startswith("mtp.")}
-    if config.family not in GROUPED:
+    if config.family not in PREDICTORS:
         return set()
-    count = read_json(folder / "config.json").get("num_nextn_predict_layers", 1)
+    count = read_json(folder / "config.json").get(PREDICTORS[config.family], 1)
     count = count if isinstance(count, int) else 0
     layers = [f"model.layers.{config.num_layers + i}." for i in range(min(count, MAX_PREDICTORS))]
     return {name for name in stored if name.startswith(tuple(layers))}
@@ -195,13 +196,14 @@ def list_mismatches(
 def refuse_remote_code(folder: Path) -> None:
     """Refuse a folder whose config.json names custom Python code, which is never run.
 
-    Baichuan and DeepSeek-V3 always name code; it is not needed here, since their decoders are built in.
+    Baichuan, DeepSeek-V3 and MiniMax-M2 always name code; it is not needed here, since their decoders are
+    built in.
 
     Raises:
         UserError: config.json names classes of Python files in the folder.
     """
     raw = read_json(folder / "config.json")
-    if raw.get("auto_map") and raw.get("model_type") not in ("baichuan", "deepseek_v3"):
+    if raw.get("auto_map") and raw.get("model_type") not in ("baichuan", "deepseek_v3", "minimax_m2"):
         raise UserError(
             f"{folder / 'config.json'}: auto_map={raw['auto_map']} asks for the folder's own code, which is "
             f"never run. If the model is a plain {raw.get('model_type')}, remove auto_map to use it."

@@ -84,18 +84,20 @@ SHARED_EXPERTS = {
     for ours in ("gate", "up", "down")
 }
 SHARED_EXPERT = {row: name.replace("shared_experts", "shared_expert") for row, name in SHARED_EXPERTS.items()}
+BLOCK_SPARSE = {
+    "layers.router": "model.layers.{}.block_sparse_moe.gate.weight",
+    "layers.router_bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias",
+    "layers.expert_gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
+    "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
+    "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "gemma3_text": {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"},
     "gpt_oss": {
         "layers.router": "model.layers.{}.mlp.router.weight",
         "layers.expert_down": "model.layers.{}.mlp.experts.down_proj",
     },
-    "mixtral": {
-        "layers.router": "model.layers.{}.block_sparse_moe.gate.weight",
-        "layers.expert_gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
-        "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
-        "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
-    },
+    **dict.fromkeys(("mixtral", "minimax_m2"), BLOCK_SPARSE),
     **dict.fromkeys(GROUPED, SHARED_EXPERTS),
     **dict.fromkeys(SHARED, SHARED_EXPERT),
 }

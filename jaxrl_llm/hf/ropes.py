@@ -22,6 +22,7 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 }
 """`rope_type` -> the fields of RopeConfig that it reads. HF's names are the same, except ORIGINAL."""
 ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+DIMS = "rotary_dim"
 GROWTH = "llama_4_scaling_beta"
 """HF's name of `query_growth`."""
 
@@ -70,7 +71,8 @@ def _read_rope(
     # The type and its required keys.
     key = "rope_type" if "rope_type" in rope.raw else "type"
     kind = rope.one_of(key, ROPE_FIELDS, "default")
-    partial = rope.number(PARTIAL, None, 1e-9, 1.0) or keys.number(PARTIAL, 1.0, 1e-9, 1.0)
+    partial = rope.number(PARTIAL, None, 1e-9, 1.0) or keys.number(PARTIAL, None, 1e-9, 1.0)
+    partial = partial or _share_of_rotary_dim(keys, family)
     if partial != 1.0 and not FAMILIES[family].partial_rotary:
         raise keys.wrong(PARTIAL, partial, f"is not supported for {family}; supported: 1.0")
     missing = [key for key in _REQUIRED.get(kind, ()) if key not in rope.raw]
@@ -95,6 +97,14 @@ def _read_rope(
     return RopeConfig(base or 10_000.0, kind, **fields, query_growth=growth)
 
 
+def _share_of_rotary_dim(keys: JsonKeys, family: str) -> float:
+    """Return the part of a head that RoPE rotates by the older key of MiniMax-M2; 1 without it."""
+    if family != "minimax_m2":
+        return 1.0
+    head_dim = keys.integer("head_dim", 1 << 16)
+    return (keys.optional(DIMS, head_dim) or head_dim) / head_dim
+
+
 def write_ropes(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys that `read_ropes` reads, in both spellings.
 
@@ -106,6 +116,7 @@ def write_ropes(config: TransformerConfig) -> dict[str, Any]:
     scaling, has_scaling = {**_section(rope), **partial}, rope.scaling != "default"
     keys = {
         **partial,
+        **({DIMS: config.rotary_dim} if config.family == "minimax_m2" else {}),
         "rope_theta": rope.theta,
         "rope_scaling": {**scaling, "type": rope.scaling} if has_scaling else None,
     }

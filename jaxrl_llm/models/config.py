@@ -74,6 +74,8 @@ class MoEConfig:
     """Width of the shared expert, which computes every token; 0 = none."""
     normalize: bool = True
     """Divide the router's scores of the chosen experts by their sum."""
+    added_to_sum: Annotated[float, Range(0.0, 1.0)] = 1e-20
+    """Added to that sum, since sigmoids may all be 0 (HF; MiniMax-M2 adds 0)."""
     shared_gate: bool = True
     """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
     score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"

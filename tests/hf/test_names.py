@@ -45,6 +45,7 @@ HF_CLASSES = {
     "deepseek_v3": transformers.DeepseekV3Config,
     "glm4_moe": transformers.Glm4MoeConfig,
     "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
+    "minimax_m2": transformers.MiniMaxM2Config,
     "olmoe": transformers.OlmoeConfig,
     "gpt_oss": transformers.GptOssConfig,
     "gemma3_text": transformers.Gemma3TextConfig,
@@ -199,6 +200,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.norm_eps == theirs.rms_norm_eps
     own = {
         "mixtral": RopeConfig(1e6),
+        "minimax_m2": RopeConfig(5e6),
         "glm4_moe": RopeConfig(partial_rotary=0.5),
         "gpt_oss": RopeConfig(150_000.0, "yarn", 32.0, original_max_position=4096, truncate=False),
         "gemma3_text": RopeConfig(1e6),
@@ -212,7 +214,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.rope == own.get(family, RopeConfig())
     own = {"gemma3_text": RopeConfig(1e4), "olmo3": RopeConfig(5e5)}
     assert config.local_rope == own.get(family)
-    own = {"qwen3": 128, "glm4_moe": 128, "gpt_oss": 64, "deepseek_v3": 192}
+    own = {"qwen3": 128, "glm4_moe": 128, "minimax_m2": 128, "gpt_oss": 64, "deepseek_v3": 192}
     own |= dict.fromkeys(("gemma3_text", "glm4_moe_lite", *QWEN35), 256)
     assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
     assert config.sliding_window == dict(mistral=4096, gpt_oss=128, gemma3_text=4096, olmo3=4096).get(family)

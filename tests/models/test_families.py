@@ -48,6 +48,7 @@ GLM = {
     **{"num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8},
     **{"qk_rope_head_dim": 4, "v_head_dim": 12},
 }
+MINIMAX = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 3, "rotary_dim": 8}
 CASES = {
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
     "gemma3, odd": (
@@ -108,6 +109,15 @@ CASES = {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
         },
     ),
+    "minimax-m2": ("minimax_m2", MINIMAX),
+    "minimax-m2, odd": (
+        "minimax_m2",
+        {
+            **{**MINIMAX, "head_dim": 12, "rotary_dim": 6, "num_local_experts": 5, "num_experts_per_tok": 3},
+            **{"num_key_value_heads": 1, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
+            "rope_parameters": YARN,
+        },
+    ),
     "ministral3": ("ministral3", {"head_dim": 16, "max_position_embeddings": 64}),
     "ministral3, grown queries": (
         "ministral3",
@@ -137,7 +147,8 @@ def oracle(case):
         biases = [(name, x) for name, x in model.named_buffers() if name.endswith(SELECTION_BIAS)]
         for name, weight in (*model.named_parameters(), *biases):
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(sum(map(ord, name))))
-            weight.copy_(weight + 0.3 * noise if weight.ndim == 1 else 0.2 * noise)
+            shift = 0.1 if name.endswith(SELECTION_BIAS) else 0.3  # more leaves some expert unchosen
+            weight.copy_(weight + shift * noise if weight.ndim == 1 else 0.2 * noise)
     return model
 
 
@@ -148,20 +159,24 @@ def raw_of(model):
 def ours(model):
     """Our model with the same weights."""
     config = read_config(raw_of(model))
-    return params_from_tensors(config, unfused(state_dict(model)))
+    return params_from_tensors(config, unfused(state_dict(model), config.family))
 
 
-def unfused(tensors):
+def unfused(tensors, family):
     """A tensor for each matrix of each expert, as files have them."""
+    is_minimax = family == "minimax_m2"
+    names = dict(gate="w1", up="w3", down="w2") if is_minimax else {}
     out = {}
     for name, x in tensors.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if is_minimax else name
         if ".experts." not in name:
             out[name] = x
             continue
         prefix, parts = name.rpartition(".")[0], ("down",) if name.endswith("down_proj") else ("gate", "up")
         for expert, matrices in enumerate(x):
             rows = np.split(matrices, len(parts))
-            out |= {f"{prefix}.{expert}.{of}_proj.weight": m for of, m in zip(parts, rows, strict=True)}
+            matrices = zip((names.get(of, f"{of}_proj") for of in parts), rows, strict=True)
+            out |= {f"{prefix}.{expert}.{of}.weight": matrix for of, matrix in matrices}
     return out
 
 
@@ -193,7 +208,8 @@ def test_gradients_of_all_weights(case):
         return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
     gradients = tensors_of(params.config, jax.jit(jax.grad(loss))(params))
-    theirs = unfused({name: weight.grad.numpy() for name, weight in model.named_parameters()})
+    theirs = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
+    theirs = unfused(theirs, params.config.family)
     constant = {name for name in gradients if name.endswith(SELECTION_BIAS)}
     assert not any(gradients.pop(name).any() for name in constant)
     assert gradients.keys() == theirs.keys()
@@ -213,7 +229,7 @@ def test_greedy_text(case):
     agree_in_greedy_text(model, ours(model), some_tokens(rows=8, length=12), new=24)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "olmo3", "smollm3, odd", "qwen3.5", "glm-4.7"])
+@pytest.mark.parametrize("case", ["gemma3", "olmo3", "smollm3, odd", "qwen3.5", "glm-4.7", "minimax-m2"])
 def test_adapters_are_read_by_peft(case, tmp_path):
     model, tokens = oracle(case), some_tokens()
     base = ours(model)
@@ -238,7 +254,7 @@ def test_config_reads_back_in_transformers(case):
     np.testing.assert_array_equal(hf_logits(again, some_tokens()), hf_logits(model, some_tokens()))
 
 
-@pytest.mark.parametrize("case", ["glm-4.7"])
+@pytest.mark.parametrize("case", ["glm-4.7", "minimax-m2"])
 def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
     """Weights of a layer after the last one are skipped; transformers reads what is written."""
     model, tokens = oracle(case), some_tokens()
@@ -260,6 +276,33 @@ def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     np.testing.assert_array_equal(hf_logits(again, tokens), hf_logits(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "softmax"}, 'scoring_func=.softmax. is not supported; supported: "sigmoid"'),
+        ({"qk_norm_type": "per_head"}, 'qk_norm_type=.* is not supported; supported: "per_layer"'),
+        ({"use_qk_norm": False}, "use_qk_norm=False is not supported; supported: true"),
+        ({"use_routing_bias": False}, "use_routing_bias=False is not supported; supported: true"),
+        ({"shared_intermediate_size": 8}, "shared_intermediate_size=8 is not supported; supported: 0"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
+        ({"rotary_dim": 17}, "rotary_dim=17 must be a whole number from 1 to 16"),
+    ],
+)
+def test_what_minimax_m2_lacks_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_config({"model_type": "minimax_m2", **BASE, **MINIMAX, **changes})
+
+
+def test_both_spellings_of_rotary_dims_of_minimax_m2():
+    raw = {"model_type": "minimax_m2", **BASE, **MINIMAX}
+    assert read_config(raw).rotary_dim == 8
+    written = to_hf_config(read_config(raw))
+    assert written["rotary_dim"] == 8 and written["partial_rotary_factor"] == 0.5
+    assert read_config({**raw, "partial_rotary_factor": 0.25}).rotary_dim == 4  # as in transformers
+    theirs = transformers.MiniMaxM2Config(**BASE, **MINIMAX, partial_rotary_factor=0.25)
+    assert theirs.rope_parameters["partial_rotary_factor"] == 0.25
 
 
 @pytest.mark.parametrize(

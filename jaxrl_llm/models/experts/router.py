@@ -36,7 +36,7 @@ Activation = Callable[[Array], Array]
 SELECTION_BIAS = "router_bias"
 """Name of the bias that is added to the scores when experts are chosen; its gradient is 0."""
 SMALLEST_SUM = 1e-20
-"""Added to the sum of scores, as in transformers: sigmoids may all be 0."""
+"""Added to the sum of all sigmoids in statistics of scores: they may all be 0."""
 
 
 class Routing(NamedTuple):
@@ -131,7 +131,7 @@ def expert_weights(
         weights = jnp.take_along_axis(logits, chosen, axis=-1)
         weights = jax.nn.sigmoid(weights) if moe.score == "sigmoid" else jax.nn.softmax(weights, axis=-1)
     if moe.normalize and moe.score != "softmax_of_chosen":
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + SMALLEST_SUM)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + moe.added_to_sum)
     return weights if moe.scale == 1.0 else moe.scale * weights
 
 

@@ -92,6 +92,9 @@ def test_selection_bias_by_hand():
     np.testing.assert_allclose(alone, [[[0.5, 0.2]]], rtol=1e-6)
     never = expert_weights(moe, jnp.full((1, 1, 4), -200.0), chosen)
     np.testing.assert_array_equal(never, np.zeros((1, 1, 2)))  # sigmoids of 0: no division by 0
+    exact = dataclasses.replace(moe, scale=1.0, added_to_sum=0.0)  # MiniMax-M2: small scores, too, sum to 1
+    small = jnp.array([[[-60.0, 0, -60 - jnp.log(3), 0]]])
+    np.testing.assert_allclose(expert_weights(exact, small, chosen), [[[0.75, 0.25]]], rtol=1e-5)
 
 
 def test_softmax_of_chosen_by_hand():
