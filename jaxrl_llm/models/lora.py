@@ -3,7 +3,7 @@
 Adapters are leaves of the model beside the weights that they adapt: "layers.q_lora_a" [L, D, R] and
 "layers.q_lora_b" [L, R, H, E] beside "layers.q" [L, D, H, E]. Each expert has its own adapters, of smaller
 rank: "layers.expert_up_lora_a" is [L, X, D, R]. Training, scoring and decoding compute the same unmerged sum
-(`transformer.block`, `models.experts.dispatch`).
+(`block.block`, `models.experts.dispatch`).
 """
 
 from __future__ import annotations
