@@ -36,7 +36,8 @@ def read_ropes(keys: JsonKeys, family: str, max_position: int) -> tuple[RopeConf
     """Return (rope, local_rope) as transformers 5 reads them: `rope_scaling`, `rope_parameters`, the
     top-level `rope_theta`. The second is None for families with one RoPE for all layers.
 
-    In families with two, `rope_scaling` belongs to the layers without a window.
+    In families with two, `rope_scaling` belongs to the layers without a window, and OLMo 3's top-level
+    `rope_theta` to all layers, as in transformers 4 (5.24 forgets it for the layers with a window).
     """
     facts = FAMILIES[family]
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"

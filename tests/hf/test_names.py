@@ -366,6 +366,12 @@ def test_mistral_with_layer_types_is_ministral(kinds, window, layers, tmp_path):
     assert getattr(theirs, "layer_types", None) == (kinds if layers else None)
 
 
+def test_one_base_of_olmo3_is_that_of_all_layers():
+    """As in transformers 4; transformers 5.24 gives it to the layers without a window alone."""
+    config = read_config({"model_type": "olmo3", "rope_theta": 1e6})
+    assert (config.rope.theta, config.local_rope.theta) == (1e6, 1e6)
+
+
 CASES = [
     *[(family, {}) for family in FAMILIES if family not in ("baichuan", *LATENT, *QWEN35)],
     *[(family, {"num_hidden_layers": 4}) for family in QWEN35],
