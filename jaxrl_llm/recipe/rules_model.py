@@ -57,11 +57,8 @@ def _recurrent_layers_fit(config: TrainConfig, models: Models) -> Iterator[str]:
     recurrent = [role for role, model in models.items() if model.layer_kinds]
     if not recurrent:
         return
-    if num_shards("sequence", config.mesh.sizes) > 1:
-        yield (
-            f"--mesh.sequence is {config.mesh.sizes['sequence']}: recurrent layers need whole rows on a "
-            "device. Set it to 1."
-        )
+    if (shards := num_shards("sequence", config.mesh.sizes)) > 1:
+        yield f"--mesh.sequence is {shards}: recurrent layers need whole rows on a device. Set it to 1."
     if POLICY in recurrent and (problem := ring_problem(config.rollout, models[POLICY])):
         yield f"--{problem}"
 
