@@ -47,8 +47,14 @@ def make_mixer(
     method: ContextParallel = "none",
     strict: bool = False,
 ):
-    """Return the `attention_fn` of `block` for whole rows: of attention, or of the gated delta rule."""
+    """Return the `attention_fn` of `block` for whole rows: of attention, or of the gated delta rule.
+
+    Raises:
+        ValueError: context parallelism with the gated delta rule.
+    """
     if c.kind == DELTA:
+        if method != "none":
+            raise ValueError("recurrent layers need whole rows on a device: mesh.sequence must be 1")
         return make_delta_fn(c, w, rows, strict=strict)
     return make_attention_fn(c, w, rows, window=window, method=method, strict=strict)
 

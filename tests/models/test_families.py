@@ -323,7 +323,9 @@ def test_dense_layers_after_sparse_ones_are_refused(types, found):
         read_config(raw)
 
 
-@pytest.mark.parametrize(("kind", "case"), [("gemma3", "gemma3"), ("mistral3", "ministral3")])
+@pytest.mark.parametrize(
+    ("kind", "case"), [("gemma3", "gemma3"), ("mistral3", "ministral3"), ("qwen3_5", "qwen3.5")]
+)
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_language_model_of_one_that_sees_images(kind, case, prefix, tmp_path, capsys):
     """Both layouts of the folder; what is exported is a language model of its own."""
