@@ -154,7 +154,8 @@ class Transformer(nnx.Module):
             number = -1 if name == "layers" else list(layer_stacks(config)).index(name)
             key = layer_key if number < 0 else jax.random.fold_in(layer_key, number)
             setattr(self, name, Layers(stack, key, config.num_layers))
-        self.norm = nnx.Param(jnp.full(config.hidden_size, 1 - config.norm_offset), axes=("norm",))
+        norm = jnp.full(config.hidden_size, 1 - config.norm_offset, jnp.float32)
+        self.norm = nnx.Param(norm, axes=("norm",))
         if config.value_head:  # zeros: a new critic predicts 0
             self.value = nnx.Param(jnp.zeros((1, config.hidden_size), jnp.float32), axes=("norm", "norm"))
         if not config.tie_embeddings:

@@ -133,3 +133,9 @@ def test_cast_keeps_structure_and_float32_norms():
     }
     assert jax.tree.structure(half) == jax.tree.structure(params)
     assert models.logical_axes(half) == models.logical_axes(params)
+
+
+def test_no_weight_is_weakly_typed():
+    """Such a weight has another type to jit than its copy in a checkpoint, so that programs compile twice."""
+    leaves = jax.tree.leaves(models.abstract(models.TransformerConfig(norms="both", value_head=True)))
+    assert not any(leaf.weak_type for leaf in leaves)
