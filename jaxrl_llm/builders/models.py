@@ -34,6 +34,7 @@ from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.experts.router import route_spec
+from jaxrl_llm.models.kernels import prefix_sharing
 from jaxrl_llm.models.lora import base_config, frozen_config, with_lora
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
 from jaxrl_llm.sharding.rules import TRAIN, with_shardings
@@ -232,7 +233,7 @@ def make_learner(
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,
         strict=config.strict and on_rollouts and requires.logprobs,
-        share_prefixes="flat" if shares and model.layer_kinds else shares,
+        share_prefixes=shares and prefix_sharing(model, config.model.dtype, mesh),
         temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
         num_kept=config.rollout.sampling.num_kept if on_rollouts and requires.logprobs else 0,

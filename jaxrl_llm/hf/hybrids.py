@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.families import FAMILIES
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
+from jaxrl_llm.hf.windows import check_layer_types
 from jaxrl_llm.models.config import ATTENTION, DELTA, DeltaConfig, TransformerConfig
 
 SIZES = {
@@ -33,10 +33,7 @@ def read_layer_kinds(keys: JsonKeys, family: str, num_layers: int) -> dict[str, 
         every = keys.integer("full_attention_interval", LARGEST["num_hidden_layers"])
         names = {kind: name for name, kind in known.items()}
         types = [names[DELTA if (i + 1) % every else ATTENTION] for i in range(num_layers)]
-    if not isinstance(types, list) or not all(isinstance(name, str) and name in known for name in types):
-        raise keys.wrong("layer_types", types, f"must be a list of {' and '.join(known)}")
-    if len(types) != num_layers:
-        raise UserError(f"{keys.file}: layer_types has {len(types)} entries for {num_layers} layers")
+    check_layer_types(keys, types, known, num_layers=num_layers)
     kinds = tuple(known[name] for name in types)
     if set(kinds) == {ATTENTION}:
         return {}

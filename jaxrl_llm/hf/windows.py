@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from jaxrl_llm.errors import UserError
@@ -34,14 +35,21 @@ def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | No
     if kinds is None:
         kinds = _default_layer_types(keys, family, num_layers)
     # A window for the layers that `layer_types` names.
-    if not isinstance(kinds, list) or not all(
-        isinstance(kind, str) and kind in LAYER_TYPES for kind in kinds
-    ):
-        raise keys.wrong("layer_types", kinds, f"must be a list of {' and '.join(LAYER_TYPES)}")
-    if len(kinds) != num_layers:
-        raise UserError(f"{keys.file}: layer_types has {len(kinds)} entries for {num_layers} layers")
+    check_layer_types(keys, kinds, LAYER_TYPES, num_layers=num_layers)
     slides = tuple(kind == LAYER_TYPES[True] for kind in kinds)
     return (window if any(slides) else None), (slides if len(set(slides)) > 1 else None)
+
+
+def check_layer_types(keys: JsonKeys, types: Any, known: Collection[str], *, num_layers: int) -> None:
+    """Refuse `layer_types` that are not a known name for each layer.
+
+    Raises:
+        UserError: the message names the file, the value and the known names.
+    """
+    if not isinstance(types, list) or not all(isinstance(name, str) and name in known for name in types):
+        raise keys.wrong("layer_types", types, f"must be a list of {' and '.join(known)}")
+    if len(types) != num_layers:
+        raise UserError(f"{keys.file}: layer_types has {len(types)} entries for {num_layers} layers")
 
 
 def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[str]:

@@ -38,27 +38,6 @@ ACTIVATIONS = {
 }
 
 
-def make_mixer(
-    c: TransformerConfig,
-    w: Layers,
-    rows: Packing,
-    *,
-    window: int | Int[Array, ""],
-    method: ContextParallel = "none",
-    strict: bool = False,
-):
-    """Return the `attention_fn` of `block` for whole rows: of attention, or of the gated delta rule.
-
-    Raises:
-        ValueError: context parallelism with the gated delta rule.
-    """
-    if c.kind == DELTA:
-        if method != "none":
-            raise ValueError("recurrent layers need whole rows on a device: mesh.sequence must be 1")
-        return make_delta_fn(c, w, rows, strict=strict)
-    return make_attention_fn(c, w, rows, window=window, method=method, strict=strict)
-
-
 def make_attention_fn(
     c: TransformerConfig,
     w: Layers,
@@ -68,11 +47,20 @@ def make_attention_fn(
     method: ContextParallel = "none",
     strict: bool = False,
 ):
-    """Return the `attention_fn` of `block` for causal attention within the segments of a row.
+    """Return the `attention_fn` of `block` for whole rows: causal attention within the segments of a row, or
+    the gated delta rule.
 
     Args:
         window: tokens of its sequence that a token attends to, including itself.
+
+    Raises:
+        ValueError: context parallelism with the gated delta rule.
     """
+    if c.kind == DELTA:
+        if method != "none":
+            raise ValueError("recurrent layers need whole rows on a device: mesh.sequence must be 1")
+        return make_delta_fn(c, w, rows, strict=strict)
+    # Attention, by the kernels or batch-invariant.
     settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
 
     def plain(q, k, v, rows, window, sinks):

@@ -28,7 +28,7 @@ from jaxrl_llm.models.attention import (
     sinks_of,
     stacked_numbers,
 )
-from jaxrl_llm.models.block import block, final_norm_fn, make_mixer
+from jaxrl_llm.models.block import block, final_norm_fn, make_attention_fn
 from jaxrl_llm.models.config import ATTENTION, DELTA, TransformerConfig
 from jaxrl_llm.models.delta import DeltaState, empty_state, make_step_fn, with_paths
 from jaxrl_llm.models.experts.router import join_routes
@@ -128,15 +128,15 @@ def init_ring_cache(
     c: TransformerConfig, slots: int, length: int, dtype: DTypeLike, strict: bool = False
 ) -> RingCache:
     """Return zeros for `slots` sequences of `length` tokens; a strict cache holds no latents."""
-    layers = c.num_attention_layers
-    arrays, depth = (layers, ()) if is_unrolled(c) else (1, (layers,))
+    layout = lambda layers: (layers, ()) if is_unrolled(c) else (1, (layers,))
+    arrays, depth = layout(c.num_attention_layers)
     heads, size = cache_dims(c, strict)
     shape = (*depth, slots, heads)
     k = tuple(jnp.zeros((*shape, size, length), dtype) for _ in range(arrays))
     v = tuple(jnp.zeros((*shape, length, size), dtype) for _ in range(arrays))
     states = ()
-    if recurrent := c.num_layers - layers:
-        count, depth = (recurrent, ()) if is_unrolled(c) else (1, (recurrent,))
+    if recurrent := c.num_layers - c.num_attention_layers:
+        count, depth = layout(recurrent)
         states = tuple(empty_state(c, (*depth, slots), dtype) for _ in range(count))
     return RingCache(k, () if c.mla and not strict else v, jnp.int32(0), states)
 
@@ -176,7 +176,7 @@ def prefill(
 
     # Layers return what the cache keeps of them, in its layout.
     def layer(c, x, w, numbers, *_):
-        mix = make_mixer(c, w, rows, window=numbers.window, strict=strict)
+        mix = make_attention_fn(c, w, rows, window=numbers.window, strict=strict)
         rope = layer_rope(tables, numbers)
         x, kept, routing = block(
             c, w, x, rope, attention_fn=mix, strict=strict, valid=segments > 0, rules=ROLLOUT
@@ -274,8 +274,7 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
         return carry, (out, routing and routing.chosen)
 
     def numbers_of(run):
-        layers = slice(run.first, run.first + run.num_layers)
-        return jax.tree.map(lambda x: x[layers], (stacked_numbers(c), jnp.asarray(at)))
+        return jax.tree.map(lambda x: x[run.layers], (stacked_numbers(c), jnp.asarray(at)))
 
     carry, outs = scan_layers(c, dict(zip(stacks, layers, strict=True)), numbers_of, step, carry)
     part = lambda i: [(run, tuple(x[i] for x in out)) for run, out in outs]

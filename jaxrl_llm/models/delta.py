@@ -107,12 +107,10 @@ def make_delta_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: boo
     rule = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
 
     def apply(inputs, g, beta):
-        weight = w.delta_conv[:, 0]
         if strict:
-            mix = lambda weight, window: _split_heads(c, convolve(window, weight), window.dtype)
-            q, k, v = per_token_call(strict)(mix, weight, conv_window(inputs, rows.paths))
+            q, k, v = _mix_windows(c, w, conv_window(inputs, rows.paths), inputs.dtype, strict=strict)
         else:
-            q, k, v = _split_heads(c, causal_conv(inputs, weight, rows.paths), inputs.dtype)
+            q, k, v = _split_heads(c, causal_conv(inputs, w.delta_conv[:, 0], rows.paths), inputs.dtype)
         q, k = (constrain(x, "batch", "sequence", "kv_heads", "head_dim") for x in (q, k))
         v = constrain(v, "batch", "sequence", "heads", "head_dim")
         out, state = rule(rows, q, k, v, g, beta)
@@ -130,12 +128,19 @@ def make_step_fn(c: TransformerConfig, w: Layers, state: DeltaState, *, strict: 
 
     def apply(inputs, g, beta):
         window = jnp.concatenate([state.inputs[:, 0], inputs.astype(state.inputs.dtype)], axis=1)
-        mix = lambda weight, window: _split_heads(c, convolve(window, weight), inputs.dtype)
-        q, k, v = per_token_call(strict)(mix, w.delta_conv[:, 0], window[:, None])
+        q, k, v = _mix_windows(c, w, window[:, None], inputs.dtype, strict=strict)
         out, new = delta_step(state.map, *(x[:, 0] for x in (q, k, v, g, beta)))
         return out[:, None], DeltaState(new, window[:, None, 1:])
 
     return apply
+
+
+def _mix_windows(
+    c: TransformerConfig, w: Layers, window: Float[Array, "B T W C"], dtype: DTypeLike, *, strict: bool
+):
+    """Return `_split_heads` of the convolution of each token's inputs."""
+    mix = lambda weight, window: _split_heads(c, convolve(window, weight), dtype)
+    return per_token_call(strict)(mix, w.delta_conv[:, 0], window)
 
 
 def _split_heads(c: TransformerConfig, convolved: Float[Array, "B T C"], dtype: DTypeLike):

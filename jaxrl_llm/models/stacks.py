@@ -31,13 +31,11 @@ class LayerRun(NamedTuple):
     """Repetitions of the pattern."""
     first: int
     """Index of the first layer in the model."""
-    starts: dict[str, int]
-    """Stack -> index in it of its first layer in the run."""
 
     @property
-    def num_layers(self) -> int:
-        """Return the layers of the run."""
-        return self.count * len(self.pattern)
+    def layers(self) -> slice:
+        """Return the layers of the run among the layers of the model."""
+        return slice(self.first, self.first + self.count * len(self.pattern))
 
 
 def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
@@ -69,14 +67,12 @@ def layer_places(c: TransformerConfig) -> list[tuple[str, int]]:
 
 def layer_runs(c: TransformerConfig) -> list[LayerRun]:
     """Return the runs of the layers in order: each the shortest of the patterns that reach farthest."""
-    names, starts, first, runs = _stack_names(c), Counter(), 0, []
+    names, first, runs = _stack_names(c), 0, []
     while first < len(names):
         rest = names[first:]
         size = max(range(1, min(MAX_PATTERN, len(rest)) + 1), key=lambda p: (_reach(rest, p), -p))
-        run = LayerRun(tuple(rest[:size]), _reach(rest, size) // size, first, dict(starts))
-        runs.append(run)
-        starts.update({name: run.count * n for name, n in Counter(run.pattern).items()})
-        first += run.num_layers
+        runs.append(LayerRun(tuple(rest[:size]), _reach(rest, size) // size, first))
+        first = runs[-1].layers.stop
     return runs
 
 
@@ -97,20 +93,19 @@ def scan_layers(
     """
     stacks, outs = layer_stacks(c), []
     for run in layer_runs(c):
-        size = len(run.pattern)
-        split = lambda x, run=run, size=size: x.reshape(run.count, size, *x.shape[1:])
-        others = numbers(run) if size == 1 else jax.tree.map(split, numbers(run))
+        split = lambda x, run=run: x.reshape(run.count, len(run.pattern), *x.shape[1:])
 
-        def repetition(carry, inputs, run=run, size=size):
+        def repetition(carry, inputs, run=run):
             layers, others = inputs
             out = []
             for i, (name, layer) in enumerate(zip(run.pattern, layers, strict=True)):
-                own = others if size == 1 else jax.tree.map(lambda x, i=i: x[i], others)
+                own = jax.tree.map(lambda x, i=i: x[i], others)
                 carry, one = step(stacks[name], carry, layer, own)
                 out.append(one)
             return carry, tuple(out)
 
-        carry, out = jax.lax.scan(repetition, carry, (_weights_of(run, weights, stacks), others))
+        inputs = _weights_of(c, run, weights), jax.tree.map(split, numbers(run))
+        carry, out = jax.lax.scan(repetition, carry, inputs)
         outs.append((run, out))
     return carry, outs
 
@@ -130,16 +125,14 @@ def collect_layers(outs: list[tuple[LayerRun, tuple]], is_chosen: Callable[[str]
     return runs[0] if len(runs) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *runs)
 
 
-def _weights_of(run: LayerRun, weights: dict[str, Any], stacks: dict[str, TransformerConfig]) -> tuple:
+def _weights_of(c: TransformerConfig, run: LayerRun, weights: dict[str, Any]) -> tuple:
     """Return the weights of each layer of the pattern, with a leading dim `count`."""
-    seen: Counter[str] = Counter()
-    per_pattern, out = Counter(run.pattern), []
-    for name in run.pattern:
-        step, start = per_pattern[name], run.starts.get(name, 0) + seen[name]
-        is_whole = step == 1 and run.count == stacks[name].num_layers
+    places, sizes, out = layer_places(c), Counter(_stack_names(c)), []
+    for name, start in places[run.first : run.first + len(run.pattern)]:
+        step = run.pattern.count(name)
         every = slice(start, start + run.count * step, step)
+        is_whole = step == 1 and run.count == sizes[name]
         out.append(weights[name] if is_whole else jax.tree.map(lambda x, s=every: x[s], weights[name]))
-        seen[name] += 1
     return tuple(out)
 
 

@@ -21,7 +21,7 @@ from jaxrl_llm.models.attention import (
     trajectory_lengths,
     window_spans,
 )
-from jaxrl_llm.models.block import block, final_norm_fn, make_mixer
+from jaxrl_llm.models.block import block, final_norm_fn, make_attention_fn
 from jaxrl_llm.models.config import DELTA, MoEConfig, TransformerConfig
 from jaxrl_llm.models.delta import add_delta_weights, with_paths
 from jaxrl_llm.models.experts.router import RoutingSums, join_routes, reads_float32, routing_sums
@@ -233,7 +233,7 @@ class Transformer(nnx.Module):
         def layer(c, x, layer, numbers):
             numbers, routes = numbers
             x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(layer, dtype)
-            mix = make_mixer(c, w, rows, window=numbers.window, method=method, strict=strict)
+            mix = make_attention_fn(c, w, rows, window=numbers.window, method=method, strict=strict)
             settings = {"strict": strict, "valid": rows.segments > 0, "routes": routes}
             x, _, routing = block(c, w, x, layer_rope(tables, numbers), attention_fn=mix, **settings)
             return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)
@@ -256,7 +256,7 @@ def numbers_of(
     c: TransformerConfig, run: LayerRun, routes: UInt[Array, "L B T K"] | None
 ) -> tuple[LayerNumbers, UInt[Array, "R B T K"] | None]:
     """Return the numbers of a run's R layers, and the routes of its layers with experts."""
-    layers = slice(run.first, run.first + run.num_layers)
+    layers = run.layers
     numbers = jax.tree.map(lambda x: x[layers], stacked_numbers(c))
     if routes is None or DENSE in run.pattern:
         return numbers, None
