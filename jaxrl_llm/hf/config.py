@@ -17,6 +17,7 @@ from jaxrl_llm.hf.expert_config import (
 from jaxrl_llm.hf.families import FAMILIES
 from jaxrl_llm.hf.hybrids import read_layer_kinds, write_layer_kinds
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys, read_json
+from jaxrl_llm.hf.quantization import read_quantization
 from jaxrl_llm.hf.ropes import canonical_rope, read_ropes, write_ropes
 from jaxrl_llm.hf.windows import read_rope_layers, read_windows, write_rope_layers, write_windows
 from jaxrl_llm.models.config import TransformerConfig, check_model_config
@@ -43,12 +44,6 @@ _FIXED = {"clip_qkv": None, "is_causal": True, "per_layer_config": None}
 WRAPPERS = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Model types of a language model with a vision tower; `text_config` describes the language model."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-DEQUANTIZE = {
-    "fp8": "; convert the fp8 weights to bf16 with the model's own script first",
-    "mxfp4": "; dequantize them once: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, "
-    "quantization_config=transformers.Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)",
-}
-"""Kind of quantized weights -> how to get unquantized weights, for the message."""
 
 
 def read_config(folder: Path | str | dict) -> TransformerConfig:
@@ -175,10 +170,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
 
 def _check_supported(keys: JsonKeys, family: str) -> None:
     """Refuse a model that would load but compute other results."""
-    if method := keys.get("quantization_config"):
-        method = method.get("quant_method") if isinstance(method, dict) else None
-        known = "only bf16, fp16 and fp32 weights are read"
-        raise UserError(f"{keys.file}: quantization_config is set; {known}{DEQUANTIZE.get(method, '')}")
+    read_quantization(keys)
     for key, supported in (_FIXED | FAMILIES[family].fixed).items():
         if keys.get(key) not in (None, supported):
             raise keys.wrong(key, keys.get(key), f"is not supported; supported: {json.dumps(supported)}")

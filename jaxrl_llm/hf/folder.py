@@ -6,24 +6,22 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import language_config
 from jaxrl_llm.hf.expert_config import PREDICTORS
-from jaxrl_llm.hf.json_file import read_json
+from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.names import TABLE, hf_tensors
+from jaxrl_llm.hf.quantization import Quantization, read_quantization
+from jaxrl_llm.hf.stored import FLOATS, StoredTensor, join_scales, read_header, read_values
 from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.models import TransformerConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING, HEAD, SCORE = (TABLE[ours][0] for ours in ("embed", "lm_head", "value"))
-LFS_POINTER = b"version https://git-lfs"
-FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
-"""Supported types of weights in the spelling of safetensors -> bytes per element."""
 
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old checkpoints
 _PREFIX = re.compile(r"^(?:language_model\.|(model\.)language_model\.)")
@@ -42,23 +40,12 @@ MAX_PREDICTORS = 64  # of any model
 MAX_NAME = 255  # bytes of a file's name
 
 
-class StoredTensor(NamedTuple):
-    """A tensor as its file declares it, or one expert's part of such a tensor."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str  # "BF16", ...
-    source: str = ""  # name in the file, if it differs
-    expert: int | None = None  # of a tensor of all experts of a layer
-    start: int = 0  # first row
-
-
 def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTensor]:
     """Return the weights of the folder; check that names, shapes and types match the model.
 
     Raises:
         UserError: see `_weight_files`, `read_header`, `_check_tied_head`; or tensors are missing, unexpected,
-            of another shape or quantized: one message lists all of them.
+            of another shape or type: one message lists all of them.
     """
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
@@ -68,7 +55,8 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
                     f"{file}: {name} is also in {stored[name].file.name}; one of the files is stale"
                 )
             stored[name] = entry
-    stored = _split_experts(_language_model(folder, stored), config)
+    stored = join_scales(_language_model(folder, stored), _quantization(folder))
+    stored = _split_experts(stored, config)
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     ignored = {HEAD} if config.tie_embeddings else set()
     ignored |= {name for name in stored if _DERIVED.fullmatch(name)}
@@ -83,6 +71,11 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     return {name: stored[name] for name in expected}
 
 
+def _quantization(folder: Path) -> Quantization | None:
+    file = folder / "config.json"
+    return read_quantization(JsonKeys(language_config(read_json(file)), str(file), {}))
+
+
 def _language_model(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the language model's weights under the names of a folder without other models.
 
@@ -93,9 +86,7 @@ def _language_model(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, 
     found = {name: entry for name, entry in stored.items() if not _OTHER_MODEL.match(name)}
     if left := len(stored) - len(found):
         print_on_first(f"{folder}: the vision tower, {left} weights, is neither used nor exported")
-    return {
-        _PREFIX.sub(r"\1", name): entry._replace(source=entry.source or name) for name, entry in found.items()
-    }
+    return {_PREFIX.sub(r"\1", name): entry for name, entry in found.items()}
 
 
 def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
@@ -104,13 +95,11 @@ def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
     Raises:
         UserError: head and embedding differ.
     """
-    equal = head.shape == embedding.shape and head.dtype in FLOATS
+    equal = head.shape == embedding.shape and head.is_readable
     for start in range(0, head.shape[0], _COMPARED_ROWS) if equal else ():
         rows = slice(start, min(start + _COMPARED_ROWS, head.shape[0]))
-        blocks = []
-        for name, tensor in ((HEAD, head), (EMBEDDING, embedding)):
-            with safe_open(tensor.file, framework="np") as handle:
-                blocks.append(handle.get_slice(name)[rows].astype(np.float32))
+        index = (rows, slice(0, head.shape[1]))
+        blocks = [read_values(tensor, index).astype(np.float32) for tensor in (head, embedding)]
         equal = equal and np.array_equal(*blocks)
     if not equal:
         raise UserError(
@@ -136,7 +125,7 @@ def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -
         rows, *columns = tensor.shape
         shape = (*[config.moe.num_experts for _ in expert], parts * rows, *columns)
         if name in stored and stored[name].shape == shape:
-            entry = stored[name]._replace(shape=tensor.shape, source=stored[name].source or name)
+            entry = stored[name]._replace(shape=tensor.shape)
             out.pop(name, None)
             out[tensor.name] = entry._replace(expert=expert[0] if expert else None, start=part * rows)
     return out
@@ -183,11 +172,7 @@ def list_mismatches(
         ),
         _list(
             f"of a type other than {', '.join(FLOATS)}",
-            [
-                f"{n} {stored[n].dtype} in {stored[n].file.name}"
-                for n in both
-                if stored[n].dtype not in FLOATS
-            ],
+            [f"{n} {stored[n].dtype} in {stored[n].file.name}" for n in both if not stored[n].is_readable],
         ),
     ]
     return "; ".join(problem for problem in problems if problem)
@@ -266,29 +251,6 @@ def file_inside(folder: Path, name: str) -> Path:
     if not path.is_file():
         raise UserError(f"{path}: missing; {INDEX} names it. Copy or download the model again.")
     return path
-
-
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return names, shapes and types. The library checks that offsets, shapes and the file's size agree."""
-    try:
-        with safe_open(file, framework="np") as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            return {n: StoredTensor(file, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        if is_lfs_pointer(file):
-            raise UserError(
-                f"{file}: a pointer of git-lfs, not the weights. Run: git -C {file.parent} lfs pull"
-            ) from error
-        raise UserError(
-            f"{file}: truncated or damaged ({error}); its {file.stat().st_size:,} bytes "
-            "do not match its header. Copy or download it again."
-        ) from error
-
-
-def is_lfs_pointer(file: Path) -> bool:
-    """Return whether a file is a git-lfs pointer, which git checks out instead of a large file."""
-    with file.open("rb") as opened:
-        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def shorten_names(names: list[str]) -> str:

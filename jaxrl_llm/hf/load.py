@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
-from safetensors import safe_open
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code
+from jaxrl_llm.hf.folder import read_headers, refuse_remote_code
 from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, stack_dims, tensor_rows
 from jaxrl_llm.hf.resolve import resolve_model
+from jaxrl_llm.hf.stored import StoredTensor, read_values
 from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves
 from jaxrl_llm.models.experts.router import reads_float32
 from jaxrl_llm.models.linear import matrix_dims
@@ -71,7 +71,8 @@ def load_params(
     shards of its devices.
 
     Args:
-        folder: config.json and safetensors, one file or sharded; bf16, fp16 or fp32.
+        folder: config.json and safetensors, one file or sharded; bf16, fp16, fp32 or fp8 in blocks, whose
+            values are rounded once, from float32.
         config: of the model, as `read_config(folder)` returns it; if it is quantized
             (`models.lora.frozen_config`), weights of linear layers are quantized one layer at a time.
         shardings: tree of `models.shardings`; None = all on one device.
@@ -194,16 +195,13 @@ def read_slice(
     cut = tuple(slice(None) if dim in lead else slice(*bound[dim]) for dim in dims)
     out = aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
     rows_axis, (first, last) = dims.index(lead[0]), bound[lead[0]]
-    row_bytes = inner[0] * int(np.prod(stored.shape[1:])) * FLOATS[stored.dtype]
+    row_bytes = inner[0] * int(np.prod(stored.shape[1:])) * stored.value_bytes
     budget = min(max(row_bytes * (last - first) // 16, _MIN_READ), _MAX_READ)
     step = max(1, budget // row_bytes)
-    expert = () if stored.expert is None else (stored.expert,)
     for start in range(first, last, step):
         stop = min(start + step, last)
-        rows = slice(*(part.start + stored.start + row * inner[0] for row in (start, stop)))
-        with safe_open(stored.file, framework="np") as handle:
-            block = handle.get_slice(stored.source or part.name)[(*expert, rows, *columns)]
-        block = block[..., part.column :: part.step]
+        rows = slice(*(part.start + row * inner[0] for row in (start, stop)))
+        block = read_values(stored, (rows, *columns))[..., part.column :: part.step]
         if not _all_finite(block):
             raise UserError(
                 f"{stored.file}: {part.name} holds NaN or Inf. Download the model again, or take another."

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import write_folder
-from jaxrl_llm.hf.folder import StoredTensor, file_inside, list_mismatches, read_header
+from jaxrl_llm.hf.folder import file_inside, list_mismatches
 from jaxrl_llm.hf.json_file import JsonKeys
 from jaxrl_llm.hf.load import read_slice
 from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, from_hf
@@ -29,6 +29,7 @@ from jaxrl_llm.hf.peft_config import (
     stacks_experts,
     stored_factors,
 )
+from jaxrl_llm.hf.stored import StoredTensor, read_header
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, abstract, named_leaves
 from jaxrl_llm.models.lora import MARK, named_adapters, scale_b

@@ -426,7 +426,7 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
         (tiny(rope_scaling={"type": "llama3", "factor": 2.0}), r"needs 'low_freq_factor'"),
         (tiny(rope_parameters={"full_attention": {"rope_type": "default"}}), r"not one a layer type"),
         (tiny(partial_rotary_factor=0.5), r"partial_rotary_factor=0.5 is not supported"),
-        (tiny(quantization_config={"bits": 4}), r"quantization_config is set"),
+        (tiny(quantization_config={"bits": 4}), r"quantization_config.quant_method=None is not supported"),
         (tiny(is_causal=False), r"is_causal=False is not supported; supported: true"),
         (tiny(per_layer_config={"0": {"hidden_act": "gelu"}}), r"per_layer_config=.* is not supported"),
         (

@@ -1,0 +1,161 @@
+"""Tensors in safetensors files, and their values: floats, or fp8 with a scale for each block."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.quantization import Quantization
+
+FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+"""Supported types of weights in the spelling of safetensors -> bytes per element."""
+FP8 = "F8_E4M3"
+SCALE_INV = "_scale_inv"
+"""Name of a scale after the name of its fp8 weight. It multiplies the weight, despite the name."""
+_POWERS = ("F8_E8M0", "U8")  # types of scales that are powers of two, byte b = 2^(b - 127)
+_BYTES = {FP8: jnp.float8_e4m3fn, **dict.fromkeys(_POWERS, jnp.float8_e8m0fnu)}
+"""Type of one byte -> its NumPy type. The safetensors library reads none but U8 into NumPy."""
+LFS_POINTER = b"version https://git-lfs"
+
+Slices = tuple[int | slice, ...]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as its file declares it, or one expert's part of such a tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # "BF16", ...
+    source: str  # name in the file
+    held: tuple[int, ...]  # shape in the file
+    offset: int  # of the first byte in the file
+    expert: int | None = None  # of a tensor of all experts of a layer
+    start: int = 0  # first row
+    scale: StoredTensor | None = None  # of a quantized tensor
+    block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
+
+    @property
+    def is_readable(self) -> bool:
+        """True if `read_values` reads it."""
+        return self.dtype in FLOATS or self.scale is not None
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value that `read_values` returns: 4 if quantized."""
+        return FLOATS.get(self.dtype, 4)
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return names, shapes and types. The library checks that offsets, shapes and the file's size agree."""
+    try:
+        with safe_open(file, framework="np") as handle:
+            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+            shapes = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        if is_lfs_pointer(file):
+            raise UserError(
+                f"{file}: a pointer of git-lfs, not the weights. Run: git -C {file.parent} lfs pull"
+            ) from error
+        raise UserError(
+            f"{file}: truncated or damaged ({error}); its {file.stat().st_size:,} bytes "
+            "do not match its header. Copy or download it again."
+        ) from error
+    # The library does not return the places of tensors.
+    with file.open("rb") as opened:
+        length = struct.unpack("<Q", opened.read(8))[0]
+        header = json.loads(opened.read(length))
+    offsets = {name: 8 + length + header[name]["data_offsets"][0] for name in shapes}
+    return {
+        name: StoredTensor(file, shape, dtype, name, held=shape, offset=offsets[name])
+        for name, (shape, dtype) in shapes.items()
+    }
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Return whether a file is a git-lfs pointer, which git checks out instead of a large file."""
+    with file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def join_scales(
+    stored: Mapping[str, StoredTensor], quantization: Quantization | None
+) -> dict[str, StoredTensor]:
+    """Join quantized weights with their scales, which are then no tensors of the model.
+
+    A weight with a scale is quantized, whatever the config lists as not converted.
+
+    Raises:
+        UserError: scales of another type or shape than the blocks of their weight, or a config without the
+            size of these blocks.
+    """
+    joined = dict(stored)
+    for name, weight in stored.items():
+        scale = stored.get(name + SCALE_INV)
+        if weight.dtype != FP8 or len(weight.shape) < 2 or scale is None:
+            continue
+        if quantization is None:
+            raise UserError(
+                f"{weight.file}: {name} is fp8 with a scale, but config.json has no quantization_config with "
+                "the size of its blocks (weight_block_size). Copy or download config.json again."
+            )
+        blocks = zip(weight.shape[-2:], quantization.block, strict=True)
+        grid = (*weight.shape[:-2], *(-(-size // block) for size, block in blocks))
+        _check_scale(scale, grid, f"{name} {list(weight.shape)} in blocks of {list(quantization.block)}")
+        joined[name] = weight._replace(scale=scale, block=quantization.block)
+        del joined[name + SCALE_INV]
+    return joined
+
+
+def _check_scale(scale: StoredTensor, grid: tuple[int, ...], what: str) -> None:
+    """Refuse scales of another shape than `grid`, or of a type that is no scale's."""
+    if scale.shape != grid or scale.dtype not in (*FLOATS, *_POWERS):
+        raise UserError(
+            f"{scale.file}: {scale.source} is {scale.dtype} {list(scale.shape)}; {what} needs scales "
+            f"{list(grid)} of type {', '.join((*FLOATS, *_POWERS))}. Download the model again."
+        )
+
+
+def read_values(stored: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+    """Read part of a tensor: floats in their type, quantized weights as float32, in one product.
+
+    Args:
+        index: slices of `stored.shape`, without steps.
+    """
+    rows, *others = index
+    rows = slice(rows.start + stored.start, rows.stop + stored.start)
+    place = (rows, *others) if stored.expert is None else (stored.expert, rows, *others)
+    return _read_held(stored, place) if stored.scale is None else _read_blocks(stored, stored.scale, place)
+
+
+def _read_held(stored: StoredTensor, place: Slices) -> np.ndarray:
+    """Read part of a tensor as its file holds it; the file is unmapped when the result is freed."""
+    if stored.dtype in FLOATS:
+        with safe_open(stored.file, framework="np") as handle:
+            return handle.get_slice(stored.source)[place]
+    kind = np.dtype(_BYTES[stored.dtype])
+    return np.memmap(stored.file, kind, mode="r", offset=stored.offset, shape=stored.held)[place]
+
+
+def _read_blocks(stored: StoredTensor, scale: StoredTensor, place: Slices) -> np.ndarray:
+    """Read fp8 weights times the scale of each block. Blocks at the edge may be cut."""
+    *lead, rows, columns = place
+    values = _read_held(stored, place).astype(np.float32)
+    # The blocks that the part touches, and each row's and column's place among them.
+    blocks = [
+        np.arange(p.start, p.stop) // size for p, size in zip((rows, columns), stored.block, strict=True)
+    ]
+    touched = [slice(block[0], block[-1] + 1) for block in blocks]
+    scales = _read_held(scale, (*lead, *touched)).astype(np.float32)
+    for axis, block in zip((-2, -1), blocks, strict=True):
+        scales = scales.take(block - block[0], axis=axis)
+    with np.errstate(over="ignore", invalid="ignore"):  # read_slice refuses what is not finite
+        values *= scales
+    return values

@@ -1,0 +1,261 @@
+"""Published folders with quantized weights: exact values, in any shard, and little memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf import load
+from jaxrl_llm.hf.config import read_config, to_hf_config
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.names import hf_tensors
+from jaxrl_llm.models import named_leaves, shardings
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
+
+torch = pytest.importorskip("torch")
+from safetensors.torch import save_file  # noqa: E402  NumPy has no type of 8 bits
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+
+
+def fp8_tensors(config, block, scale_dtype=torch.float32, plain=("embed", "lm_head", "norm", "mlp.gate.")):
+    """Tensors of a model of random fp8 weights and scales."""
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for tensor in hf_tensors(config):
+        values = torch.randn(tensor.shape, generator=generator)
+        if len(tensor.shape) == 1 or any(part in tensor.name for part in plain):
+            tensors[tensor.name] = values.bfloat16()
+            continue
+        grid = (
+            *tensor.shape[:-2],
+            *(-(-n // size) for n, size in zip(tensor.shape[-2:], block, strict=True)),
+        )
+        tensors[tensor.name] = (100 * values).to(torch.float8_e4m3fn)
+        if scale_dtype == torch.float32:
+            scale = torch.rand(grid, generator=generator) / 300
+        else:
+            scale = torch.randint(110, 124, grid, generator=generator, dtype=torch.uint8).view(scale_dtype)
+        tensors[f"{tensor.name}_scale_inv"] = scale
+    return tensors
+
+
+def write_quantized(folder, raw, tensors, quantization, files=2):
+    """A folder whose weights and scales are not in the same file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = to_hf_config(read_config(raw))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    names, places = list(tensors), {}
+    for i in range(files):
+        file = f"model-{i + 1:05}-of-{files:05}.safetensors"
+        save_file({n: tensors[n] for n in names[i::files]}, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(names[i::files], file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+# --- fp8
+
+
+@pytest.mark.parametrize(
+    ("extra", "scale"), [({}, torch.float32), (EXPERTS, torch.uint8)], ids=["dense", "experts"]
+)
+def test_fp8_in_blocks_gives_the_bytes_of_transformers(tmp_path, extra, scale):
+    """Import and export in bfloat16, beside transformers' own dequantization; one matrix is not converted."""
+    raw = TINY | extra
+    skipped = [
+        "lm_head",
+        "model.layers.1.self_attn.o_proj",
+        *(f"model.layers.{i}.mlp.gate" for i in range(2)),
+    ]
+    config = read_config(raw)
+    plain = ("embed", "lm_head", "norm", "mlp.gate.", "1.self_attn.o_proj")
+    tensors = fp8_tensors(config, (16, 16), scale, plain)
+    folder = write_quantized(tmp_path / "in", raw, tensors, FP8 | {"modules_to_not_convert": skipped})
+    params = load_params(folder, config, dtype=jnp.bfloat16)
+    written = load_file(save_model(params, config, tmp_path / "out") / "model.safetensors")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs/model.safetensors")
+    assert written.keys() == theirs.keys() == {name for name in tensors if not name.endswith("_scale_inv")}
+    for name, value in theirs.items():
+        assert written[name].dtype == value.dtype == jnp.bfloat16, name
+        np.testing.assert_array_equal(written[name], value, err_msg=name)
+
+
+def test_blocks_at_the_edge_are_cut_and_scales_multiply(tmp_path):
+    """By hand: 5 rows and 7 columns in blocks of 2 x 3; transformers refuses such sizes."""
+    raw = TINY | {"num_hidden_layers": 1}
+    tensors = fp8_tensors(read_config(raw), (13, 9))
+    name = "model.layers.0.mlp.gate_proj.weight"  # [48, 32] in 4 x 4 blocks of 13 x 9
+    scale = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]])
+    tensors |= {name: torch.full((48, 32), 0.375).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    folder = write_quantized(tmp_path, raw, tensors, FP8 | {"weight_block_size": [13, 9]})
+    gate = np.asarray(load_params(folder, read_config(raw)).layers.gate[...])[0].T
+    assert gate[0, 0] == gate[12, 8] == 0.375
+    assert gate[13, 0] == 1.875 and gate[0, 9] == 0.75 and gate[12, 26] == 1.125
+    assert gate[38, 27] == 4.5 and gate[39, 27] == gate[47, 31] == 6.0
+    # Other scales: a byte is a power of two, 2^(b - 127).
+    powers = torch.tensor([[127, 128, 126, 0]] * 4, dtype=torch.uint8)
+    for kind in (torch.uint8, torch.float8_e8m0fnu, torch.bfloat16):
+        scale = powers.view(kind) if kind != torch.bfloat16 else torch.exp2(powers.float() - 127).bfloat16()
+        write_quantized(
+            tmp_path, raw, tensors | {f"{name}_scale_inv": scale}, FP8 | {"weight_block_size": [13, 9]}
+        )
+        gate = np.asarray(load_params(folder, read_config(raw)).layers.gate[...])[0].T
+        assert gate[20, 8] == 0.375 and gate[20, 9] == 0.75 and gate[20, 26] == 0.1875
+        assert gate[20, 27] == 0.375 * 2.0**-127
+
+
+@pytest.mark.parametrize("extra", [{}, EXPERTS], ids=["dense", "experts in one tensor"])
+def test_shards_and_pieces_of_fp8_are_parts_of_the_whole(tmp_path, monkeypatch, extra):
+    """Borders of shards and pieces are not borders of blocks."""
+    raw, block = TINY | extra, (11, 10)
+    config = read_config(raw)
+    tensors = fp8_tensors(config, block)
+    if extra:  # as transformers 5 keeps experts: gate and up one below the other
+        for layer in range(2):
+            mlp, shapes = (
+                f"model.layers.{layer}.mlp.experts",
+                {"gate_up_proj": (32, 32), "down_proj": (32, 16)},
+            )
+            for name in [name for name in tensors if name.startswith(mlp)]:
+                del tensors[name]
+            for name, (rows, columns) in shapes.items():
+                grid = (4, -(-rows // 11), -(-columns // 10))
+                tensors[f"{mlp}.{name}"] = torch.randn(4, rows, columns).to(torch.float8_e4m3fn)
+                tensors[f"{mlp}.{name}_scale_inv"] = torch.rand(grid)
+    folder = write_quantized(tmp_path, raw, tensors, FP8 | {"weight_block_size": list(block)})
+    whole = load_params(folder, config)
+    if extra:  # rows 16 to 31 of gate_up_proj are up's; row 22 begins the third block
+        mlp = "model.layers.1.mlp.experts.gate_up_proj"
+        expected = tensors[mlp][3, 22, 9:11].float() * tensors[f"{mlp}_scale_inv"][3, 2, :2]
+        np.testing.assert_array_equal(whole.layers.expert_up[...][1, 3, 9:11, 6], expected)
+    monkeypatch.setattr(load, "_MIN_READ", 1)
+    monkeypatch.setattr(load, "_MAX_READ", 300)
+    layout = shardings(config, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), TRAIN)
+    for (name, a), (_, b) in zip(
+        named_leaves(whole), named_leaves(load_params(folder, config, layout)), strict=True
+    ):
+        assert np.ptp(a) > 0, name
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def with_changes(folder, tensors, changes):
+    return write_quantized(folder, TINY, {**tensors, **changes}, FP8)
+
+
+def test_broken_fp8_folders_are_refused_by_tensor(tmp_path):
+    config, name = read_config(TINY), "model.layers.0.mlp.up_proj.weight"
+    tensors = fp8_tensors(config, (16, 16))
+    nan = tensors[name].view(torch.uint8).clone()
+    nan[40, 3] = 0x7F  # e4m3 has NaN, but no Inf
+    scale = tensors[f"{name}_scale_inv"]
+    for changes, message in (
+        ({name: nan.view(torch.float8_e4m3fn)}, rf"{name} holds NaN or Inf"),
+        ({f"{name}_scale_inv": scale * np.inf}, rf"{name} holds NaN or Inf"),
+        (
+            {f"{name}_scale_inv": scale[:2]},
+            r"_inv is F32 \[2, 2\]; .*up_proj.* needs scales \[3, 2\] of type F32",
+        ),
+        ({f"{name}_scale_inv": scale.int()}, r"up_proj.weight_scale_inv is I32 \[3, 2\]; "),
+        ({name: tensors[name].bfloat16()}, rf"1 unexpected: {name}_scale_inv"),
+        ({name: tensors[name].to(torch.float8_e5m2)}, rf"of a type other than .*: {name} F8_E5M2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_params(with_changes(tmp_path, tensors, changes), config)
+    # A weight without its scale, and scales without the size of their blocks.
+    del tensors[f"{name}_scale_inv"]
+    with pytest.raises(UserError, match=rf"of a type other than F32, F16, BF16: {name} F8_E4M3"):
+        load_params(with_changes(tmp_path, tensors, {}), config)
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    with pytest.raises(UserError, match=r"is fp8 with a scale, but config.json has no quantization_config"):
+        load_params(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        (
+            {"activation_scheme": "static"},
+            r"activation_scheme='static' is not supported; .*FineGrainedFP8Config",
+        ),
+        ({"weight_block_size": None}, r"weight_block_size=None is one scale a tensor, .*\(dequantize=True\)"),
+        ({"weight_block_size": [128]}, r"weight_block_size=\[128\] must be two whole numbers"),
+        ({"weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\] must be two whole numbers"),
+        ({"fmt": "e5m2"}, r"fmt='e5m2' is not supported; supported: e4m3"),
+        ({"quant_method": "compressed-tensors"}, r"quant_method='compressed-tensors' is not supported; "),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"quant_method='bitsandbytes' is .* model before its quantization",
+        ),
+        ({"quant_method": "gptq"}, r"quant_method='gptq' is not supported; .* model before its quantization"),
+        ({"quant_method": "awq"}, r"quant_method='awq' is not supported; .* model before its quantization"),
+        ({"quant_method": ["fp8"]}, r"quant_method=\['fp8'\] is not supported"),
+    ],
+)
+def test_other_formats_are_refused_before_weights_are_read(quantization, message):
+    with pytest.raises(UserError, match=rf"config.json: quantization_config\.{message}"):
+        read_config({**TINY, "quantization_config": {**FP8, **quantization}})
+    with pytest.raises(UserError, match=r"compression_config\.quant_method='compressed-tensors' is not"):
+        read_config({**TINY, "compression_config": {"quant_method": "compressed-tensors"}})
+
+
+MEMORY = """
+import gc, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import jax, torch
+from test_quantized_folders import FP8, TINY, fp8_tensors, write_quantized
+from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.names import hf_tensors
+raw = TINY | dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, vocab_size=256, head_dim=64)
+quantization, config = FP8 | {"weight_block_size": [128, 128]}, read_config(raw)
+folder = write_quantized(Path(sys.argv[1]), raw, fp8_tensors(config, (128, 128)), quantization)
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+params = load_params(folder, config)
+beyond = []
+for _ in range(2):
+    params = None
+    gc.collect()
+    before = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+    params = load_params(folder, config)
+    beyond.append(status("VmHWM") - before - sum(x.nbytes for x in jax.tree.leaves(params)))
+print(min(beyond) / max(4 * t.shape[0] * t.shape[-1] for t in hf_tensors(config)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
+def test_loading_fp8_needs_little_more_than_the_weights(tmp_path):
+    """260 MB in 5 layers: as of floats, one tensor of 17 MB in float32 is in memory beside the weights."""
+    environment = {**os.environ, "XLA_FLAGS": "", "GLIBC_TUNABLES": ""}  # huge pages count whole
+    command = [sys.executable, "-c", MEMORY, tmp_path / "big", Path(__file__).parent]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    assert float(out.stdout) < 1.5
