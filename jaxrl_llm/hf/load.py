@@ -71,8 +71,8 @@ def load_params(
     shards of its devices.
 
     Args:
-        folder: config.json and safetensors, one file or sharded; bf16, fp16, fp32 or fp8 in blocks, whose
-            values are rounded once, from float32.
+        folder: config.json and safetensors, one file or sharded; bf16, fp16, fp32, or quantized (fp8 in
+            blocks, MXFP4), whose values are rounded once, from float32.
         config: of the model, as `read_config(folder)` returns it; if it is quantized
             (`models.lora.frozen_config`), weights of linear layers are quantized one layer at a time.
         shardings: tree of `models.shardings`; None = all on one device.
@@ -191,7 +191,8 @@ def read_slice(
     inner = [int(np.prod([size[dim] for dim in group[1:]])) for group in groups]
     columns = tuple(slice(bound[d][0] * n, bound[d][1] * n) for d, n in zip(lead[1:], inner[1:], strict=True))
     if part.step > 1:
-        columns = (*columns[:-1], slice(columns[-1].start * part.step, columns[-1].stop * part.step))
+        first, last = columns[-1].start * part.step + part.column, columns[-1].stop * part.step
+        columns = (*columns[:-1], slice(first, last, part.step))
     cut = tuple(slice(None) if dim in lead else slice(*bound[dim]) for dim in dims)
     out = aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
     rows_axis, (first, last) = dims.index(lead[0]), bound[lead[0]]
@@ -201,7 +202,7 @@ def read_slice(
     for start in range(first, last, step):
         stop = min(start + step, last)
         rows = slice(*(part.start + row * inner[0] for row in (start, stop)))
-        block = read_values(stored, (rows, *columns))[..., part.column :: part.step]
+        block = read_values(stored, (rows, *columns))
         if not _all_finite(block):
             raise UserError(
                 f"{stored.file}: {part.name} holds NaN or Inf. Download the model again, or take another."

@@ -12,13 +12,14 @@ _DEQUANTIZE = (
 )
 _UNQUANTIZED = "Take the folder of the model before its quantization"
 _LARGEST_BLOCK = 2**20
+MX_BLOCK = 32  # numbers that share a scale, in each microscaling (MX) format
 
 
 class Quantization(NamedTuple):
     """Format of a folder's quantized weights."""
 
-    method: str
-    block: tuple[int, int]  # rows and columns of fp8 weights that share a scale
+    method: str  # "fp8", "mxfp4"
+    block: tuple[int, int]  # rows and columns that share a scale
 
 
 def read_quantization(keys: JsonKeys) -> Quantization | None:
@@ -35,8 +36,10 @@ def read_quantization(keys: JsonKeys) -> Quantization | None:
     if not keys.get(key):
         return None
     method = section.get("quant_method")
+    if method == "mxfp4":
+        return Quantization(method, (1, MX_BLOCK))
     if method != "fp8":
-        requirement = f"is not supported; supported: fp8 in blocks. {_UNQUANTIZED}"
+        requirement = f"is not supported; supported: fp8 in blocks, mxfp4. {_UNQUANTIZED}"
         raise section.wrong(f"{key}.quant_method", method, requirement)
     # Activations and their scales belong to the kernels of servers.
     for inner, supported in (("activation_scheme", "dynamic"), ("fmt", "e4m3")):

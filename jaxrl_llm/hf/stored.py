@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, and their values: floats, or fp8 with a scale for each block."""
+"""Tensors in safetensors files, and their values: floats, fp8 with a scale for each block, MXFP4."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.quantization import Quantization
+from jaxrl_llm.hf.quantization import MX_BLOCK, Quantization
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Supported types of weights in the spelling of safetensors -> bytes per element."""
@@ -21,8 +21,16 @@ FP8 = "F8_E4M3"
 SCALE_INV = "_scale_inv"
 """Name of a scale after the name of its fp8 weight. It multiplies the weight, despite the name."""
 _POWERS = ("F8_E8M0", "U8")  # types of scales that are powers of two, byte b = 2^(b - 127)
-_BYTES = {FP8: jnp.float8_e4m3fn, **dict.fromkeys(_POWERS, jnp.float8_e8m0fnu)}
+MXFP4 = "MXFP4"  # not of safetensors, which holds bytes
+_BYTES = {
+    FP8: jnp.float8_e4m3fn,
+    MXFP4: jnp.uint8,  # two numbers
+    **dict.fromkeys(_POWERS, jnp.float8_e8m0fnu),
+}
 """Type of one byte -> its NumPy type. The safetensors library reads none but U8 into NumPy."""
+_NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)
+_PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]], axis=-1)
+"""Byte of MXFP4 -> its two numbers, the low half first."""
 LFS_POINTER = b"version https://git-lfs"
 
 Slices = tuple[int | slice, ...]
@@ -96,6 +104,13 @@ def join_scales(
         UserError: scales of another type or shape than the blocks of their weight, or a config without the
             size of these blocks.
     """
+    is_mxfp4 = quantization is not None and quantization.method == "mxfp4"
+    return _join_mxfp4(stored) if is_mxfp4 else _join_fp8(stored, quantization)
+
+
+def _join_fp8(
+    stored: Mapping[str, StoredTensor], quantization: Quantization | None
+) -> dict[str, StoredTensor]:
     joined = dict(stored)
     for name, weight in stored.items():
         scale = stored.get(name + SCALE_INV)
@@ -108,54 +123,93 @@ def join_scales(
             )
         blocks = zip(weight.shape[-2:], quantization.block, strict=True)
         grid = (*weight.shape[:-2], *(-(-size // block) for size, block in blocks))
-        _check_scale(scale, grid, f"{name} {list(weight.shape)} in blocks of {list(quantization.block)}")
+        what = f"{name} {list(weight.shape)} in blocks of {list(quantization.block)}"
+        _check_scale(scale, grid, what, kinds=(*FLOATS, *_POWERS))
         joined[name] = weight._replace(scale=scale, block=quantization.block)
         del joined[name + SCALE_INV]
     return joined
 
 
-def _check_scale(scale: StoredTensor, grid: tuple[int, ...], what: str) -> None:
-    """Refuse scales of another shape than `grid`, or of a type that is no scale's."""
-    if scale.shape != grid or scale.dtype not in (*FLOATS, *_POWERS):
+def _join_mxfp4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Join blocks [experts, outputs, blocks, 16] and scales into tensors [experts, inputs, outputs]."""
+    joined = dict(stored)
+    for held, blocks in stored.items():
+        name = held.removesuffix("_blocks")
+        scale = stored.get(f"{name}_scales")
+        if name == held or scale is None or blocks.dtype != "U8" or blocks.shape[3:] != (MX_BLOCK // 2,):
+            continue
+        experts, outputs, count, _ = blocks.shape
+        _check_scale(scale, blocks.shape[:3], f"{held} {list(blocks.shape)}", kinds=_POWERS)
+        shape = (experts, MX_BLOCK * count, outputs)
+        joined[name] = blocks._replace(shape=shape, dtype=MXFP4, scale=scale, block=(1, MX_BLOCK))
+        del joined[held], joined[f"{name}_scales"]
+    return joined
+
+
+def _check_scale(scale: StoredTensor, grid: tuple[int, ...], what: str, *, kinds: tuple[str, ...]) -> None:
+    """Refuse scales of a shape other than `grid`, or of a type not in `kinds`."""
+    if scale.shape != grid or scale.dtype not in kinds:
         raise UserError(
             f"{scale.file}: {scale.source} is {scale.dtype} {list(scale.shape)}; {what} needs scales "
-            f"{list(grid)} of type {', '.join((*FLOATS, *_POWERS))}. Download the model again."
+            f"{list(grid)} of type {', '.join(kinds)}. Download the model again."
         )
 
 
 def read_values(stored: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-    """Read part of a tensor: floats in their type, quantized weights as float32, in one product.
+    """Read part of a tensor: floats in their type, quantized weights as float32.
 
     Args:
-        index: slices of `stored.shape`, without steps.
+        index: slices of `stored.shape`; the last one may have a step.
     """
     rows, *others = index
     rows = slice(rows.start + stored.start, rows.stop + stored.start)
     place = (rows, *others) if stored.expert is None else (stored.expert, rows, *others)
-    return _read_held(stored, place) if stored.scale is None else _read_blocks(stored, stored.scale, place)
+    if stored.scale is None:
+        return _read_held(stored, place)
+    with np.errstate(over="ignore", invalid="ignore"):  # read_slice refuses what is not finite
+        if stored.dtype == MXFP4:
+            return _read_mxfp4(stored, stored.scale, place)
+        return _read_fp8(stored, stored.scale, place)
 
 
 def _read_held(stored: StoredTensor, place: Slices) -> np.ndarray:
     """Read part of a tensor as its file holds it; the file is unmapped when the result is freed."""
     if stored.dtype in FLOATS:
+        *others, last = place  # the library takes no steps
         with safe_open(stored.file, framework="np") as handle:
-            return handle.get_slice(stored.source)[place]
+            block = handle.get_slice(stored.source)[(*others, slice(last.start, last.stop))]
+        return block[..., :: last.step]
     kind = np.dtype(_BYTES[stored.dtype])
     return np.memmap(stored.file, kind, mode="r", offset=stored.offset, shape=stored.held)[place]
 
 
-def _read_blocks(stored: StoredTensor, scale: StoredTensor, place: Slices) -> np.ndarray:
+def _read_fp8(stored: StoredTensor, scale: StoredTensor, place: Slices) -> np.ndarray:
     """Read fp8 weights times the scale of each block. Blocks at the edge may be cut."""
     *lead, rows, columns = place
     values = _read_held(stored, place).astype(np.float32)
     # The blocks that the part touches, and each row's and column's place among them.
-    blocks = [
-        np.arange(p.start, p.stop) // size for p, size in zip((rows, columns), stored.block, strict=True)
-    ]
+    parts = zip((rows, columns), stored.block, strict=True)
+    blocks = [np.arange(part.start, part.stop, part.step) // size for part, size in parts]
     touched = [slice(block[0], block[-1] + 1) for block in blocks]
     scales = _read_held(scale, (*lead, *touched)).astype(np.float32)
     for axis, block in zip((-2, -1), blocks, strict=True):
         scales = scales.take(block - block[0], axis=axis)
-    with np.errstate(over="ignore", invalid="ignore"):  # read_slice refuses what is not finite
-        values *= scales
+    values *= scales
     return values
+
+
+def _read_mxfp4(stored: StoredTensor, scale: StoredTensor, place: Slices) -> np.ndarray:
+    """Read MXFP4 weights, [experts, inputs, outputs], from blocks of inputs, [experts, outputs, blocks, 16].
+
+    A weight is one of 16 numbers times a power of two (Open Compute Project, Microscaling Formats 1.0).
+    bfloat16 represents it, too.
+    """
+    experts, inputs, outputs = place
+    blocks = slice(inputs.start // MX_BLOCK, -(-inputs.stop // MX_BLOCK))
+    codes = _read_held(stored, (experts, outputs, blocks, slice(None)))
+    scales = _read_held(scale, (experts, outputs, blocks)).astype(np.float32)
+    values = _PAIRS[codes].reshape(*scales.shape, MX_BLOCK)
+    values *= scales[..., None]
+    first = inputs.start - blocks.start * MX_BLOCK
+    values = values.reshape(*scales.shape[:2], -1)[..., first : first + inputs.stop - inputs.start]
+    return values.swapaxes(1, 2)

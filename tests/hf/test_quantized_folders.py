@@ -24,6 +24,7 @@ from jaxrl_llm.sharding.rules import TRAIN
 
 torch = pytest.importorskip("torch")
 from safetensors.torch import save_file  # noqa: E402  NumPy has no type of 8 bits
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
 TINY = {
     "model_type": "qwen3",
@@ -69,7 +70,7 @@ def write_quantized(folder, raw, tensors, quantization, files=2):
     names, places = list(tensors), {}
     for i in range(files):
         file = f"model-{i + 1:05}-of-{files:05}.safetensors"
-        save_file({n: tensors[n] for n in names[i::files]}, folder / file, metadata={"format": "pt"})
+        save_file({n: tensors[n].contiguous() for n in names[i::files]}, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(names[i::files], file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return folder
@@ -222,6 +223,83 @@ def test_other_formats_are_refused_before_weights_are_read(quantization, message
     with pytest.raises(UserError, match=r"compression_config\.quant_method='compressed-tensors' is not"):
         read_config({**TINY, "compression_config": {"quant_method": "compressed-tensors"}})
 
+
+# --- MXFP4
+
+OSS = TINY | {
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+}
+
+
+def mxfp4_tensors(config):
+    """Tensors of a gpt-oss: random bytes as experts, floats as all else."""
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for tensor in hf_tensors(config):
+        if tensor.name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = tensor.shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(110, 130, shape, generator=generator, dtype=torch.uint8)
+            tensors |= {f"{tensor.name}_blocks": blocks, f"{tensor.name}_scales": scales}
+        else:
+            tensors[tensor.name] = torch.randn(tensor.shape, generator=generator).bfloat16()
+    return tensors
+
+
+def test_mxfp4_gives_the_bytes_of_transformers_on_every_mesh(tmp_path):
+    """Lossless in bfloat16; each device decodes its part, whose borders are not borders of blocks."""
+    config, tensors = read_config(OSS), mxfp4_tensors(read_config(OSS))
+    mlp = "model.layers.1.mlp.experts"
+    # By hand: 0x71 is 0.5 (low half), then 6; 0xF2 is 1, then -6; scale 129 is 4.
+    tensors[f"{mlp}.down_proj_blocks"][2, 5, 0, :2] = torch.tensor([0x71, 0xF2], dtype=torch.uint8)
+    tensors[f"{mlp}.down_proj_scales"][2, 5, 0] = 129
+    folder = write_quantized(tmp_path / "in", OSS, tensors, {"quant_method": "mxfp4"})
+    layout = shardings(config, make_mesh(MeshConfig(fsdp=2, tensor=2, expert=2)), TRAIN)
+    params = load_params(folder, config, layout, jnp.bfloat16)
+    np.testing.assert_array_equal(params.layers.expert_down[...][1, 2, :4, 5], [2, 24, 4, -24])
+    written = load_file(save_model(params, config, tmp_path / "out") / "model.safetensors")
+    for name, value in written.items():
+        if f"{name}_blocks" in tensors:
+            theirs = convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+        else:
+            theirs = tensors[name]
+        assert value.dtype == jnp.bfloat16 and len(np.unique(value)) > 3
+        np.testing.assert_array_equal(value, theirs.float().numpy(), err_msg=name)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    for (name, a), (_, b) in zip(
+        named_leaves(params), named_leaves(load_params(folder, config)), strict=True
+    ):
+        np.testing.assert_array_equal(a.astype(np.float32), b, err_msg=name)
+
+
+def test_broken_mxfp4_folders_are_refused_by_tensor(tmp_path):
+    config, tensors = read_config(OSS), mxfp4_tensors(read_config(OSS))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    scales = tensors[f"{name}_scales"].clone()
+    scales[3, 63, 1] = 255  # NaN
+    for changes, message in (
+        ({f"{name}_scales": scales}, rf"{name} holds NaN or Inf"),
+        (
+            {f"{name}_scales": scales[:, :, :1]},
+            r"_scales is U8 \[4, 64, 1\]; .* needs scales \[4, 64, 2\] of",
+        ),
+        (
+            {f"{name}_blocks": tensors[f"{name}_blocks"][:, :, :, :8]},
+            rf"missing: {name} \[4, 64, 64\]; 2 unexp",
+        ),
+    ):
+        folder = write_quantized(tmp_path, OSS, tensors | changes, {"quant_method": "mxfp4"})
+        with pytest.raises(UserError, match=message):
+            load_params(folder, config)
+
+
+# --- memory
 
 MEMORY = """
 import gc, sys
