@@ -63,7 +63,7 @@ def fit_lora(lora: LoraConfig) -> LoraConfig:
 
     SGLang multiplies by alpha / rank, even if `use_rslora` is set, and adapts fused layers together.
     """
-    names = {hf for hf, ours in TARGETS.items() if ours in lora.adapted}
+    names = {name for name in TARGETS if name in lora.adapted}
     for group in FUSED:
         names |= set(group) if names & set(group) else set()
     targets = tuple(name for name in TARGETS if name in names)

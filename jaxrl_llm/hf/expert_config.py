@@ -29,6 +29,15 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
     },
+    "qwen3_next": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
     "qwen3_moe": {
         "hidden_size": 2048,
         "num_hidden_layers": 24,
@@ -171,7 +180,7 @@ LARGEST = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"), 10**7),
 }
 """Upper limits of sizes, above any model."""
-SHARED = ("qwen2_moe", "qwen3_5_moe_text")
+SHARED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
 """Families with a shared expert behind a gate."""
 GROUPED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose routers have groups, sigmoid scores and a selection bias."""

@@ -40,6 +40,8 @@ class Family:
     """RoPE may rotate a part of each head (`partial_rotary_factor`)."""
     kinds: Mapping[str, LayerKind] = field(default_factory=dict)
     """Kinds of layers that `layer_types` names, if they are not all attention."""
+    delta: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of DeltaConfig that all models of the family have."""
     rope_by_layer_type: bool = False
     """Layers with a window have a rotary position embedding of a different kind: `local_rope`."""
     local_theta: str = "rope_theta"
@@ -152,6 +154,11 @@ _QWEN35_FACTS = {
     "partial_rotary": True,
     "kinds": {"linear_attention": "delta", "full_attention": "attention"},
 }
+_QWEN3_NEXT = {
+    **_QWEN35,
+    **{"vocab_size": 151_936, "num_key_value_heads": 2, "intermediate_size": 5632},
+    **EXPERT_DEFAULTS["qwen3_next"],
+}
 _MINIMAX = {
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
@@ -243,6 +250,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM", {**_QWEN35, **EXPERT_DEFAULTS["qwen3_5_moe_text"]}, **_QWEN35_FACTS
     ),
+    "qwen3_next": Family("Qwen3NextForCausalLM", _QWEN3_NEXT, **_QWEN35_FACTS, delta={"projections": "qkvz"}),
     "ministral3": Family("Ministral3ForCausalLM", _MINISTRAL3, windows="all"),
 }
 """The supported families by `model_type`."""

@@ -38,7 +38,7 @@ def read_layer_kinds(keys: JsonKeys, family: str, num_layers: int) -> dict[str, 
     if set(kinds) == {ATTENTION}:
         return {}
     sizes = {field: keys.integer(key, 2**16) for field, key in SIZES.items()}
-    return {"layer_kinds": kinds, "delta": DeltaConfig(**sizes)}
+    return {"layer_kinds": kinds, "delta": DeltaConfig(**sizes, **FAMILIES[family].delta)}
 
 
 def write_layer_kinds(config: TransformerConfig) -> dict[str, Any]:

@@ -54,6 +54,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.delta_z": ("model.layers.{}.linear_attn.in_proj_z.weight", "d h e -> (h e) d"),
     "layers.delta_b": ("model.layers.{}.linear_attn.in_proj_b.weight", "d h -> h d"),
     "layers.delta_a": ("model.layers.{}.linear_attn.in_proj_a.weight", "d h -> h d"),
+    "layers.delta_qkvz": ("model.layers.{}.linear_attn.in_proj_qkvz.weight", "d k e -> (k e) d"),
+    "layers.delta_ba": ("model.layers.{}.linear_attn.in_proj_ba.weight", "d k e -> (k e) d"),
     "layers.delta_conv": ("model.layers.{}.linear_attn.conv1d.weight", "c n w -> c n w"),
     "layers.delta_a_log": ("model.layers.{}.linear_attn.A_log", "h -> h"),
     "layers.delta_dt_bias": ("model.layers.{}.linear_attn.dt_bias", "h -> h"),

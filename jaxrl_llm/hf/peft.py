@@ -37,6 +37,8 @@ from jaxrl_llm.models.lora_config import MLP
 from jaxrl_llm.structs import Params
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe_text")
+"""Families whose experts' adapters peft ignores."""
 
 
 def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
@@ -73,13 +75,14 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
 def unread_by_peft(config: AdaptedConfig) -> str:
     """Return a line about adapters that PEFT does not load, or "".
 
-    peft 0.21 does not know the names of Qwen2-MoE's experts in transformers 5; it warns and continues.
+    peft 0.21 does not know the names of these families' experts in transformers 5; for Qwen2-MoE it warns and
+    continues, for Qwen3.5 without a word.
     """
-    if config.family != "qwen2_moe" or not any(name.startswith("expert_") for name in config.adapters):
+    if config.family not in UNREAD_EXPERTS or not any(name.startswith("expert_") for name in config.adapters):
         return ""
     return (
-        "peft with transformers 5 ignores the adapters of qwen2_moe's experts, with a warning on its "
-        "rank_pattern: load the merged model there, or use transformers 4"
+        f"peft with transformers 5 ignores the adapters of {config.family}'s experts, with at most a warning "
+        "on its rank_pattern: load the merged model there"
     )
 
 

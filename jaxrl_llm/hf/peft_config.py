@@ -13,7 +13,7 @@ from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.names import hf_name, is_stacked
 from jaxrl_llm.models import AdaptedConfig, LoraConfig
 from jaxrl_llm.models.lora import named_adapters, rank_of_experts
-from jaxrl_llm.models.lora_config import ALL_TARGETS, MLP, TARGETS, check_lora_config
+from jaxrl_llm.models.lora_config import ALL_TARGETS, MLP, check_lora_config
 from jaxrl_llm.user_file import expand_home
 
 CONFIG = "adapter_config.json"
@@ -274,8 +274,7 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
     modules = keys.get("target_modules")
     if modules == "all-linear":
         return ("all",)
-    known = ALL_TARGETS
-    supported = f"supported: a list of {', '.join(known)}, or all-linear"
+    supported = f"supported: a list of {', '.join(ALL_TARGETS)}, or all-linear"
     parameters = _read_parameters(keys)
     modules = [] if modules is None and parameters else modules
     is_list = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
@@ -285,9 +284,9 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
     names = {MIXTRAL.get(name, name) for name in names}
     if "gate_up_proj" in names:
         names = names - {"gate_up_proj"} | {"gate_proj", "up_proj"}
-    if unknown := sorted(names - known.keys()):
+    if unknown := sorted(names.difference(ALL_TARGETS)):
         raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")
-    return ("all",) if names == TARGETS.keys() else tuple(name for name in known if name in names)
+    return tuple(name for name in ALL_TARGETS if name in names)
 
 
 def _read_parameters(keys: JsonKeys) -> list[str]:

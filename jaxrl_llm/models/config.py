@@ -144,6 +144,9 @@ class MLAConfig:
     """RoPE rotates neighbouring dims, 2i and 2i + 1, not i and i + rope_dim / 2."""
 
 
+Projections = Literal["qkv", "qkvz"]
+
+
 @dataclass(frozen=True)
 class DeltaConfig:
     """Layers with the gated delta rule (arXiv 2412.06464) in place of attention (Qwen3-Next, Qwen3.5)."""
@@ -158,6 +161,10 @@ class DeltaConfig:
     """Size of one head of values."""
     conv_width: Annotated[int, Range(2, 64)] = 4
     """Tokens of the causal convolution of queries, keys and values."""
+    projections: Projections = "qkv"
+    """Matrices of a layer's input: one of queries, keys and values, and one each of gate, beta and decay; or
+    "qkvz": one with the query, key, values and gates of each key head, and one with its betas and decays
+    (Qwen3-Next)."""
 
     @property
     def channels(self) -> int:

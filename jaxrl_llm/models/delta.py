@@ -45,10 +45,16 @@ def add_delta_weights(layers: Layers, c: TransformerConfig, init: Initializer) -
     """Add the projections, the convolution, the decay and the norm."""
     delta, d = c.delta, c.hidden_size
     heads = (delta.value_heads, delta.value_dim)
-    layers.delta_qkv = init.normal((d, delta.channels), ("embed", "mlp"))
-    layers.delta_z = init.normal((d, *heads), ("embed", "heads", "head_dim"))
-    layers.delta_b = init.normal((d, delta.value_heads), ("embed", "heads"))
-    layers.delta_a = init.normal((d, delta.value_heads), ("embed", "heads"))
+    if delta.projections == "qkvz":
+        served = delta.value_heads // delta.key_heads
+        of_head = 2 * (delta.key_dim + served * delta.value_dim)
+        layers.delta_qkvz = init.normal((d, delta.key_heads, of_head), ("embed", "kv_heads", "head_dim"))
+        layers.delta_ba = init.normal((d, delta.key_heads, 2 * served), ("embed", "kv_heads", "head_dim"))
+    else:
+        layers.delta_qkv = init.normal((d, delta.channels), ("embed", "mlp"))
+        layers.delta_z = init.normal((d, *heads), ("embed", "heads", "head_dim"))
+        layers.delta_b = init.normal((d, delta.value_heads), ("embed", "heads"))
+        layers.delta_a = init.normal((d, delta.value_heads), ("embed", "heads"))
     layers.delta_conv = init.uniform((delta.channels, 1, delta.conv_width), ("conv",) * 3, 0.5)
     layers.delta_a_log = init.uniform(heads[:1], ("heads",), 2.0)  # decays at rates of 0.14 to 7.4
     layers.delta_dt_bias = init.ones(heads[:1], ("heads",))
@@ -72,10 +78,25 @@ def empty_state(c: TransformerConfig, shape: tuple[int, ...], dtype: DTypeLike) 
 
 def project_delta(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
     """Return (inputs of the convolution [B, T, C], g, beta [B, T, H] float32, gate [B, T, H, V])."""
-    qkv, gate = apply_linear(c, w, "delta_qkv", h), apply_linear(c, w, "delta_z", h)
-    beta = jax.nn.sigmoid(apply_linear(c, w, "delta_b", h)).astype(jnp.float32)
-    rate = jax.nn.softplus(apply_linear(c, w, "delta_a", h).astype(jnp.float32) + w.delta_dt_bias[...])
-    return qkv, -jnp.exp(w.delta_a_log[...]) * rate, beta, gate
+    qkv, gate, b, a = (_project_key_heads if c.delta.projections == "qkvz" else _project)(c, w, h)
+    rate = jax.nn.softplus(a.astype(jnp.float32) + w.delta_dt_bias[...])
+    return qkv, -jnp.exp(w.delta_a_log[...]) * rate, jax.nn.sigmoid(b).astype(jnp.float32), gate
+
+
+def _project(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
+    """Return (queries, keys and values of all heads [B, T, C], gate [B, T, H, V], b, a [B, T, H])."""
+    return tuple(apply_linear(c, w, f"delta_{name}", h) for name in ("qkv", "z", "b", "a"))
+
+
+def _project_key_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
+    """Return `_project` from matrices with the rows of one key head after the other."""
+    delta, merge = c.delta, lambda x, *dims: x.reshape(*h.shape[:2], *dims)
+    values = delta.value_heads // delta.key_heads * delta.value_dim
+    ends = [delta.key_dim, 2 * delta.key_dim, 2 * delta.key_dim + values]
+    *qkv, gate = jnp.split(apply_linear(c, w, "delta_qkvz", h), ends, axis=-1)
+    b, a = jnp.split(apply_linear(c, w, "delta_ba", h), 2, axis=-1)
+    qkv = jnp.concatenate([merge(x, -1) for x in qkv], axis=-1)
+    return qkv, merge(gate, delta.value_heads, delta.value_dim), merge(b, -1), merge(a, -1)
 
 
 def finish_delta(

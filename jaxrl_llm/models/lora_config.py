@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.config import ATTENTION, DELTA, TransformerConfig
+from jaxrl_llm.models.config import ATTENTION, DELTA, Projections, TransformerConfig
 from jaxrl_llm.ranges import Range, problems
 
 Quantize = Literal["none", "int8", "nf4"]
@@ -18,24 +18,32 @@ TARGETS = {f"{ours}_proj": ours for ours in ("q", "k", "v", "o", "gate", "up", "
 """Hugging Face's names of the linear layers -> ours."""
 LATENT_TARGETS = {"q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b"}
 """Linear layers of latent attention, instead of k_proj and v_proj, and with `q_rank` also of q_proj."""
-DELTA_TARGETS = {f"in_proj_{part}": f"delta_{part}" for part in ("qkv", "z", "b", "a")}
-DELTA_TARGETS |= {"out_proj": "delta_o"}
-"""Linear layers of the gated delta rule."""
-ALL_TARGETS = TARGETS | LATENT_TARGETS | DELTA_TARGETS
+DELTA_TARGETS: dict[Projections, dict[str, str]] = {
+    "qkv": {**{f"in_proj_{part}": f"delta_{part}" for part in ("qkv", "z", "b", "a")}, "out_proj": "delta_o"},
+    "qkvz": {"in_proj_qkvz": "delta_qkvz", "in_proj_ba": "delta_ba", "out_proj": "delta_o"},
+}
+"""Linear layers of the gated delta rule, by `DeltaConfig.projections`."""
+ALL_TARGETS = tuple(
+    dict.fromkeys(name for part in (TARGETS, LATENT_TARGETS, *DELTA_TARGETS.values()) for name in part)
+)
+"""Hugging Face's names of the linear layers of all models."""
 MLP = ("gate", "up", "down")
 """Linear layers of the feed-forward, or of the shared expert and of each expert."""
 
 
 def linear_layers(c: TransformerConfig) -> dict[str, str]:
-    """Return Hugging Face's names of linear layers -> ours; each expert has the names of MLP."""
+    """Return our names of linear layers -> Hugging Face's; each expert has the names of MLP."""
     kinds = c.layer_kinds or (ATTENTION,)
-    absent = (*LATENT_TARGETS, *DELTA_TARGETS)
+    present = dict(TARGETS)
     if c.mla:
-        absent = ("k_proj", "v_proj", *DELTA_TARGETS)
-        absent += ("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")
-    elif DELTA in kinds:
-        absent = (*LATENT_TARGETS, *(() if ATTENTION in kinds else ("q_proj", "k_proj", "v_proj", "o_proj")))
-    return {name: ours for name, ours in ALL_TARGETS.items() if name not in absent}
+        absent = ("k_proj", "v_proj", *(("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")))
+        present = {name: ours for name, ours in (TARGETS | LATENT_TARGETS).items() if name not in absent}
+    elif ATTENTION not in kinds:
+        present = {f"{name}_proj": name for name in MLP}
+    layers = {ours: name for name, ours in present.items()}
+    if DELTA in kinds:
+        layers |= {ours: name for name, ours in DELTA_TARGETS[c.delta.projections].items()}
+    return layers
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,8 @@ class LoraConfig:
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("all",)
     """Linear layers that get adapters: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, of latent
-    attention also q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj, or all."""
+    attention also q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj, of recurrent layers those of
+    docs/hybrids.md, or all."""
     quantize: Quantize = "none"
     """Store frozen weights of linear layers in 8 bits (int8) or 4 bits (nf4, QLoRA, arXiv 2305.14314)."""
     expert_rank: Annotated[int, Range(1, 2**14)] | None = None
@@ -82,8 +91,8 @@ class LoraConfig:
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """Our names of the layers to adapt; a model may lack some."""
-        return tuple(ours for name, ours in ALL_TARGETS.items() if {"all", name} & {*self.targets})
+        """Hugging Face's names of the layers to adapt; a model may lack some."""
+        return tuple(name for name in ALL_TARGETS if {"all", name} & {*self.targets})
 
 
 @dataclass(frozen=True)
@@ -102,8 +111,8 @@ class AdaptedConfig(TransformerConfig):
     @property
     def adapters(self) -> dict[str, tuple[int, float]]:
         """Adapted weights of a layer -> rank and factor of the adapter's output, in order."""
-        lora, moe, present = self.lora, self.moe, linear_layers(self).values()
-        names = tuple(name for name in lora.adapted if name in present)
+        lora, moe = self.lora, self.moe
+        names = tuple(ours for ours, name in linear_layers(self).items() if name in lora.adapted)
         dense, experts = names, ()
         if moe:
             experts = tuple(f"expert_{name}" for name in names if name in MLP)

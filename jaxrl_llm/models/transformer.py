@@ -73,7 +73,7 @@ class Layers(nnx.Module):
             self._add_experts(c.moe, d, init)
         # Adapters and codes come last, beside the weights that they belong to.
         if c.quantize != "none":
-            for name in (*linear_layers(c).values(), *(f"expert_{name}" for name in MLP)):
+            for name in (*linear_layers(c), *(f"expert_{name}" for name in MLP)):
                 if hasattr(self, name):
                     self._quantize(name, c.quantize)
         if c.lora:

@@ -17,7 +17,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.gguf import read_gguf_config
 from jaxrl_llm.hf.hub import SUFFIX, parse_hub_name
 from jaxrl_llm.learn.stage import Stage
-from jaxrl_llm.models.config import MLAConfig, MoEConfig, RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import DeltaConfig, MLAConfig, MoEConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
@@ -92,6 +92,23 @@ _DEEPSEEK_V3 = TransformerConfig(
     rope=RopeConfig(10_000.0, "yarn", 40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
     max_position=163_840,
 )
+_QWEN3_NEXT = TransformerConfig(
+    family="qwen3_next",
+    hidden_size=2048,
+    mlp_size=5120,
+    moe=MoEConfig(num_experts=512, experts_per_token=10, expert_size=512, shared_size=512),
+    num_layers=48,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    delta=DeltaConfig(projections="qkvz"),
+    layer_kinds=("delta", "delta", "delta", "attention") * 12,
+    attention_gate=True,
+    norm_offset=1.0,
+    tie_embeddings=False,
+    rope=RopeConfig(theta=10_000_000.0, partial_rotary=0.25),
+    max_position=262_144,
+)
 _LLAMA_8B, _LLAMA_70B = _llama3(4096, 14_336, 32, 32), _llama3(8192, 28_672, 80, 64)
 _LONG = {
     "rope": RopeConfig(500_000.0, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
@@ -107,6 +124,8 @@ PRESETS: dict[str, TransformerConfig] = {
     "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, tied=False),
     "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 768),
     "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
+    "Qwen/Qwen3-Next-80B-A3B": _QWEN3_NEXT,
+    "Qwen/Qwen3-Next-80B-A3B-Thinking": _QWEN3_NEXT,
     "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
     "deepseek-ai/DeepSeek-R1": _DEEPSEEK_V3,
     "meta-llama/Meta-Llama-3-8B": _LLAMA_8B,

@@ -120,7 +120,7 @@ def _adapters_fit(config: TrainConfig, models: Models) -> Iterator[str]:
 
 
 def _adapter_problems(config: TrainConfig, model: TransformerConfig) -> Iterator[str]:
-    lora, present = config.lora, linear_layers(model)
+    lora, present = config.lora, dict.fromkeys(linear_layers(model).values())
     absent = [name for name in lora.targets if name not in ("all", *present)]
     if absent:
         yield (
@@ -136,7 +136,7 @@ def _adapter_problems(config: TrainConfig, model: TransformerConfig) -> Iterator
         )
     if not model.moe:
         return
-    if ("gate" in lora.adapted) != ("up" in lora.adapted):
+    if ("gate_proj" in lora.adapted) != ("up_proj" in lora.adapted):
         yield (
             "--lora.targets has one of gate_proj and up_proj: PEFT, SGLang and vLLM keep both of an expert "
             "in one matrix. Name both or neither."

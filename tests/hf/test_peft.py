@@ -159,7 +159,10 @@ def test_a_config_that_would_compute_something_else_is_refused(stored, tmp_path,
         ({"rank": 8}, r"rank=4, but the model's have rank=8; give the model rank=4, alpha=6,"),
         ({"alpha": 8.0}, r"scale=1.5, but the model's have scale=2.0; .* alpha=6,"),
         ({"rank_stabilized": True}, r"scale=1.5, but .* scale=3.0; .* rank_stabilized=False"),
-        ({"targets": ("q_proj",)}, r"but the model's have adapted=\('q',\); .* targets=all$"),
+        (
+            {"targets": ("q_proj",)},
+            r"but the model's have adapted=\('q',\); .* targets=q_proj k_proj .* up_proj down_proj$",
+        ),
     ],
     ids=str,
 )

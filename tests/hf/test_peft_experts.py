@@ -182,7 +182,7 @@ def test_adapters_of_parameters_from_peft_have_its_logits(tmp_path, settings):
                 weight.copy_(0.2 * torch.randn(weight.shape))
     model.eval().save_pretrained(tmp_path / "theirs")
     read = read_adapter_config(tmp_path / "theirs", has_experts=True)
-    assert (read.rank, read.expert_rank) == (3, 3) and {*MLP} <= {*read.adapted}
+    assert (read.rank, read.expert_rank) == (3, 3) and {f"{name}_proj" for name in MLP} <= {*read.adapted}
     plain, tokens = load_params(tmp_path / "base", read_config(tmp_path / "base")), random_tokens()
     ours = with_stored_adapters(plain, tmp_path / "theirs")
     expected = hf_logits(model, tokens)
@@ -272,7 +272,7 @@ def test_greedy_text_is_pefts(base, tmp_path, cache):
 @pytest.mark.slow
 def test_adapters_of_attention_from_peft_have_its_logits(base, tmp_path):
     folder, params = base
-    names = [name for name, ours in linear_layers(params.config).items() if ours not in MLP]
+    names = [name for ours, name in linear_layers(params.config).items() if ours not in MLP]
     model = peft.get_peft_model(torch_base(folder), peft.LoraConfig(r=4, lora_alpha=6, target_modules=names))
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -19,8 +19,9 @@ from slow_cases import with_slow
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.peft import save_adapter
-from jaxrl_llm.models import LoraConfig
+from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
+from jaxrl_llm.models import LoraConfig, named_leaves
+from jaxrl_llm.models.lora import replace_weights
 
 BASE = {
     "vocab_size": 96,
@@ -42,6 +43,10 @@ DELTA = {
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+}
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "shared_expert_intermediate_size": 16,
 }
 GLM = {
     **{"num_key_value_heads": 4, "num_hidden_layers": 3, "moe_intermediate_size": 16, "n_routed_experts": 4},
@@ -91,12 +96,15 @@ CASES = {
             + ["full_attention"] * 2,
         },
     ),
-    "qwen3.5 moe": (
-        "qwen3_5_moe_text",
+    "qwen3.5 moe": ("qwen3_5_moe_text", {**DELTA, **EXPERTS}),
+    "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS}),
+    "qwen3-next, odd": (
+        "qwen3_next",
         {
-            **DELTA,
-            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-            **{"shared_expert_intermediate_size": 16},
+            **{**DELTA, **EXPERTS, "linear_num_value_heads": 6, "linear_value_head_dim": 12},
+            **{"linear_conv_kernel_dim": 3, "num_hidden_layers": 5, "num_experts_per_tok": 1},
+            **{"attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": False},
+            "layer_types": ["full_attention"] + ["linear_attention", "full_attention"] * 2,
         },
     ),
     "glm-4.7": ("glm4_moe_lite", GLM),
@@ -229,12 +237,35 @@ def test_greedy_text(case):
     agree_in_greedy_text(model, ours(model), some_tokens(rows=8, length=12), new=24)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "olmo3", "smollm3, odd", "qwen3.5", "glm-4.7", "minimax-m2"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gemma3",
+        "olmo3",
+        "smollm3, odd",
+        "qwen3.5",
+        "qwen3.5 moe",
+        "qwen3-next",
+        "ministral3",
+        "glm-4.7",
+        "minimax-m2",
+    ],
+)
 def test_adapters_are_read_by_peft(case, tmp_path):
     model, tokens = oracle(case), some_tokens()
     base = ours(model)
     params = with_random_adapters(base, LoraConfig(rank=4, alpha=6.0))
     save_adapter(params, tmp_path / "adapter", "org/base")
+    assert bool(unread_by_peft(params.config)) == (case == "qwen3.5 moe")
+    if case == "qwen3.5 moe":
+        params = replace_weights(
+            params,
+            {
+                name: np.zeros_like(x)
+                for name, x in named_leaves(params)
+                if "expert_" in name and "_lora_" in name
+            },
+        )
     expected = np.asarray(our_logits(params, tokens))
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     np.testing.assert_allclose(expected, hf_logits(adapted, tokens), atol=3 * TOLERANCE, rtol=0)
