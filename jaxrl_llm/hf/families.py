@@ -128,6 +128,15 @@ _MINISTRAL3 = {
         "llama_4_scaling_beta": 0.1,
     },
 }
+_PHI3 = {
+    "vocab_size": 32_064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
 _OLMO3 = {**_LLAMA, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5}
 _HEAD_NORMS = {"qk_norm": True}
 _ALL_HEADS_NORM = {"qk_norm": True, "qk_norm_over_heads": True}
@@ -251,6 +260,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen3_5MoeForCausalLM", {**_QWEN35, **EXPERT_DEFAULTS["qwen3_5_moe_text"]}, **_QWEN35_FACTS
     ),
     "qwen3_next": Family("Qwen3NextForCausalLM", _QWEN3_NEXT, **_QWEN35_FACTS, delta={"projections": "qkvz"}),
+    "phi3": Family("Phi3ForCausalLM", _PHI3, windows="all", partial_rotary=True),
     "ministral3": Family("Ministral3ForCausalLM", _MINISTRAL3, windows="all"),
 }
 """The supported families by `model_type`."""

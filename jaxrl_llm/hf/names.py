@@ -114,6 +114,10 @@ FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
 """Layouts of families that differ from TABLE: a layout with x is for all experts of a layer."""
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
+    "phi3": {
+        "model.layers.{}.self_attn.qkv_proj.weight": ("layers.q", "layers.k", "layers.v"),
+        "model.layers.{}.mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),
+    },
 }
 """HF matrices that concatenate the rows of several of our weights."""
 INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -149,11 +153,11 @@ class Encoding(NamedTuple):
     apply: Callable[[jax.Array], jax.Array]  # to one HF matrix
 
 
-Join = Literal["rows", "columns", "ranks", "blocks"]
-"""Arrangement of a tensor's parts: "rows" concatenates them; "columns" interleaves them along the last dim.
-For adapters of all experts of a layer, the ranks add up: "ranks" is A, [(experts parts rank), inputs], and
-"blocks" is B, block diagonal in this rank, [(outputs parts), (parts rank experts)], with interleaved
-outputs."""
+Join = Literal["rows", "columns", "diagonal", "ranks", "blocks"]
+"""Arrangement of a tensor's parts: "rows" concatenates them; "columns" interleaves them along the last dim;
+"diagonal" is the block diagonal B of an adapter whose A has the "rows" of several. For adapters of all
+experts of a layer, the ranks add up: "ranks" is A, [(experts parts rank), inputs], and "blocks" is B, block
+diagonal in this rank, [(outputs parts), (parts rank experts)], with interleaved outputs."""
 
 
 class HFTensor(NamedTuple):
@@ -205,12 +209,17 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
 
 def hf_name(config: TransformerConfig, ours: str) -> str:
     """Return the HF name of one of our weights, with {} for the layer, and for the expert."""
-    for hf, members in INTERLEAVED.get(config.family, {}).items():
+    for hf, members in joined_weights(config.family).items():
         if _row(ours) in members:
             return hf
     row, names = _row(ours), FAMILY_NAMES.get(config.family, {})
     is_dense = ours.startswith(f"{DENSE}.") and row in SHARED_EXPERTS  # a dense layer has no shared expert
     return TABLE[row][0] if is_dense else names.get(row, TABLE[row][0])
+
+
+def joined_weights(family: str) -> dict[str, tuple[str, ...]]:
+    """Return the HF tensors of a family that hold several of our weights, with their parts."""
+    return FUSED.get(family, {}) | INTERLEAVED.get(family, {})
 
 
 def stored_dtype(tensor: HFTensor, dtype: str) -> str:
@@ -241,7 +250,7 @@ def _groups(config: TransformerConfig, stack: str) -> list[tuple[tuple[str, ...]
     """Return (our names, HF name) of each matrix of a layer of a stack; "" = weights outside the layers."""
     names, joined = _shapes(config), {}
     if stack:
-        joined = FUSED.get(config.family, {}) | INTERLEAVED.get(config.family, {})
+        joined = joined_weights(config.family)
     inside = {row for rows in joined.values() for row in rows}
     rows = [row for row in TABLE if row.startswith("layers.") == bool(stack) and row not in inside]
     ours = [row.replace("layers", stack, 1) for row in rows]
@@ -278,8 +287,12 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
                 continue
             members = tuple(f"{weight}{MARK}{matrix}" for weight in weights)
             layouts = tuple(tensor_layout(ours, config.family) for ours in members)
-            shape, join = _hf_shape(_matrix_shape(config, members[0]), layouts[0]), "rows"
-            if is_stacked(config, weights[0]) and matrix == "a":
+            shapes = [_hf_shape(_matrix_shape(config, m), of) for m, of in zip(members, layouts, strict=True)]
+            shape, join = shapes[0], "rows"
+            if len(members) > 1 and not is_stacked(config, weights[0]):
+                rows, columns = (sum(sizes) for sizes in zip(*shapes, strict=True))
+                shape, join = ((rows, shape[1]), "rows") if matrix == "a" else ((rows, columns), "diagonal")
+            elif is_stacked(config, weights[0]) and matrix == "a":
                 shape, join = (len(members) * shape[0] * shape[1], shape[2]), "ranks"
             elif is_stacked(config, weights[0]):
                 shape, join = tuple(len(members) * size for size in shape), "blocks"
@@ -298,7 +311,7 @@ def _adapted(config: TransformerConfig) -> list[tuple[tuple[str, ...], str]]:
     PEFT nests adapters of two parameters of one module: the adapter of the last one, down_proj, is outside.
     """
     weights = [ours.removesuffix(f"{MARK}a") for ours in _shapes(config) if ours.endswith(f"{MARK}a")]
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups, joined = {}, joined_weights(config.family)
     for weight in weights:
         groups.setdefault((weight.partition(".")[0], hf_name(config, weight)), []).append(weight)
 
@@ -308,7 +321,8 @@ def _adapted(config: TransformerConfig) -> list[tuple[tuple[str, ...], str]]:
         is_nested = not hf.endswith("down_proj") and "layers.expert_down" in weights
         return hf.rpartition(".")[0] + is_nested * ".base_layer"
 
-    return [(tuple(members), module(hf, members[0])) for (_, hf), members in groups.items()]
+    in_order = lambda hf, members: sorted(members, key=lambda m: joined.get(hf, (_row(m),)).index(_row(m)))
+    return [(tuple(in_order(hf, members)), module(hf, members[0])) for (_, hf), members in groups.items()]
 
 
 def is_stacked(config: TransformerConfig, ours: str) -> bool:
@@ -367,9 +381,10 @@ def join_parts(parts: list[jax.Array], join: Join, shape: tuple[int, ...]) -> ja
         return jnp.concatenate(parts, axis=2).reshape(shape)
     if join == "columns":
         return jnp.stack(parts, axis=-1).reshape(shape)
-    row = lambda i: [part if i == j else jnp.zeros_like(part) for j, part in enumerate(parts)]
+    zeros = lambda i, j: jnp.zeros((*parts[i].shape[:-1], parts[j].shape[-1]), parts[i].dtype)
+    row = lambda i: [part if i == j else zeros(i, j) for j, part in enumerate(parts)]
     rows = [jnp.concatenate(row(i), axis=-1) for i in range(len(parts))]
-    return jnp.stack(rows, axis=-2).reshape(shape)
+    return jnp.concatenate(rows, axis=-2) if join == "diagonal" else jnp.stack(rows, axis=-2).reshape(shape)
 
 
 def _hf_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:

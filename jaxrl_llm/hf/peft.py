@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.export import write_folder
+from jaxrl_llm.hf.export import export_config, write_folder
 from jaxrl_llm.hf.folder import file_inside, list_mismatches
 from jaxrl_llm.hf.json_file import JsonKeys
 from jaxrl_llm.hf.load import read_slice
@@ -57,7 +58,7 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
         RunError: adapters that are NaN or Inf; names them. An earlier export stays.
         OSError: the disk fails or fills up. An earlier export stays.
     """
-    folder, config = Path(folder).absolute(), params.config
+    folder, config = Path(folder).absolute(), export_config(params.config)
     raw = peft_config(config, base_name)
     params = scale_b(params, file_factors(config))
     files = {WEIGHTS: adapter_tensors(config)}
@@ -98,7 +99,7 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
         UserError: as `read_adapter_config`; rank, scale or layers differ from `config`; tensors are missing,
             unexpected, misshapen, damaged, pickled, outside the folder, NaN or Inf.
     """
-    folder = Path(folder)
+    folder, config = Path(folder), export_config(config)
     check_same_adapters(read_adapter_config(folder, config.moe is not None), config, folder / CONFIG)
     # The tensors that the file must have: one per matrix, or one for all experts of a layer.
     tensors, file, keys = adapter_tensors(config), _weight_file(folder), read_adapter_keys(folder / CONFIG)
@@ -121,7 +122,8 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
         if part := stacked.get(tensor.name):
             parts = [part.take(read(part.name))]
         else:
-            parts = _split(tensor, read(tensor.name), shared, config, file=file)
+            rows = [math.prod(shapes[ours][len(index) + 1 :]) for ours, index in tensor.parts]
+            parts = _split(tensor, read(tensor.name), shared, config, rows=rows, file=file)
         for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
             adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])
     for name, factor in stored_factors(keys, config).items():
@@ -140,32 +142,47 @@ def _read_whole(name: str, stored: StoredTensor) -> np.ndarray:
 def _stored_shape(tensor: HFTensor, shared: bool) -> tuple[int, ...]:
     """Return the shape of a tensor in a file; `shared`: its parts share one A."""
     (rows, columns), count = tensor.shape, len(tensor.parts) if shared else 1
-    by_join = {"ranks": (rows // count, columns), "blocks": (rows, columns // count)}
-    return by_join.get(tensor.join, tensor.shape)
+    is_a = tensor.join in ("rows", "ranks")
+    return (rows // count, columns) if is_a else (rows, columns // count)
 
 
 def _split(
-    tensor: HFTensor, array: np.ndarray, shared: bool, config: AdaptedConfig, *, file: Path
+    tensor: HFTensor,
+    array: np.ndarray,
+    shared: bool,
+    config: AdaptedConfig,
+    *,
+    rows: Sequence[int],
+    file: Path,
 ) -> list[np.ndarray]:
     """Split a tensor into its parts (`Join`); parts that share an A in the file get a copy each.
+
+    Args:
+        rows: of each part, if it is a B.
 
     Raises:
         UserError: a B is not block diagonal, as in exports.
     """
+    # A: the parts' ranks follow each other.
     count = len(tensor.parts)
-    if tensor.join == "rows":
-        return [array]
     ranks = 1 if shared else count  # parts of the rank
+    if tensor.join == "rows":
+        return [array] * count if shared else np.split(array, count)
     if tensor.join == "ranks":
         array = array.reshape(config.moe.num_experts, ranks, -1, array.shape[1])
         return [array[:, i % ranks] for i in range(count)]
-    array = array.reshape(-1, count, ranks, array.shape[1] // ranks)
-    if not shared and any(array[:, i, j].any() for i in range(count) for j in range(count) if i != j):
+    # B: block diagonal, unless the parts share an A.
+    if tensor.join == "diagonal":
+        blocks = [np.split(part, ranks, axis=1) for part in np.split(array, np.cumsum(rows)[:-1])]
+    else:
+        array = array.reshape(-1, count, ranks, array.shape[1] // ranks)
+        blocks = [[array[:, i, j] for j in range(ranks)] for i in range(count)]
+    if not shared and any(blocks[i][j].any() for i in range(count) for j in range(count) if i != j):
         raise UserError(
-            f"{file}: {tensor.name} lets gate and up read each other's A, as PEFT trains them. "
+            f"{file}: {tensor.name} lets its parts read each other's A, as PEFT trains them. "
             "Merge the adapter (peft: merge_and_unload) and give that model."
         )
-    return [array[:, i, i % ranks] for i in range(count)]
+    return [blocks[i][i % ranks] for i in range(count)]
 
 
 def _weight_file(folder: Path) -> Path:

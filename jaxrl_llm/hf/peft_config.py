@@ -10,7 +10,7 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
-from jaxrl_llm.hf.names import hf_name, is_stacked
+from jaxrl_llm.hf.names import hf_name, is_stacked, joined_weights
 from jaxrl_llm.models import AdaptedConfig, LoraConfig
 from jaxrl_llm.models.lora import named_adapters, rank_of_experts
 from jaxrl_llm.models.lora_config import ALL_TARGETS, MLP, check_lora_config
@@ -23,6 +23,10 @@ GATE_UP, DOWN = STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 separate kind of adapter for them."""
 CONVERTED = r".*\.gate_up_proj"
 """Pattern that peft with transformers 5 writes where target modules are gate_proj and up_proj of experts."""
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Modules that compute several of our layers, and whose adapter has the sum of their ranks (Phi-3)."""
+SUMS = {GATE_UP: 2} | {module: len(names) for module, names in JOINED.items()}
+"""Pattern of an adapter with the sum of ranks -> number of ranks."""
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 HEADS = ("score", "classifier")
 """Names of a classifier's head in PEFT's `modules_to_save`; ours is "score", as in Hugging Face's models."""
@@ -90,7 +94,8 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     experts of a layer in one parameter, reads no rank pattern for them. Other layers have their rank in
     `rank_pattern`, and in `alpha_pattern` an alpha that gives them the experts' factor, since SGLang and vLLM
     ignore patterns and multiply by alpha / r everywhere. `save_adapter` corrects B for this factor. The
-    parameter of gate and up of gpt-oss needs patterns too, since its rank is the sum of both ranks.
+    parameter of gate and up of gpt-oss needs patterns too, since its rank is the sum of both ranks, and so do
+    Phi-3's modules.
 
     peft with transformers 5 treats every module called gate_proj, up_proj or down_proj as experts. Therefore
     the layers of a shared expert and of leading dense layers are listed as parameters ("mlp.up_proj.weight"),
@@ -102,7 +107,8 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     names = {name: _pattern(config, name) for name in named_adapters(config)}
     others = [pattern for name, pattern in names.items() if name in factors]
     parameters = [pattern for pattern in dict.fromkeys(names.values()) if _is_parameter(pattern)]
-    ranks = dict.fromkeys(others, lora.rank) | dict.fromkeys({GATE_UP} & {*parameters}, 2 * rank)
+    ranks = dict.fromkeys(others, lora.rank)
+    ranks |= {pattern: SUMS[pattern] * rank for pattern in names.values() if pattern in SUMS}
     alphas = {name: lora.alpha * r / rank for name, r in ranks.items()}  # with experts they are plain
     if expand_home(base_name).exists():
         hub = None
@@ -137,12 +143,16 @@ def _is_parameter(pattern: str) -> bool:
 
 
 def _file_lora(config: AdaptedConfig) -> LoraConfig:
-    """Return the LoraConfig for a file: rank-stabilized adapters of experts get an equivalent plain alpha.
+    """Return the LoraConfig for a file: rank-stabilized adapters of joined layers get an equivalent plain
+    alpha.
 
-    peft with transformers 5 joins gate and up into one matrix with rank 2 R and twice the alpha: the factor
-    alpha / R stays the same, but alpha / sqrt(R) would grow by sqrt(2).
+    peft with transformers 5 joins gate and up of experts into one matrix with rank 2 R and twice the alpha:
+    the factor alpha / R stays the same, but alpha / sqrt(R) would grow by sqrt(2).
     """
-    lora, rank = config.lora, rank_of_experts(config)
+    lora, rank = (
+        config.lora,
+        rank_of_experts(config) or bool(joined_weights(config.family)) * config.lora.rank,
+    )
     if not (rank and lora.rank_stabilized):
         return lora
     return replace(lora, alpha=lora.scale_at(rank) * rank, rank_stabilized=False)
@@ -183,7 +193,7 @@ def stored_factors(keys: JsonKeys, config: AdaptedConfig) -> dict[str, float]:
     """Return weight -> factor from a file's B to our B, for the weights of `file_factors`: the output factor
     by the file's patterns, divided by the model's."""
     shared, ours = shares_a(keys), peft_config(config, "")["rank_pattern"]
-    layers = [key.removesuffix(PARAMETER) for key in ours if not (shared and key == GATE_UP)]
+    layers = [key.removesuffix(PARAMETER) for key in ours if not (shared and key in SUMS)]
     for name in ("rank_pattern", "alpha_pattern"):
         stored = {key.removesuffix(PARAMETER) for key in keys.raw.get(name) or {}} - {CONVERTED}
         if stored and stored != {*layers}:
@@ -219,22 +229,24 @@ def stacked_adapters(keys: JsonKeys) -> dict[str, tuple[int, float]]:
 
 
 def shares_a(keys: JsonKeys) -> bool:
-    """Return whether gate and up of an expert share one A, as PEFT creates adapters of parameters.
+    """Return whether layers of ours share one A, as PEFT creates adapters of parameters, and of modules that
+    compute several of our layers.
 
-    Exports have one of twice the rank, of which gate reads the first half.
+    Exports have a larger A, of which each layer reads its part: gate the first half.
 
     Raises:
         UserError: another rank or alpha than these.
     """
     ranks, alphas = (keys.raw.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    if GATE_UP not in ranks and GATE_UP not in alphas:
-        return GATE_UP in _read_parameters(keys)
-    for key, stored, own in (("rank_pattern", ranks, "r"), ("alpha_pattern", alphas, "lora_alpha")):
-        expected = 2 * keys.number(own, 8.0)
-        if stored.get(GATE_UP) != expected:
-            needed = f"{GATE_UP} must have {expected:g}, twice {own}"
-            raise keys.wrong(key, stored, f"is not supported: {needed}; {WITHOUT}")
-    return False
+    adapted = {*_read_parameters(keys), *map(_leaf, keys.get("target_modules") or ())} & SUMS.keys()
+    joined = [pattern for pattern in SUMS if pattern in ranks or pattern in alphas]
+    for pattern in adapted if joined else ():
+        for key, stored, own in (("rank_pattern", ranks, "r"), ("alpha_pattern", alphas, "lora_alpha")):
+            expected = SUMS[pattern] * keys.number(own, 8.0)
+            if stored.get(pattern) != expected:
+                needed = f"{pattern} must have {expected:g}, {SUMS[pattern]} times {own}"
+                raise keys.wrong(key, stored, f"is not supported: {needed}; {WITHOUT}")
+    return bool(adapted) and not joined
 
 
 def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
@@ -242,10 +254,11 @@ def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
     pattern = keys.raw.get(key)
     if pattern in (None, {}):
         return None
-    is_known = has_experts and isinstance(pattern, dict)
-    values = [x for name, x in pattern.items() if name not in (GATE_UP, CONVERTED)] if is_known else []
+    is_known = isinstance(pattern, dict)
+    values = [x for name, x in pattern.items() if name not in (*SUMS, CONVERTED)] if is_known else []
     if is_known and not values:
         return None
+    values = values if has_experts else []
     kinds = (int,) if key == "rank_pattern" else (int, float)
     if not values or type(values[0]) not in kinds or values[0] <= 0 or values != values[:1] * len(values):
         raise keys.wrong(key, pattern, f"is not supported; {WITHOUT}")
@@ -282,8 +295,8 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
         raise keys.wrong("target_modules", modules, f"is not supported; {supported}")
     names = {_leaf(name) for name in (*modules, *parameters)}
     names = {MIXTRAL.get(name, name) for name in names}
-    if "gate_up_proj" in names:
-        names = names - {"gate_up_proj"} | {"gate_proj", "up_proj"}
+    for module, parts in JOINED.items():
+        names = names - {module} | {*parts} if module in names else names
     if unknown := sorted(names.difference(ALL_TARGETS)):
         raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")
     return tuple(name for name in ALL_TARGETS if name in names)

@@ -71,7 +71,7 @@ def _read_rope(
     """
     # The type and its required keys.
     key = "rope_type" if "rope_type" in rope.raw else "type"
-    kind = rope.one_of(key, ROPE_FIELDS, "default")
+    kind = rope.one_of(key, ["default"] if family == "phi3" else ROPE_FIELDS, "default")
     partial = rope.number(PARTIAL, None, 1e-9, 1.0) or keys.number(PARTIAL, None, 1e-9, 1.0)
     partial = partial or _share_of_rotary_dim(keys, family)
     if partial != 1.0 and not FAMILIES[family].partial_rotary:

@@ -10,9 +10,10 @@ from jaxrl_llm.config import RoutingConfig, TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import to_hf_config
 from jaxrl_llm.hf.export import export_config
+from jaxrl_llm.hf.names import joined_weights
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.lora import rank_of_experts, with_lora
-from jaxrl_llm.models.lora_config import linear_layers
+from jaxrl_llm.models.lora_config import TARGETS, LoraConfig, linear_layers
 from jaxrl_llm.recipe.rule import Rule
 from jaxrl_llm.rollout.checks import dynamic_rope_hint, ring_problem, token_problems
 from jaxrl_llm.sharding.attention import heads_problem
@@ -101,6 +102,8 @@ def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
     elif model.moe and model.tie_embeddings:  # SGLang computes with a separate LM head
         unsent = "mixtures of experts with tied embeddings"
         fix = "Set --model.architecture.tie_embeddings false for random weights, or --rollout.engine native."
+    elif config.lora.rank and joined_weights(export_config(model).family):
+        unsent = "adapters of layers that are stored as one (Phi-3)"
     elif rank_of_experts(with_lora(model, config.lora)):
         unsent = "adapters of experts"
         fix = "Set --lora.targets q_proj k_proj v_proj o_proj, or --rollout.engine native."
@@ -135,6 +138,7 @@ def _adapter_problems(config: TrainConfig, model: TransformerConfig) -> Iterator
             f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
         )
     if not model.moe:
+        yield from _joined_problems(lora, export_config(model).family)
         return
     if ("gate_proj" in lora.adapted) != ("up_proj" in lora.adapted):
         yield (
@@ -148,6 +152,19 @@ def _adapter_problems(config: TrainConfig, model: TransformerConfig) -> Iterator
             f"--lora.expert_rank is {rank}: the model's experts have {smallest} inputs or outputs. "
             f"Set --lora.expert_rank {smallest} or less; 1 to 8 are usual."
         )
+
+
+def _joined_problems(lora: LoraConfig, family: str) -> Iterator[str]:
+    """Yield a problem for each matrix of the family's files of which only a part gets adapters."""
+    for hf, parts in joined_weights(family).items():
+        names = [name for name, ours in TARGETS.items() if f"layers.{ours}" in parts]
+        some = [name for name in names if TARGETS[name] in lora.adapted]
+        if some and some != names:
+            module = hf.split(".")[-2]
+            yield (
+                f"--lora.targets has {' '.join(some)}: files of {family} have one layer for "
+                f"{' '.join(names)}, {module}, and one adapter. Name all of these, or none."
+            )
 
 
 def _reward_models_have_heads(config: TrainConfig, models: Models) -> Iterator[str]:

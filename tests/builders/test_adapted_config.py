@@ -52,6 +52,17 @@ def test_servers_get_no_experts_with_tied_embeddings():
         check_models(run, {POLICY: replace(MODEL, tie_embeddings=True)})
 
 
+def test_adapters_of_a_part_of_a_joined_layer_are_refused():
+    model = replace(MODEL, family="phi3", moe=None, qk_norm=False, tie_embeddings=False)
+    message = "--lora.targets has q_proj: files of phi3 have one layer for q_proj k_proj v_proj, qkv_proj"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_models(TrainConfig(lora=LoraConfig(4, targets=("q_proj",))), {POLICY: model})
+    run = TrainConfig(lora=LoraConfig(4), rollout=RolloutConfig(engine="sglang"))
+    with pytest.raises(ConfigError, match=re.escape("adapters of layers that are stored as one (Phi-3)")):
+        check_models(run, {POLICY: model})
+    check_models(TrainConfig(lora=LoraConfig(4)), {POLICY: model})
+
+
 @pytest.mark.parametrize(
     ("lora", "message"),
     [

@@ -52,6 +52,7 @@ HF_CLASSES = {
     "olmo3": transformers.Olmo3Config,
     "smollm3": transformers.SmolLM3Config,
     "ministral3": transformers.Ministral3Config,
+    "phi3": transformers.Phi3Config,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
 }

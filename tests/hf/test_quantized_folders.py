@@ -70,7 +70,9 @@ def write_quantized(folder, raw, tensors, quantization, files=2):
     names, places = list(tensors), {}
     for i in range(files):
         file = f"model-{i + 1:05}-of-{files:05}.safetensors"
-        save_file({n: tensors[n].contiguous() for n in names[i::files]}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {n: tensors[n].contiguous() for n in names[i::files]}, folder / file, metadata={"format": "pt"}
+        )
         places |= dict.fromkeys(names[i::files], file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return folder

@@ -12,7 +12,7 @@ import torch
 import transformers
 from hf_oracle import TOLERANCE, agree_in_greedy_text, hf_logits, our_logits, state_dict
 from hf_tensors import params_from_tensors, tensors_of
-from lora_models import with_random_adapters
+from lora_models import with_random_adapters, with_stored_adapters
 from safetensors.torch import load_file, save_file
 from slow_cases import with_slow
 
@@ -124,6 +124,14 @@ CASES = {
             **{**MINIMAX, "head_dim": 12, "rotary_dim": 6, "num_local_experts": 5, "num_experts_per_tok": 3},
             **{"num_key_value_heads": 1, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
             "rope_parameters": YARN,
+        },
+    ),
+    "phi-4": ("phi3", {"num_key_value_heads": 2}),
+    "phi-4, odd": (
+        "phi3",
+        {
+            **{"sliding_window": 9, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+            **{"num_key_value_heads": 1, "intermediate_size": 40},
         },
     ),
     "ministral3": ("ministral3", {"head_dim": 16, "max_position_embeddings": 64}),
@@ -249,6 +257,7 @@ def test_greedy_text(case):
         "ministral3",
         "glm-4.7",
         "minimax-m2",
+        "phi-4",
     ],
 )
 def test_adapters_are_read_by_peft(case, tmp_path):
@@ -270,6 +279,29 @@ def test_adapters_are_read_by_peft(case, tmp_path):
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     np.testing.assert_allclose(expected, hf_logits(adapted, tokens), atol=3 * TOLERANCE, rtol=0)
     assert np.abs(expected - our_logits(base, tokens)).max() > 0.1
+
+
+@pytest.mark.parametrize("stabilized", [False, True])
+def test_adapters_of_joined_layers_are_read(stabilized, tmp_path):
+    """PEFT's adapter of Phi-3's qkv_proj has one A for q, k and v; ours has one for each."""
+    model, tokens = oracle("phi-4"), some_tokens()
+    base = ours(model)
+    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    lora = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=stabilized, target_modules=targets)
+    adapted = peft.get_peft_model(model, lora).eval()
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    adapted.save_pretrained(tmp_path / "theirs")
+    params = with_stored_adapters(base, tmp_path / "theirs")
+    expected = hf_logits(adapted, tokens)
+    np.testing.assert_allclose(our_logits(params, tokens), expected, atol=TOLERANCE, rtol=0)
+    save_adapter(params, tmp_path / "ours", "org/base")
+    again = with_stored_adapters(base, tmp_path / "ours")
+    np.testing.assert_allclose(our_logits(again, tokens), expected, atol=TOLERANCE, rtol=0)
+    theirs = peft.PeftModel.from_pretrained(oracle("phi-4"), tmp_path / "ours").eval()
+    np.testing.assert_allclose(hf_logits(theirs, tokens), expected, atol=TOLERANCE, rtol=0)
 
 
 @each_case
