@@ -137,7 +137,6 @@ class TensorRows(NamedTuple):
     """One matrix of one of our weights in an HF tensor: its rows [start, start + rows)."""
 
     index: Index
-
     name: str  # HF name
     layout: str
     start: int
@@ -248,9 +247,7 @@ def _row(ours: str) -> str:
 
 def _groups(config: TransformerConfig, stack: str) -> list[tuple[tuple[str, ...], str]]:
     """Return (our names, HF name) of each matrix of a layer of a stack; "" = weights outside the layers."""
-    names, joined = _shapes(config), {}
-    if stack:
-        joined = joined_weights(config.family)
+    names, joined = _shapes(config), joined_weights(config.family) if stack else {}
     inside = {row for rows in joined.values() for row in rows}
     rows = [row for row in TABLE if row.startswith("layers.") == bool(stack) and row not in inside]
     ours = [row.replace("layers", stack, 1) for row in rows]
