@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ SAME = {
 
 _FIXED = {"clip_qkv": None, "is_causal": True, "per_layer_config": None}
 """Keys of every family that have one supported value."""
+WITHOUT_EFFECT = {
+    *("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path", "dtype"),
+    *("torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
+"""Keys of every family that do not describe its decoder."""
 WRAPPERS = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Model types of a language model with a vision tower; `text_config` describes the language model."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
@@ -58,10 +64,16 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
     """
     raw = language_config(folder if isinstance(folder, dict) else read_json(Path(folder) / "config.json"))
     file = "config.json" if isinstance(folder, dict) else str(Path(folder) / "config.json")
-    family = JsonKeys(raw, file, {}).one_of("model_type", FAMILIES)
-    facts = FAMILIES[family]
-    keys = JsonKeys(raw, file, facts.defaults)
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise _unknown_family(raw, file)
+    return _read_family(JsonKeys(raw, file, FAMILIES[family].defaults), family)
+
+
+def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
+    """Return the TransformerConfig of a config.json of a supported family."""
     _check_supported(keys, family)
+    facts = FAMILIES[family]
     # Sizes and heads; keys that only some families have.
     sizes = {ours: keys.integer(hf, LARGEST[hf]) for ours, hf in SAME.items()}
     heads = sizes["num_heads"]
@@ -105,8 +117,26 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
         logit_softcap=keys.number("final_logit_softcapping", None, low=1e-6),
         initializer_range=keys.number("initializer_range", 0.02, high=1e3),
     )
-    check_model_config(config, file)
+    check_model_config(config, keys.file)
     return config
+
+
+def _unknown_family(raw: dict[str, Any], file: str) -> UserError:
+    """Return the error for another `model_type`: the nearest family, what it lacks, and how to add one."""
+    name, keys = raw.get("model_type"), JsonKeys(raw, file, {})
+    problem = f"is not supported; supported: {', '.join(FAMILIES)}"
+    if not isinstance(name, str):
+        return keys.wrong("model_type", name, problem)
+    nearest = max(FAMILIES, key=lambda family: difflib.SequenceMatcher(None, family, name).ratio())
+    same = JsonKeys({**raw, "model_type": nearest}, file, FAMILIES[nearest].defaults)
+    try:
+        _read_family(same, nearest)
+        unread = [key for key, value in raw.items() if value and key not in same.seen | WITHOUT_EFFECT]
+        lacks = f"does not read {', '.join(unread)}" if unread else "reads all its keys"
+    except UserError as error:
+        lacks = f"refuses this file: {str(error).removeprefix(f'{file}: ')}"
+    page = '"A model family" in CONTRIBUTING.md says how to add one'
+    return keys.wrong("model_type", name, f"{problem}. The nearest is {nearest}, which {lacks}; {page}")
 
 
 def language_config(raw: dict[str, Any]) -> dict[str, Any]:

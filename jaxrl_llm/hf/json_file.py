@@ -52,9 +52,12 @@ class JsonKeys:
 
     def __init__(self, raw: dict[str, Any], file: str, defaults: dict[str, Any]):
         self.raw, self.file, self.defaults = raw, file, defaults
+        self.seen: set[str] = set()
+        """Keys that were read."""
 
     def get(self, key: str) -> Any:
         """Return the unchecked value; None = absent without a default, or null."""
+        self.seen.add(key)
         return self.raw.get(key, self.defaults.get(key))
 
     def integer(self, key: str, high: int, low: int = 1) -> int:

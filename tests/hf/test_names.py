@@ -418,6 +418,14 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
     [
         ({}, r"model_type=None is not supported; supported: qwen2, qwen3, qwen2_moe, "),
         (tiny("gpt2"), r"model_type='gpt2' is not supported"),
+        (
+            tiny("qwen4", clip_qkv=None, n_gram_size=3, use_cache=True),
+            r"qwen4' .* The nearest is qwen\d, which does not read n_gram_size; \"A model family\" in CONT",
+        ),
+        (
+            tiny("olmo31", clip_qkv=8.0),
+            r"The nearest is olmo3, which refuses this file: clip_qkv=8.0 is not s",
+        ),
         (tiny(hidden_act="relu"), r"hidden_act='relu' is not supported; supported: silu, swish, gelu"),
         (
             tiny(rope_scaling={"type": "longrope", "factor": 2.0}),
