@@ -14,7 +14,8 @@ from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.learn.config import LearningRate, OptimConfig, RoutingConfig
-from jaxrl_llm.models.config import DeltaConfig, MLAConfig, MoEConfig, RopeConfig, TransformerConfig
+from jaxrl_llm.models import RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
 from jaxrl_llm.models.lora_config import LoraConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.config import LogConfig, profiled_steps
@@ -37,6 +38,7 @@ from jaxrl_llm.sharding.config import (
 __all__ = [  # all that a recipe needs, besides its algorithm
     "ChatConfig",
     "CheckpointConfig",
+    "ConvConfig",
     "CriticConfig",
     "DataConfig",
     "DeltaConfig",

@@ -381,8 +381,8 @@ def test_the_algorithm_of_the_guide_keeps_the_contract(tmp_path):
 def test_the_shapes_of_the_guide_have_a_config_json():
     page = (ROOT / "docs/recipes.md").read_text()
     names: dict[str, typing.Any] = {}
-    exec(re.search(r"```python\n(from jaxrl_llm.config import MLAConfig.*?)```", page, re.S)[1], names)
-    for shape in (names["latent"], names["sinks"]):
+    exec(re.search(r"```python\n(from jaxrl_llm.config import ConvConfig.*?)```", page, re.S)[1], names)
+    for shape in (names["latent"], names["sinks"], names["convolutions"]):
         check_model_config(shape, "docs/recipes.md")
         assert to_hf_config(shape)["model_type"] == shape.family
 

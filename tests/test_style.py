@@ -62,6 +62,13 @@ CONTRACTS = {
     "linear_logprob": "the operation, and its batch-invariant form of the same signature",
     "check_vmem": "of each TPU kernel's shapes.py",
     "vmem_bytes": "of each TPU kernel's shapes.py",
+    **dict.fromkeys(
+        (
+            *("add_weights", "empty_state", "project_inputs", "make_rows_fn", "make_step_fn"),
+            *("finish_mixed", "mixer_weights", "state_flops"),
+        ),
+        "of each kind of recurrent layers (models/recurrent.py), or of all layers of a model",
+    ),
 }
 """Public names that several modules define, since code calls any of them -> why."""
 SEPARATE = ("tests/", "benchmarks/peers/", "scripts/sglang_cpu/")

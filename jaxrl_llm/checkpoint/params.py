@@ -21,11 +21,11 @@ from jaxrl_llm.models import (
     lora,
     named_leaves,
 )
-from jaxrl_llm.models.config import DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
 from jaxrl_llm.structs import Params
 
 PARTS = {"rope": RopeConfig, "local_rope": RopeConfig, "lora": LoraConfig}
-PARTS |= {"moe": MoEConfig, "mla": MLAConfig, "delta": DeltaConfig}
+PARTS |= {"moe": MoEConfig, "mla": MLAConfig, "delta": DeltaConfig, "conv": ConvConfig}
 """Fields of a TransformerConfig that are Configs, or None."""
 
 

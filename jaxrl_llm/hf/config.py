@@ -16,7 +16,7 @@ from jaxrl_llm.hf.expert_config import (
     write_latent_attention,
 )
 from jaxrl_llm.hf.families import FAMILIES
-from jaxrl_llm.hf.hybrids import read_layer_kinds, write_layer_kinds
+from jaxrl_llm.hf.hybrids import read_layer_kinds, read_mlp_size, write_layer_kinds, write_mlp_size
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys, read_json
 from jaxrl_llm.hf.quantization import read_quantization
 from jaxrl_llm.hf.ropes import canonical_rope, read_ropes, write_ropes
@@ -75,7 +75,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
     _check_supported(keys, family)
     facts = FAMILIES[family]
     # Sizes and heads; keys that only some families have.
-    sizes = {ours: keys.integer(hf, LARGEST[hf]) for ours, hf in SAME.items()}
+    sizes = _read_sizes(keys, family)
     heads = sizes["num_heads"]
     biased = bool(facts.bias) and keys.flag(facts.bias, facts.bias == "qkv_bias")
     window, window_layers = read_windows(keys, family, sizes["num_layers"])
@@ -104,8 +104,8 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         out_bias=biased and facts.out_bias,
         mlp_bias=facts.mlp_bias and keys.flag("mlp_bias"),
         activation=ACTIVATIONS[keys.one_of(facts.activation, ACTIVATIONS, "silu")],
-        norm_eps=keys.number("rms_norm_eps", 1e-6, high=1.0),
-        tie_embeddings=keys.flag("tie_word_embeddings") or has_head,  # a classifier has no other head
+        norm_eps=keys.number(facts.norm_eps, 1e-6, high=1.0),
+        tie_embeddings=keys.flag(_tied_key(keys, family)) or has_head,  # a classifier has no other head
         value_head=has_head,
         rope=rope,
         local_rope=local_rope if window else None,
@@ -119,6 +119,12 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
     )
     check_model_config(config, keys.file)
     return config
+
+
+def _read_sizes(keys: JsonKeys, family: str) -> dict[str, int]:
+    """Return the sizes that every config has."""
+    sizes = {ours: keys.integer(hf, LARGEST[hf]) for ours, hf in SAME.items() if ours != "mlp_size"}
+    return {**sizes, "mlp_size": read_mlp_size(keys, family)}
 
 
 def _unknown_family(raw: dict[str, Any], file: str) -> UserError:
@@ -168,7 +174,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         facts.activation: {ours: hf for hf, ours in reversed(ACTIVATIONS.items())}[config.activation],
-        "rms_norm_eps": config.norm_eps,
+        facts.norm_eps: config.norm_eps,
         "initializer_range": config.initializer_range,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_dropout": 0.0,
@@ -184,7 +190,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
     raw |= facts.fixed
     raw |= {facts.bias: config.qkv_bias} if facts.bias and family != "qwen2" else {}
     raw |= {"use_qk_norm": config.qk_norm} if family == "glm4_moe" else {}
-    raw |= write_experts(config) | write_latent_attention(config)
+    raw |= write_mlp_size(config) | write_experts(config) | write_latent_attention(config)
     raw |= {"mlp_bias": config.mlp_bias} if facts.mlp_bias else {}
     if family == "gemma3_text":
         size = config.score_size or config.head_dim
@@ -214,6 +220,12 @@ def _check_supported(keys: JsonKeys, family: str) -> None:
             f"{keys.file}: vocab_size=125696 is Baichuan 2, whose head normalises its rows; supported: "
             "Baichuan 1. Normalise the rows of lm_head once and save it as model_type=llama to use it"
         )
+
+
+def _tied_key(keys: JsonKeys, family: str) -> str:
+    """Return the key that ties the head to the embedding; older folders of LFM2 have another key."""
+    old = "tie_embedding"
+    return old if family.startswith("lfm2") and old in keys.raw else "tie_word_embeddings"
 
 
 def _has_value_head(keys: JsonKeys) -> bool:

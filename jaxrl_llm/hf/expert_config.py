@@ -133,6 +133,11 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_local_experts": 256,
         "num_experts_per_tok": 8,
     },
+    "lfm2_moe": {
+        **{"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792},
+        **{"num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2},
+        **{"norm_topk_prob": True, "use_expert_bias": True},
+    },
     "olmoe": {
         "vocab_size": 50_304,
         "hidden_size": 2048,
@@ -209,6 +214,8 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
         return _read_grouped(keys, family)
     if family in LOCAL:
         return _read_local(keys, family)
+    if family == "lfm2_moe":
+        return _read_lfm2(keys)
     integer = lambda key: keys.integer(key, LARGEST[key])
     for key, every_layer in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if keys.get(key) not in (None, every_layer):
@@ -231,6 +238,20 @@ def _read_local(keys: JsonKeys, family: str) -> MoEConfig:
     if family == "minimax_m2":
         return MoEConfig(*sizes, score="sigmoid", selection_bias=True, added_to_sum=0.0)
     return MoEConfig(*sizes, **_clamped(keys)) if family == "gpt_oss" else MoEConfig(*sizes)
+
+
+def _read_lfm2(keys: JsonKeys) -> MoEConfig:
+    """Return the experts of LFM2, which are chosen as DeepSeek-V3's are, without groups."""
+    sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    return MoEConfig(
+        *(keys.integer(key, LARGEST[key]) for key in sizes),
+        normalize=keys.flag("norm_topk_prob"),
+        added_to_sum=1e-6,
+        score="sigmoid",
+        scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
+        selection_bias=keys.flag("use_expert_bias"),
+        dense_layers=keys.integer("num_dense_layers", 10_000, low=0),
+    )
 
 
 def _read_grouped(keys: JsonKeys, family: str) -> MoEConfig:
@@ -358,6 +379,14 @@ def write_experts(config: TransformerConfig) -> dict[str, Any]:
     common |= {"num_experts": moe.num_experts, "norm_topk_prob": moe.normalize}
     if config.family == "olmoe":
         return {**common, "intermediate_size": moe.expert_size, "clip_qkv": None}
+    if config.family == "lfm2_moe":
+        return {
+            **common,
+            "moe_intermediate_size": moe.expert_size,
+            "num_dense_layers": moe.dense_layers,
+            "routed_scaling_factor": moe.scale,
+            "use_expert_bias": moe.selection_bias,
+        }
     shared = {"shared_expert_intermediate_size": moe.shared_size} if config.family in SHARED else {}
     return {
         **common,

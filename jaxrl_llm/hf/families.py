@@ -50,6 +50,8 @@ class Family:
     """Key of the activation."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys with one supported value, which exports have, too: other programs read them."""
+    norm_eps: str = "rms_norm_eps"
+    """Key of the number added to the mean square in norms."""
     classifier: str = ""
     """Class of its sequence classifiers; "" = the usual name."""
 
@@ -168,6 +170,27 @@ _QWEN3_NEXT = {
     **{"vocab_size": 151_936, "num_key_value_heads": 2, "intermediate_size": 5632},
     **EXPERT_DEFAULTS["qwen3_next"],
 }
+_LFM2 = {
+    "vocab_size": 65_536,
+    "hidden_size": 2560,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+}
+_LFM2_FACTS = {
+    "fields": {"qk_norm": True},
+    "kinds": {"conv": "conv", "full_attention": "attention"},
+    "norm_eps": "norm_eps",
+}
 _MINIMAX = {
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
@@ -262,5 +285,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family("Qwen3NextForCausalLM", _QWEN3_NEXT, **_QWEN35_FACTS, delta={"projections": "qkvz"}),
     "phi3": Family("Phi3ForCausalLM", _PHI3, windows="all", partial_rotary=True),
     "ministral3": Family("Ministral3ForCausalLM", _MINISTRAL3, windows="all"),
+    "lfm2": Family("Lfm2ForCausalLM", _LFM2, **_LFM2_FACTS),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", {**_LFM2, **EXPERT_DEFAULTS["lfm2_moe"]}, **_LFM2_FACTS),
 }
 """The supported families by `model_type`."""

@@ -7,20 +7,26 @@ from typing import Any
 from jaxrl_llm.hf.families import FAMILIES
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
 from jaxrl_llm.hf.windows import check_layer_types
-from jaxrl_llm.models.config import ATTENTION, DELTA, DeltaConfig, TransformerConfig
+from jaxrl_llm.models.config import ATTENTION, ConvConfig, DeltaConfig, LayerKind, TransformerConfig
 
-SIZES = {
-    "key_heads": "linear_num_key_heads",
-    "value_heads": "linear_num_value_heads",
-    "key_dim": "linear_key_head_dim",
-    "value_dim": "linear_value_head_dim",
-    "conv_width": "linear_conv_kernel_dim",
+KEYS: dict[LayerKind, dict[str, str]] = {
+    "delta": {
+        "key_heads": "linear_num_key_heads",
+        "value_heads": "linear_num_value_heads",
+        "key_dim": "linear_key_head_dim",
+        "value_dim": "linear_value_head_dim",
+        "conv_width": "linear_conv_kernel_dim",
+    },
+    "conv": {"conv_width": "conv_L_cache", "conv_bias": "conv_bias"},
 }
-"""Fields of DeltaConfig -> HF keys."""
+"""Kind -> fields of its Config -> HF keys."""
+CONFIGS = {"delta": DeltaConfig, "conv": ConvConfig}
+ADJUST, OLD_SIZE = "block_auto_adjust_ff_dim", "block_ff_dim"
 
 
 def read_layer_kinds(keys: JsonKeys, family: str, num_layers: int) -> dict[str, Any]:
-    """Return the fields layer_kinds and delta of TransformerConfig; none for a family of attention alone.
+    """Return the field layer_kinds of TransformerConfig and the field of the recurrent kind; none for a model
+    of attention alone.
 
     Raises:
         UserError: `layer_types` names unknown kinds, or another number of layers.
@@ -30,23 +36,63 @@ def read_layer_kinds(keys: JsonKeys, family: str, num_layers: int) -> dict[str, 
         return {}
     types = keys.get("layer_types")
     if types is None:
-        every = keys.integer("full_attention_interval", LARGEST["num_hidden_layers"])
-        names = {kind: name for name, kind in known.items()}
-        types = [names[DELTA if (i + 1) % every else ATTENTION] for i in range(num_layers)]
+        types = _default_layer_types(keys, family, num_layers)
     check_layer_types(keys, types, known, num_layers=num_layers)
     kinds = tuple(known[name] for name in types)
     if set(kinds) == {ATTENTION}:
         return {}
-    sizes = {field: keys.integer(key, 2**16) for field, key in SIZES.items()}
-    return {"layer_kinds": kinds, "delta": DeltaConfig(**sizes, **FAMILIES[family].delta)}
+    recurrent = _recurrent_kind(family)
+    read = lambda key: keys.flag(key) if key.endswith("bias") else keys.integer(key, 2**16)
+    fields = {field: read(key) for field, key in KEYS[recurrent].items()}
+    return {"layer_kinds": kinds, recurrent: CONFIGS[recurrent](**fields, **FAMILIES[family].delta)}
+
+
+def _recurrent_kind(family: str) -> LayerKind:
+    """Return the kind of a family's layers that are not attention."""
+    return next(kind for kind in FAMILIES[family].kinds.values() if kind != ATTENTION)
+
+
+def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[str]:
+    """Return the `layer_types` of a config.json without this key."""
+    names = {kind: name for name, kind in FAMILIES[family].kinds.items()}
+    recurrent, layers = _recurrent_kind(family), range(num_layers)
+    if recurrent == "conv":
+        attends = keys.get("full_attn_idxs")
+        attends = list(layers) if attends is None else attends
+        if not isinstance(attends, list) or any(i not in layers for i in attends):
+            raise keys.wrong("full_attn_idxs", attends, f"must be a list of layers, 0 to {num_layers - 1}")
+        return [names[ATTENTION if i in attends else recurrent] for i in layers]
+    every = keys.integer("full_attention_interval", LARGEST["num_hidden_layers"])
+    return [names[recurrent if (i + 1) % every else ATTENTION] for i in layers]
 
 
 def write_layer_kinds(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of config.json that `read_layer_kinds` reads."""
-    known = FAMILIES[config.family].kinds
+    known, recurrent = FAMILIES[config.family].kinds, config.recurrent_kind
     if not known:
         return {}
     names = {kind: name for name, kind in known.items()}
     kinds = config.layer_kinds or (ATTENTION,) * config.num_layers
-    sizes = {key: getattr(config.delta, field) for field, key in SIZES.items()} if config.delta else {}
+    of_kind = KEYS[recurrent].items() if recurrent else ()
+    sizes = {key: getattr(getattr(config, recurrent), field) for field, key in of_kind}
     return {"layer_types": [names[kind] for kind in kinds], **sizes}
+
+
+def read_mlp_size(keys: JsonKeys, family: str) -> int:
+    """Return the width of the dense feed-forward. For LFM2 it is two thirds of the key, times a factor, and
+    rounded up to a multiple."""
+    largest = LARGEST["intermediate_size"]
+    old = family == "lfm2" and OLD_SIZE in keys.raw
+    size = keys.integer(OLD_SIZE if old else "intermediate_size", largest)
+    if family != "lfm2" or not keys.flag(ADJUST, True):
+        return size
+    size, factor = int(2 * size / 3), keys.number("block_ffn_dim_multiplier", None, high=1e6)
+    if factor is None:
+        return size
+    multiple = keys.integer("block_multiple_of", largest)
+    return multiple * -(-int(factor * size) // multiple)
+
+
+def write_mlp_size(config: TransformerConfig) -> dict[str, Any]:
+    """Return the key with which `read_mlp_size` reads intermediate_size as it is."""
+    return {ADJUST: False} if config.family == "lfm2" else {}

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.hf.expert_config import GROUPED, SHARED
+from jaxrl_llm.hf.family_names import BLOCK_SPARSE, LFM2
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import copy_dtype
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
-from jaxrl_llm.models.stacks import DENSE, layer_places, layer_stacks
+from jaxrl_llm.models.stacks import is_dense, layer_places, layer_stacks
 
 TABLE: dict[str, tuple[str, str]] = {
     # ours, without L and X  HF name ({} = layer, {} = expert)                  layout, ours -> HF
@@ -61,6 +62,12 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.delta_dt_bias": ("model.layers.{}.linear_attn.dt_bias", "h -> h"),
     "layers.delta_norm": ("model.layers.{}.linear_attn.norm.weight", "e -> e"),
     "layers.delta_o": ("model.layers.{}.linear_attn.out_proj.weight", "h e d -> d (h e)"),
+    "layers.conv_in": ("model.layers.{}.conv.in_proj.weight", "d c -> c d"),
+    "layers.conv_in_bias": ("model.layers.{}.conv.in_proj.bias", "c -> c"),
+    "layers.conv_kernel": ("model.layers.{}.conv.conv.weight", "c n w -> c n w"),
+    "layers.conv_kernel_bias": ("model.layers.{}.conv.conv.bias", "c -> c"),
+    "layers.conv_out": ("model.layers.{}.conv.out_proj.weight", "c d -> d c"),
+    "layers.conv_out_bias": ("model.layers.{}.conv.out_proj.bias", "d -> d"),
     "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.attention_out_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.mlp_out_norm": ("model.layers.{}.post_feedforward_layernorm.weight", "d -> d"),
@@ -86,14 +93,8 @@ SHARED_EXPERTS = {
     for ours in ("gate", "up", "down")
 }
 SHARED_EXPERT = {row: name.replace("shared_experts", "shared_expert") for row, name in SHARED_EXPERTS.items()}
-BLOCK_SPARSE = {
-    "layers.router": "model.layers.{}.block_sparse_moe.gate.weight",
-    "layers.router_bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias",
-    "layers.expert_gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
-    "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
-    "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
-}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
     "gemma3_text": {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"},
     "gpt_oss": {
         "layers.router": "model.layers.{}.mlp.router.weight",
@@ -212,8 +213,8 @@ def hf_name(config: TransformerConfig, ours: str) -> str:
         if _row(ours) in members:
             return hf
     row, names = _row(ours), FAMILY_NAMES.get(config.family, {})
-    is_dense = ours.startswith(f"{DENSE}.") and row in SHARED_EXPERTS  # a dense layer has no shared expert
-    return TABLE[row][0] if is_dense else names.get(row, TABLE[row][0])
+    is_shared = SHARED_EXPERTS.get(row) == names.get(row, "")  # a dense layer has no shared expert
+    return TABLE[row][0] if is_dense(ours) and is_shared else names.get(row, TABLE[row][0])
 
 
 def joined_weights(family: str) -> dict[str, tuple[str, ...]]:

@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.experts.router import SELECTION_BIAS, RoutingSums
+from jaxrl_llm.models.stacks import layer_places, layer_stacks
 from jaxrl_llm.structs import Batch, Metrics, Params
 
 ROUTING = "routing"
@@ -86,7 +87,17 @@ def with_bias_gradient(grads: Params, sums: RoutingSums | None) -> Params:
         return grads
     load = sums.load.astype(jnp.float32)
     excess = jnp.sign(load - jnp.mean(load, axis=-1, keepdims=True))
-    return jax.tree_util.tree_map_with_path(lambda path, g: excess if _is_bias(path) else g, grads)
+    # Sums are in the order of the layers, which may be in several stacks.
+    stacks = layer_stacks(grads.config)
+    sparse = [name for name, _ in layer_places(grads.config) if stacks[name].moe]
+
+    def of_stack(path, gradient):
+        if not _is_bias(path):
+            return gradient
+        stack = jax.tree_util.keystr(path, simple=True, separator=".").partition(".")[0]
+        return excess[jnp.asarray([i for i, name in enumerate(sparse) if name == stack])]
+
+    return jax.tree_util.tree_map_with_path(of_stack, grads)
 
 
 def move_bias(inner: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:

@@ -19,11 +19,11 @@ from jaxrl_llm.models.attention import (
     sinks_of,
     window_sizes,
 )
-from jaxrl_llm.models.config import DELTA, TransformerConfig
-from jaxrl_llm.models.delta import finish_delta, make_delta_fn, project_delta
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import sparse_mlp
 from jaxrl_llm.models.linear import apply_linear, normalize
 from jaxrl_llm.models.mla import DecodeLatents, decode_latents, expand_latents
+from jaxrl_llm.models.recurrent import RECURRENT
 from jaxrl_llm.models.rows import Packing, per_token_call
 from jaxrl_llm.sharding.attention import ContextParallel, sharded_attention
 from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, constrain_residual, gather_tokens
@@ -48,18 +48,18 @@ def make_attention_fn(
     strict: bool = False,
 ):
     """Return the `attention_fn` of `block` for whole rows: causal attention within the segments of a row, or
-    the gated delta rule.
+    the layer's recurrence.
 
     Args:
         window: tokens of its sequence that a token attends to, including itself.
 
     Raises:
-        ValueError: context parallelism with the gated delta rule.
+        ValueError: context parallelism with a recurrence.
     """
-    if c.kind == DELTA:
+    if c.kind in RECURRENT:
         if method != "none":
             raise ValueError("recurrent layers need whole rows on a device: mesh.sequence must be 1")
-        return make_delta_fn(c, w, rows, strict=strict)
+        return RECURRENT[c.kind].make_rows_fn(c, w, rows, strict=strict)
     # Attention, by the kernels or batch-invariant.
     settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
 
@@ -100,27 +100,27 @@ def block(
         w: the layer's weights, cast to the type of x by `cast_weights`.
         rope: tables of every position for this layer (`layer_rope`).
         attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache. DecodeLatents
-            for a cache of latents. With latent attention, kv are latents except in strict mode. For a layer
-            with the gated delta rule (inputs, g, beta) -> (out, state), as `delta.make_delta_fn`.
+            for a cache of latents. With latent attention, kv are latents except in strict mode. Of a layer
+            with a state (*inputs) -> (out, state), as `RecurrentKind.make_rows_fn`.
         strict: batch-invariant.
         valid: False = padding, which no expert computes; None = all tokens are valid.
         rules: sharding of the experts.
         routes: see `sparse_mlp`.
     """
-    linear, per_token = functools.partial(apply_linear, c), per_token_call(strict)
+    per_token, recurrent = per_token_call(strict), RECURRENT.get(c.kind)
     read_stream, add_to_stream = functools.partial(_read_stream, c), functools.partial(_add_to_stream, c)
 
     def before(w, x, rope):
         h = read_stream(w, x, "attention")
-        if c.kind == DELTA:
-            return project_delta(c, w, h)
+        if recurrent:
+            return recurrent.project_inputs(c, w, h)
         return (expand_latents if c.mla else project_heads)(c, w, h, rope)
 
     def add_mixed(w, x, out, gate):
-        if c.kind == DELTA:
-            return add_to_stream(w, x, finish_delta(c, w, out, gate), "attention")
+        if recurrent:
+            return add_to_stream(w, x, recurrent.finish_mixed(c, w, out, gate), "attention")
         out = out if gate is None else out * jax.nn.sigmoid(gate)
-        return add_to_stream(w, x, linear(w, "o", out), "attention")
+        return add_to_stream(w, x, apply_linear(c, w, "o", out), "attention")
 
     def after(w, x, out, gate):
         x = add_mixed(w, x, out, gate)
@@ -134,7 +134,7 @@ def block(
             out, kv = decode_latents(c, w, h, rope, attention_fn=attention_fn)
         else:
             *inputs, gate = per_token(before, w, x, rope)
-            if c.kind != DELTA:
+            if not recurrent:
                 inputs[0] = constrain(inputs[0], "batch", "sequence", "heads", "head_dim")
             out, kv = attention_fn(*inputs)
             if c.mla:

@@ -177,8 +177,20 @@ class DeltaConfig:
             yield "key_heads", f"is {self.key_heads}: it must divide value_heads, {self.value_heads}."
 
 
-ATTENTION, DELTA = "attention", "delta"
-LayerKind = Literal["attention", "delta"]
+@dataclass(frozen=True)
+class ConvConfig:
+    """Layers with a gated short convolution in place of attention (LFM2)."""
+
+    conv_width: Annotated[int, Range(2, 64)] = 3
+    """Tokens of the causal convolution (HF `conv_L_cache`)."""
+    conv_bias: bool = False
+    """Biases on the convolution and on the projections before and after it."""
+
+
+ATTENTION = "attention"
+LayerKind = Literal["attention", "delta", "conv"]
+RECURRENT_KINDS: tuple[LayerKind, ...] = ("delta", "conv")
+"""Kinds of layers that keep a state of fixed size; a field of TransformerConfig has the name of each."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +221,10 @@ class TransformerConfig:
     """Multi-head latent attention (DeepSeek-V3); None = keys and values are projected directly."""
     delta: DeltaConfig | None = None
     """The gated delta rule of the layers that `layer_kinds` names; None = no such layers."""
+    conv: ConvConfig | None = None
+    """The short convolution of the layers that `layer_kinds` names; None = no such layers."""
     layer_kinds: tuple[LayerKind, ...] | None = None
-    """Kind of each layer: attention, or the gated delta rule; None = all attention."""
+    """Kind of each layer: attention, or one of the kinds with a state; None = all attention."""
     attention_gate: bool = False
     """Multiply the output of attention by a sigmoid of a further projection of its input (Qwen3-Next)."""
     qkv_bias: bool = False
@@ -268,6 +282,16 @@ class TransformerConfig:
         return self.layer_kinds[0] if self.layer_kinds else ATTENTION
 
     @property
+    def recurrent_kind(self) -> LayerKind | None:
+        """Return the kind of the model's layers that have a state; None = it has no such layers."""
+        return next((kind for kind in self.layer_kinds or () if kind != ATTENTION), None)
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Return the number of layers with experts."""
+        return self.num_layers - self.moe.dense_layers if self.moe else 0
+
+    @property
     def num_attention_layers(self) -> int:
         """Return the number of layers with keys and values."""
         return self.num_layers if self.layer_kinds is None else self.layer_kinds.count(ATTENTION)
@@ -309,14 +333,15 @@ class TransformerConfig:
         if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
         # Layers of other kinds than attention.
-        if (self.delta is None) == (DELTA in (self.layer_kinds or ())):
-            yield "delta", "and layer_kinds must name the layers with the gated delta rule together."
+        for kind in RECURRENT_KINDS:
+            if (getattr(self, kind) is None) == (kind in (self.layer_kinds or ())):
+                yield kind, f"and layer_kinds must be set together: layer_kinds names the {kind} layers."
+        if len(kinds := {*(self.layer_kinds or ())} - {ATTENTION}) > 1:
+            yield "layer_kinds", f"has {' and '.join(sorted(kinds))}: only one kind can be beside attention."
         if self.layer_kinds and ATTENTION not in self.layer_kinds:
             yield "layer_kinds", "has no attention: at least one layer must have it."
         if self.mla and (self.layer_kinds or self.attention_gate):
             yield "mla", "is set: layer_kinds and attention_gate are for attention without latents."
-        if self.layer_kinds and self.moe and self.moe.dense_layers:
-            yield "layer_kinds", "is set: moe.dense_layers must be 0."
         # Experts.
         if self.moe and self.mlp_bias:
             yield "mlp_bias", "is true: with moe it must be false; the biases of experts are moe.bias."
@@ -350,7 +375,7 @@ def check_model_config(config: TransformerConfig, where: str) -> None:
         UserError: one line that names every bad field.
     """
     parts = {"": config, "rope.": config.rope, "local_rope.": config.local_rope}
-    parts |= {"moe.": config.moe, "mla.": config.mla, "delta.": config.delta}
+    parts |= {f"{name}.": getattr(config, name) for name in ("moe", "mla", *RECURRENT_KINDS)}
     found = ((f"{key}{name}", text) for key, part in parts.items() if part for name, text in problems(part))
     if wrong := [f"{name} {text}" for name, text in found]:
         raise UserError(f"{where}: no model can have this architecture: {' '.join(wrong)}")

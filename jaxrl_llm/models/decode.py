@@ -29,12 +29,12 @@ from jaxrl_llm.models.attention import (
     stacked_numbers,
 )
 from jaxrl_llm.models.block import block, final_norm_fn, make_attention_fn
-from jaxrl_llm.models.config import ATTENTION, DELTA, TransformerConfig
-from jaxrl_llm.models.delta import DeltaState, empty_state, make_step_fn, with_paths
+from jaxrl_llm.models.config import ATTENTION, TransformerConfig
 from jaxrl_llm.models.experts.router import join_routes
 from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
 from jaxrl_llm.models.params import shardings
+from jaxrl_llm.models.recurrent import RECURRENT, State, with_paths
 from jaxrl_llm.models.rows import Packing, per_token_call
 from jaxrl_llm.models.stacks import collect_layers, layer_places, layer_stacks, scan_layers
 from jaxrl_llm.models.transformer import Layers, Transformer, cast_weights
@@ -43,7 +43,7 @@ from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
 PromptCache = tuple[
     tuple[Float[Array, "*L B K E T"], ...],
     tuple[Float[Array, "*L B K T E"], ...],
-    tuple[DeltaState, ...],
+    tuple[State, ...],
 ]
 """Keys, values and states of prompts, arrays of the layout of `RingCache`."""
 MAX_UNROLLED_LAYERS = 12
@@ -70,7 +70,7 @@ class RingCache(NamedTuple):
     k: tuple[Float[Array, "*L S K E C"], ...]  # an array per layer, or one [L, ...]; C last suits q k^T
     v: tuple[Float[Array, "*L S K C E"], ...]
     cursor: Int[Array, ""]  # write index of the next token
-    states: tuple[DeltaState, ...] = ()  # of layers with the delta rule: a tree per layer, or one [L, ...]
+    states: tuple[State, ...] = ()  # of layers with a state: a tree per layer, or one [L, ...]
 
     @property
     def length(self) -> int:
@@ -135,9 +135,10 @@ def init_ring_cache(
     k = tuple(jnp.zeros((*shape, size, length), dtype) for _ in range(arrays))
     v = tuple(jnp.zeros((*shape, length, size), dtype) for _ in range(arrays))
     states = ()
-    if recurrent := c.num_layers - c.num_attention_layers:
-        count, depth = layout(recurrent)
-        states = tuple(empty_state(c, (*depth, slots), dtype) for _ in range(count))
+    if c.recurrent_kind:
+        count, depth = layout(c.num_layers - c.num_attention_layers)
+        empty = RECURRENT[c.recurrent_kind].empty_state
+        states = tuple(empty(c, (*depth, slots), dtype) for _ in range(count))
     return RingCache(k, () if c.mla and not strict else v, jnp.int32(0), states)
 
 
@@ -181,7 +182,7 @@ def prefill(
         x, kept, routing = block(
             c, w, x, rope, attention_fn=mix, strict=strict, valid=segments > 0, rules=ROLLOUT
         )
-        if c.kind == DELTA:
+        if c.kind in RECURRENT:
             return x, kept, routing
         k, v = kept
         v = None if v is None else v.transpose(0, 2, 1, 3)
@@ -218,9 +219,10 @@ def decode_ring(
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         rope = layer_rope(tables, numbers)
         run = functools.partial(block, c, w, x, rope, strict=strict, rules=ROLLOUT)
-        if c.kind == DELTA:
+        if c.kind in RECURRENT:
             read, write = _state_of(states[array], index)
-            x, new, routing = run(attention_fn=make_step_fn(c, w, read, strict=strict))
+            step = RECURRENT[c.kind].make_step_fn(c, w, read, strict=strict)
+            x, new, routing = run(attention_fn=step)
             return (x, ks, vs, put(states, write(new))), None, routing
         kv, sinks = (ks[array], vs[array] if vs else None), sinks_of(w)
         attend = _attend_ring(
@@ -236,7 +238,7 @@ def decode_ring(
     return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length), states), routes
 
 
-def _state_of(states: DeltaState, index: tuple):
+def _state_of(states: State, index: tuple):
     """Return the state of a layer, and the function that puts a new one in its place."""
     if not index:
         return states, lambda new: new

@@ -3,6 +3,7 @@
 A projection gives queries, keys and values, which a short causal convolution mixes with the projections of
 the tokens before. The delta rule reads and corrects a state, a map from keys to values; its output is
 normalised and gated. The state of a sequence and the last inputs of its convolution are what a cache keeps.
+The functions are the functions of `recurrent.RecurrentKind`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.gated_delta.reference import delta_step, gated_delta, recurrent_delta
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import Initializer, apply_linear, rms_norm
-from jaxrl_llm.models.paths import causal_conv, conv_state, conv_window, convolve, find_paths
-from jaxrl_llm.models.rows import Packing, per_token_call
+from jaxrl_llm.models.paths import causal_conv, conv_window, convolve
+from jaxrl_llm.models.rows import Packing, last_inputs, per_token_call, step_window
 from jaxrl_llm.sharding.rules import constrain
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class DeltaState(NamedTuple):
     """The last N = conv_width - 1 inputs of the convolution, the oldest first, 0 before the start."""
 
 
-def add_delta_weights(layers: Layers, c: TransformerConfig, init: Initializer) -> None:
+def add_weights(layers: Layers, c: TransformerConfig, init: Initializer) -> None:
     """Add the projections, the convolution, the decay and the norm."""
     delta, d = c.delta, c.hidden_size
     heads = (delta.value_heads, delta.value_dim)
@@ -63,12 +64,7 @@ def add_delta_weights(layers: Layers, c: TransformerConfig, init: Initializer) -
 
 
 def empty_state(c: TransformerConfig, shape: tuple[int, ...], dtype: DTypeLike) -> DeltaState:
-    """Return the state before the first token.
-
-    Args:
-        shape: (layers, sequences), or (sequences,).
-        dtype: of the inputs of the convolution.
-    """
+    """Return zeros."""
     delta = c.delta
     return DeltaState(
         jnp.zeros((*shape, delta.value_heads, delta.key_dim, delta.value_dim), jnp.float32),
@@ -76,7 +72,7 @@ def empty_state(c: TransformerConfig, shape: tuple[int, ...], dtype: DTypeLike) 
     )
 
 
-def project_delta(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
+def project_inputs(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
     """Return (inputs of the convolution [B, T, C], g, beta [B, T, H] float32, gate [B, T, H, V])."""
     qkv, gate, b, a = (_project_key_heads if c.delta.projections == "qkvz" else _project)(c, w, h)
     rate = jax.nn.softplus(a.astype(jnp.float32) + w.delta_dt_bias[...])
@@ -99,7 +95,7 @@ def _project_key_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]
     return qkv, merge(gate, delta.value_heads, delta.value_dim), merge(b, -1), merge(a, -1)
 
 
-def finish_delta(
+def finish_mixed(
     c: TransformerConfig, w: Layers, out: Float[Array, "B T H V"], gate: Float[Array, "B T H V"]
 ) -> Float[Array, "B T D"]:
     """Normalise and gate the output of the delta rule, and project it."""
@@ -108,21 +104,10 @@ def finish_delta(
     return apply_linear(c, w, "delta_o", gated)
 
 
-def with_paths(c: TransformerConfig, rows: Packing) -> Packing:
-    """Return the rows with the tokens that the convolution of each token reads, if the model has one."""
-    if not c.delta:
-        return rows
-    width = c.delta.conv_width
-    return rows._replace(paths=find_paths(rows.segments, rows.last, positions=rows.positions, width=width))
-
-
-def make_delta_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool = False):
-    """Return the function (inputs, g, beta) -> (out, DeltaState after each row) for whole rows.
+def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool = False):
+    """Return the function (inputs, g, beta) -> (out, DeltaState after each row).
 
     In strict mode tokens are added one by one, as in decoding; the gradient is that of chunks.
-
-    Args:
-        rows: `with_paths`.
     """
     plain, exact = (functools.partial(_over_rows, rule) for rule in (gated_delta, recurrent_delta))
     rule = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
@@ -135,7 +120,7 @@ def make_delta_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: boo
         q, k = (constrain(x, "batch", "sequence", "kv_heads", "head_dim") for x in (q, k))
         v = constrain(v, "batch", "sequence", "heads", "head_dim")
         out, state = rule(rows, q, k, v, g, beta)
-        return out, DeltaState(state, _last_inputs(inputs, rows)[:, None])
+        return out, DeltaState(state, last_inputs(inputs, rows))
 
     return apply
 
@@ -148,10 +133,10 @@ def make_step_fn(c: TransformerConfig, w: Layers, state: DeltaState, *, strict: 
     """Return the function (inputs, g, beta) -> (out, DeltaState) for one more token of each sequence."""
 
     def apply(inputs, g, beta):
-        window = jnp.concatenate([state.inputs[:, 0], inputs.astype(state.inputs.dtype)], axis=1)
-        q, k, v = _mix_windows(c, w, window[:, None], inputs.dtype, strict=strict)
+        window, kept = step_window(state.inputs, inputs)
+        q, k, v = _mix_windows(c, w, window, inputs.dtype, strict=strict)
         out, new = delta_step(state.map, *(x[:, 0] for x in (q, k, v, g, beta)))
-        return out[:, None], DeltaState(new, window[:, None, 1:])
+        return out[:, None], DeltaState(new, kept)
 
     return apply
 
@@ -179,6 +164,12 @@ def _split_heads(c: TransformerConfig, convolved: Float[Array, "B T C"], dtype: 
     return normed(q, delta.key_dim**-0.5), normed(k, 1.0), heads(v, delta.value_dim)
 
 
-def _last_inputs(inputs: Float[Array, "B T C"], rows: Packing) -> Float[Array, "B N C"]:
-    """Return the last inputs of each row's last token; 0 for an empty row."""
-    return jnp.where(rows.segments[:, -1:, None] > 0, conv_state(inputs, rows.paths), 0)
+def mixer_weights(c: TransformerConfig) -> int:
+    """Return the number of weights in matrices."""
+    values = c.delta.value_heads * c.delta.value_dim
+    return c.hidden_size * (c.delta.channels + 2 * values + 2 * c.delta.value_heads)
+
+
+def state_flops(c: TransformerConfig) -> float:
+    """Return the FLOPs of reading, correcting and reading the state."""
+    return 6.0 * c.delta.value_heads * c.delta.key_dim * c.delta.value_dim

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from jaxrl_llm.models.attention import attention_windows
-from jaxrl_llm.models.config import DELTA, TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
+from jaxrl_llm.models.recurrent import RECURRENT
 from jaxrl_llm.models.stacks import layer_stacks
 
 Number = int | float
@@ -24,9 +25,8 @@ def layer_weights(c: TransformerConfig) -> int:
 def _one_layer(c: TransformerConfig) -> int:
     queries = c.num_heads * (2 if c.attention_gate else 1)
     attention = c.head_dim * c.hidden_size * (queries + c.num_heads + 2 * c.num_kv_heads)
-    if c.kind == DELTA:
-        values = c.delta.value_heads * c.delta.value_dim
-        attention = c.hidden_size * (c.delta.channels + 2 * values + 2 * c.delta.value_heads)
+    if c.kind in RECURRENT:
+        attention = RECURRENT[c.kind].mixer_weights(c)
     elif mla := c.mla:
         queries = c.num_heads * c.head_dim
         attention = mla.q_rank * (c.hidden_size + queries) if mla.q_rank else c.hidden_size * queries
@@ -54,11 +54,10 @@ def attention_flops(c: TransformerConfig, tokens: Number, context: Number) -> fl
 
 
 def state_flops(c: TransformerConfig, tokens: Number) -> float:
-    """Return the FLOPs of reading, correcting and reading the states of recurrent layers, token by token."""
-    if not c.delta:
+    """Return the FLOPs of the states of recurrent layers, token by token."""
+    if not c.recurrent_kind:
         return 0.0
-    size = c.delta.value_heads * c.delta.key_dim * c.delta.value_dim
-    return 6.0 * tokens * size * (c.num_layers - c.num_attention_layers)
+    return tokens * RECURRENT[c.recurrent_kind].state_flops(c) * (c.num_layers - c.num_attention_layers)
 
 
 def _key_and_value_dims(c: TransformerConfig) -> int:
@@ -115,7 +114,7 @@ def adapter_weights(c: TransformerConfig) -> int:
     if c.lora is None:
         return 0
     sizes = {name: math.prod(leaf.shape) for name, leaf in named_leaves(abstract(c)) if MARK in name}
-    experts = sum(size for name, size in sizes.items() if name.startswith("layers.expert_"))
+    experts = sum(size for name, size in sizes.items() if ".expert_" in name)
     passed = experts * c.moe.experts_per_token // c.moe.num_experts if experts else 0
     return sum(sizes.values()) - experts + passed
 

@@ -209,7 +209,7 @@ def merged_weight(weights: Mapping[str, jax.Array], name: str, scale: float) -> 
     if a is None:
         return weight
     product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))
-    product = jax.vmap(product) if name.startswith("layers.expert_") else product
+    product = jax.vmap(product) if ".expert_" in name else product
     change = product(a.astype(jnp.float32), b.astype(jnp.float32))
     return weight.astype(jnp.float32) + scale * change
 

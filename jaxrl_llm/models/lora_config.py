@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.config import ATTENTION, DELTA, Projections, TransformerConfig
+from jaxrl_llm.models.config import Projections, TransformerConfig
 from jaxrl_llm.ranges import Range, problems
 
 Quantize = Literal["none", "int8", "nf4"]
@@ -23,8 +23,14 @@ DELTA_TARGETS: dict[Projections, dict[str, str]] = {
     "qkvz": {"in_proj_qkvz": "delta_qkvz", "in_proj_ba": "delta_ba", "out_proj": "delta_o"},
 }
 """Linear layers of the gated delta rule, by `DeltaConfig.projections`."""
+CONV_TARGETS = {"conv_in": "in_proj", "conv_out": "out_proj", "o": "out_proj"}
+"""Our names of linear layers of a model with short convolutions, LFM2 -> Hugging Face's."""
 ALL_TARGETS = tuple(
-    dict.fromkeys(name for part in (TARGETS, LATENT_TARGETS, *DELTA_TARGETS.values()) for name in part)
+    dict.fromkeys(
+        name
+        for part in (TARGETS, LATENT_TARGETS, *DELTA_TARGETS.values(), CONV_TARGETS.values())
+        for name in part
+    )
 )
 """Hugging Face's names of the linear layers of all models."""
 MLP = ("gate", "up", "down")
@@ -32,18 +38,17 @@ MLP = ("gate", "up", "down")
 
 
 def linear_layers(c: TransformerConfig) -> dict[str, str]:
-    """Return our names of linear layers -> Hugging Face's; each expert has the names of MLP."""
-    kinds = c.layer_kinds or (ATTENTION,)
-    present = dict(TARGETS)
+    """Return our names of the model's linear layers -> Hugging Face's; each expert has the names of MLP.
+
+    A stack of layers has some of them."""
+    present = TARGETS
     if c.mla:
         absent = ("k_proj", "v_proj", *(("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")))
         present = {name: ours for name, ours in (TARGETS | LATENT_TARGETS).items() if name not in absent}
-    elif ATTENTION not in kinds:
-        present = {f"{name}_proj": name for name in MLP}
     layers = {ours: name for name, ours in present.items()}
-    if DELTA in kinds:
+    if c.delta:
         layers |= {ours: name for name, ours in DELTA_TARGETS[c.delta.projections].items()}
-    return layers
+    return layers | (CONV_TARGETS if c.conv else {})
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class AdaptedConfig(TransformerConfig):
 
     @property
     def adapters(self) -> dict[str, tuple[int, float]]:
-        """Adapted weights of a layer -> rank and factor of the adapter's output, in order."""
+        """Adapted weights -> rank and factor of the adapter's output, in order; a layer has some of them."""
         lora, moe = self.lora, self.moe
         names = tuple(ours for ours, name in linear_layers(self).items() if name in lora.adapted)
         dense, experts = names, ()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels import batch_invariant
-from jaxrl_llm.models.paths import Paths
+from jaxrl_llm.models.paths import Paths, conv_state
 
 
 class Packing(NamedTuple):
@@ -23,6 +24,20 @@ class Packing(NamedTuple):
     """Tokens of the row that contain the sliding window (`row_windows`); None = the same number."""
     paths: Paths | None = None
     """Tokens that the convolution of each token reads; None = the model has none."""
+
+
+def last_inputs(inputs: Float[Array, "B T C"], rows: Packing) -> Float[Array, "B 1 N C"]:
+    """Return the last inputs of the convolution of each row's last token, as a cache keeps them; 0 for an
+    empty row."""
+    return jnp.where(rows.segments[:, -1:, None] > 0, conv_state(inputs, rows.paths), 0)[:, None]
+
+
+def step_window(
+    kept: Float[Array, "S 1 N C"], inputs: Float[Array, "S 1 C"]
+) -> tuple[Float[Array, "S 1 W C"], Float[Array, "S 1 N C"]]:
+    """Return the inputs of the convolution of one more token, and the inputs to keep."""
+    window = jnp.concatenate([kept[:, 0], inputs.astype(kept.dtype)], axis=1)[:, None]
+    return window, window[:, :, 1:]
 
 
 def per_token_call(strict: bool):

@@ -1,7 +1,8 @@
 """Stacks of equal layers, and the runs in which a scan passes through them.
 
-The weights of all layers of one kind are one stack. The layers follow a pattern, such as three layers with
-the delta rule and one with attention: a run is a pattern that repeats, and one scan.
+The weights of all layers of one kind are one stack, and leading dense layers of a model with experts have
+separate stacks. The layers follow a pattern, such as three layers with the delta rule and one with attention:
+a run is a pattern that repeats, and one scan.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models.config import ATTENTION, TransformerConfig
 
-DENSE = "dense_layers"
-"""Name of the stack of leading dense layers of a model with experts."""
+_DENSE = "dense_"
 MAX_PATTERN = 12
 """Layers of the longest pattern that is looked for; all are compiled, as often as a layer of the run."""
 
@@ -48,11 +48,17 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
         own = [i for i, of in enumerate(names) if of == name]
         pick = lambda values: values and tuple(values[i] for i in own)
         per_layer = ("window_layers", "rope_layers", "layer_kinds")
-        moe = None if name == DENSE or c.moe is None else dataclasses.replace(c.moe, dense_layers=0)
+        moe = None if is_dense(name) or c.moe is None else dataclasses.replace(c.moe, dense_layers=0)
         picked = {field: pick(getattr(c, field)) for field in per_layer}
         return dataclasses.replace(c, moe=moe, num_layers=len(own), **picked)
 
     return {name: stack(name) for name in dict.fromkeys(names)}
+
+
+def is_dense(stack: str) -> bool:
+    """Return whether a stack is of leading dense layers of a model with experts: "dense_layers", or for
+    another kind "dense_conv_layers"."""
+    return stack.startswith(_DENSE)
 
 
 def layer_places(c: TransformerConfig) -> list[tuple[str, int]]:
@@ -149,5 +155,5 @@ def _stack_names(c: TransformerConfig) -> list[str]:
     """Return the stack of each layer."""
     kinds = c.layer_kinds or (ATTENTION,) * c.num_layers
     dense = c.moe.dense_layers if c.moe else 0
-    part = lambda i, kind: DENSE if i < dense else "layers" if kind == ATTENTION else f"{kind}_layers"
-    return [part(i, kind) for i, kind in enumerate(kinds)]
+    of_kind = lambda kind: "layers" if kind == ATTENTION else f"{kind}_layers"
+    return [f"{_DENSE * (i < dense)}{of_kind(kind)}" for i, kind in enumerate(kinds)]

@@ -22,16 +22,16 @@ from jaxrl_llm.models.attention import (
     window_spans,
 )
 from jaxrl_llm.models.block import block, final_norm_fn, make_attention_fn
-from jaxrl_llm.models.config import DELTA, MoEConfig, TransformerConfig
-from jaxrl_llm.models.delta import add_delta_weights, with_paths
+from jaxrl_llm.models.config import ATTENTION, MoEConfig, TransformerConfig
 from jaxrl_llm.models.experts.router import RoutingSums, join_routes, reads_float32, routing_sums
 from jaxrl_llm.models.linear import Initializer, matrix_dims, scale_embeddings
 from jaxrl_llm.models.lora_config import MLP, linear_layers
 from jaxrl_llm.models.mla import add_latent_weights
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
+from jaxrl_llm.models.recurrent import RECURRENT, with_paths
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rows import Packing, per_token_call
-from jaxrl_llm.models.stacks import DENSE, LayerRun, collect_layers, layer_stacks, scan_layers
+from jaxrl_llm.models.stacks import LayerRun, collect_layers, layer_stacks, scan_layers
 from jaxrl_llm.sharding.attention import ContextParallel, context_parallel, reorder_tokens, restore_tokens
 from jaxrl_llm.sharding.rules import constrain, constrain_residual, fetch, look_up
 
@@ -47,17 +47,17 @@ class Layers(nnx.Module):
     def __init__(self, config: TransformerConfig, key: jax.Array, depth: int):
         c, init = config, Initializer(key, config, depth)
         d = c.hidden_size
-        # Attention.
+        # Attention, or the layer's other way to mix tokens.
         self._add_norms("attention", init)
-        if c.kind == DELTA:
-            add_delta_weights(self, c, init)
+        if c.kind in RECURRENT:
+            RECURRENT[c.kind].add_weights(self, c, init)
         elif c.mla:
             add_latent_weights(self, c, init)
         else:
             self._add_attention(c, init)
-        if c.out_bias and c.kind != DELTA:
+        if c.out_bias and c.kind == ATTENTION:
             self.o_bias = init.zeros((d,), ("norm",))
-        if c.attention_sinks and c.kind != DELTA:
+        if c.attention_sinks and c.kind == ATTENTION:
             self.sinks = init.zeros((c.num_heads,), ("heads",))
         # Feed-forward, dense or experts.
         self._add_norms("mlp", init)
@@ -78,7 +78,8 @@ class Layers(nnx.Module):
                     self._quantize(name, c.quantize)
         if c.lora:
             for name, (rank, _) in c.adapters.items():
-                self._add_adapter(name, rank, init)
+                if hasattr(self, name):
+                    self._add_adapter(name, rank, init)
 
     def _add_norms(self, name: str, init: Initializer) -> None:
         """Add the norms before and after attention or feed-forward."""
@@ -248,7 +249,7 @@ class Transformer(nnx.Module):
         x, outs = scan_layers(c, weights, lambda run: numbers_of(c, run, routes), step, x)
         x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
         hidden = restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
-        sums, chosen = collect_layers(outs, lambda name: c.moe and name != DENSE) or (None, None)
+        sums, chosen = collect_layers(outs, lambda name: bool(layer_stacks(c)[name].moe)) or (None, None)
         return hidden, sums, None if chosen is None else restore_tokens(join_routes(c, chosen), method)
 
 
@@ -258,7 +259,7 @@ def numbers_of(
     """Return the numbers of a run's R layers, and the routes of its layers with experts."""
     layers = run.layers
     numbers = jax.tree.map(lambda x: x[layers], stacked_numbers(c))
-    if routes is None or DENSE in run.pattern:
+    if routes is None or layers.start < c.moe.dense_layers:
         return numbers, None
     dense = c.moe.dense_layers
     return numbers, routes[layers.start - dense : layers.stop - dense]

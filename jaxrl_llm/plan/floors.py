@@ -194,11 +194,7 @@ def _attention_width(c: TransformerConfig) -> int:
 
 def _expert_weights(c: TransformerConfig) -> int:
     """Return the number of weights of the experts that a token passes."""
-    return _num_moe_layers(c) * 3 * c.moe.experts_per_token * c.moe.expert_size * c.hidden_size
-
-
-def _num_moe_layers(c: TransformerConfig) -> int:
-    return dict(named_leaves(abstract(c)))["layers.expert_gate"].shape[0] if c.moe else 0
+    return c.num_sparse_layers * 3 * c.moe.experts_per_token * c.moe.expert_size * c.hidden_size
 
 
 def _is_of_layer(name: str) -> bool:
@@ -243,5 +239,5 @@ def _activation_links(
     width += c.num_attention_layers * min(around, all_to_all) / tensor
     if c.moe:
         chosen = min(c.moe.experts_per_token, owners) * sent(owners)
-        width += passes * _num_moe_layers(c) * 2 * chosen * c.hidden_size
+        width += passes * c.num_sparse_layers * 2 * chosen * c.hidden_size
     return _local_tokens(mesh, rows) * width * jnp.dtype(dtype).itemsize

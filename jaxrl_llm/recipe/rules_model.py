@@ -96,7 +96,7 @@ def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
     if model.mla:
         unsent = "models with latent attention (DeepSeek-V3)"
     elif model.layer_kinds:
-        unsent = "models with recurrent layers (Qwen3.5)"
+        unsent = "models with recurrent layers (Qwen3.5, LFM2)"
     elif model.attention_sinks:
         unsent = "models with attention sinks (gpt-oss)"
     elif model.moe and model.tie_embeddings:  # SGLang computes with a separate LM head

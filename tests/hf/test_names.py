@@ -55,8 +55,12 @@ HF_CLASSES = {
     "phi3": transformers.Phi3Config,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
+    "qwen3_next": transformers.Qwen3NextConfig,
+    "lfm2": transformers.Lfm2Config,
+    "lfm2_moe": transformers.Lfm2MoeConfig,
 }
-QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text")
+LFM2 = ("lfm2", "lfm2_moe")
+QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -194,17 +198,17 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.vocab_size == theirs.vocab_size
     assert config.hidden_size == theirs.hidden_size
     if family != "qwen3_5_moe_text":  # all its layers have experts
-        assert config.mlp_size == theirs.intermediate_size
+        assert config.mlp_size == (8192 if family == "lfm2" else theirs.intermediate_size)  # 2/3 of 12,288
     assert config.num_layers == theirs.num_hidden_layers
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
-    assert config.norm_eps == theirs.rms_norm_eps
+    assert config.norm_eps == getattr(theirs, "norm_eps" if family in LFM2 else "rms_norm_eps")
     own = {
         "mixtral": RopeConfig(1e6),
         "minimax_m2": RopeConfig(5e6),
         "glm4_moe": RopeConfig(partial_rotary=0.5),
         "gpt_oss": RopeConfig(150_000.0, "yarn", 32.0, original_max_position=4096, truncate=False),
-        "gemma3_text": RopeConfig(1e6),
+        **dict.fromkeys(("gemma3_text", *LFM2), RopeConfig(1e6)),
         **dict.fromkeys(QWEN35, RopeConfig(partial_rotary=0.25)),
         "olmo3": RopeConfig(5e5),
         "smollm3": RopeConfig(2e6),
@@ -219,7 +223,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     own |= dict.fromkeys(("gemma3_text", "glm4_moe_lite", *QWEN35), 256)
     assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
     assert config.sliding_window == dict(mistral=4096, gpt_oss=128, gemma3_text=4096, olmo3=4096).get(family)
-    assert config.tie_embeddings == (family in ("gemma3_text", "smollm3"))
+    assert config.tie_embeddings == (family in ("gemma3_text", "smollm3", *LFM2))
 
 
 @pytest.mark.parametrize(
@@ -374,8 +378,10 @@ def test_one_base_of_olmo3_is_that_of_all_layers():
 
 
 CASES = [
-    *[(family, {}) for family in FAMILIES if family not in ("baichuan", *LATENT, *QWEN35)],
+    *[(family, {}) for family in FAMILIES if family not in ("baichuan", "lfm2_moe", *LATENT, *QWEN35)],
     *[(family, {"num_hidden_layers": 4}) for family in QWEN35],
+    ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
+    ("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     ("glm4_moe_lite", {"num_key_value_heads": 4}),
     ("deepseek_v3", {"num_key_value_heads": 4, "first_k_dense_replace": 1}),
     (

@@ -21,8 +21,8 @@ from jaxrl_llm.learn.moe_losses import ROUTES, ROUTING, Replay, balance, balance
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.learn.update import StepConfig, apply
-from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models import TransformerConfig, abstract
+from jaxrl_llm.models.config import ConvConfig, MoEConfig
 from jaxrl_llm.models.experts.router import (
     Routing,
     RoutingSums,
@@ -165,25 +165,34 @@ def test_a_model_without_experts_is_refused_by_name():
 BIASED = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, score="sigmoid", selection_bias=True))
 
 
+TWO_STACKS = TransformerConfig(
+    vocab_size=8, hidden_size=4, mlp_size=4, num_layers=3, num_heads=1, num_kv_heads=1, head_dim=2,
+    layer_kinds=("conv", "attention", "conv"), conv=ConvConfig(),
+    moe=MoEConfig(4, 2, 4, score="sigmoid", selection_bias=True, dense_layers=1),
+)  # fmt: skip
+
+
 def test_the_selection_bias_moves_towards_the_mean_load():
-    """Loads 3, 1, 2, 2 and then 2, 2, 2, 2 of one layer, mean 2; the gradient itself is 0."""
+    """Loads 3, 1, 2, 2 of layer 1 and 2, 2, 3, 1 of layer 2, mean 2, then all 2; the gradient itself is 0.
+    Layer 1, attention, is layers[0]; layer 2 is conv_layers[0]."""
     optim = OptimConfig(weight_decay=0.1, store_param_remainders=True, ema=0.5)
-    params = {"router_bias": jnp.full((1, 4), 0.5), "w": jnp.ones((2, 2))}
+    half = lambda w: jnp.full(w.shape, 0.5)
+    params = jax.tree.map(half, abstract(TWO_STACKS))
+    biases = lambda tree: [np.asarray(stack.router_bias[...]) for stack in (tree.layers, tree.conv_layers)]
     optimizer, zero = make_optimizer(optim, 10, bias_rate=0.25), jnp.zeros((), jnp.int32)
     opt_state = optimizer.init(params)
     state = TrainState(stored_weights(params, opt_state), opt_state, zero, zero, kl_coef=jnp.float32(0))
     grads = jax.tree.map(lambda w: jnp.zeros(w.shape), params)
-    for load in ([3, 1, 2, 2], [2, 2, 2, 2]):
-        metrics = {"loss": jnp.float32(1), ROUTING: RoutingSums(jnp.array([load]), jnp.ones((1, 4)))}
+    for load in ([[3, 1, 2, 2], [2, 2, 3, 1]], [[2, 2, 2, 2]] * 2):
+        metrics = {"loss": jnp.float32(1), ROUTING: RoutingSums(jnp.array(load), jnp.ones((2, 4)))}
         settings = {"algo": sft.Config(), "optimizer": optimizer, "max_grad_norm": 1.0}
         state, metrics = apply(state, grads, metrics, jnp.float32(1), **settings)
-        np.testing.assert_array_equal(
-            master_weights(state.params, state.opt_state)["router_bias"], [[0.25, 0.75, 0.5, 0.5]]
-        )
-        assert metrics["moe/load_max"] == load[0] / 2 and metrics["grad_norm"] == 0
+        moved = biases(master_weights(state.params, state.opt_state))
+        np.testing.assert_array_equal(moved, [[[0.25, 0.75, 0.5, 0.5]], [[0.5, 0.5, 0.25, 0.75]]])
+        assert metrics["moe/load_max"] == max(load[0]) / 2 and metrics["grad_norm"] == 0
     fixed = make_optimizer(optim, 10)
-    moved, _ = fixed.update({**grads, "router_bias": jnp.ones((1, 4))}, fixed.init(params), params)
-    assert not np.any(moved["router_bias"])
+    moved, _ = fixed.update(jax.tree.map(jnp.ones_like, grads), fixed.init(params), params)
+    assert not np.any(biases(moved))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.config import DeltaConfig, MoEConfig
+from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MoEConfig
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import LoraConfig
@@ -38,6 +38,7 @@ WINDOWED = dataclasses.replace(
 HYBRID = dataclasses.replace(
     MODEL, layer_kinds=("delta", "attention"), attention_gate=True, delta=DeltaConfig(2, 4, 8, 8)
 )
+SHORT_CONV = dataclasses.replace(MODEL, layer_kinds=("conv", "attention"), conv=ConvConfig(conv_width=4))
 ONE = MeshConfig(fsdp=1)
 PROMPT, RESPONSES = 12, 4  # tokens of a prompt, responses to it
 
@@ -162,6 +163,10 @@ SLOW = {
     "delta rule": (GRPO, {"model": HYBRID, "share_prefixes": "flat"}),
     "delta rule, fsdp 2, tensor 2": (
         GRPO, {"model": HYBRID, "share_prefixes": "flat", "mesh": MeshConfig(fsdp=2, tensor=2)}
+    ),
+    "short convolution": (GRPO, {"model": SHORT_CONV, "share_prefixes": "flat"}),
+    "short convolution, fsdp 2, tensor 2": (
+        GRPO, {"model": SHORT_CONV, "share_prefixes": "flat", "mesh": MeshConfig(fsdp=2, tensor=2)}
     ),
     "delta rule, prompts cut": (
         GRPO, {"model": HYBRID, "share_prefixes": "flat", "rows": 2, "row_tokens": 40, "least": 0.1}

@@ -11,7 +11,7 @@ from slow_cases import with_slow
 
 from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
-from jaxrl_llm.models.config import DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import QuantizedConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -41,6 +41,10 @@ HYBRID = dataclasses.replace(
     TINY, num_layers=4, layer_kinds=("delta", "delta", "attention", "delta"), attention_gate=True,
     delta=DeltaConfig(2, 4, 8, 8, conv_width=3),
 )  # fmt: skip
+LFM2 = dataclasses.replace(
+    TINY, num_layers=5, layer_kinds=("conv", "attention", "conv", "conv", "attention"), conv=ConvConfig(),
+    moe=MoEConfig(4, 2, 24, score="sigmoid", selection_bias=True, dense_layers=2),
+)  # fmt: skip
 ADAPTED = with_lora(LATENTS, models.LoraConfig(rank=3, alpha=4.0))
 VARIANTS = {
     "qwen3": TINY,
@@ -57,6 +61,8 @@ VARIANTS = {
     "norms after, a layer without rope": NO_ROPE,
     "delta rule": HYBRID,
     "delta rule, scanned": HYBRID,
+    "short convolution, dense layers first": LFM2,
+    "short convolution, dense layers first, scanned": LFM2,
     "nf4": QuantizedConfig(**vars(TINY)),
     "nf4, scanned": QuantizedConfig(**vars(TINY)),
     "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),

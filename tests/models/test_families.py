@@ -53,6 +53,8 @@ GLM = {
     **{"num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8},
     **{"qk_rope_head_dim": 4, "v_head_dim": 12},
 }
+LFM2 = {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 8}
+LFM2_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1}
 MINIMAX = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 3, "rotary_dim": 8}
 CASES = {
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
@@ -107,6 +109,24 @@ CASES = {
             "layer_types": ["full_attention"] + ["linear_attention", "full_attention"] * 2,
         },
     ),
+    "lfm2": ("lfm2", LFM2),
+    "lfm2, odd": (
+        "lfm2",
+        {
+            **{"conv_L_cache": 4, "conv_bias": True, "block_auto_adjust_ff_dim": False, "head_dim": 12},
+            **{"layer_types": ["full_attention", "conv", "conv", "full_attention", "conv"]},
+            **{"num_hidden_layers": 5, "tie_word_embeddings": False, "rope_parameters": YARN},
+        },
+    ),
+    "lfm2 moe": ("lfm2_moe", {**LFM2, **LFM2_MOE}),
+    "lfm2 moe, odd": (
+        "lfm2_moe",
+        {
+            **{**LFM2_MOE, "num_experts": 5, "num_experts_per_tok": 3, "num_dense_layers": 2},
+            **{"layer_types": ["conv", "full_attention"] * 3, "num_hidden_layers": 6, "norm_eps": 1e-3},
+            **{"norm_topk_prob": False, "routed_scaling_factor": 1.7, "use_expert_bias": False},
+        },
+    ),
     "glm-4.7": ("glm4_moe_lite", GLM),
     "glm-4.7, odd": (
         "glm4_moe_lite",
@@ -144,7 +164,7 @@ CASES = {
     ),
 }
 LENGTH = 37
-SELECTION_BIAS = "e_score_correction_bias"
+SELECTION_BIAS = ("e_score_correction_bias", "expert_bias")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # transformers'
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),  # peft's own
@@ -180,11 +200,10 @@ def ours(model):
 
 def unfused(tensors, family):
     """A tensor for each matrix of each expert, as files have them."""
-    is_minimax = family == "minimax_m2"
-    names = dict(gate="w1", up="w3", down="w2") if is_minimax else {}
+    names = dict(gate="w1", up="w3", down="w2") if family in ("minimax_m2", "lfm2_moe") else {}
     out = {}
     for name, x in tensors.items():
-        name = name.replace(".mlp.", ".block_sparse_moe.") if is_minimax else name
+        name = name.replace(".mlp.", ".block_sparse_moe.") if family == "minimax_m2" else name
         if ".experts." not in name:
             out[name] = x
             continue
@@ -254,6 +273,8 @@ def test_greedy_text(case):
         "qwen3.5",
         "qwen3.5 moe",
         "qwen3-next",
+        "lfm2",
+        "lfm2 moe",
         "ministral3",
         "glm-4.7",
         "minimax-m2",

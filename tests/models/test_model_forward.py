@@ -12,7 +12,7 @@ from tiny_models import random_params
 from jaxrl_kernels import dispatch
 from jaxrl_llm import models
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.config import DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
 from jaxrl_llm.models.kernels import describe_kernels
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
@@ -45,10 +45,16 @@ HYBRID = dataclasses.replace(
     attention_gate=True,
     delta=DeltaConfig(2, 4, 8, 8, conv_width=3),
 )
+SHORT_CONV = dataclasses.replace(
+    CONFIG,
+    num_layers=4,
+    layer_kinds=("conv", "attention") * 2,
+    conv=ConvConfig(conv_bias=True),
+)
 CONFIGS = pytest.mark.parametrize(
     "config",
-    [CONFIG, WINDOWED, DYNAMIC, MIXED, HYBRID],
-    ids=["full", "window in one layer", "dynamic rope", "mixed layers", "delta rule"],
+    [CONFIG, WINDOWED, DYNAMIC, MIXED, HYBRID, SHORT_CONV],
+    ids=["full", "window in one layer", "dynamic rope", "mixed layers", "delta rule", "short convolution"],
 )
 quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -93,6 +99,29 @@ def test_packed_row_equals_separate_rows(config):
     apart = hidden_of(params, tokens, positions, segments)
     joined = np.concatenate([row[:length] for row, length in zip(apart, lengths, strict=True)])
     np.testing.assert_allclose(together[: len(joined)], joined, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", [SHORT_CONV], ids=["short convolution"])
+def test_a_packed_row_has_the_gradient_of_separate_rows(config):
+    """Of all weights, for random gradients of the hidden states: nothing passes a border or is lost there."""
+    row = packed()
+    seeds = np.random.default_rng(1).normal(size=(1, 40, 32)) * (row[2] > 0)[..., None]
+    gradient = quick(jax.grad(lambda params, seeds, *row: (params(*row) * seeds).sum()))
+    together = gradient(init(config), seeds, *row)
+    apart = [gradient(init(config), seeds * (row[2] == number)[..., None], *row) for number in (1, 2, 3)]
+    alone = []
+    for number, ids in enumerate(trajectories(), 1):
+        own = np.zeros((3, 1, 40), np.int32)
+        own[:, 0, : len(ids)] = ids, np.arange(len(ids)), np.ones(len(ids))
+        own_seeds = np.zeros_like(seeds)
+        own_seeds[:, : len(ids)] = seeds[:, row[2][0] == number]
+        alone.append(gradient(init(config), own_seeds, *own))
+    assert_trees_close = lambda a, b: jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max()), a, b
+    )
+    assert_trees_close(together, jax.tree.map(lambda *xs: sum(xs), *alone))
+    for one, other in zip(apart, alone, strict=True):
+        assert_trees_close(one, other)
 
 
 SHARED = dataclasses.replace(CONFIG, attention_sinks=True, attention_softcap=5.0)

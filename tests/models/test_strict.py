@@ -19,7 +19,7 @@ from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.models.config import DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
 from jaxrl_llm.recipe.rule import apply_rules
 from jaxrl_llm.recipe.rules_recipe import RECIPE
 from jaxrl_llm.rollout.config import SamplingConfig
@@ -54,6 +54,10 @@ GEMMA = dataclasses.replace(
 HYBRID = dataclasses.replace(
     QWEN, num_layers=4, layer_kinds=("delta", "delta", "attention", "delta"), attention_gate=True,
     delta=DeltaConfig(2, 4, 8, 8),
+)  # fmt: skip
+LFM2 = dataclasses.replace(
+    QWEN, num_layers=3, layer_kinds=("conv", "attention", "conv"), conv=ConvConfig(),
+    moe=MoEConfig(4, 2, 24, score="sigmoid", selection_bias=True, dense_layers=1),
 )  # fmt: skip
 NO_ROPE = dataclasses.replace(
     QWEN, norms="after", qk_norm_over_heads=True, rope_layers=(False, True),
@@ -115,6 +119,8 @@ def one_update(config, dtype, strict=True, share=True):
         (GEMMA, "float32"),
         (HYBRID, "float32"),
         pytest.param(HYBRID, "bfloat16", marks=pytest.mark.slow),
+        (LFM2, "float32"),
+        pytest.param(LFM2, "bfloat16", marks=pytest.mark.slow),
         pytest.param(GEMMA, "bfloat16", marks=pytest.mark.slow),
         pytest.param(NO_ROPE, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
@@ -134,6 +140,8 @@ def one_update(config, dtype, strict=True, share=True):
         "four norms, two ropes",
         "delta rule",
         "delta rule bfloat16",
+        "short convolution",
+        "short convolution bfloat16",
         "four norms, two ropes bfloat16",
         "norms after, a layer without rope bfloat16",
         "latents",

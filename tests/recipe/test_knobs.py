@@ -13,7 +13,15 @@ from jaxrl_llm.recipe.overrides import resolve_key, split_arguments
 from tests.test_docs import OPTIONAL, PAGES, PLACEHOLDER, ROOT, code_of, commands_of, recipe_of
 
 MAX_WITHOUT_EXAMPLE = 100
-BARE = ("TransformerConfig", "DeltaConfig", "MoEConfig", "MLAConfig", "RopeConfig", "SandboxConfig")
+BARE = (
+    "TransformerConfig",
+    "ConvConfig",
+    "DeltaConfig",
+    "MoEConfig",
+    "MLAConfig",
+    "RopeConfig",
+    "SandboxConfig",
+)
 """Configs whose fields the docs name without a group, in a table or list of their group."""
 Knob = tuple[str, str]
 """Name of the Config that defines a field, and the field."""

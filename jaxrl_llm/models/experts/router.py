@@ -78,7 +78,7 @@ def route_spec(c: TransformerConfig) -> jax.ShapeDtypeStruct:
     The largest value of the type is `unknown_route`.
     """
     dtype = jnp.uint8 if c.moe.num_experts <= jnp.iinfo(jnp.uint8).max else jnp.uint16
-    return jax.ShapeDtypeStruct((c.num_layers - c.moe.dense_layers, c.moe.experts_per_token), dtype)
+    return jax.ShapeDtypeStruct((c.num_sparse_layers, c.moe.experts_per_token), dtype)
 
 
 def unknown_route(dtype: DTypeLike) -> int:
