@@ -109,7 +109,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         value_head=has_head,
         rope=rope,
         local_rope=local_rope if window else None,
-        rope_layers=read_rope_layers(keys, sizes["num_layers"]),
+        rope_layers=read_rope_layers(keys, family, sizes["num_layers"]),
         sliding_window=window,
         window_layers=window_layers,
         score_size=None if score_size == head_dim else score_size,

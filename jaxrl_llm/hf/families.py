@@ -44,6 +44,8 @@ class Family:
     """Fields of DeltaConfig that all models of the family have."""
     rope_by_layer_type: bool = False
     """Layers with a window have a rotary position embedding of a different kind: `local_rope`."""
+    null_theta: bool = False
+    """No layer has a rotary position embedding if `rope_theta` is null."""
     local_theta: str = "rope_theta"
     """Key of the base of `local_rope` in the spelling of transformers 4."""
     activation: str = "hidden_act"
@@ -191,6 +193,11 @@ _LFM2_FACTS = {
     "kinds": {"conv": "conv", "full_attention": "attention"},
     "norm_eps": "norm_eps",
 }
+_OLMO_HYBRID = {
+    **{"vocab_size": 100_352, "hidden_size": 3840, "intermediate_size": 11_008, "num_hidden_layers": 32},
+    **{"num_attention_heads": 30, "max_position_embeddings": 65_536, "full_attention_interval": 4},
+    **{"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
+}
 _MINIMAX = {
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
@@ -284,6 +291,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_next": Family("Qwen3NextForCausalLM", _QWEN3_NEXT, **_QWEN35_FACTS, delta={"projections": "qkvz"}),
     "phi3": Family("Phi3ForCausalLM", _PHI3, windows="all", partial_rotary=True),
+    "olmo_hybrid": Family(
+        "OlmoHybridForCausalLM",
+        _OLMO_HYBRID,
+        {**_ALL_HEADS_NORM, "norms": "after"},
+        bias="attention_bias",
+        null_theta=True,
+        kinds={"linear_attention": "delta", "full_attention": "attention"},
+        delta={"projections": "separate", "norms": "before", "norm_eps": 1e-5},
+    ),
     "ministral3": Family("Ministral3ForCausalLM", _MINISTRAL3, windows="all"),
     "lfm2": Family("Lfm2ForCausalLM", _LFM2, **_LFM2_FACTS),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", {**_LFM2, **EXPERT_DEFAULTS["lfm2_moe"]}, **_LFM2_FACTS),

@@ -13,7 +13,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import language_config
 from jaxrl_llm.hf.expert_config import PREDICTORS
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
-from jaxrl_llm.hf.names import TABLE, hf_tensors
+from jaxrl_llm.hf.names import OTHER_NAMES, TABLE, HFTensor, hf_tensors
 from jaxrl_llm.hf.quantization import Quantization, read_quantization
 from jaxrl_llm.hf.stored import FLOATS, StoredTensor, join_scales, read_header, read_values
 from jaxrl_llm.host.processes import print_on_first
@@ -34,6 +34,8 @@ FUSED_EXPERTS = {
     "layers.expert_down": ("experts.down_proj", 0, 1),
 }
 """Our weight -> (module of the fused experts, index of the part, number of parts), concatenated by rows."""
+CONVOLUTIONS = ("layers.delta_conv_q", "layers.delta_conv_k", "layers.delta_conv_v")
+FUSED_CONVOLUTION = "model.layers.{}.linear_attn.conv1d.weight"
 _SHOWN = 8
 _COMPARED_ROWS = 4096  # of two vocabularies, at once
 MAX_PREDICTORS = 64  # of any model
@@ -56,7 +58,7 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
                 )
             stored[name] = entry
     stored = join_scales(_language_model(folder, stored), _quantization(folder))
-    stored = _split_experts(stored, config)
+    stored = _split_convolutions(_original_names(_split_experts(stored, config), config), config)
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     ignored = {HEAD} if config.tie_embeddings else set()
     ignored |= {name for name in stored if _DERIVED.fullmatch(name)}
@@ -113,14 +115,13 @@ def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -
     Transformers 5 fuses experts in memory, and `save_pretrained(..., save_original_format=False)` writes
     fused experts.
     """
-    row_of = lambda tensor: f"layers.{tensor.parts[0][0].partition('.')[2]}"
-    model = [tensor for tensor in hf_tensors(config) if row_of(tensor) in FUSED_EXPERTS]
+    model = [tensor for tensor in hf_tensors(config) if _row(tensor) in FUSED_EXPERTS]
     if any(tensor.name in stored for tensor in model if ".experts." in tensor.name):
         return stored
     out = dict(stored)
     for tensor in model:
         _, (_, *expert) = tensor.parts[0]
-        module, part, parts = FUSED_EXPERTS[row_of(tensor)]
+        module, part, parts = FUSED_EXPERTS[_row(tensor)]
         name = f"{'.'.join(tensor.name.split('.')[:3])}.mlp.{module}"  # "model.layers.3.mlp.gate.weight"
         rows, *columns = tensor.shape
         shape = (*[config.moe.num_experts for _ in expert], parts * rows, *columns)
@@ -129,6 +130,52 @@ def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -
             out.pop(name, None)
             out[tensor.name] = entry._replace(expert=expert[0] if expert else None, start=part * rows)
     return out
+
+
+def _original_names(stored: dict[str, StoredTensor], config: TransformerConfig) -> dict[str, StoredTensor]:
+    """Return the weights under the names of published folders (`OTHER_NAMES`)."""
+    other_names, out = OTHER_NAMES.get(config.family, {}), dict(stored)
+    for tensor in hf_tensors(config) if other_names else ():
+        other = other_names.get(_row(tensor), "").format(*_layer(tensor))
+        if tensor.name not in stored and other in stored:
+            out[tensor.name] = out.pop(other)
+    return out
+
+
+def _split_convolutions(
+    stored: dict[str, StoredTensor], config: TransformerConfig
+) -> dict[str, StoredTensor]:
+    """Split convolutions of queries, keys and values together into one each.
+
+    Transformers 5.24 keeps the three of OLMo-hybrid in one tensor, and `save_pretrained` writes this in three
+    equal parts, whatever the channels of queries, keys and values are.
+    """
+    convolutions = [tensor for tensor in hf_tensors(config) if _row(tensor) in CONVOLUTIONS]
+    out = dict(stored)
+    for i in range(0, len(convolutions), len(CONVOLUTIONS)):
+        parts = convolutions[i : i + len(CONVOLUTIONS)]
+        channels, rest = sum(part.shape[0] for part in parts), parts[0].shape[1:]
+        third = -(-channels // len(parts))
+        whole = FUSED_CONVOLUTION.format(*_layer(parts[0]))
+        thirds = {p.name: min(third, channels - k * third) for k, p in enumerate(parts)}
+        for sizes in ({whole: channels}, thirds):
+            if all(name in stored and stored[name].shape == (n, *rest) for name, n in sizes.items()):
+                joined, start = tuple(out.pop(name) for name in sizes), 0
+                for part in parts:
+                    out[part.name] = joined[0]._replace(shape=part.shape, start=start, joined=joined)
+                    start += part.shape[0]
+                break
+    return out
+
+
+def _row(tensor: HFTensor) -> str:
+    """Return the key in TABLE of the first weight of ours in a tensor of a layer."""
+    return f"layers.{tensor.parts[0][0].partition('.')[2]}"
+
+
+def _layer(tensor: HFTensor) -> list[str]:
+    """Return the number of a tensor's layer, as in its name; [] outside the layers."""
+    return re.findall(r"\.layers\.(\d+)\.", tensor.name)
 
 
 def _predictor_weights(folder: Path, config: TransformerConfig, stored: Collection[str]) -> set[str]:

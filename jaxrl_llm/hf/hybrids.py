@@ -21,6 +21,8 @@ KEYS: dict[LayerKind, dict[str, str]] = {
 }
 """Kind -> fields of its Config -> HF keys."""
 CONFIGS = {"delta": DeltaConfig, "conv": ConvConfig}
+NEGATIVE = "linear_allow_neg_eigval"
+FLAGS = ("conv_bias", NEGATIVE)
 ADJUST, OLD_SIZE = "block_auto_adjust_ff_dim", "block_ff_dim"
 
 
@@ -42,9 +44,16 @@ def read_layer_kinds(keys: JsonKeys, family: str, num_layers: int) -> dict[str, 
     if set(kinds) == {ATTENTION}:
         return {}
     recurrent = _recurrent_kind(family)
-    read = lambda key: keys.flag(key) if key.endswith("bias") else keys.integer(key, 2**16)
-    fields = {field: read(key) for field, key in KEYS[recurrent].items()}
+    keys = _with_default_sizes(keys) if family == "olmo_hybrid" else keys
+    read = lambda key: keys.flag(key) if key in FLAGS else keys.integer(key, 2**16)
+    fields = {field: read(key) for field, key in _keys(family, recurrent).items()}
     return {"layer_kinds": kinds, recurrent: CONFIGS[recurrent](**fields, **FAMILIES[family].delta)}
+
+
+def _keys(family: str, kind: LayerKind) -> dict[str, str]:
+    """Return the fields of a kind's Config -> the keys of a family."""
+    negative = {"negative_eigenvalues": NEGATIVE} if NEGATIVE in FAMILIES[family].defaults else {}
+    return KEYS[kind] | negative
 
 
 def _recurrent_kind(family: str) -> LayerKind:
@@ -66,6 +75,18 @@ def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[s
     return [names[recurrent if (i + 1) % every else ATTENTION] for i in layers]
 
 
+def _with_default_sizes(keys: JsonKeys) -> JsonKeys:
+    """Return the keys with defaults of absent and null sizes, which follow from other sizes (OLMo-hybrid)."""
+    sizes = KEYS["delta"]
+    heads, raw = keys.integer("num_attention_heads", LARGEST["num_attention_heads"]), dict(keys.raw)
+    for key in (sizes["key_heads"], sizes["value_heads"]):
+        raw[key] = keys.optional(key, 2**16) or heads
+    size = int(0.75 * keys.integer("hidden_size", LARGEST["hidden_size"]) / raw[sizes["key_heads"]])
+    raw[sizes["key_dim"]] = keys.optional(sizes["key_dim"], 2**16) or size
+    raw[sizes["value_dim"]] = keys.optional(sizes["value_dim"], 2**16) or 2 * raw[sizes["key_dim"]]
+    return JsonKeys(raw, keys.file, keys.defaults)
+
+
 def write_layer_kinds(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of config.json that `read_layer_kinds` reads."""
     known, recurrent = FAMILIES[config.family].kinds, config.recurrent_kind
@@ -73,7 +94,7 @@ def write_layer_kinds(config: TransformerConfig) -> dict[str, Any]:
         return {}
     names = {kind: name for name, kind in known.items()}
     kinds = config.layer_kinds or (ATTENTION,) * config.num_layers
-    of_kind = KEYS[recurrent].items() if recurrent else ()
+    of_kind = _keys(config.family, recurrent).items() if recurrent else ()
     sizes = {key: getattr(getattr(config, recurrent), field) for field, key in of_kind}
     return {"layer_types": [names[kind] for kind in kinds], **sizes}
 

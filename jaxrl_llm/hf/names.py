@@ -57,6 +57,12 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.delta_a": ("model.layers.{}.linear_attn.in_proj_a.weight", "d h -> h d"),
     "layers.delta_qkvz": ("model.layers.{}.linear_attn.in_proj_qkvz.weight", "d k e -> (k e) d"),
     "layers.delta_ba": ("model.layers.{}.linear_attn.in_proj_ba.weight", "d k e -> (k e) d"),
+    "layers.delta_q": ("model.layers.{}.linear_attn.q_proj.weight", "d k e -> (k e) d"),
+    "layers.delta_k": ("model.layers.{}.linear_attn.k_proj.weight", "d k e -> (k e) d"),
+    "layers.delta_v": ("model.layers.{}.linear_attn.v_proj.weight", "d h e -> (h e) d"),
+    "layers.delta_conv_q": ("model.layers.{}.linear_attn.q_conv1d.weight", "c n w -> c n w"),
+    "layers.delta_conv_k": ("model.layers.{}.linear_attn.k_conv1d.weight", "c n w -> c n w"),
+    "layers.delta_conv_v": ("model.layers.{}.linear_attn.v_conv1d.weight", "c n w -> c n w"),
     "layers.delta_conv": ("model.layers.{}.linear_attn.conv1d.weight", "c n w -> c n w"),
     "layers.delta_a_log": ("model.layers.{}.linear_attn.A_log", "h -> h"),
     "layers.delta_dt_bias": ("model.layers.{}.linear_attn.dt_bias", "h -> h"),
@@ -93,6 +99,15 @@ SHARED_EXPERTS = {
     for ours in ("gate", "up", "down")
 }
 SHARED_EXPERT = {row: name.replace("shared_experts", "shared_expert") for row, name in SHARED_EXPERTS.items()}
+OLMO_HYBRID = {
+    "layers.attention_norm": "model.layers.{}.attention_layer_norm.weight",
+    "layers.mlp_norm": "model.layers.{}.feedforward_layer_norm.weight",
+    "layers.delta_z": "model.layers.{}.linear_attn.g_proj.weight",
+    "layers.delta_b": "model.layers.{}.linear_attn.b_proj.weight",
+    "layers.delta_a": "model.layers.{}.linear_attn.a_proj.weight",
+    "layers.delta_norm": "model.layers.{}.linear_attn.o_norm.weight",
+    "layers.delta_o": "model.layers.{}.linear_attn.o_proj.weight",
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
     "gemma3_text": {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"},
@@ -100,11 +115,20 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "layers.router": "model.layers.{}.mlp.router.weight",
         "layers.expert_down": "model.layers.{}.mlp.experts.down_proj",
     },
+    "olmo_hybrid": OLMO_HYBRID,
     **dict.fromkeys(("mixtral", "minimax_m2"), BLOCK_SPARSE),
     **dict.fromkeys(GROUPED, SHARED_EXPERTS),
     **dict.fromkeys(SHARED, SHARED_EXPERT),
 }
 """HF names of families that differ from TABLE."""
+OTHER_NAMES: dict[str, dict[str, str]] = {
+    "olmo_hybrid": {
+        "layers.attention_norm": "model.layers.{}.input_layernorm.weight",
+        "layers.mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
+        "layers.attention_out_norm": "model.layers.{}.feedforward_layer_norm.weight",
+    },
+}
+"""HF names that folders saved by transformers have, too: it renames in layers of both kinds."""
 FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
     "gpt_oss": {
         "layers.expert_gate": "x d f -> x d f",

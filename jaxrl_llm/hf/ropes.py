@@ -113,15 +113,16 @@ def write_ropes(config: TransformerConfig) -> dict[str, Any]:
         config: with fields without effect at their defaults (`canonical_rope`).
     """
     facts, rope = FAMILIES[config.family], config.rope
+    theta = None if facts.null_theta and not any(config.rope_layers or (True,)) else rope.theta
     partial = {PARTIAL: rope.partial_rotary} if facts.partial_rotary else {}
     scaling, has_scaling = {**_section(rope), **partial}, rope.scaling != "default"
     keys = {
         **partial,
         **({DIMS: config.rotary_dim} if config.family == "minimax_m2" else {}),
-        "rope_theta": rope.theta,
+        "rope_theta": theta,
         "rope_scaling": {**scaling, "type": rope.scaling} if has_scaling else None,
     }
-    full = {**scaling, "rope_theta": rope.theta}
+    full = {**scaling, "rope_theta": theta}
     if not facts.rope_by_layer_type:
         return {**keys, "rope_parameters": full}
     local = config.local_rope or RopeConfig(theta=facts.defaults[facts.local_theta])

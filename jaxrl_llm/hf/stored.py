@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +49,7 @@ class StoredTensor(NamedTuple):
     start: int = 0  # first row
     scale: StoredTensor | None = None  # of a quantized tensor
     block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
+    joined: tuple[StoredTensor, ...] = ()  # tensors whose rows follow each other, instead of one
 
     @property
     def is_readable(self) -> bool:
@@ -163,6 +164,8 @@ def read_values(stored: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
     """
     rows, *others = index
     rows = slice(rows.start + stored.start, rows.stop + stored.start)
+    if stored.joined:
+        return _read_joined(stored.joined, rows, others)
     place = (rows, *others) if stored.expert is None else (stored.expert, rows, *others)
     if stored.scale is None:
         return _read_held(stored, place)
@@ -170,6 +173,17 @@ def read_values(stored: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
         if stored.dtype == MXFP4:
             return _read_mxfp4(stored, stored.scale, place)
         return _read_fp8(stored, stored.scale, place)
+
+
+def _read_joined(tensors: Sequence[StoredTensor], rows: slice, others: Sequence[slice]) -> np.ndarray:
+    """Read rows of tensors as if they were one."""
+    parts, first = [], 0
+    for tensor in tensors:
+        count = tensor.shape[0]
+        own = slice(max(rows.start - first, 0), min(rows.stop - first, count))
+        parts += [read_values(tensor, (own, *others))] if own.start < own.stop else []
+        first += count
+    return np.concatenate(parts)
 
 
 def _read_held(stored: StoredTensor, place: Slices) -> np.ndarray:

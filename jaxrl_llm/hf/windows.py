@@ -57,7 +57,8 @@ def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[s
     layers = range(num_layers)
     if family == "smollm3":
         return [
-            LAYER_TYPES[not rotates] for rotates in read_rope_layers(keys, num_layers) or (True,) * num_layers
+            LAYER_TYPES[not rotates]
+            for rotates in read_rope_layers(keys, family, num_layers) or (True,) * num_layers
         ]
     if period := FAMILIES[family].full_every:
         if family == "gemma3_text":
@@ -91,11 +92,16 @@ def write_windows(config: TransformerConfig) -> dict[str, Any]:
     return {**both, "max_window_layers": slides.index(True) if any(slides) else config.num_layers}
 
 
-def read_rope_layers(keys: JsonKeys, num_layers: int) -> tuple[bool, ...] | None:
-    """Return which layers of SmolLM3 rotate queries and keys; None = all.
+def read_rope_layers(keys: JsonKeys, family: str, num_layers: int) -> tuple[bool, ...] | None:
+    """Return which layers rotate queries and keys; None = all.
 
-    `no_rope_layers` has 1 for a layer with RoPE and 0 for a layer without, despite its name.
+    `no_rope_layers` of SmolLM3 has 1 for a layer with RoPE and 0 for a layer without, despite its name. No
+    layer of OLMo-hybrid rotates them if `rope_theta` is null, which an absent key is not.
     """
+    if FAMILIES[family].null_theta:
+        parameters = keys.get("rope_parameters")
+        given = parameters if isinstance(parameters, dict) and "rope_theta" in parameters else keys.raw
+        return None if given.get("rope_theta", 0) is not None else (False,) * num_layers
     every = keys.optional("no_rope_layer_interval", LARGEST["num_hidden_layers"])
     if every is None:
         return None

@@ -144,7 +144,8 @@ class MLAConfig:
     """RoPE rotates neighbouring dims, 2i and 2i + 1, not i and i + rope_dim / 2."""
 
 
-Projections = Literal["qkv", "qkvz"]
+Norms = Literal["before", "after", "both"]
+Projections = Literal["qkv", "qkvz", "separate"]
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,13 @@ class DeltaConfig:
     projections: Projections = "qkv"
     """Matrices of a layer's input: one of queries, keys and values, and one each of gate, beta and decay; or
     "qkvz": one with the query, key, values and gates of each key head, and one with its betas and decays
-    (Qwen3-Next)."""
+    (Qwen3-Next); or "separate": one each, and three convolutions (OLMo-hybrid)."""
+    norms: Norms = "before"
+    """Norms of the residual stream of these layers; `TransformerConfig.norms` has those of attention."""
+    norm_eps: Annotated[float, Range(0.0, 1.0)] | None = None
+    """Added to the mean square in the norm of the output; None = `TransformerConfig.norm_eps`."""
+    negative_eigenvalues: bool = False
+    """beta is 2 sigmoid, up to 2, so that the state may change its sign (arXiv 2411.12537; OLMo-hybrid)."""
 
     @property
     def channels(self) -> int:
@@ -239,9 +246,9 @@ class TransformerConfig:
     """`qk_norm` normalises all heads together, before the split, instead of each head (OLMoE)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     """Activation of the feed-forward gate."""
-    norms: Literal["before", "after", "both"] = "before"
+    norms: Norms = "before"
     """Norms of the residual stream: before attention and feed-forward, after them on what they add to the
-    stream (OLMo 3), or both (Gemma)."""
+    stream (OLMo 3), or both (Gemma). Layers with the delta rule have `DeltaConfig.norms`."""
     norm_offset: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Added to the weights of RMSNorms: 1 if weights are stored as w and multiply as 1 + w (Gemma)."""
     norm_eps: Annotated[float, Range(0.0, 1.0, usual="1e-6 is usual")] = 1e-6
@@ -338,6 +345,8 @@ class TransformerConfig:
                 yield kind, f"and layer_kinds must be set together: layer_kinds names the {kind} layers."
         if len(kinds := {*(self.layer_kinds or ())} - {ATTENTION}) > 1:
             yield "layer_kinds", f"has {' and '.join(sorted(kinds))}: only one kind can be beside attention."
+        if self.delta and self.activation != "silu":
+            yield "activation", f"is {self.activation}: with delta it must be silu, as in its convolution."
         if self.layer_kinds and ATTENTION not in self.layer_kinds:
             yield "layer_kinds", "has no attention: at least one layer must have it."
         if self.mla and (self.layer_kinds or self.attention_gate):

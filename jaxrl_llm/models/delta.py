@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.gated_delta.reference import delta_step, gated_delta, recurrent_delta
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import DeltaConfig, TransformerConfig
 from jaxrl_llm.models.linear import Initializer, apply_linear, rms_norm
 from jaxrl_llm.models.paths import causal_conv, conv_window, convolve
 from jaxrl_llm.models.rows import Packing, last_inputs, per_token_call, step_window
@@ -52,11 +52,17 @@ def add_weights(layers: Layers, c: TransformerConfig, init: Initializer) -> None
         layers.delta_qkvz = init.normal((d, delta.key_heads, of_head), ("embed", "kv_heads", "head_dim"))
         layers.delta_ba = init.normal((d, delta.key_heads, 2 * served), ("embed", "kv_heads", "head_dim"))
     else:
-        layers.delta_qkv = init.normal((d, delta.channels), ("embed", "mlp"))
+        if delta.projections == "qkv":
+            layers.delta_qkv = init.normal((d, delta.channels), ("embed", "mlp"))
+        else:
+            keys = (d, delta.key_heads, delta.key_dim), ("embed", "kv_heads", "head_dim")
+            layers.delta_q, layers.delta_k = init.normal(*keys), init.normal(*keys)
+            layers.delta_v = init.normal((d, *heads), ("embed", "heads", "head_dim"))
         layers.delta_z = init.normal((d, *heads), ("embed", "heads", "head_dim"))
         layers.delta_b = init.normal((d, delta.value_heads), ("embed", "heads"))
         layers.delta_a = init.normal((d, delta.value_heads), ("embed", "heads"))
-    layers.delta_conv = init.uniform((delta.channels, 1, delta.conv_width), ("conv",) * 3, 0.5)
+    for name, channels in _convolutions(delta).items():
+        setattr(layers, name, init.uniform((channels, 1, delta.conv_width), ("conv",) * 3, 0.5))
     layers.delta_a_log = init.uniform(heads[:1], ("heads",), 2.0)  # decays at rates of 0.14 to 7.4
     layers.delta_dt_bias = init.ones(heads[:1], ("heads",))
     layers.delta_norm = init.ones(heads[1:], ("head_dim",))
@@ -76,12 +82,18 @@ def project_inputs(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
     """Return (inputs of the convolution [B, T, C], g, beta [B, T, H] float32, gate [B, T, H, V])."""
     qkv, gate, b, a = (_project_key_heads if c.delta.projections == "qkvz" else _project)(c, w, h)
     rate = jax.nn.softplus(a.astype(jnp.float32) + w.delta_dt_bias[...])
-    return qkv, -jnp.exp(w.delta_a_log[...]) * rate, jax.nn.sigmoid(b).astype(jnp.float32), gate
+    beta = jax.nn.sigmoid(b).astype(jnp.float32) * (2 if c.delta.negative_eigenvalues else 1)
+    return qkv, -jnp.exp(w.delta_a_log[...]) * rate, beta, gate
 
 
 def _project(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
     """Return (queries, keys and values of all heads [B, T, C], gate [B, T, H, V], b, a [B, T, H])."""
-    return tuple(apply_linear(c, w, f"delta_{name}", h) for name in ("qkv", "z", "b", "a"))
+    linear = lambda name: apply_linear(c, w, f"delta_{name}", h)
+    if c.delta.projections == "qkv":
+        qkv = linear("qkv")
+    else:
+        qkv = jnp.concatenate([linear(name).reshape(*h.shape[:2], -1) for name in "qkv"], axis=-1)
+    return qkv, linear("z"), linear("b"), linear("a")
 
 
 def _project_key_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
@@ -99,7 +111,8 @@ def finish_mixed(
     c: TransformerConfig, w: Layers, out: Float[Array, "B T H V"], gate: Float[Array, "B T H V"]
 ) -> Float[Array, "B T D"]:
     """Normalise and gate the output of the delta rule, and project it."""
-    normed = rms_norm(out, w.delta_norm[...], c.norm_eps)
+    eps = c.norm_eps if c.delta.norm_eps is None else c.delta.norm_eps
+    normed = rms_norm(out, w.delta_norm[...], eps)
     gated = (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(out.dtype)
     return apply_linear(c, w, "delta_o", gated)
 
@@ -116,7 +129,7 @@ def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool
         if strict:
             q, k, v = _mix_windows(c, w, conv_window(inputs, rows.paths), inputs.dtype, strict=strict)
         else:
-            q, k, v = _split_heads(c, causal_conv(inputs, w.delta_conv[:, 0], rows.paths), inputs.dtype)
+            q, k, v = _split_heads(c, causal_conv(inputs, _conv_weight(c, w), rows.paths), inputs.dtype)
         q, k = (constrain(x, "batch", "sequence", "kv_heads", "head_dim") for x in (q, k))
         v = constrain(v, "batch", "sequence", "heads", "head_dim")
         out, state = rule(rows, q, k, v, g, beta)
@@ -146,7 +159,19 @@ def _mix_windows(
 ):
     """Return `_split_heads` of the convolution of each token's inputs."""
     mix = lambda weight, window: _split_heads(c, convolve(window, weight), dtype)
-    return per_token_call(strict)(mix, w.delta_conv[:, 0], window)
+    return per_token_call(strict)(mix, _conv_weight(c, w), window)
+
+
+def _convolutions(delta: DeltaConfig) -> dict[str, int]:
+    """Return the names of the convolutions -> their channels, in the order of `_split_heads`."""
+    if delta.projections != "separate":
+        return {"delta_conv": delta.channels}
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    return {"delta_conv_q": keys, "delta_conv_k": keys, "delta_conv_v": values}
+
+
+def _conv_weight(c: TransformerConfig, w: Layers) -> Float[Array, "C W"]:
+    return jnp.concatenate([getattr(w, name)[:, 0] for name in _convolutions(c.delta)])
 
 
 def _split_heads(c: TransformerConfig, convolved: Float[Array, "B T C"], dtype: DTypeLike):

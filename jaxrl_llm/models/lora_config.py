@@ -21,6 +21,10 @@ LATENT_TARGETS = {"q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "k
 DELTA_TARGETS: dict[Projections, dict[str, str]] = {
     "qkv": {**{f"in_proj_{part}": f"delta_{part}" for part in ("qkv", "z", "b", "a")}, "out_proj": "delta_o"},
     "qkvz": {"in_proj_qkvz": "delta_qkvz", "in_proj_ba": "delta_ba", "out_proj": "delta_o"},
+    "separate": {
+        **{f"{part}_proj": f"delta_{part}" for part in ("q", "k", "v", "b", "a", "o")},
+        "g_proj": "delta_z",
+    },
 }
 """Linear layers of the gated delta rule, by `DeltaConfig.projections`."""
 CONV_TARGETS = {"conv_in": "in_proj", "conv_out": "out_proj", "o": "out_proj"}

@@ -50,7 +50,8 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
         per_layer = ("window_layers", "rope_layers", "layer_kinds")
         moe = None if is_dense(name) or c.moe is None else dataclasses.replace(c.moe, dense_layers=0)
         picked = {field: pick(getattr(c, field)) for field in per_layer}
-        return dataclasses.replace(c, moe=moe, num_layers=len(own), **picked)
+        norms = c.delta.norms if c.delta and picked["layer_kinds"][0] == "delta" else c.norms
+        return dataclasses.replace(c, moe=moe, num_layers=len(own), norms=norms, **picked)
 
     return {name: stack(name) for name in dict.fromkeys(names)}
 

@@ -109,6 +109,32 @@ _QWEN3_NEXT = TransformerConfig(
     rope=RopeConfig(theta=10_000_000.0, partial_rotary=0.25),
     max_position=262_144,
 )
+_OLMO_HYBRID = TransformerConfig(
+    family="olmo_hybrid",
+    vocab_size=100_352,
+    hidden_size=3840,
+    mlp_size=11_008,
+    num_layers=32,
+    num_heads=30,
+    num_kv_heads=30,
+    head_dim=128,
+    delta=DeltaConfig(
+        key_heads=30,
+        value_heads=30,
+        key_dim=96,
+        value_dim=192,
+        projections="separate",
+        norm_eps=1e-5,
+        negative_eigenvalues=True,
+    ),
+    layer_kinds=("delta", "delta", "delta", "attention") * 8,
+    qk_norm_over_heads=True,
+    norms="after",
+    tie_embeddings=False,
+    rope=RopeConfig(),
+    rope_layers=(False,) * 32,
+    max_position=65_536,
+)
 _LLAMA_8B, _LLAMA_70B = _llama3(4096, 14_336, 32, 32), _llama3(8192, 28_672, 80, 64)
 _LONG = {
     "rope": RopeConfig(500_000.0, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
@@ -126,6 +152,7 @@ PRESETS: dict[str, TransformerConfig] = {
     "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
     "Qwen/Qwen3-Next-80B-A3B": _QWEN3_NEXT,
     "Qwen/Qwen3-Next-80B-A3B-Thinking": _QWEN3_NEXT,
+    "allenai/Olmo-Hybrid-7B": _OLMO_HYBRID,
     "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
     "deepseek-ai/DeepSeek-R1": _DEEPSEEK_V3,
     "meta-llama/Meta-Llama-3-8B": _LLAMA_8B,

@@ -127,6 +127,20 @@ CASES = {
             **{"norm_topk_prob": False, "routed_scaling_factor": 1.7, "use_expert_bias": False},
         },
     ),
+    "olmo-hybrid": (
+        "olmo_hybrid",
+        {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "olmo-hybrid, odd": (
+        "olmo_hybrid",
+        {
+            **{**DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 12, "linear_key_head_dim": 10},
+            **{"linear_conv_kernel_dim": 3, "linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3},
+            **{"attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 5},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "layer_types": ["full_attention"] + ["linear_attention", "full_attention"] * 2,
+        },
+    ),
     "glm-4.7": ("glm4_moe_lite", GLM),
     "glm-4.7, odd": (
         "glm4_moe_lite",
@@ -195,11 +209,35 @@ def raw_of(model):
 def ours(model):
     """Our model with the same weights."""
     config = read_config(raw_of(model))
-    return params_from_tensors(config, unfused(state_dict(model), config.family))
+    return params_from_tensors(config, on_disk(state_dict(model), config))
+
+
+def on_disk(tensors, config):
+    """Tensors as published files have them."""
+    family = config.family
+    return original_names(tensors, config.delta) if family == "olmo_hybrid" else unfused(tensors, family)
+
+
+def original_names(tensors, delta):
+    """The names of OLMo-hybrid, whose delta layers have other norms, and three convolutions."""
+    names = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+    keys, out = delta.key_heads * delta.key_dim, {}
+    for name, x in tensors.items():
+        if f"{'.'.join(name.split('.')[:3])}.linear_attn.A_log" in tensors:
+            for theirs, disk in names.items():
+                name = name.replace(f".{theirs}.", f".{disk}.")
+        if ".conv1d." in name:
+            parts = np.split(x, [keys, 2 * keys])
+            out |= {
+                name.replace("conv1d", f"{one}_conv1d"): part for one, part in zip("qkv", parts, strict=True)
+            }
+        else:
+            out[name] = x
+    return out
 
 
 def unfused(tensors, family):
-    """A tensor for each matrix of each expert, as files have them."""
+    """A tensor for each matrix of each expert."""
     names = dict(gate="w1", up="w3", down="w2") if family in ("minimax_m2", "lfm2_moe") else {}
     out = {}
     for name, x in tensors.items():
@@ -244,7 +282,7 @@ def test_gradients_of_all_weights(case):
 
     gradients = tensors_of(params.config, jax.jit(jax.grad(loss))(params))
     theirs = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
-    theirs = unfused(theirs, params.config.family)
+    theirs = on_disk(theirs, params.config)
     constant = {name for name in gradients if name.endswith(SELECTION_BIAS)}
     assert not any(gradients.pop(name).any() for name in constant)
     assert gradients.keys() == theirs.keys()
@@ -275,6 +313,7 @@ def test_greedy_text(case):
         "qwen3-next",
         "lfm2",
         "lfm2 moe",
+        "olmo-hybrid",
         "ministral3",
         "glm-4.7",
         "minimax-m2",
@@ -325,6 +364,20 @@ def test_adapters_of_joined_layers_are_read(stabilized, tmp_path):
     np.testing.assert_allclose(hf_logits(theirs, tokens), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("case", ["olmo-hybrid"])
+def test_a_packed_row_has_the_logits_of_single_rows(case):
+    """States, which betas up to 2 turn round, begin anew; transformers itself would leak over the border."""
+    model, tokens, cut = oracle(case), some_tokens(rows=1), 14
+    params, positions = ours(model), np.r_[:cut, : LENGTH - cut][None]
+    hidden = jax.jit(
+        lambda p: p(
+            jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(1 + (np.arange(LENGTH) >= cut))[None]
+        )
+    )(params)
+    theirs = [hf_logits(model, part) for part in np.split(tokens, [cut], axis=1)]
+    np.testing.assert_allclose(hidden @ params.head.T, np.concatenate(theirs, axis=1), atol=TOLERANCE, rtol=0)
+
+
 @each_case
 def test_config_reads_back_in_transformers(case):
     model = oracle(case)
@@ -338,7 +391,7 @@ def test_config_reads_back_in_transformers(case):
     np.testing.assert_array_equal(hf_logits(again, some_tokens()), hf_logits(model, some_tokens()))
 
 
-@pytest.mark.parametrize("case", ["glm-4.7", "minimax-m2"])
+@pytest.mark.parametrize("case", ["glm-4.7", "minimax-m2", "qwen3-next"])
 def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
     """Weights of a layer after the last one are skipped; transformers reads what is written."""
     model, tokens = oracle(case), some_tokens()
@@ -346,6 +399,7 @@ def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
     model.save_pretrained(folder)
     stored, file = load_file(folder / "model.safetensors"), "model.safetensors"
     predictor = f"model.layers.{model.config.num_hidden_layers}.eh_proj.weight"
+    predictor = "mtp.fc.weight" if case == "qwen3-next" else predictor
     save_file({**stored, predictor: torch.ones(2, 2)}, folder / file)
     for source, target in ((folder, first), (first, second)):
         params = load_params(source, read_config(source))
@@ -359,7 +413,66 @@ def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
         first, output_loading_info=True, attn_implementation="eager"
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
+    np.testing.assert_allclose(hf_logits(again, tokens), hf_logits(model, tokens), atol=2e-6, rtol=0)
+
+
+def test_convolutions_of_olmo_hybrid_have_the_channels_of_queries_keys_and_values(tmp_path):
+    """transformers writes equal parts, which are read; exports are right, and it reads them, too."""
+    model, tokens = oracle("olmo-hybrid"), some_tokens()
+    name = "model.layers.0.linear_attn.{}_conv1d.weight"
+    shapes = lambda file: [load_file(file)[name.format(one)].shape[0] for one in "qkv"]
+    expected = on_disk(state_dict(model), read_config(raw_of(model)))
+    for original in (True, False):
+        model.save_pretrained(theirs := tmp_path / f"theirs{original}", save_original_format=original)
+        params = load_params(theirs, read_config(theirs))
+        save_model(params, params.config, tmp_path / "ours", dtype="float32")
+        written = load_file(file := tmp_path / "ours" / "model.safetensors")
+        assert written.keys() == expected.keys()
+        assert all(np.array_equal(written[name], x) for name, x in expected.items())
+        assert shapes(file) == [24, 24, 48]
+    assert shapes(tmp_path / "theirsTrue" / "model.safetensors") == [32, 32, 32]
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager", pad_token_id=0
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
     np.testing.assert_array_equal(hf_logits(again, tokens), hf_logits(model, tokens))
+    save_file({**written, name.format("q"): torch.ones(25, 1, 4)}, file)
+    with pytest.raises(
+        ValueError, match=r"1 of another shape: .*q_conv1d.weight \[25, 1, 4\].* says \[24, 1, 4\]"
+    ):
+        load_params(file.parent, params.config)
+
+
+def test_no_rope_of_olmo_hybrid_is_a_theta_of_null():
+    """An absent theta is 10,000, as in transformers."""
+    raw = {"model_type": "olmo_hybrid", **BASE}
+    for changes, rotates in (
+        ({}, True),
+        ({"rope_parameters": None}, True),
+        ({"rope_theta": None}, False),
+        ({"rope_parameters": {"rope_theta": None}}, False),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, True),
+    ):
+        config = read_config({**raw, **changes})
+        assert (config.rope_layers is None) == rotates, changes
+        theirs = transformers.AutoConfig.for_model(**copy.deepcopy({**raw, **changes}))
+        assert (theirs.rope_parameters["rope_theta"] is not None) == rotates
+        assert read_config(to_hf_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; supported: 1"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported; supported: \[\]"),
+        ({"hidden_act": "gelu"}, "activation is gelu: with delta it must be silu"),
+    ],
+)
+def test_what_qwen3_next_lacks_is_refused_by_name(changes, message):
+    raw = {"model_type": "qwen3_next", **BASE, **DELTA, **EXPERTS}
+    assert read_config(raw).moe.normalize and read_config(raw).delta.projections == "qkvz"
+    with pytest.raises(ValueError, match=message):
+        read_config({**raw, **changes})
 
 
 @pytest.mark.parametrize(
