@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.hf.names import from_hf, hf_tensors, stack_dims, tensor_rows, to_hf
+from jaxrl_llm.hf.layouts import from_hf, to_hf
+from jaxrl_llm.hf.names import hf_tensors, stack_dims, tensor_rows
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.structs import Params
 

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.hf.export import export_tensors
-from jaxrl_llm.hf.names import Encoding, HFTensor, from_hf, stack_dims, tensor_layout, to_hf
+from jaxrl_llm.hf.layouts import from_hf, to_hf
+from jaxrl_llm.hf.names import Encoding, HFTensor, stack_dims, tensor_layout
 from jaxrl_llm.models import TransformerConfig, named_leaves
 from jaxrl_llm.structs import Params
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.hf.names import Encoding, HFTensor, Index, Join, join_parts, stored_dtype, to_hf
+from jaxrl_llm.hf.layouts import Join, join_parts, to_hf
+from jaxrl_llm.hf.names import Encoding, HFTensor, Index, stored_dtype
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.lora import adapter_scale, merged_names, merged_weight
 from jaxrl_llm.structs import Params

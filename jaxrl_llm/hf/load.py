@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import read_headers, refuse_remote_code
-from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, stack_dims, tensor_rows
+from jaxrl_llm.hf.layouts import from_hf, parse_layout
+from jaxrl_llm.hf.names import TensorRows, stack_dims, tensor_rows
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.stored import StoredTensor, read_values
 from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves

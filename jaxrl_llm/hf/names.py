@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl_llm.hf.expert_config import GROUPED, SHARED
 from jaxrl_llm.hf.family_names import BLOCK_SPARSE, LFM2
+from jaxrl_llm.hf.layouts import Join, hf_shape, parse_layout
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import copy_dtype
 from jaxrl_llm.models.lora import MARK
@@ -177,13 +176,6 @@ class Encoding(NamedTuple):
     apply: Callable[[jax.Array], jax.Array]  # to one HF matrix
 
 
-Join = Literal["rows", "columns", "diagonal", "ranks", "blocks"]
-"""Arrangement of a tensor's parts: "rows" concatenates them; "columns" interleaves them along the last dim;
-"diagonal" is the block diagonal B of an adapter whose A has the "rows" of several. For adapters of all
-experts of a layer, the ranks add up: "ranks" is A, [(experts parts rank), inputs], and "blocks" is B, block
-diagonal in this rank, [(outputs parts), (parts rank experts)], with interleaved outputs."""
-
-
 class HFTensor(NamedTuple):
     """A tensor of an HF folder, and the weights of ours in it."""
 
@@ -205,7 +197,7 @@ def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
     for tensor in hf_tensors(config):
         start, step = 0, len(tensor.parts) if tensor.join == "columns" else 1
         for i, ((ours, index), layout) in enumerate(zip(tensor.parts, tensor.layouts, strict=True)):
-            rows = _hf_shape(_matrix_shape(config, ours), layout)[0]
+            rows = hf_shape(_matrix_shape(config, ours), layout)[0]
             by_name[ours].append(
                 TensorRows(index, tensor.name, layout, start, rows=rows, column=i % step, step=step)
             )
@@ -221,7 +213,7 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
         for members, hf in stacks[stack]:
             layouts = tuple(tensor_layout(ours, config.family) for ours in members)
             pairs = zip(members, layouts, strict=True)
-            shapes = [_hf_shape(_matrix_shape(config, ours), layout) for ours, layout in pairs]
+            shapes = [hf_shape(_matrix_shape(config, ours), layout) for ours, layout in pairs]
             shape, join = (sum(s[0] for s in shapes), *shapes[0][1:]), "rows"
             if hf in INTERLEAVED.get(config.family, {}):
                 shape, join = (*shapes[0][:-1], sum(s[-1] for s in shapes)), "columns"
@@ -309,7 +301,7 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
                 continue
             members = tuple(f"{weight}{MARK}{matrix}" for weight in weights)
             layouts = tuple(tensor_layout(ours, config.family) for ours in members)
-            shapes = [_hf_shape(_matrix_shape(config, m), of) for m, of in zip(members, layouts, strict=True)]
+            shapes = [hf_shape(_matrix_shape(config, m), of) for m, of in zip(members, layouts, strict=True)]
             shape, join = shapes[0], "rows"
             if len(members) > 1 and not is_stacked(config, weights[0]):
                 rows, columns = (sum(sizes) for sizes in zip(*shapes, strict=True))
@@ -371,48 +363,6 @@ def tensor_layout(ours: str, family: str = "") -> str:
         return f"{experts} {a if matrix == 'a' else b}"
     outputs, inputs = groups
     return f"{inputs} r -> r ({inputs})" if matrix == "a" else f"r {outputs} -> ({outputs}) r"
-
-
-def to_hf(ours: np.ndarray | jax.Array, layout: str) -> np.ndarray | jax.Array:
-    """Return one matrix of a weight in HF's layout: "d h e -> (h e) d" turns [D, H, E] into [H*E, D]."""
-    source, groups = parse_layout(layout)
-    order = [source.index(dim) for group in groups for dim in group]
-    return ours.transpose(order).reshape(_hf_shape(ours.shape, layout))
-
-
-def from_hf(tensor: np.ndarray, layout: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a view in our layout, of shape `shape`: the inverse of `to_hf`."""
-    source, groups = parse_layout(layout)
-    flat = [dim for group in groups for dim in group]
-    sizes = dict(zip(source, shape, strict=True))
-    return tensor.reshape([sizes[dim] for dim in flat]).transpose([flat.index(dim) for dim in source])
-
-
-@functools.cache
-def parse_layout(layout: str) -> tuple[list[str], list[list[str]]]:
-    """Split "d h e -> (h e) d" into (["d", "h", "e"], [["h", "e"], ["d"]])."""
-    source, target = layout.split(" -> ")
-    return source.split(), [(a or b).split() for a, b in re.findall(r"\(([^)]*)\)|(\S+)", target)]
-
-
-def join_parts(parts: list[jax.Array], join: Join, shape: tuple[int, ...]) -> jax.Array:
-    """Join parts in HF's layout, [N, ...] each, into N tensors; `shape` is the shape of the result."""
-    if join == "rows":
-        return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
-    if join == "ranks":
-        return jnp.concatenate(parts, axis=2).reshape(shape)
-    if join == "columns":
-        return jnp.stack(parts, axis=-1).reshape(shape)
-    zeros = lambda i, j: jnp.zeros((*parts[i].shape[:-1], parts[j].shape[-1]), parts[i].dtype)
-    row = lambda i: [part if i == j else zeros(i, j) for j, part in enumerate(parts)]
-    rows = [jnp.concatenate(row(i), axis=-1) for i in range(len(parts))]
-    return jnp.concatenate(rows, axis=-2) if join == "diagonal" else jnp.stack(rows, axis=-2).reshape(shape)
-
-
-def _hf_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    source, groups = parse_layout(layout)
-    sizes = dict(zip(source, shape, strict=True))
-    return tuple(math.prod(sizes[dim] for dim in group) for group in groups)
 
 
 def _matrix_shape(config: TransformerConfig, ours: str) -> tuple[int, ...]:

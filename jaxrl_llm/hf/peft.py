@@ -15,8 +15,9 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import export_config, write_folder
 from jaxrl_llm.hf.folder import file_inside, list_mismatches
 from jaxrl_llm.hf.json_file import JsonKeys
+from jaxrl_llm.hf.layouts import from_hf
 from jaxrl_llm.hf.load import read_slice
-from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, from_hf
+from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors
 from jaxrl_llm.hf.peft_config import (
     CONFIG,
     check_same_adapters,

@@ -11,7 +11,8 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
-from jaxrl_llm.hf.names import MARK, parse_layout, tensor_layout
+from jaxrl_llm.hf.layouts import parse_layout
+from jaxrl_llm.hf.names import MARK, tensor_layout
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import make_optimizer, make_schedule

@@ -19,8 +19,9 @@ from hf_tensors import params_from_tensors
 from jaxrl_llm import models
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.layouts import from_hf
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import adapter_tensors, from_hf, hf_tensors, tensor_layout
+from jaxrl_llm.hf.names import adapter_tensors, hf_tensors, tensor_layout
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import TARGETS
