@@ -72,7 +72,10 @@ def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[s
             raise keys.wrong("full_attn_idxs", attends, f"must be a list of layers, 0 to {num_layers - 1}")
         return [names[ATTENTION if i in attends else recurrent] for i in layers]
     every = keys.integer("full_attention_interval", LARGEST["num_hidden_layers"])
-    return [names[recurrent if (i + 1) % every else ATTENTION] for i in layers]
+    types = [names[recurrent if (i + 1) % every else ATTENTION] for i in layers]
+    if family == "olmo_hybrid" and num_layers < every:
+        types[-1] = names[ATTENTION]
+    return types
 
 
 def _with_default_sizes(keys: JsonKeys) -> JsonKeys:

@@ -50,6 +50,7 @@ HF_CLASSES = {
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
     "qwen3_next": transformers.Qwen3NextConfig,
+    "olmo_hybrid": transformers.OlmoHybridConfig,
     "lfm2": transformers.Lfm2Config,
     "lfm2_moe": transformers.Lfm2MoeConfig,
 }
