@@ -39,7 +39,7 @@ from jaxrl_llm.models.lora_config import MLP
 from jaxrl_llm.structs import Params
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
-UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe_text")
+UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe_text", "lfm2_moe")
 """Families whose experts' adapters peft ignores."""
 
 
@@ -78,7 +78,7 @@ def unread_by_peft(config: AdaptedConfig) -> str:
     """Return a line about adapters that PEFT does not load, or "".
 
     peft 0.21 does not know the names of these families' experts in transformers 5; for Qwen2-MoE it warns and
-    continues, for Qwen3.5 without a word.
+    continues, for Qwen3.5 without a word, for LFM2 with a warning on ranks of other layers.
     """
     if config.family not in UNREAD_EXPERTS or not any(name.startswith("expert_") for name in config.adapters):
         return ""
