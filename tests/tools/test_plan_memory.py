@@ -18,7 +18,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.models import LoraConfig
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.config import DeltaConfig, MoEConfig
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
 from jaxrl_llm.plan.report import advise, verdict
@@ -140,6 +140,23 @@ def test_a_state_on_the_host_that_does_not_fit_may_leave_its_remainders_there():
     )
     assert lines[1].startswith("  2. --optim.grad_dtype bfloat16: saves 3.00 GiB of 3.00 GiB, would fit")
     assert lines[2].startswith("  3. --optim.store_param_remainders True: saves 6.00 GiB of 3.00 GiB, would")
+
+
+def test_states_of_recurrent_layers_are_counted_beside_keys_and_values():
+    """For each slot and prompt 4 x 8 x 6 numbers in float32, and 2 inputs of 2 x 2 x 8 + 4 x 6 channels in
+    bfloat16, as 2 x 2 x 8 numbers for each token in the layer with attention; 4 bytes for the cursor."""
+    delta = DeltaConfig(2, 4, 8, 6, conv_width=3)
+    hybrid = dataclasses.replace(SMALL, delta=delta, layer_kinds=("delta", "attention"))
+    model = dataclasses.replace(CONFIG.model, architecture=hybrid)
+    rollout = dataclasses.replace(CONFIG.rollout, cache_dtype="bfloat16")
+    config = dataclasses.replace(CONFIG, model=model, rollout=rollout)
+    steps = {phase.name: phase for phase in phases(config, make_meshes(config, jax.devices()[:1]))}
+    prompts, width = steps["rollout: prefill"].program.args[1].shape
+    decode = steps["rollout: decode"]
+    length = decode.program.args[1].length
+    tokens, states = 4 * length + prompts * width, 4 + prompts
+    expected = 2 * tokens * 2 * 2 * 8 + states * (4 * 4 * 8 * 6 + 2 * 2 * 56)
+    assert bytes_per_device(decode.resident["KV cache"]) == expected + 4
 
 
 def test_bytes_of_a_compressed_state_in_a_plan():
