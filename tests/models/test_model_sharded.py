@@ -1,5 +1,6 @@
 """Eight devices give the logits of one."""
 
+import dataclasses
 import functools
 
 import jax
@@ -77,7 +78,8 @@ def rows():
 
 
 CASES = [(CONFIG, mesh) for mesh in MESHES.values()]
-CASES += [(HYBRID, mesh) for mesh in MESHES.values() if mesh.sequence == 1]
+PROJECTED = [dataclasses.replace(HYBRID, delta=DeltaConfig(2, 4, 8, 8, 4, of)) for of in ("qkvz", "separate")]
+CASES += zip(PROJECTED, (mesh for mesh in MESHES.values() if mesh.sequence == 1), strict=True)
 
 
 @pytest.mark.parametrize(("config", "mesh_config"), CASES, ids=[*MESHES, "delta tensor=2", "delta tensor=4"])

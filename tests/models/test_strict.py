@@ -55,6 +55,9 @@ HYBRID = dataclasses.replace(
     QWEN, num_layers=4, layer_kinds=("delta", "delta", "attention", "delta"), attention_gate=True,
     delta=DeltaConfig(2, 4, 8, 8),
 )  # fmt: skip
+NEGATIVE = dataclasses.replace(
+    HYBRID, norms="after", delta=DeltaConfig(2, 4, 8, 8, projections="separate", negative_eigenvalues=True)
+)
 LFM2 = dataclasses.replace(
     QWEN, num_layers=3, layer_kinds=("conv", "attention", "conv"), conv=ConvConfig(),
     moe=MoEConfig(4, 2, 24, score="sigmoid", selection_bias=True, dense_layers=1),
@@ -118,7 +121,7 @@ def one_update(config, dtype, strict=True, share=True):
         pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
         (GEMMA, "float32"),
         (HYBRID, "float32"),
-        pytest.param(HYBRID, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(NEGATIVE, "bfloat16", marks=pytest.mark.slow),
         (LFM2, "float32"),
         pytest.param(LFM2, "bfloat16", marks=pytest.mark.slow),
         pytest.param(GEMMA, "bfloat16", marks=pytest.mark.slow),
@@ -139,7 +142,7 @@ def one_update(config, dtype, strict=True, share=True):
         "gpt-oss bfloat16",
         "four norms, two ropes",
         "delta rule",
-        "delta rule bfloat16",
+        "delta rule, betas up to 2, bfloat16",
         "short convolution",
         "short convolution bfloat16",
         "four norms, two ropes bfloat16",
