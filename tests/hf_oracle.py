@@ -91,7 +91,12 @@ def hf_logits(model, tokens: np.ndarray) -> np.ndarray:
 def our_logits(params: models.Transformer, tokens: np.ndarray, dtype=jnp.float32) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden = params(tokens, positions, dtype=dtype)
-    return (hidden @ params.head.astype(dtype).T).astype(jnp.float32)
+    return soft_capped(params, (hidden @ params.head.astype(dtype).T).astype(jnp.float32))
+
+
+def soft_capped(params: models.Transformer, logits: jax.Array) -> jax.Array:
+    cap = params.config.logit_softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def agree_in_greedy_text(model, params: models.Transformer, prompts: np.ndarray, new: int, **rollout) -> None:

@@ -22,10 +22,12 @@ from jaxrl_llm.models import (
     named_leaves,
 )
 from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.structs import Params
 
 PARTS = {"rope": RopeConfig, "local_rope": RopeConfig, "lora": LoraConfig}
 PARTS |= {"moe": MoEConfig, "mla": MLAConfig, "delta": DeltaConfig, "conv": ConvConfig}
+PARTS |= {"global_heads": GlobalHeads}
 """Fields of a TransformerConfig that are Configs, or None."""
 
 

@@ -16,12 +16,13 @@ from jaxrl_llm.hf.expert_config import (
     write_latent_attention,
 )
 from jaxrl_llm.hf.families import FAMILIES
+from jaxrl_llm.hf.global_heads import OVERRIDES, read_global_heads, write_global_heads
 from jaxrl_llm.hf.hybrids import read_layer_kinds, read_mlp_size, write_layer_kinds, write_mlp_size
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys, read_json
 from jaxrl_llm.hf.quantization import read_quantization
 from jaxrl_llm.hf.ropes import canonical_rope, read_ropes, write_ropes
 from jaxrl_llm.hf.windows import read_rope_layers, read_windows, write_rope_layers, write_windows
-from jaxrl_llm.models.config import TransformerConfig, check_model_config
+from jaxrl_llm.models.config import MLAConfig, TransformerConfig, check_model_config
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -40,14 +41,14 @@ SAME = {
 }
 """Our field -> HF key, for the sizes that every config has."""
 
-_FIXED = {"clip_qkv": None, "is_causal": True, "per_layer_config": None}
+_FIXED = {"clip_qkv": None, "is_causal": True}
 """Keys of every family that have one supported value."""
 WITHOUT_EFFECT = {
     *("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path", "dtype"),
     *("torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
 """Keys of every family that do not describe its decoder."""
-WRAPPERS = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
+WRAPPERS = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Model types of a language model with a vision tower; `text_config` describes the language model."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
@@ -80,26 +81,21 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
     biased = bool(facts.bias) and keys.flag(facts.bias, facts.bias == "qkv_bias")
     window, window_layers = read_windows(keys, family, sizes["num_layers"])
     rope, local_rope = read_ropes(keys, family, sizes["max_position"])
-    score_size = keys.number("query_pre_attn_scalar", None, low=1e-6) if family == "gemma3_text" else None
     has_head = _has_value_head(keys)
-    own_kv = (
-        None if family == "baichuan" else keys.optional("num_key_value_heads", LARGEST["num_attention_heads"])
-    )
     mla = read_latent_attention(keys, family, heads)
-    head_dim = keys.optional("head_dim", 1 << 16) or sizes["hidden_size"] // heads
-    head_dim = mla.nope_dim + mla.rope_dim if mla else head_dim
-    if not head_dim:
-        raise keys.wrong("hidden_size", sizes["hidden_size"], f"is less than num_attention_heads={heads}")
     # Family switches, then keys with a default.
+    fields = {
+        **_read_heads(keys, family, sizes, mla),
+        **{"qk_norm": family == "glm4_moe" and keys.flag("use_qk_norm"), **facts.fields},
+        **read_global_heads(keys, family, window_layers, has_window=window is not None),
+    }
     config = TransformerConfig(
         family=family,
         **sizes,
-        num_kv_heads=own_kv or heads,
-        head_dim=head_dim,
         mla=mla,
         moe=read_experts(keys, family),
         **read_layer_kinds(keys, family, sizes["num_layers"]),
-        **{"qk_norm": family == "glm4_moe" and keys.flag("use_qk_norm"), **facts.fields},
+        **fields,
         qkv_bias=biased,
         out_bias=biased and facts.out_bias,
         mlp_bias=facts.mlp_bias and keys.flag("mlp_bias"),
@@ -112,7 +108,6 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         rope_layers=read_rope_layers(keys, family, sizes["num_layers"]),
         sliding_window=window,
         window_layers=window_layers,
-        score_size=None if score_size == head_dim else score_size,
         attention_softcap=keys.number("attn_logit_softcapping", None, low=1e-6),
         logit_softcap=keys.number("final_logit_softcapping", None, low=1e-6),
         initializer_range=keys.number("initializer_range", 0.02, high=1e3),
@@ -185,6 +180,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         **write_windows(config),
         **write_rope_layers(config),
         **write_layer_kinds(config),
+        **write_global_heads(config),
     }
     # Keys of some families only: transformers would warn of others.
     raw |= facts.fixed
@@ -207,7 +203,9 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
 def _check_supported(keys: JsonKeys, family: str) -> None:
     """Refuse a model that would load but compute other results."""
     read_quantization(keys)
-    for key, supported in (_FIXED | FAMILIES[family].fixed).items():
+    fixed = _FIXED | FAMILIES[family].fixed
+    fixed |= {} if FAMILIES[family].global_heads else {OVERRIDES: None}
+    for key, supported in fixed.items():
         if keys.get(key) not in (None, supported):
             raise keys.wrong(key, keys.get(key), f"is not supported; supported: {json.dumps(supported)}")
     if family == "baichuan" and keys.get("max_position_embeddings") is None:
@@ -226,6 +224,26 @@ def _tied_key(keys: JsonKeys, family: str) -> str:
     """Return the key that ties the head to the embedding; older folders of LFM2 have another key."""
     old = "tie_embedding"
     return old if family.startswith("lfm2") and old in keys.raw else "tie_word_embeddings"
+
+
+def _read_heads(
+    keys: JsonKeys, family: str, sizes: dict[str, int], mla: MLAConfig | None
+) -> dict[str, int | float | None]:
+    """Return num_kv_heads, head_dim and score_size of TransformerConfig."""
+    own_kv = (
+        None if family == "baichuan" else keys.optional("num_key_value_heads", LARGEST["num_attention_heads"])
+    )
+    head_dim = keys.optional("head_dim", 1 << 16) or sizes["hidden_size"] // sizes["num_heads"]
+    head_dim = mla.nope_dim + mla.rope_dim if mla else head_dim
+    if not head_dim:
+        few = f"is less than num_attention_heads={sizes['num_heads']}"
+        raise keys.wrong("hidden_size", sizes["hidden_size"], few)
+    score_size = keys.number("query_pre_attn_scalar", None, low=1e-6) if family == "gemma3_text" else None
+    return {
+        "num_kv_heads": own_kv or sizes["num_heads"],
+        "head_dim": head_dim,
+        "score_size": None if score_size == head_dim else score_size,
+    }
 
 
 def _has_value_head(keys: JsonKeys) -> bool:

@@ -47,7 +47,9 @@ class Family:
     null_theta: bool = False
     """No layer has a rotary position embedding if `rope_theta` is null."""
     local_theta: str = "rope_theta"
-    """Key of the base of `local_rope` in the spelling of transformers 4."""
+    """Key of the base of `local_rope` in the spelling of transformers 4; "" = RoPE has only that of 5."""
+    global_heads: bool = False
+    """Layers without a window have other heads (`global_head_dim`), and the last layer is one of them."""
     activation: str = "hidden_act"
     """Key of the activation."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -83,21 +85,37 @@ _MISTRAL = {
     "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
-_GEMMA3 = {
-    "vocab_size": 262_208,
+_GEMMA = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
-    "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
+}
+_GEMMA3 = {
+    **_GEMMA,
+    "vocab_size": 262_208,
+    "num_hidden_layers": 26,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,
+}
+_GEMMA4 = {
+    **_GEMMA,
+    "vocab_size": 262_144,
+    "num_hidden_layers": 30,
+    "sliding_window": 512,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
 }
 _SMOLLM3 = {
     "vocab_size": 128_256,
@@ -274,6 +292,22 @@ FAMILIES: dict[str, Family] = {
         activation="hidden_activation",
         fixed={"use_bidirectional_attention": False},
         classifier="Gemma3TextForSequenceClassification",
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        _GEMMA4,
+        {
+            **{**_HEAD_NORMS, "norms": "both", "scale_embeddings": True, "score_size": 1.0},
+            **{"value_norm": True, "layer_scalar": True},
+        },
+        bias="attention_bias",
+        windows="typed",
+        full_every=6,
+        rope_by_layer_type=True,
+        local_theta="",
+        global_heads=True,
+        activation="hidden_activation",
+        fixed={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False},
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",

@@ -76,6 +76,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.attention_out_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.mlp_out_norm": ("model.layers.{}.post_feedforward_layernorm.weight", "d -> d"),
+    "layers.layer_scalar": ("model.layers.{}.layer_scalar", "n -> n"),
     "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", "d f -> f d"),
     "layers.up": ("model.layers.{}.mlp.up_proj.weight", "d f -> f d"),
     "layers.down": ("model.layers.{}.mlp.down_proj.weight", "f d -> d f"),
@@ -107,9 +108,10 @@ OLMO_HYBRID = {
     "layers.delta_norm": "model.layers.{}.linear_attn.o_norm.weight",
     "layers.delta_o": "model.layers.{}.linear_attn.o_proj.weight",
 }
+FOUR_NORMS = {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
-    "gemma3_text": {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"},
+    **dict.fromkeys(("gemma3_text", "gemma4_text"), FOUR_NORMS),
     "gpt_oss": {
         "layers.router": "model.layers.{}.mlp.router.weight",
         "layers.expert_down": "model.layers.{}.mlp.experts.down_proj",

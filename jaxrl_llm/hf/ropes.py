@@ -19,10 +19,12 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         *("mscale", "mscale_all_dim", "truncate"),
     ),
     "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
+    "proportional": ("factor",),
 }
 """`rope_type` -> the fields of RopeConfig that it reads. HF's names are the same, except ORIGINAL."""
 ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 DIMS = "rotary_dim"
+PROPORTIONAL = "proportional"
 GROWTH = "llama_4_scaling_beta"
 """HF's name of `query_growth`."""
 
@@ -41,6 +43,8 @@ def read_ropes(keys: JsonKeys, family: str, max_position: int) -> tuple[RopeConf
     """
     facts = FAMILIES[family]
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    if name == "rope_scaling" and not facts.local_theta:
+        raise keys.wrong(name, keys.get(name), f"is not supported for {family}; supported: rope_parameters")
     sections = keys.section(name)
     by_type = any(isinstance(value, dict) for value in sections.raw.values())
     if by_type and not facts.rope_by_layer_type:
@@ -54,7 +58,7 @@ def read_ropes(keys: JsonKeys, family: str, max_position: int) -> tuple[RopeConf
     full, local = (sections.section(kind) for kind in LAYER_TYPES)
     if name == "rope_scaling":
         full, local = sections, keys.section("rope_parameters").section(LAYER_TYPES[True])
-    ropes = [_read_rope(keys, full, max_position, family=family)]
+    ropes = [_read_rope(keys, full, max_position, family=family, theta=facts.local_theta and "rope_theta")]
     ropes += [_read_rope(keys, local, max_position, family=family, theta=facts.local_theta)]
     return ropes[0], ropes[1]
 
@@ -67,16 +71,20 @@ def _read_rope(
     Args:
         keys: of config.json.
         rope: its section for this RoPE.
-        theta: top-level key of the base, if the section has none.
+        theta: top-level key of the base, if the section has none; "" = the section must have one.
     """
     # The type and its required keys.
     key = "rope_type" if "rope_type" in rope.raw else "type"
-    kind = rope.one_of(key, ["default"] if family == "phi3" else ROPE_FIELDS, "default")
-    partial = rope.number(PARTIAL, None, 1e-9, 1.0) or keys.number(PARTIAL, None, 1e-9, 1.0)
+    only_sections = not theta
+    known = [name for name in ROPE_FIELDS if name != PROPORTIONAL or only_sections]
+    kind = rope.one_of(key, ["default"] if family == "phi3" else known, "default")
+    partial = rope.number(PARTIAL, None, 1e-9, 1.0)
+    partial = partial or (None if only_sections else keys.number(PARTIAL, None, 1e-9, 1.0))
     partial = partial or _share_of_rotary_dim(keys, family)
-    if partial != 1.0 and not FAMILIES[family].partial_rotary:
+    if partial != 1.0 and not FAMILIES[family].partial_rotary and kind != PROPORTIONAL:
         raise keys.wrong(PARTIAL, partial, f"is not supported for {family}; supported: 1.0")
-    missing = [key for key in _REQUIRED.get(kind, ()) if key not in rope.raw]
+    needed = (*_REQUIRED.get(kind, ()), *(("rope_theta",) if only_sections else ()))
+    missing = [key for key in needed if key not in rope.raw]
     if missing:
         raise UserError(f"{keys.file}: rope_type={kind!r} needs {missing[0]!r}; found {sorted(rope.raw)}")
     # The fields of this type; the original length may also be a top-level key.
@@ -125,8 +133,10 @@ def write_ropes(config: TransformerConfig) -> dict[str, Any]:
     full = {**scaling, "rope_theta": theta}
     if not facts.rope_by_layer_type:
         return {**keys, "rope_parameters": full}
-    local = config.local_rope or RopeConfig(theta=facts.defaults[facts.local_theta])
+    local = config.local_rope or RopeConfig(theta=facts.defaults.get(facts.local_theta, 1e4))
     sections = full, {**_section(local), "rope_theta": local.theta}
+    if not facts.local_theta:
+        return {"rope_parameters": dict(zip(LAYER_TYPES, sections, strict=True))}
     return {
         **keys,
         facts.local_theta: local.theta,
@@ -140,6 +150,7 @@ def _section(rope: RopeConfig) -> dict[str, Any]:
     for name in ROPE_FIELDS[rope.scaling]:
         if getattr(rope, name) is not None:
             section[ORIGINAL if name == "original_max_position" else name] = getattr(rope, name)
+    section |= {PARTIAL: rope.partial_rotary} if rope.scaling == PROPORTIONAL else {}
     return {**section, GROWTH: rope.query_growth} if rope.query_growth else section
 
 

@@ -36,6 +36,8 @@ def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | No
         kinds = _default_layer_types(keys, family, num_layers)
     # A window for the layers that `layer_types` names.
     check_layer_types(keys, kinds, LAYER_TYPES, num_layers=num_layers)
+    if facts.global_heads:  # as in transformers
+        kinds = [*kinds[:-1], LAYER_TYPES[False]]
     slides = tuple(kind == LAYER_TYPES[True] for kind in kinds)
     return (window if any(slides) else None), (slides if len(set(slides)) > 1 else None)
 

@@ -109,8 +109,7 @@ def _scale_to_rms(updates: Params, params: Any) -> Params:
 
 
 def decayed(params: Any) -> Any:
-    """Return a tree of bools: True for the weights that decay, all but norms, biases, sinks and decays."""
-    exempt = lambda path: any(
-        word in jax.tree_util.keystr(path) for word in ("norm", "bias", "sinks", "a_log")
-    )
+    """Return a tree of bools: True for the weights that decay; norms, biases and the like do not."""
+    kept = ("norm", "bias", "sinks", "a_log", "layer_scalar")
+    exempt = lambda path: any(word in jax.tree_util.keystr(path) for word in kept)
     return jax.tree_util.tree_map_with_path(lambda path, _: not exempt(path), params)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW, row_windows
 from jaxrl_llm.models.config import ATTENTION, RopeConfig, TransformerConfig
+from jaxrl_llm.models.global_heads import config_of_layers
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
@@ -21,7 +22,7 @@ class RopeTables(NamedTuple):
     """cos and sin of every position, float32, times yarn's attention factor.
 
     A model with several rotary position embeddings (`rope_configs`) has a dim of R embeddings before the last
-    one; `layer_rope` takes the tables of a layer.
+    one, which is as large as the largest needs; `layer_rope` takes the tables of a layer.
     """
 
     cos: Float[Array, "B T *R half"]
@@ -36,10 +37,11 @@ class LayerNumbers(NamedTuple):
     rope: int | Int[Array, ""]  # index in `rope_configs`
 
 
-def rope_configs(c: TransformerConfig) -> list[RopeConfig | None]:
-    """Return the rotary position embeddings of the layers, the global one first; None = no rotation, last."""
+def rope_configs(c: TransformerConfig) -> list[TransformerConfig | None]:
+    """Return the architectures of layers by their `rope`, the global one first; None = no rotation, last."""
     has_plain_layers = c.rope_layers is not None and not all(c.rope_layers)
-    return [c.rope, *([c.local_rope] if c.local_rope else []), *([None] if has_plain_layers else [])]
+    local = [config_of_layers(c, has_window=True)] if c.local_rope else []
+    return [config_of_layers(c, has_window=False), *local, *([None] if has_plain_layers else [])]
 
 
 def layer_numbers(c: TransformerConfig) -> list[LayerNumbers]:
@@ -57,11 +59,18 @@ def stacked_numbers(c: TransformerConfig) -> LayerNumbers:
     return LayerNumbers(*(jnp.asarray(numbers) for numbers in zip(*layer_numbers(c), strict=True)))
 
 
-def layer_rope(tables: RopeTables, numbers: LayerNumbers) -> RopeTables:
-    """Return the tables of one layer, without the dim R."""
+def layer_rope(c: TransformerConfig, tables: RopeTables, numbers: LayerNumbers) -> RopeTables:
+    """Return the tables of one layer, without the dim R.
+
+    Args:
+        c: of the layer's stack.
+    """
     if tables.cos.ndim == 3:
         return tables
-    of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, numbers.rope, axis=2, keepdims=False)
+
+    def of_layer(x):
+        return jax.lax.dynamic_index_in_dim(x, numbers.rope, axis=2, keepdims=False)[..., : c.rotary_dim // 2]
+
     return tables._replace(cos=of_layer(tables.cos), sin=of_layer(tables.sin))
 
 
@@ -79,7 +88,9 @@ def rope_tables(
             above max_position. None = no trajectory is longer (rollout refuses longer ones, since cached keys
             cannot be rotated again).
     """
-    tables = [_cos_and_sin(c, rope, positions, lengths) for rope in rope_configs(c)]
+    configs = rope_configs(c)
+    half = max(of.rotary_dim for of in configs if of) // 2
+    tables = [_cos_and_sin(of, half, positions, lengths) for of in configs]
     stacked = (
         tables[0] if len(tables) == 1 else [jnp.stack(parts, axis=2) for parts in zip(*tables, strict=True)]
     )
@@ -91,13 +102,15 @@ def rope_tables(
 
 
 def _cos_and_sin(
-    c: TransformerConfig, rope: RopeConfig | None, positions, lengths
+    c: TransformerConfig | None, half: int, positions, lengths
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    if rope is None:
-        shape = (*positions.shape, c.rotary_dim // 2)
+    """Return the tables of one of `rope_configs`, padded to `half` frequencies."""
+    if c is None:
+        shape = (*positions.shape, half)
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+    rope = c.rope
     frequencies, scale = rope_frequencies(c, rope)
-    frequencies = jnp.asarray(frequencies, jnp.float32)
+    frequencies = jnp.asarray(np.pad(frequencies, (0, half - len(frequencies))), jnp.float32)
     if rope.scaling == "dynamic" and lengths is not None:
         stretch = _dynamic_stretch(c, lengths)
         exponents = np.arange(0, c.rotary_dim, 2) / (c.rotary_dim - 2)
@@ -144,8 +157,8 @@ def apply_rope(
 def rope_frequencies(config: TransformerConfig, rope: RopeConfig) -> tuple[np.ndarray, float]:
     """Return radians per position for each of rotary_dim / 2 pairs (float64), and the factor on cos and sin.
 
-    Sources: linear (kaiokendev), yarn (arXiv 2309.00071, section 3), llama3 (Llama 3.1), each as HF
-    defines it. "dynamic" has the default frequencies up to max_position.
+    Sources: linear (kaiokendev), yarn (arXiv 2309.00071, section 3), llama3 (Llama 3.1), proportional (Gemma
+    4), each as HF defines it. "dynamic" has the default frequencies up to max_position.
     """
     frequencies = rope.theta ** -(np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim)
     original = rope.original_max_position or config.max_position
@@ -158,6 +171,9 @@ def rope_frequencies(config: TransformerConfig, rope: RopeConfig) -> tuple[np.nd
             return _yarn(rope, frequencies, original), _yarn_attention_factor(rope)
         case "llama3":
             return _llama3(rope, frequencies, original), 1.0
+        case "proportional":
+            rotated = int(rope.partial_rotary * config.rotary_dim // 2)
+            return np.where(np.arange(len(frequencies)) < rotated, frequencies / rope.factor, 0.0), 1.0
     raise ValueError(f"unknown rope.scaling {rope.scaling!r}")
 
 

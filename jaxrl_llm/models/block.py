@@ -21,7 +21,7 @@ from jaxrl_llm.models.attention import (
 )
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import sparse_mlp
-from jaxrl_llm.models.linear import apply_linear, normalize
+from jaxrl_llm.models.linear import apply_linear, normalize, rms_norm
 from jaxrl_llm.models.mla import DecodeLatents, decode_latents, expand_latents
 from jaxrl_llm.models.recurrent import RECURRENT
 from jaxrl_llm.models.rows import Packing, per_token_call
@@ -175,15 +175,19 @@ def _read_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], name
 
 
 def _add_to_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], y, name: str):
-    """Add an output of attention or feed-forward to the residual stream."""
+    """Add an output of attention or feed-forward to the residual stream. After the feed-forward the stream is
+    multiplied by the layer's scalar, if the model has one, which gets no gradient."""
     if c.norms != "before":
         y = normalize(c, constrain_residual(y), getattr(w, f"{name}_out_norm")[...])
-    return constrain_residual(x + y)
+    scalar = jax.lax.stop_gradient(w.layer_scalar[...]) if c.layer_scalar and name == "mlp" else None
+    return constrain_residual(x + y if scalar is None else (x + y) * scalar)
 
 
 def project_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: RopeTables):
     """Return (q, k, v, gate of the output); the gate is None if the model has none."""
-    q, k, v = (apply_linear(c, w, name, h) for name in "qkv")
+    q, k = apply_linear(c, w, "q", h), apply_linear(c, w, "k", h)
+    v = k if c.keys_as_values else apply_linear(c, w, "v", h)
+    v = rms_norm(v, jnp.ones(c.head_dim), c.norm_eps) if c.value_norm else v
     q, gate = jnp.split(q, 2, axis=-1) if c.attention_gate else (q, None)
     if c.qk_norm:
         q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])

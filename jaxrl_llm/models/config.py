@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.ranges import Count, Range, problems
 
 Factor = Annotated[float, Range(0.0, 1e6, open_low=True)]
@@ -23,8 +24,8 @@ class RopeConfig:
 
     theta: Annotated[float, Range(1.0, 1e15, open_low=True, usual="1e4 to 1e6 is usual")] = 10_000.0
     """Base of the frequencies."""
-    scaling: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
-    """Context extension beyond the pretraining length."""
+    scaling: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional"] = "default"
+    """Context extension beyond the pretraining length; "proportional": frequency 0 after `partial_rotary` pairs."""
     factor: Factor = 1.0
     """Ratio of the extended context to the original one (every scaling but "default")."""
     original_max_position: Count | None = None
@@ -46,7 +47,8 @@ class RopeConfig:
     high_freq_factor: Factor = 4.0
     """Wavelengths below original length / this are unchanged (llama3)."""
     partial_rotary: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
-    """Fraction of a head's dims that RoPE rotates, from the first on (HF `partial_rotary_factor`)."""
+    """Fraction of a head's dims that RoPE rotates, from the first on (HF `partial_rotary_factor`), or with
+    "proportional" scaling of its pairs."""
     query_growth: Annotated[float, Range(0.0, 1e3)] = 0.0
     """b: queries at position p are multiplied by 1 + b log(1 + floor(p / original length)), after RoPE
     (Ministral 3, HF `llama_4_scaling_beta`)."""
@@ -232,6 +234,10 @@ class TransformerConfig:
     """The short convolution of the layers that `layer_kinds` names; None = no such layers."""
     layer_kinds: tuple[LayerKind, ...] | None = None
     """Kind of each layer: attention, or one of the kinds with a state; None = all attention."""
+    global_heads: GlobalHeads | None = None
+    """Heads of the layers without a sliding window; None = all layers have the same heads."""
+    keys_as_values: bool = False
+    """Values are the projected keys, before their norm and RoPE; there is no value projection (Gemma 4)."""
     attention_gate: bool = False
     """Multiply the output of attention by a sigmoid of a further projection of its input (Qwen3-Next)."""
     qkv_bias: bool = False
@@ -244,6 +250,8 @@ class TransformerConfig:
     """RMSNorm over head_dim of queries and keys before RoPE (Qwen3)."""
     qk_norm_over_heads: bool = False
     """`qk_norm` normalises all heads together, before the split, instead of each head (OLMoE)."""
+    value_norm: bool = False
+    """Divide the values of each head by the root of their mean square (Gemma 4)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     """Activation of the feed-forward gate."""
     norms: Norms = "before"
@@ -255,6 +263,8 @@ class TransformerConfig:
     """Added to the mean square in every RMSNorm."""
     scale_embeddings: bool = False
     """Multiply embeddings by sqrt(hidden_size), rounded to the type of activations (Gemma)."""
+    layer_scalar: bool = False
+    """Multiply the residual stream after each layer by a stored number, which is not trained (Gemma 4)."""
     tie_embeddings: bool = True
     """The LM head is the embedding."""
     rope: RopeConfig = RopeConfig(theta=1_000_000.0)
@@ -308,6 +318,8 @@ class TransformerConfig:
         """Dims of a head that RoPE rotates."""
         if self.mla:
             return self.mla.rope_dim
+        if self.rope.scaling == "proportional":
+            return self.head_dim
         return int(self.head_dim * self.rope.partial_rotary)
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -332,7 +344,9 @@ class TransformerConfig:
                 yield name, f"has {len(layers)} entries: it must have one a layer, {self.num_layers}."
         if self.local_rope and self.local_rope.scaling == "dynamic":
             yield "local_rope", "has scaling dynamic: it needs a scaling that does not depend on the length."
-        if self.local_rope and self.local_rope.partial_rotary != self.rope.partial_rotary:
+        if self.global_heads:
+            yield from self.global_heads.problems_in(self)
+        elif self.local_rope and self.local_rope.partial_rotary != self.rope.partial_rotary:
             yield (
                 "local_rope",
                 f"must rotate the same dims as rope: partial_rotary {self.rope.partial_rotary}.",
@@ -384,7 +398,7 @@ def check_model_config(config: TransformerConfig, where: str) -> None:
         UserError: one line that names every bad field.
     """
     parts = {"": config, "rope.": config.rope, "local_rope.": config.local_rope}
-    parts |= {f"{name}.": getattr(config, name) for name in ("moe", "mla", *RECURRENT_KINDS)}
+    parts |= {f"{name}.": getattr(config, name) for name in ("moe", "mla", "global_heads", *RECURRENT_KINDS)}
     found = ((f"{key}{name}", text) for key, part in parts.items() if part for name, text in problems(part))
     if wrong := [f"{name} {text}" for name, text in found]:
         raise UserError(f"{where}: no model can have this architecture: {' '.join(wrong)}")

@@ -8,6 +8,7 @@ third longer. Deeper models are scanned, as in training, so that compile time do
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -67,7 +68,7 @@ class RingCache(NamedTuple):
     in k, one head of E = kv_rank + rope_dim, and no v.
     """
 
-    k: tuple[Float[Array, "*L S K E C"], ...]  # an array per layer, or one [L, ...]; C last suits q k^T
+    k: tuple[Float[Array, "*L S K E C"], ...]  # per layer, or [L, ...] per size of heads; C last suits q k^T
     v: tuple[Float[Array, "*L S K C E"], ...]
     cursor: Int[Array, ""]  # write index of the next token
     states: tuple[State, ...] = ()  # of layers with a state: a tree per layer, or one [L, ...]
@@ -128,15 +129,14 @@ def init_ring_cache(
     c: TransformerConfig, slots: int, length: int, dtype: DTypeLike, strict: bool = False
 ) -> RingCache:
     """Return zeros for `slots` sequences of `length` tokens; a strict cache holds no latents."""
-    layout = lambda layers: (layers, ()) if is_unrolled(c) else (1, (layers,))
-    arrays, depth = layout(c.num_attention_layers)
-    heads, size = cache_dims(c, strict)
-    shape = (*depth, slots, heads)
-    k = tuple(jnp.zeros((*shape, size, length), dtype) for _ in range(arrays))
-    v = tuple(jnp.zeros((*shape, length, size), dtype) for _ in range(arrays))
+    dims = [cache_dims(stack, strict) for stack in _stack_of_layers(c) if stack.kind == ATTENTION]
+    arrays = [((), of) for of in dims] if is_unrolled(c) else [((n,), of) for of, n in Counter(dims).items()]
+    k = tuple(jnp.zeros((*n, slots, heads, size, length), dtype) for n, (heads, size) in arrays)
+    v = tuple(jnp.zeros((*n, slots, heads, length, size), dtype) for n, (heads, size) in arrays)
     states = ()
     if c.recurrent_kind:
-        count, depth = layout(c.num_layers - c.num_attention_layers)
+        recurrent = c.num_layers - c.num_attention_layers
+        count, depth = (recurrent, ()) if is_unrolled(c) else (1, (recurrent,))
         empty = RECURRENT[c.recurrent_kind].empty_state
         states = tuple(empty(c, (*depth, slots), dtype) for _ in range(count))
     return RingCache(k, () if c.mla and not strict else v, jnp.int32(0), states)
@@ -178,7 +178,7 @@ def prefill(
     # Layers return what the cache keeps of them, in its layout.
     def layer(c, x, w, numbers, *_):
         mix = make_attention_fn(c, w, rows, window=numbers.window, strict=strict)
-        rope = layer_rope(tables, numbers)
+        rope = layer_rope(c, tables, numbers)
         x, kept, routing = block(
             c, w, x, rope, attention_fn=mix, strict=strict, valid=segments > 0, rules=ROLLOUT
         )
@@ -217,7 +217,7 @@ def decode_ring(
     def layer(c, carry, w, numbers, array, index):
         x, ks, vs, states = carry
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
-        rope = layer_rope(tables, numbers)
+        rope = layer_rope(c, tables, numbers)
         run = functools.partial(block, c, w, x, rope, strict=strict, rules=ROLLOUT)
         if c.kind in RECURRENT:
             read, write = _state_of(states[array], index)
@@ -253,11 +253,11 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
     """Apply `layer(config, carry, weights, numbers, array, index) -> (carry, out, routing)` to all layers.
 
     The cache of a layer is `arrays[array][index]`, in the arrays of its kind (keys and values, or states):
-    array = 0, 1, ... and index () for unrolled layers; array 0 and index (i,) for scanned layers. `config` is
-    the config of the layer's stack.
+    array = 0, 1, ... and index () for unrolled layers. Scanned layers share an array and have index (i,);
+    keys of each size have one (`cache_dims`). `config` is the config of the layer's stack.
 
     Returns: (carry, (outs of attention, outs of other kinds), routes): a list with one out per layer, or with
-        one stack of all outs.
+        one stack of the outs of each array.
     """
     stacks, at = layer_stacks(c), _cache_indices(c)
     attends = {name: stack.kind == ATTENTION for name, stack in stacks.items()}
@@ -270,9 +270,11 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
             chosen += [routing.chosen] if routing else []
         return carry, outs, join_routes(c, jnp.stack(chosen) if chosen else None)
 
+    arrays = _scanned_arrays(c)
+
     def step(config, carry, weights, numbers):
         numbers, index = numbers
-        carry, out, routing = layer(config, carry, weights, numbers, 0, (index,))
+        carry, out, routing = layer(config, carry, weights, numbers, arrays[config], (index,))
         return carry, (out, routing and routing.chosen)
 
     def numbers_of(run):
@@ -280,15 +282,31 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
 
     carry, outs = scan_layers(c, dict(zip(stacks, layers, strict=True)), numbers_of, step, carry)
     part = lambda i: [(run, tuple(x[i] for x in out)) for run, out in outs]
-    kept = (collect_layers(part(0), attends.get), collect_layers(part(0), lambda name: not attends[name]))
+    of_array = lambda i: lambda name: attends[name] and arrays[stacks[name]] == i
+    kept = [collect_layers(part(0), of_array(i)) for i in range(max(arrays.values()) + 1)]
+    states = collect_layers(part(0), lambda name: not attends[name])
     chosen = collect_layers(part(1), lambda name: bool(stacks[name].moe))
-    return carry, tuple([] if out is None else [out] for out in kept), join_routes(c, chosen)
+    return carry, (kept, [] if states is None else [states]), join_routes(c, chosen)
+
+
+def _scanned_arrays(c: TransformerConfig) -> dict[TransformerConfig, int]:
+    """Return stack -> the array of its scanned layers: keys of each size have one, all states have one."""
+    stacks = list(layer_stacks(c).values())
+    dims = list(dict.fromkeys(cache_dims(stack) for stack in stacks if stack.kind == ATTENTION))
+    return {stack: dims.index(cache_dims(stack)) if stack.kind == ATTENTION else 0 for stack in stacks}
 
 
 def _cache_indices(c: TransformerConfig) -> list[int]:
-    """Return the index of each layer among the layers of its kind."""
-    kinds = c.layer_kinds or (ATTENTION,) * c.num_layers
-    return [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+    """Return the index of each layer among the layers of its kind, or, if scanned, of its array."""
+    shared = lambda stack: (stack.kind, None if is_unrolled(c) else cache_dims(stack))
+    groups = [shared(stack) for stack in _stack_of_layers(c)]
+    return [groups[:i].count(group) for i, group in enumerate(groups)]
+
+
+def _stack_of_layers(c: TransformerConfig) -> list[TransformerConfig]:
+    """Return the architecture of each layer's stack."""
+    stacks = layer_stacks(c)
+    return [stacks[name] for name, _ in layer_places(c)]
 
 
 def _attend_ring(

@@ -24,7 +24,7 @@ def layer_weights(c: TransformerConfig) -> int:
 
 def _one_layer(c: TransformerConfig) -> int:
     queries = c.num_heads * (2 if c.attention_gate else 1)
-    attention = c.head_dim * c.hidden_size * (queries + c.num_heads + 2 * c.num_kv_heads)
+    attention = c.head_dim * c.hidden_size * (queries + c.num_heads + (2 - c.keys_as_values) * c.num_kv_heads)
     if c.kind in RECURRENT:
         attention = RECURRENT[c.kind].mixer_weights(c)
     elif mla := c.mla:
@@ -49,8 +49,13 @@ def attention_flops(c: TransformerConfig, tokens: Number, context: Number) -> fl
     Args:
         context: keys of each query; a layer's window may be less.
     """
-    keys = sum(min(context, window) for window in attention_windows(c))
-    return 2.0 * tokens * _key_and_value_dims(c) * keys + state_flops(c, tokens)
+    keys = lambda stack: sum(min(context, window) for window in attention_windows(stack))
+    return 2.0 * tokens * _sum_of_stacks(c, keys) + state_flops(c, tokens)
+
+
+def _sum_of_stacks(c: TransformerConfig, keys: Callable[[TransformerConfig], Number]) -> Number:
+    """Return the sum over stacks of keys that are read, times the dims of a key and its value."""
+    return sum(_key_and_value_dims(stack) * keys(stack) for stack in layer_stacks(c).values())
 
 
 def state_flops(c: TransformerConfig, tokens: Number) -> float:
@@ -131,10 +136,13 @@ def sequence_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = 
         logits: False if no logits are computed.
     """
     lengths = list(lengths)
-    layers = Counter(attention_windows(c))
-    keys = sum(count * _causal_keys(n, window) for window, count in layers.items() for n in lengths)
+
+    def keys(stack):
+        layers = Counter(attention_windows(stack))
+        return sum(count * _causal_keys(n, window) for window, count in layers.items() for n in lengths)
+
     matrices = matrix_flops(c, sum(lengths)) + state_flops(c, sum(lengths))
-    return matrices + 2.0 * _key_and_value_dims(c) * keys + head_flops(c, sum(lengths)) * logits
+    return matrices + 2.0 * _sum_of_stacks(c, keys) + head_flops(c, sum(lengths)) * logits
 
 
 def training_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = True) -> float:

@@ -9,7 +9,10 @@ from jaxrl_kernels.chips import lacks_bfloat16
 from jaxrl_kernels.dispatch import choose, device, kernels_setting
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.global_heads import config_of_layers
 from jaxrl_llm.structs import Sharing
+
+_ATTENTION = ("attention", "global attention")
 
 
 def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: bool = False) -> str:
@@ -24,7 +27,7 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
     check_kernels_setting()
     with jax.set_mesh(mesh):
         chosen = {
-            "attention": choose("flash_attention", config.head_dim, dtype, config.attention_softcap),
+            **dict(zip(_ATTENTION, _attention_choices(config, dtype), strict=False)),
             "log-probs": choose("linear_logprob", config.hidden_size, dtype),
         }
         if config.moe:
@@ -42,10 +45,16 @@ def prefix_sharing(config: TransformerConfig, dtype: str, mesh: Mesh) -> Sharing
     few states of a row's prefixes.
     """
     with jax.set_mesh(mesh):
-        name, _ = choose("flash_attention", config.head_dim, dtype, config.attention_softcap)
-    if config.rope.scaling == "dynamic" or name == "cudnn":
+        names = [name for name, _ in _attention_choices(config, dtype)]
+    if config.rope.scaling == "dynamic" or "cudnn" in names:
         return False
     return "flat" if config.layer_kinds else True
+
+
+def _attention_choices(config: TransformerConfig, dtype: str) -> list[tuple[str, str]]:
+    """Return (implementation, reason) for the layers with a window, or all, and for global heads."""
+    views = [config, *([config_of_layers(config, has_window=False)] if config.global_heads else [])]
+    return [choose("flash_attention", of.head_dim, dtype, of.attention_softcap) for of in views]
 
 
 def turing_warning(dtypes: dict[str, str], mesh: Mesh) -> str:

@@ -49,7 +49,7 @@ def linear_layers(c: TransformerConfig) -> dict[str, str]:
     if c.mla:
         absent = ("k_proj", "v_proj", *(("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")))
         present = {name: ours for name, ours in (TARGETS | LATENT_TARGETS).items() if name not in absent}
-    layers = {ours: name for name, ours in present.items()}
+    layers = {ours: name for name, ours in present.items() if not (ours == "v" and c.keys_as_values)}
     if c.delta:
         layers |= {ours: name for name, ours in DELTA_TARGETS[c.delta.projections].items()}
     return layers | (CONV_TARGETS if c.conv else {})

@@ -102,7 +102,7 @@ def decode_paged(
             return out if sinks is None or strict else add_sinks(out, lse, sinks)[0], new
 
         attend = DecodeLatents(attend) if cache.v is None else attend
-        rope = layer_rope(tables, numbers)
+        rope = layer_rope(model, tables, numbers)
         x, cache, routing = block(
             model, w, x, rope, attention_fn=attend, strict=strict, valid=positions >= 0, rules=ROLLOUT
         )

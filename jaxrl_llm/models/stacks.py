@@ -16,8 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.config import ATTENTION, TransformerConfig
+from jaxrl_llm.models.global_heads import config_of_layers
 
 _DENSE = "dense_"
+GLOBAL = "global_layers"
+"""Name of the stack of layers without a sliding window, if their heads differ (`global_heads`)."""
 MAX_PATTERN = 12
 """Layers of the longest pattern that is looked for; all are compiled, as often as a layer of the run."""
 
@@ -51,7 +54,8 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
         moe = None if is_dense(name) or c.moe is None else dataclasses.replace(c.moe, dense_layers=0)
         picked = {field: pick(getattr(c, field)) for field in per_layer}
         norms = c.delta.norms if c.delta and picked["layer_kinds"][0] == "delta" else c.norms
-        return dataclasses.replace(c, moe=moe, num_layers=len(own), norms=norms, **picked)
+        own_heads = config_of_layers(c, name != GLOBAL) if c.global_heads else c
+        return dataclasses.replace(own_heads, moe=moe, num_layers=len(own), norms=norms, **picked)
 
     return {name: stack(name) for name in dict.fromkeys(names)}
 
@@ -154,6 +158,8 @@ def _reach(names: Sequence[str], size: int) -> int:
 
 def _stack_names(c: TransformerConfig) -> list[str]:
     """Return the stack of each layer."""
+    if c.global_heads:
+        return ["layers" if slides else GLOBAL for slides in c.window_layers]
     kinds = c.layer_kinds or (ATTENTION,) * c.num_layers
     dense = c.moe.dense_layers if c.moe else 0
     of_kind = lambda kind: "layers" if kind == ATTENTION else f"{kind}_layers"

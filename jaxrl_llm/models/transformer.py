@@ -71,6 +71,8 @@ class Layers(nnx.Module):
             self.down_bias = init.zeros((d,), ("norm",))
         if c.moe:
             self._add_experts(c.moe, d, init)
+        if c.layer_scalar:
+            self.layer_scalar = init.ones((1,), ("norm",))
         # Adapters and codes come last, beside the weights that they belong to.
         if c.quantize != "none":
             for name in (*linear_layers(c), *(f"expert_{name}" for name in MLP)):
@@ -93,12 +95,14 @@ class Layers(nnx.Module):
         gated = 2 * e if c.attention_gate else e  # dims of the query, then dims of the gate
         self.q = init.normal((d, c.num_heads, gated), ("embed", "heads", "head_dim"))
         self.k = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
-        self.v = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
+        if not c.keys_as_values:
+            self.v = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
         self.o = init.normal((c.num_heads, e, d), ("heads", "head_dim", "embed"), residual=True)
         if c.qkv_bias:
             self.q_bias = init.zeros((c.num_heads, gated), ("heads", "head_dim"))
             self.k_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
-            self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+            if not c.keys_as_values:
+                self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
         if c.qk_norm:
             q_width, k_width = (c.num_heads * e, c.num_kv_heads * e) if c.qk_norm_over_heads else (e, e)
             self.q_norm = init.norm(q_width, "head_dim")
@@ -236,7 +240,7 @@ class Transformer(nnx.Module):
             x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(layer, dtype)
             mix = make_attention_fn(c, w, rows, window=numbers.window, method=method, strict=strict)
             settings = {"strict": strict, "valid": rows.segments > 0, "routes": routes}
-            x, _, routing = block(c, w, x, layer_rope(tables, numbers), attention_fn=mix, **settings)
+            x, _, routing = block(c, w, x, layer_rope(c, tables, numbers), attention_fn=mix, **settings)
             return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)
 
         def step(c, *args):

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.models import TransformerConfig, abstract, flops, layer_matrices, named_leaves, shardings
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.quantize import SCALE
+from jaxrl_llm.models.stacks import layer_stacks
 from jaxrl_llm.plan.work import ATTENTION, ProgramWork
 from jaxrl_llm.sharding.compile import Program
 from jaxrl_llm.sharding.rules import GATHERED, ROLLOUT, TRAIN, Rules, bytes_per_device, num_shards
@@ -178,7 +179,11 @@ def product_widths(c: TransformerConfig, mesh: Mesh) -> float:
         shape = leaf.shape if of_expert else sharding.shard_shape(leaf.shape)
         width = sum(math.prod(shape[dim] for dim in side) for side in dims)
         total += leaf.shape[0] * width * (c.moe.experts_per_token / tensor if of_expert else 1)
-    return total + c.num_attention_layers * _attention_width(c) / tensor
+    return total + sum(stack.num_attention_layers * _attention_width(stack) for stack in _stacks(c)) / tensor
+
+
+def _stacks(c: TransformerConfig) -> Iterable[TransformerConfig]:
+    return layer_stacks(c).values()
 
 
 def _key_value_width(c: TransformerConfig) -> int:
@@ -234,9 +239,10 @@ def _activation_links(
     sent = lambda count: (count - 1) / count
     passes = 2 if backward else 1
     width = passes * sent(tensor) * c.hidden_size * (4 * c.num_layers + rows.logits)
-    around = (ring - 1) * _key_value_width(c) * (3 if backward else 1)  # backward keys, values and gradients
-    all_to_all = passes * sent(ring) * _attention_width(c)
-    width += c.num_attention_layers * min(around, all_to_all) / tensor
+    for stack in _stacks(c):  # backward sends keys, values and gradients
+        around = (ring - 1) * _key_value_width(stack) * (3 if backward else 1)
+        all_to_all = passes * sent(ring) * _attention_width(stack)
+        width += stack.num_attention_layers * min(around, all_to_all) / tensor
     if c.moe:
         chosen = min(c.moe.experts_per_token, owners) * sent(owners)
         width += passes * c.num_sparse_layers * 2 * chosen * c.hidden_size

@@ -55,12 +55,10 @@ def _heads_divide(config: TrainConfig, models: Models) -> Iterator[str]:
 
 
 def _recurrent_layers_fit(config: TrainConfig, models: Models) -> Iterator[str]:
-    recurrent = [role for role, model in models.items() if model.layer_kinds]
-    if not recurrent:
-        return
-    if (shards := num_shards("sequence", config.mesh.sizes)) > 1:
+    is_recurrent = any(model.layer_kinds for model in models.values())
+    if is_recurrent and (shards := num_shards("sequence", config.mesh.sizes)) > 1:
         yield f"--mesh.sequence is {shards}: recurrent layers need whole rows on a device. Set it to 1."
-    if POLICY in recurrent and (problem := ring_problem(config.rollout, models[POLICY])):
+    if problem := ring_problem(config.rollout, models[POLICY]):
         yield f"--{problem}"
 
 
@@ -97,6 +95,8 @@ def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
         unsent = "models with latent attention (DeepSeek-V3)"
     elif model.layer_kinds:
         unsent = "models with recurrent layers (Qwen3.5, LFM2)"
+    elif model.global_heads:
+        unsent = "models whose layers have heads of two sizes (Gemma 4)"
     elif model.attention_sinks:
         unsent = "models with attention sinks (gpt-oss)"
     elif model.moe and model.tie_embeddings:  # SGLang computes with a separate LM head
@@ -182,6 +182,8 @@ def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
         sizes |= {"mla.q_rank": mla.q_rank} if mla.q_rank else {}
     else:
         sizes["num_kv_heads * head_dim"] = model.num_kv_heads * model.head_dim
+    if heads := model.global_heads:
+        sizes["global_heads.num_kv_heads * global_heads.head_dim"] = heads.num_kv_heads * heads.head_dim
     return sizes if model.moe else sizes | {"mlp_size": model.mlp_size}
 
 

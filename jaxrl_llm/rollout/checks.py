@@ -89,17 +89,26 @@ def dynamic_rope_hint(scaling: str) -> str:
     )
 
 
+def unpaged(model: TransformerConfig) -> str:
+    """Return what keeps the cache of a model out of pages; "" = nothing."""
+    if model.layer_kinds:
+        return "the states of the model's recurrent layers are not in pages"
+    if model.global_heads:
+        return "the model's layers have heads of two sizes, and pages hold heads of one"
+    return ""
+
+
 def ring_problem(config: RolloutConfig, model: TransformerConfig) -> str:
-    """Return why a model with recurrent layers cannot be decoded with these settings; "" = it can."""
+    """Return why a model without pages cannot be decoded with these settings; "" = it can."""
     needs = {
         "cache paged": config.cache == "paged",
         f"cache_dtype {config.cache_dtype}": config.cache_dtype in EIGHT_BITS,
         f"draft_tokens {config.draft_tokens}": config.draft_tokens > 0,
     }
     setting = next((name for name, on in needs.items() if on), "")
-    if not setting or not model.layer_kinds:
+    if not setting or not (reason := unpaged(model)):
         return ""
     return (
-        f"rollout.{setting} needs pages, and the states of the model's recurrent layers are not in pages. "
+        f"rollout.{setting} needs pages, and {reason}. "
         "Set --rollout.cache auto, --rollout.draft_tokens 0 and a --rollout.cache_dtype of 16 or 32 bits."
     )

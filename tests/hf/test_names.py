@@ -18,6 +18,7 @@ from jaxrl_llm.hf.names import TABLE, adapter_tensors, hf_tensors, tensor_rows
 from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig, abstract, init, named_leaves
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.flops import layer_weights
+from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.lora import with_lora
 
 TINY = {
@@ -43,6 +44,7 @@ HF_CLASSES = {
     "olmoe": transformers.OlmoeConfig,
     "gpt_oss": transformers.GptOssConfig,
     "gemma3_text": transformers.Gemma3TextConfig,
+    "gemma4_text": transformers.Gemma4TextConfig,
     "olmo3": transformers.Olmo3Config,
     "smollm3": transformers.SmolLM3Config,
     "ministral3": transformers.Ministral3Config,
@@ -187,9 +189,10 @@ def test_a_missing_tensor_is_named():
 
 @pytest.mark.parametrize("family", HF_CLASSES)
 def test_absent_keys_mean_what_they_mean_to_transformers(family):
-    extra = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is odd
+    extra = {"glm4_moe": {"head_dim": 128}, "gemma4_text": {"hidden_size_per_layer_input": 0}}
+    extra = extra.get(family, {})  # defaults that are odd or not supported
     config, theirs = read_config({"model_type": family, **extra}), HF_CLASSES[family](**extra)
-    assert config == read_config({"model_type": family, **theirs.to_dict()})
+    assert config == read_config(json.loads(json.dumps({"model_type": family, **theirs.to_dict()})))
     assert config.vocab_size == theirs.vocab_size
     assert config.hidden_size == theirs.hidden_size
     if family != "qwen3_5_moe_text":  # all its layers have experts
@@ -204,6 +207,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
         "glm4_moe": RopeConfig(partial_rotary=0.5),
         "gpt_oss": RopeConfig(150_000.0, "yarn", 32.0, original_max_position=4096, truncate=False),
         **dict.fromkeys(("gemma3_text", *LFM2), RopeConfig(1e6)),
+        "gemma4_text": RopeConfig(1e6, "proportional", partial_rotary=0.25),
         **dict.fromkeys(QWEN35, RopeConfig(partial_rotary=0.25)),
         "olmo3": RopeConfig(5e5),
         "smollm3": RopeConfig(2e6),
@@ -212,13 +216,15 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
         ),
     }
     assert config.rope == own.get(family, RopeConfig())
-    own = {"gemma3_text": RopeConfig(1e4), "olmo3": RopeConfig(5e5)}
+    own = {"gemma3_text": RopeConfig(1e4), "gemma4_text": RopeConfig(1e4), "olmo3": RopeConfig(5e5)}
     assert config.local_rope == own.get(family)
     own = {"qwen3": 128, "glm4_moe": 128, "minimax_m2": 128, "gpt_oss": 64, "deepseek_v3": 192}
-    own |= dict.fromkeys(("gemma3_text", "glm4_moe_lite", *QWEN35), 256)
+    own |= dict.fromkeys(("gemma3_text", "gemma4_text", "glm4_moe_lite", *QWEN35), 256)
     assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
-    assert config.sliding_window == dict(mistral=4096, gpt_oss=128, gemma3_text=4096, olmo3=4096).get(family)
-    assert config.tie_embeddings == (family in ("gemma3_text", "smollm3", *LFM2))
+    own = dict(mistral=4096, gpt_oss=128, gemma3_text=4096, gemma4_text=512, olmo3=4096)
+    assert config.sliding_window == own.get(family)
+    assert config.global_heads == {"gemma4_text": GlobalHeads(4, 512)}.get(family)
+    assert config.tie_embeddings == (family in ("gemma3_text", "gemma4_text", "smollm3", *LFM2))
 
 
 @pytest.mark.parametrize(
@@ -373,10 +379,15 @@ def test_one_base_of_olmo3_is_that_of_all_layers():
 
 
 CASES = [
-    *[(family, {}) for family in FAMILIES if family not in ("baichuan", "lfm2_moe", *LATENT, *QWEN35)],
+    *[
+        (family, {})
+        for family in FAMILIES
+        if family not in ("baichuan", "gemma4_text", "lfm2_moe", *LATENT, *QWEN35)
+    ],
     *[(family, {"num_hidden_layers": 4}) for family in QWEN35],
     ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
     ("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    ("gemma4_text", {"hidden_size_per_layer_input": 0}),
     ("glm4_moe_lite", {"num_key_value_heads": 4}),
     ("deepseek_v3", {"num_key_value_heads": 4, "first_k_dense_replace": 1}),
     (
@@ -408,7 +419,7 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
     if family == "baichuan":
         return
     theirs = HF_CLASSES[family](**{key: value for key, value in raw.items() if key != "model_type"})
-    assert read_config(theirs.to_dict() | {"model_type": family}) == config
+    assert read_config(json.loads(json.dumps(theirs.to_dict() | {"model_type": family}))) == config
     assert theirs.architectures == [FAMILIES[family].architecture]
     assert hasattr(transformers, theirs.architectures[0])
     assert not caplog.records  # transformers found nothing to warn about

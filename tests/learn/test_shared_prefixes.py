@@ -19,8 +19,9 @@ from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MoEConfig
+from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MoEConfig, RopeConfig
 from jaxrl_llm.models.experts.router import route_spec
+from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import LoraConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -39,6 +40,10 @@ HYBRID = dataclasses.replace(
     MODEL, layer_kinds=("delta", "attention"), attention_gate=True, delta=DeltaConfig(2, 4, 8, 8)
 )
 SHORT_CONV = dataclasses.replace(MODEL, layer_kinds=("conv", "attention"), conv=ConvConfig(conv_width=4))
+GEMMA4 = dataclasses.replace(
+    WINDOWED, local_rope=RopeConfig(100.0), value_norm=True, layer_scalar=True,
+    rope=RopeConfig(scaling="proportional", partial_rotary=0.5), global_heads=GlobalHeads(1, 16, True),
+)  # fmt: skip
 ONE = MeshConfig(fsdp=1)
 PROMPT, RESPONSES = 12, 4  # tokens of a prompt, responses to it
 
@@ -160,6 +165,8 @@ SLOW = {
     "a window, ulysses": (
         GRPO, {"model": WINDOWED, "mesh": MeshConfig(fsdp=2, sequence=2), "sequence_parallel": "ulysses"}
     ),
+    "heads of two sizes": (GRPO, {"model": GEMMA4}),
+    "heads of two sizes, ring": (GRPO, {"model": GEMMA4, "mesh": MeshConfig(fsdp=2, sequence=2)}),
     "delta rule": (GRPO, {"model": HYBRID, "share_prefixes": "flat"}),
     "delta rule, fsdp 2, tensor 2": (
         GRPO, {"model": HYBRID, "share_prefixes": "flat", "mesh": MeshConfig(fsdp=2, tensor=2)}

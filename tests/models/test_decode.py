@@ -12,6 +12,7 @@ from slow_cases import with_slow
 from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
 from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import QuantizedConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -32,6 +33,10 @@ LATENTS = dataclasses.replace(
 GEMMA = dataclasses.replace(
     TINY, num_layers=3, sliding_window=3, window_layers=(True, True, False), norms="both", norm_offset=1.0,
     scale_embeddings=True, score_size=6.0, local_rope=models.RopeConfig(theta=100.0),
+)  # fmt: skip
+GEMMA4 = dataclasses.replace(
+    GEMMA, global_heads=GlobalHeads(1, 16, keys_as_values=True), value_norm=True, layer_scalar=True,
+    rope=models.RopeConfig(scaling="proportional", partial_rotary=0.25), initializer_range=0.1,
 )  # fmt: skip
 NO_ROPE = dataclasses.replace(
     TINY, norms="after", qk_norm_over_heads=True, rope_layers=(False, True),
@@ -58,6 +63,8 @@ VARIANTS = {
     "latents, adapters, scanned": ADAPTED,
     "four norms, two ropes": GEMMA,
     "four norms, two ropes, scanned": GEMMA,
+    "heads of two sizes": GEMMA4,
+    "heads of two sizes, scanned": GEMMA4,
     "norms after, a layer without rope": NO_ROPE,
     "delta rule": HYBRID,
     "delta rule, scanned": HYBRID,
@@ -94,6 +101,7 @@ SLOW = {
     "nf4",
     "nf4, scanned",
     "four norms, two ropes",
+    "heads of two sizes",
 }
 
 

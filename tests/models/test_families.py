@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from hf_oracle import TOLERANCE, agree_in_greedy_text, hf_logits, our_logits, state_dict
+from hf_oracle import TOLERANCE, agree_in_greedy_text, hf_logits, our_logits, soft_capped, state_dict
 from hf_tensors import params_from_tensors, tensors_of
 from lora_models import with_random_adapters, with_stored_adapters
 from safetensors.torch import load_file, save_file
@@ -55,6 +55,11 @@ GLM = {
 }
 LFM2 = {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 8}
 LFM2_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1}
+GEMMA4 = {
+    **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "hidden_size_per_layer_input": 0},
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
+    **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 3},
+}
 MINIMAX = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 3, "rotary_dim": 8}
 CASES = {
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
@@ -66,6 +71,28 @@ CASES = {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4, odd": (
+        "gemma4_text",
+        {
+            **{
+                **GEMMA4,
+                "attention_k_eq_v": False,
+                "head_dim": 12,
+                "global_head_dim": 20,
+                "sliding_window": 5,
+            },
+            **{"attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 5},
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    **{"rope_type": "proportional", "partial_rotary_factor": 0.7, "factor": 2.0},
+                    "rope_theta": 1e4,
+                },
+                "sliding_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e3},
             },
         },
     ),
@@ -179,6 +206,8 @@ CASES = {
 }
 LENGTH = 37
 SELECTION_BIAS = ("e_score_correction_bias", "expert_bias")
+CONSTANT = (*SELECTION_BIAS, "layer_scalar")
+"""Ends of the names of weights without a gradient: buffers in transformers."""
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # transformers'
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),  # peft's own
@@ -194,8 +223,8 @@ def oracle(case):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        biases = [(name, x) for name, x in model.named_buffers() if name.endswith(SELECTION_BIAS)]
-        for name, weight in (*model.named_parameters(), *biases):
+        constants = [(name, x) for name, x in model.named_buffers() if name.endswith(CONSTANT)]
+        for name, weight in (*model.named_parameters(), *constants):
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(sum(map(ord, name))))
             shift = 0.1 if name.endswith(SELECTION_BIAS) else 0.3  # more leaves some expert unchosen
             weight.copy_(weight + shift * noise if weight.ndim == 1 else 0.2 * noise)
@@ -277,13 +306,14 @@ def test_gradients_of_all_weights(case):
 
     def loss(params):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-        logprobs = jax.nn.log_softmax(params(jnp.asarray(tokens), positions) @ params.head.T)[:, :-1]
+        logits = soft_capped(params, params(jnp.asarray(tokens), positions) @ params.head.T)
+        logprobs = jax.nn.log_softmax(logits)[:, :-1]
         return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
     gradients = tensors_of(params.config, jax.jit(jax.grad(loss))(params))
     theirs = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
     theirs = on_disk(theirs, params.config)
-    constant = {name for name in gradients if name.endswith(SELECTION_BIAS)}
+    constant = {name for name in gradients if name.endswith(CONSTANT)}
     assert not any(gradients.pop(name).any() for name in constant)
     assert gradients.keys() == theirs.keys()
     for name, expected in theirs.items():
@@ -306,6 +336,7 @@ def test_greedy_text(case):
     "case",
     [
         "gemma3",
+        "gemma4",
         "olmo3",
         "smollm3, odd",
         "qwen3.5",
@@ -521,7 +552,8 @@ def test_dense_layers_after_sparse_ones_are_refused(types, found):
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), [("gemma3", "gemma3"), ("mistral3", "ministral3"), ("qwen3_5", "qwen3.5")]
+    ("kind", "case"),
+    [("gemma3", "gemma3"), ("gemma4", "gemma4"), ("mistral3", "ministral3"), ("qwen3_5", "qwen3.5")],
 )
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_language_model_of_one_that_sees_images(kind, case, prefix, tmp_path, capsys):

@@ -13,6 +13,7 @@ from jaxrl_kernels import dispatch
 from jaxrl_llm import models
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.kernels import describe_kernels
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
@@ -51,10 +52,25 @@ SHORT_CONV = dataclasses.replace(
     layer_kinds=("conv", "attention") * 2,
     conv=ConvConfig(conv_bias=True),
 )
+GEMMA4 = dataclasses.replace(
+    MIXED,
+    rope_layers=None,
+    rope=models.RopeConfig(scaling="proportional", partial_rotary=0.25),
+    global_heads=GlobalHeads(1, 16, keys_as_values=True),
+    value_norm=True,
+    layer_scalar=True,
+)
 CONFIGS = pytest.mark.parametrize(
     "config",
-    [CONFIG, WINDOWED, DYNAMIC, MIXED, HYBRID, SHORT_CONV],
-    ids=["full", "window in one layer", "dynamic rope", "mixed layers", "delta rule", "short convolution"],
+    [
+        pytest.param(CONFIG, id="full"),
+        pytest.param(WINDOWED, id="window in one layer"),
+        pytest.param(DYNAMIC, id="dynamic rope"),
+        pytest.param(MIXED, id="mixed layers"),
+        pytest.param(GEMMA4, id="heads of two sizes"),
+        pytest.param(HYBRID, id="delta rule"),
+        pytest.param(SHORT_CONV, id="short convolution"),
+    ],
 )
 quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 

@@ -20,6 +20,7 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.recipe.rule import apply_rules
 from jaxrl_llm.recipe.rules_recipe import RECIPE
 from jaxrl_llm.rollout.config import SamplingConfig
@@ -50,6 +51,10 @@ GPT_OSS = dataclasses.replace(
 GEMMA = dataclasses.replace(
     QWEN, sliding_window=7, window_layers=(True, False), norms="both", norm_offset=1.0, scale_embeddings=True,
     local_rope=models.RopeConfig(theta=100.0),
+)  # fmt: skip
+GEMMA4 = dataclasses.replace(
+    GEMMA, global_heads=GlobalHeads(1, 16, keys_as_values=True), value_norm=True, layer_scalar=True,
+    rope=models.RopeConfig(scaling="proportional", partial_rotary=0.25),
 )  # fmt: skip
 HYBRID = dataclasses.replace(
     QWEN, num_layers=4, layer_kinds=("delta", "delta", "attention", "delta"), attention_gate=True,
@@ -119,12 +124,14 @@ def one_update(config, dtype, strict=True, share=True):
         pytest.param(QWEN, "bfloat16", marks=pytest.mark.slow),
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
         pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
-        (GEMMA, "float32"),
+        (GEMMA4, "float32"),
         (HYBRID, "float32"),
         pytest.param(NEGATIVE, "bfloat16", marks=pytest.mark.slow),
         (LFM2, "float32"),
         pytest.param(LFM2, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(GEMMA, "float32", marks=pytest.mark.slow),
         pytest.param(GEMMA, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(GEMMA4, "bfloat16", marks=pytest.mark.slow),
         pytest.param(NO_ROPE, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
         pytest.param(ADAPTED, "float32", marks=pytest.mark.slow),
@@ -140,12 +147,14 @@ def one_update(config, dtype, strict=True, share=True):
         "qwen3 bfloat16",
         "windows, caps, sinks, biases",
         "gpt-oss bfloat16",
-        "four norms, two ropes",
+        "heads of two sizes",
         "delta rule",
         "delta rule, betas up to 2, bfloat16",
         "short convolution",
         "short convolution bfloat16",
+        "four norms, two ropes",
         "four norms, two ropes bfloat16",
+        "heads of two sizes bfloat16",
         "norms after, a layer without rope bfloat16",
         "latents",
         "adapters",

@@ -17,6 +17,7 @@ BARE = (
     "TransformerConfig",
     "ConvConfig",
     "DeltaConfig",
+    "GlobalHeads",
     "MoEConfig",
     "MLAConfig",
     "RopeConfig",

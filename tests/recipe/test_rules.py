@@ -29,7 +29,8 @@ from jaxrl_llm.config import (
     TrainConfig,
     TransformerConfig,
 )
-from jaxrl_llm.models.config import DeltaConfig
+from jaxrl_llm.models.config import DeltaConfig, RopeConfig
+from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.recipe.checks import apply_all_rules, check_config, check_models, check_on_devices
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.recipe.rules_devices import DEVICES
@@ -44,6 +45,10 @@ STOPS = RolloutConfig(sampling=SamplingConfig(stop_tokens=(10**6,)))
 EXPERTS = TransformerConfig(max_position=64, moe=MoEConfig(8, 4, expert_size=12))
 RECURRENT = TransformerConfig(
     num_layers=2, max_position=64, layer_kinds=("delta", "attention"), delta=DeltaConfig()
+)
+TWO_SIZES = TransformerConfig(
+    **{"num_layers": 2, "max_position": 64, "window_layers": (True, False), "sliding_window": 8},
+    **{"local_rope": RopeConfig(), "global_heads": GlobalHeads(1, 256)},
 )
 RANDOM = ModelConfig(architecture=EXPERTS, tokenizer="tiny")
 CASES = {
@@ -130,6 +135,27 @@ def test_each_rule_can_fire(rule, config):
     assert not rule.keys or any(f"--{key.split('.')[0]}" in lines[0] for key in rule.keys.split()), lines
     fix = r"\b([Ss]et|[Uu]se|[Ll]eave|[Gg]ive|[Nn]ame|[Ll]ower|[Aa]dd|expected|must|needs|is) "
     assert re.search(fix, lines[0]), lines
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"rollout": RolloutConfig(cache="paged")},
+            "--rollout.cache paged needs pages, and the model's layers",
+        ),
+        ({"rollout": RolloutConfig(cache_dtype="int8")}, "--rollout.cache_dtype int8 needs pages"),
+        ({"rollout": RolloutConfig(draft_tokens=2)}, "--rollout.draft_tokens 2 needs pages"),
+        ({"rollout": SERVED}, "--rollout.engine is sglang: models whose layers have heads of two sizes"),
+        (
+            {"lora": LoraConfig(rank=300)},
+            "num_kv_heads * global_heads.head_dim is 256",
+        ),
+    ],
+)
+def test_what_heads_of_two_sizes_exclude(changes, line, config):
+    config = replace(config, model=replace(RANDOM, architecture=TWO_SIZES), **changes)
+    assert any(line in found for _, lines in asked(config, ()) for found in lines)
 
 
 def test_each_key_exists():

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.models import TransformerConfig, flops
+from jaxrl_llm.rollout.checks import unpaged
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.native.paged_cache import KeptPages, PagedLayout, SlotPages, uses_pages
 from jaxrl_llm.rollout.native.programs import Programs
@@ -31,12 +32,12 @@ CPU core. Copies and small batches of observations then take longer than to pref
 def make_programs(
     config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool, *, routes: bool
 ) -> Programs:
-    """Return the programs of `rollout.cache`; "auto", if it is a ring, keeps turns, but those of recurrent
-    layers."""
+    """Return the programs of `rollout.cache`; "auto", if it is a ring, keeps turns, if the model's cache
+    can be in pages (`unpaged`)."""
     paged = uses_pages(config, model, mesh, strict)
     shared = model, mesh, config.dtype, config.cache_dtype or config.dtype
     settings = {"chunk": config.chunk, "strict": strict, "routes": routes}
-    keeps = config.cache == "auto" and not paged and not model.layer_kinds
+    keeps = config.cache == "auto" and not paged and not unpaged(model)
     kept = Programs(*shared, page_size=config.page, **settings) if keeps else None
     return Programs(*shared, page_size=config.page if paged else 0, kept=kept, **settings)
 

@@ -27,7 +27,7 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.mla import cache_dims
 from jaxrl_llm.models.paged import NO_PAGE, NULL_PAGE, init_paged_cache
-from jaxrl_llm.rollout.checks import ring_problem
+from jaxrl_llm.rollout.checks import ring_problem, unpaged
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.programs import Programs
@@ -323,7 +323,7 @@ def uses_pages(config: RolloutConfig, model: TransformerConfig, mesh: Mesh, stri
     """Resolve `rollout.cache`: "auto" is paged if a kernel reads pages, for 8 bits and for drafts."""
     if problem := ring_problem(config, model):
         raise ConfigError(problem)
-    if model.layer_kinds:
+    if unpaged(model):
         return False
     dtype = jnp.dtype(config.cache_dtype or config.dtype)
     if config.cache != "auto" or dtype.itemsize == 1 or config.draft_tokens:
