@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SGLANG_VENV ?= .venv-sglang
 COMPILERS_VENV ?= .venv-compilers
-CLIENTS := .venv-clients .venv-clients4
+CLIENTS := .venv-clients .venv-clients4 .venv-clients-llama
 # The newest interpreter at hand, for `make test-newest`.
 NEWEST ?= $(shell sh scripts/newest_python.sh)
 
@@ -63,7 +63,7 @@ test-newest:
 test-sglang: $(VENV)/.installed-test $(SGLANG_VENV)/.installed
 	JAXRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -q -s $(PYTEST_FLAGS) $$(find tests -name "test_*_real.py")
 
-# Exported folders in transformers 4 and 5, peft and lm-eval (3 GB of wheels); in vLLM too after `scripts/clients.sh
+# Exported models in transformers 4 and 5, peft, lm-eval and llama.cpp (3 GB of wheels); in vLLM too after `scripts/clients.sh
 # .venv-clients-vllm`, and `make test-sglang` has them in SGLang.
 test-clients: $(VENV)/.installed-test $(CLIENTS:=/.installed)
 	$(BIN)/python -m pytest -q -s tests/clients

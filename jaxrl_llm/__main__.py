@@ -23,7 +23,10 @@ COMMANDS = {
     "generate": ("jaxrl_llm.tools.generate", "Generate responses to the prompts of a file; best of n."),
     "score": ("jaxrl_llm.tools.score", "Compute log-probabilities, or rewards, of given responses."),
     "view": ("jaxrl_llm.tools.view", "Write runs as one HTML page: curves, evaluation, samples, configs."),
-    "export": ("jaxrl_llm.tools.export", "Write the model of a checkpoint as a Hugging Face folder."),
+    "export": (
+        "jaxrl_llm.tools.export",
+        "Write a checkpoint's model as a Hugging Face folder or GGUF file.",
+    ),
 }
 COMPUTING = {"train", "chat", "generate", "score"}
 SLOW_TO_START = COMPUTING | {"plan", "doctor", "export"}

@@ -196,7 +196,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
     if config.logit_softcap is not None:
         raw["final_logit_softcapping"] = config.logit_softcap
     raw = _as_classifier(raw) if config.value_head else raw
-    _check_round_trip(config, raw)
+    check_round_trip(config, raw, f"a {config.family} config.json")
     return raw
 
 
@@ -292,11 +292,16 @@ def _canonical(config: TransformerConfig) -> TransformerConfig:
     )
 
 
-def _check_round_trip(config: TransformerConfig, raw: dict) -> None:
-    """Refuse a config that this family's config.json cannot express."""
+def check_round_trip(config: TransformerConfig, raw: dict[str, Any], where: str) -> None:
+    """Refuse a config that a file cannot express.
+
+    Args:
+        raw: keys of config.json that the file has.
+        where: the kind of file, for the message.
+    """
     ours, read = dataclasses.asdict(_canonical(config)), dataclasses.asdict(read_config(raw))
     lost = [
         f"{name}={ours[name]} (would read back as {read[name]})" for name in ours if ours[name] != read[name]
     ]
     if lost:
-        raise UserError(f"export: a {config.family} config.json cannot express {'; '.join(lost)}")
+        raise UserError(f"export: {where} cannot express {'; '.join(lost)}")

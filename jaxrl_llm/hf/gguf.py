@@ -39,7 +39,7 @@ _FORMAT = 4
 RoPE, 3 split text into other tokens than llama.cpp."""
 _SHARD_BYTES = 4 * 2**30
 _PARTIAL = ".partial"  # ends the names of folders that are being written
-_SIZES = {
+GGUF_KEYS = {
     # config.json             GGUF, after "<architecture>."
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -57,8 +57,12 @@ _NEUTRAL = {
     **{"rope.scaling.yarn_ext_factor": 1, "rope.scaling.yarn_log_multiplier": 0},
 }
 """Keys that change the computation in unsupported ways -> the value that changes nothing."""
-_YARN = {ORIGINAL: "original_context_length", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-_ROPE_FACTORS = "rope_freqs.weight"
+GGUF_YARN = {
+    ORIGINAL: "original_context_length",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+ROPE_FACTORS = "rope_freqs.weight"
 _KINDS = {int: "a whole number", float: "a number", str: "text"}
 """Types of metadata, in words."""
 
@@ -189,16 +193,19 @@ class _GgufModel:
         Raises:
             UserError: a key is missing, or the decoder does not support its value.
         """
+        # What is not supported, then the sizes.
         for key, neutral in _NEUTRAL.items():
             if self.own(key, neutral) != neutral:
                 stored = f"{self.family}.{key}={self.own(key)}"
                 raise self.wrong(f"{stored} is not supported; supported: {neutral}")
         if (count := self.value("split.count", 1, kind=int)) > 1:
             raise self.wrong(f"one of {count} parts; join them with llama-gguf-split --merge")
-        raw = {name: self.own(key, kind=float if name in _FRACTIONS else int) for name, key in _SIZES.items()}
+        raw = {
+            name: self.own(key, kind=float if name in _FRACTIONS else int) for name, key in GGUF_KEYS.items()
+        }
         raw["num_key_value_heads"] = raw["num_key_value_heads"] or raw["num_attention_heads"]
         raw["rope_theta"] = raw["rope_theta"] or 10_000.0
-        missing = [f"{self.family}.{_SIZES[name]}" for name, value in raw.items() if value is None]
+        missing = [f"{self.family}.{GGUF_KEYS[name]}" for name, value in raw.items() if value is None]
         missing += [name for name in ("token_embd.weight",) if name not in self.stored]
         if missing:
             raise self.wrong(f"no {missing[0]}, which a {self.family} file has; it is damaged")
@@ -235,15 +242,15 @@ class _GgufModel:
         factor = next(filter(None, factors), 1.0)
         if kind == "linear" and factor == 1.0:
             kind = "none"
-        has_table = _ROPE_FACTORS in self.stored
+        has_table = ROPE_FACTORS in self.stored
         if kind not in (("none",) if has_table else ("none", "linear", "yarn")):
-            supported = f"none, beside {_ROPE_FACTORS}" if has_table else "none, linear, yarn"
+            supported = f"none, beside {ROPE_FACTORS}" if has_table else "none, linear, yarn"
             raise self.wrong(f"rope.scaling.type={kind!r} is not supported; supported: {supported}")
         if has_table:
-            return self._llama3_scaling(np.asarray(self.stored[_ROPE_FACTORS].data, np.float64))
+            return self._llama3_scaling(np.asarray(self.stored[ROPE_FACTORS].data, np.float64))
         scaling = {"rope_type": kind, "factor": factor} if kind != "none" else {}
         if kind == "yarn":
-            scaling |= {name: self.own(f"rope.scaling.{key}", kind=float) for name, key in _YARN.items()}
+            scaling |= {name: self.own(f"rope.scaling.{key}", kind=float) for name, key in GGUF_YARN.items()}
         return {name: _shortest(value) for name, value in scaling.items()} or None
 
     def _llama3_scaling(self, factors: np.ndarray) -> dict[str, Any]:
@@ -264,7 +271,7 @@ class _GgufModel:
             if np.allclose(1.0 / ((1 - smooth) / factor + smooth), factors, rtol=1e-3):
                 break
         else:
-            raise self.wrong(f"{_ROPE_FACTORS} is not the scaling of Llama 3, the only one that is supported")
+            raise self.wrong(f"{ROPE_FACTORS} is not the scaling of Llama 3, the only one that is supported")
         settings = {"low_freq_factor": low, "high_freq_factor": high, "factor": round(factor, 4)}
         return {"rope_type": "llama3", **settings, "original_max_position_embeddings": original}
 
@@ -280,7 +287,7 @@ class _GgufModel:
         types = {name: t.tensor_type for name, t in self.stored.items()}
         problems = {
             "missing": [name for name in expected if name not in shapes],
-            "unexpected": [name for name in shapes if name not in expected and name != _ROPE_FACTORS],
+            "unexpected": [name for name in shapes if name not in expected and name != ROPE_FACTORS],
             "of another shape": [n for n in expected if n in shapes and shapes[n] != expected[n]],
             "of a type that cannot be dequantized": [
                 f"{name} {kind.name}"
@@ -295,17 +302,7 @@ class _GgufModel:
 
     def gguf_name(self, name: str) -> str:
         """Return the name of an HF tensor in the file."""
-        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
-        return found
-
-    @functools.cached_property
-    def _names(self) -> Any:
-        """The gguf library's table of names of the architecture."""
-        from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
-
-        arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == self.family)
-        return get_tensor_name_map(arch, self.config.num_layers)
+        return gguf_name(self.family, self.config.num_layers, name)
 
     def tensor(self, tensor: HFTensor) -> np.ndarray:
         """Return a tensor as HF stores it, float32."""
@@ -356,6 +353,22 @@ def _open(file: Path) -> Any:
             return gguf.GGUFReader(file)
     except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
         raise UserError(f"{file}: truncated, damaged, or no GGUF file ({error})") from error
+
+
+def gguf_name(architecture: str, layers: int, name: str) -> str:
+    """Return the name of an HF tensor in a file of the architecture with so many layers."""
+    found = _names(architecture, layers).get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
+
+
+@functools.cache
+def _names(architecture: str, layers: int) -> Any:
+    """Return the gguf library's table of names."""
+    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == architecture)
+    return get_tensor_name_map(arch, layers)
 
 
 def gguf_cache() -> Path:

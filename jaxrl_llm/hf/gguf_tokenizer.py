@@ -18,7 +18,7 @@ Read = Callable[..., Any]
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -62,10 +62,10 @@ class _Rules(NamedTuple):
     add_bos: bool = False
 
 
-_RULES = {
-    "default": _Rules((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2 phi-2 mpt olmo jais trillion exaone4 mellum a.x-4.0 gigachat granite-docling": _Rules((_GPT2,)),
-    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": _Rules((r"\p{N}", _GPT2)),
+RULES = {
+    "default": _Rules((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2 phi-2 mpt olmo jais trillion exaone4 mellum a.x-4.0 gigachat granite-docling": _Rules((GPT2,)),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": _Rules((r"\p{N}", GPT2)),
     "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0": _Rules((_LLAMA3,), True, True),
     "dbrx smaug-bpe chatglm-bpe glm4": _Rules((_LLAMA3,)),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe bailingmoe2"
@@ -74,7 +74,7 @@ _RULES = {
     "tekken": _Rules((_TEKKEN,), True, True),
     "gpt-4o llama4 kanana2 talkie minimax-m2": _Rules((_GPT4O,)),
     "seed-coder": _Rules((_SEED,)),
-    "falcon": _Rules((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    "falcon": _Rules((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
     "poro-chat bloom gpt3-finnish": _Rules((_BLOOM,)),
     "viking": _Rules((_BLOOM, r"\p{N}")),
     "deepseek-v3 hunyuan-dense joyai-llm": _Rules(
@@ -94,14 +94,14 @@ _RULES = {
 }
 """Names of `tokenizer.ggml.pre` with the same rules -> the rules."""
 
-_SPECIAL = {
+SPECIAL = {
     # transformers: (GGUF, default of SentencePiece vocabularies)
     "bos_token": ("bos_token_id", 1),
     "eos_token": ("eos_token_id", 2),
     "unk_token": ("unknown_token_id", 0),
     "pad_token": ("padding_token_id", None),
 }
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # `tokenizer.ggml.token_type`
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<eos>"),
@@ -184,12 +184,12 @@ def _byte_level(read: Read, tokens: list[str]) -> tuple[Any, bool]:
 
 
 def _rules(name: str) -> _Rules:
-    for names, rules in _RULES.items():
+    for names, rules in RULES.items():
         if name in names.split():
             return rules
     raise UserError(
         f"tokenizer.ggml.pre={name!r} is not supported, since how this tokenizer cuts text is not known; "
-        f"supported: {', '.join(sorted(' '.join(_RULES).split()))}"
+        f"supported: {', '.join(sorted(' '.join(RULES).split()))}"
     )
 
 
@@ -232,7 +232,7 @@ def _special_ids(read: Read, tokens: list[str]) -> dict[str, int | None]:
         UserError: an id is not in the vocabulary.
     """
     ids: dict[str, int | None] = {}
-    for name, (key, default) in _SPECIAL.items():
+    for name, (key, default) in SPECIAL.items():
         is_default = read("ggml.model") == "llama" and default is not None and default < len(tokens)
         ids[name] = read(f"ggml.{key}", default if is_default else None)
         if ids[name] is not None and not 0 <= ids[name] < len(tokens):
@@ -250,12 +250,12 @@ def _add_whole_tokens(backend: Any, read: Read, tokens: list[str]) -> None:
 
     types = read("ggml.token_type") or [1] * len(tokens)
     ends = _END_TEXTS.union(*_FILE_TEXTS.values()) - {"".join(_halves(m)) for m in read("ggml.merges", ())}
-    is_control = lambda token, kind: kind in (_UNKNOWN, _CONTROL) or token in ends
+    is_control = lambda token, kind: kind in (UNKNOWN, CONTROL) or token in ends
     backend.add_tokens(
         [
             AddedToken(token, normalized=False, special=is_control(token, kind))
             for token, kind in zip(tokens, types, strict=True)
-            if kind == _USER_DEFINED or is_control(token, kind)
+            if kind == USER_DEFINED or is_control(token, kind)
         ]
     )
 

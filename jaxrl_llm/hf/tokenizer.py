@@ -103,8 +103,7 @@ def _compare_with_class(folder: Path, tokenizer: Any) -> None:
     from transformers import AutoTokenizer, __version__, logging
 
     # Encode sample texts with both; skip the comparison if the class cannot be loaded.
-    marks = [str(token) for token in tokenizer.added_tokens_decoder.values()][:_MARKS]
-    texts = [*_SAMPLES, "user\n Hi".join(marks)]
+    texts = sample_texts(tokenizer)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its warnings concern a class that is not used here
     try:
@@ -127,6 +126,12 @@ def _compare_with_class(folder: Path, tokenizer: Any) -> None:
                 "servers and other programs may use"
             )
             return
+
+
+def sample_texts(tokenizer: Any) -> list[str]:
+    """Return texts whose ids show how a tokenizer splits text, with some of its control tokens."""
+    marks = [str(token) for token in tokenizer.added_tokens_decoder.values()][:_MARKS]
+    return [*_SAMPLES, "user\n Hi".join(marks)]
 
 
 @functools.cache

@@ -151,18 +151,19 @@ class ScoreArguments(ModelChoice, SelectConfig):
 
 @dataclass(frozen=True)
 class ExportArguments:
-    """Write the model of a checkpoint as a Hugging Face folder: weights, config and tokenizer."""
+    """Write the model of a checkpoint, with config and tokenizer, as a Hugging Face folder, or as a GGUF file
+    for llama.cpp and Ollama."""
 
     checkpoint: Path
     """Directory of the run (its --run_dir)."""
     out: Path
-    """Folder to write."""
+    """Folder to write; or a GGUF file, NAME.gguf, with NAME.Modelfile beside it."""
     overwrite: bool = False
-    """Replace the folder if it holds an earlier export; nothing else is ever replaced."""
+    """Replace an earlier export; nothing else is ever replaced."""
     step: CountOrZero | None = None
     """Step of the checkpoint; None = the newest."""
-    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-    """Type of the weights."""
+    dtype: Literal["float32", "float16", "bfloat16", "q8_0"] = "bfloat16"
+    """Type of the weights; q8_0, 8 bits with a scale for each 32 weights, is for GGUF files."""
     ema: bool = False
     """Export the exponential moving average of the weights (--optim.ema)."""
     tokenizer: str = ""

