@@ -124,4 +124,5 @@ def test_llama_cpp_generates_our_text_with_smollm2(tmp_path):
         assert response["tokens"] == list(expected.tokens)
         np.testing.assert_allclose(response["logprobs"], expected.logprobs, atol=1e-3)
     first = [[response["logprobs"][0] for response in responses] for responses in (exact, quantized)]
-    np.testing.assert_allclose(*first, atol=0.15)  # 8 bits a weight
+    # llama.cpp rounds activations to 8 bits, too: 0.26 at most was seen, a file read wrongly is nats away.
+    np.testing.assert_allclose(*first, atol=0.5)

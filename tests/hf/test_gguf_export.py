@@ -4,8 +4,10 @@ llama.cpp itself reads such files in tests/clients/test_gguf_real.py.
 """
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,6 +18,9 @@ from random_weights import random_params  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import AddedToken, PreTrainedTokenizerFast  # noqa: E402
 
+from jaxrl_llm import __main__ as cli  # noqa: E402
+from jaxrl_llm.checkpoint.config import CheckpointConfig  # noqa: E402
+from jaxrl_llm.checkpoint.state import Checkpointer  # noqa: E402
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer  # noqa: E402
 from jaxrl_llm.errors import RunError, UserError  # noqa: E402
 from jaxrl_llm.hf.config import read_config  # noqa: E402
@@ -240,3 +245,31 @@ def test_only_gguf_files_are_replaced(tmp_path):
     file.write_text("notes")
     with pytest.raises(UserError, match=r"m\.gguf: is not a GGUF file and is not replaced"):
         check_gguf_file(file, overwrite=True)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, capsys):
+    """From a checkpoint to a file and its Modelfile; wrong flags are refused before anything is read."""
+    config, run = of_family("qwen3"), tmp_path / "run"
+    saver = Checkpointer(CheckpointConfig(async_save=False), run)
+    params = jax.tree.map(jax.numpy.asarray, random_params(config))
+    assert saver.save(1, {"params": params}, {"config": {}, "model": dataclasses.asdict(config)}, {})
+    saver.close()
+    byte_level().save_pretrained(tmp_path / "tokenizer")
+    model = {"path": "", "tokenizer": str(tmp_path / "tokenizer")}
+    settings = {"model": model, "rollout": {"sampling": {"temperature": 0.5, "stop": []}}}
+    (run / "config.json").write_text(json.dumps({"config": settings}))
+    file = tmp_path / "m.gguf"
+    argv = ["export", "--checkpoint", str(run), "--out", str(file), "--dtype", "float32"]
+    assert cli.main([*argv, "--push", "me/model"]) == 2
+    assert cli.main([*argv[:4], str(tmp_path / "m"), "--dtype", "q8_0"]) == 2
+    assert "--push uploads a Hugging Face folder" in (told := capsys.readouterr().err)
+    assert f"--dtype q8_0 is a type of GGUF files: set --out {tmp_path}/m.gguf" in told
+    assert not file.exists()
+    assert cli.main(argv) == 0
+    assert f"for Ollama: ollama create NAME -f {tmp_path}/m.Modelfile" in capsys.readouterr().out
+    assert modelfile_path(file).read_text().startswith("FROM ./m.gguf\nPARAMETER temperature 0.5\n")
+    written = read_back(file)[1]
+    for name, expected in tensors_of(config, params).items():
+        np.testing.assert_array_equal(written[name], expected)
+    assert cli.main(argv) == 2 and "--overwrite True" in capsys.readouterr().err
