@@ -25,7 +25,7 @@ class RopeConfig:
     theta: Annotated[float, Range(1.0, 1e15, open_low=True, usual="1e4 to 1e6 is usual")] = 10_000.0
     """Base of the frequencies."""
     scaling: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional"] = "default"
-    """Context extension beyond the pretraining length; "proportional": frequency 0 after `partial_rotary` pairs."""
+    """Context extension beyond the pretraining length; "proportional": frequency 0 after `partial_rotary`."""
     factor: Factor = 1.0
     """Ratio of the extended context to the original one (every scaling but "default")."""
     original_max_position: Count | None = None

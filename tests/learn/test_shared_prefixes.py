@@ -41,7 +41,7 @@ HYBRID = dataclasses.replace(
 )
 SHORT_CONV = dataclasses.replace(MODEL, layer_kinds=("conv", "attention"), conv=ConvConfig(conv_width=4))
 GEMMA4 = dataclasses.replace(
-    WINDOWED, local_rope=RopeConfig(100.0), value_norm=True, layer_scalar=True,
+    WINDOWED, local_rope=RopeConfig(100.0), value_norm=True,
     rope=RopeConfig(scaling="proportional", partial_rotary=0.5), global_heads=GlobalHeads(1, 16, True),
 )  # fmt: skip
 ONE = MeshConfig(fsdp=1)
