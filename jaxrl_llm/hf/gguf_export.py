@@ -161,9 +161,10 @@ def _check_config(config: TransformerConfig) -> str:
     if config.family not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise UserError(f"export: no GGUF file of family={config.family!r} is written; supported: {known}")
-    if config.rope.scaling == "dynamic":
+    if config.rope.scaling not in ("default", "linear", "yarn", "llama3"):
         raise UserError(
-            "export: a GGUF file cannot express rope_type='dynamic'; supported: default, linear, yarn, llama3"
+            f"export: a GGUF file cannot express rope_type={config.rope.scaling!r}; supported: default, "
+            "linear, yarn, llama3"
         )
     architecture = _ARCHITECTURES[config.family]
     if architecture == "qwen3" and config.qkv_bias:
