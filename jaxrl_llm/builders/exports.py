@@ -18,12 +18,15 @@ from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.config import HubConfig, TrainConfig
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.export import check_export_folder, save_model
+from jaxrl_llm.hf.folder import read_predictors
 from jaxrl_llm.hf.hub import PushError, parse_hub_name, push_folder
 from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
+from jaxrl_llm.hf.predictors import Predictors, no_predictors
+from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.host.files import load_json
 from jaxrl_llm.host.processes import on_first, print_on_first
 from jaxrl_llm.learn.optim_states import averaged_weights
-from jaxrl_llm.models import lora
+from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.report.jsonl import Row, read_rows
 from jaxrl_llm.sharding.rules import on_device
 from jaxrl_llm.structs import Params, TrainState
@@ -102,11 +105,37 @@ def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, *
     if algos.requirements(config.algo).logprobs:  # other models keep their value head
         params = models.without_value_head(params)
     base = lora.base_config(params.config)
-    save_model(params, base, folder / f"hf{suffix}", tokenizer, dtype=config.model.dtype)
+    predictors = base_predictors(config.model.path, base)
+    hf = folder / f"hf{suffix}"
+    save_model(params, base, hf, tokenizer, dtype=config.model.dtype, predictors=predictors)
     if params.config.lora:
         save_adapter(params, folder / f"adapter{suffix}", config.model.path)
         if unread := unread_by_peft(params.config):
             print_on_first(f"{folder / f'adapter{suffix}'}: {unread}")
+
+
+def base_predictors(path: str, config: TransformerConfig) -> Predictors:
+    """Return the layers of multi-token prediction of a run's base model, for its exports. A collective.
+
+    If process 0 can no longer read the base, a line says so, and exports have none.
+
+    Args:
+        path: `model.path`; "" = random weights.
+        config: of the exported model; a classifier has none.
+    """
+    none = no_predictors(config)
+    if not path or config.value_head or not none.keys:
+        return none
+
+    def read() -> Predictors:
+        try:
+            return read_predictors(resolve_model(path), config)
+        except UserError as error:
+            left_out = "layers of multi-token prediction, if the base has any, are left out of exports"
+            print_on_first(f"{left_out}: {error}")
+            return none
+
+    return on_first(read)
 
 
 def _prune(folder: Path, keep: int) -> None:

@@ -193,8 +193,6 @@ LOCAL = ("mixtral", "gpt_oss", "minimax_m2")
 """Families whose keys are `num_local_experts` and `intermediate_size`."""
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention."""
-PREDICTORS = {**dict.fromkeys(GROUPED, "num_nextn_predict_layers"), "minimax_m2": "num_mtp_modules"}
-"""Family -> key of the number of layers after the last one, which predict further tokens."""
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Keys of such families that have one supported value."""
 
@@ -367,15 +365,11 @@ def write_experts(config: TransformerConfig) -> dict[str, Any]:
             "n_group": moe.groups,
             "topk_group": moe.groups_kept,
             "first_k_dense_replace": moe.dense_layers,
-            PREDICTORS[config.family]: 0,
         }
     if config.family in LOCAL:
         sizes = {"num_local_experts": moe.num_experts, "intermediate_size": moe.expert_size}
-        own = {
-            "gpt_oss": {"swiglu_limit": moe.swiglu_limit, "swiglu_alpha": moe.swiglu_alpha},
-            "minimax_m2": {"use_mtp": False, PREDICTORS["minimax_m2"]: 0},
-        }
-        return {**common, **sizes, **own.get(config.family, {})}
+        clamps = {"swiglu_limit": moe.swiglu_limit, "swiglu_alpha": moe.swiglu_alpha}
+        return {**common, **sizes, **(clamps if config.family == "gpt_oss" else {})}
     common |= {"num_experts": moe.num_experts, "norm_topk_prob": moe.normalize}
     if config.family == "olmoe":
         return {**common, "intermediate_size": moe.expert_size, "clip_qkv": None}

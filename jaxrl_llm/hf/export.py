@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import to_hf_config
 from jaxrl_llm.hf.folder import INDEX, SINGLE, shorten_names
 from jaxrl_llm.hf.gather import gather_checked, group_by_size, stacked_runs
-from jaxrl_llm.hf.names import Encode, HFTensor, hf_tensors, stored_dtype
+from jaxrl_llm.hf.names import Encode, Encoding, HFTensor, hf_tensors, stored_dtype, tensor_bytes
+from jaxrl_llm.hf.predictors import Predictors, no_predictors
+from jaxrl_llm.hf.stored import StoredTensor, read_row_blocks
 from jaxrl_llm.hf.tokenizer import classifier_tokenizer, generation_config, save_tokenizer, special_ids
 from jaxrl_llm.host.files import sync_to_disk, write_json
 from jaxrl_llm.host.processes import on_first
@@ -53,6 +56,7 @@ def save_model(
     dtype: str = "bfloat16",
     max_shard_bytes: int = 4 * 2**30,
     encode: Encode | None = None,
+    predictors: Predictors | None = None,
 ) -> Path:
     """Write a folder that `transformers` and this project load; replaces an earlier export.
 
@@ -69,6 +73,8 @@ def save_model(
         dtype: of the weights in the files.
         max_shard_bytes: maximum size of a file; a larger tensor gets a separate file.
         encode: encoding of tensors that are not stored in `dtype`; None = all tensors are.
+        predictors: layers of multi-token prediction, copied byte for byte, or in `dtype` if they are
+            quantized; None = the folder has none.
 
     Raises:
         UserError: unknown dtype, a config that the family cannot express, no space on the disk, or a folder
@@ -82,12 +88,18 @@ def save_model(
     config = export_config(config)
     if tokenizer is not None and config.value_head:
         tokenizer = classifier_tokenizer(tokenizer, config.vocab_size)
-    raw = _raw(config, dtype, tokenizer)
-    tensors = export_tensors(config, encode)
-    shards = plan_files(tensors, jnp.dtype(dtype).itemsize, max_shard_bytes)
-    files = {name: tensors for name, tensors, _ in shards}
+    # Copied tensors have separate files.
+    predictors = predictors or no_predictors(config)
+    copies = [_copied(name, tensor, dtype) for name, tensor in predictors.tensors.items()]
+    shards = plan_files(export_tensors(config, encode), copies, dtype=dtype, limit=max_shard_bytes)
+    raw = _raw(config, dtype, tokenizer) | dict(predictors.keys)
     write_folder(
-        params, folder, files, dtype, write_rest=lambda path: write_description(path, raw, shards, tokenizer)
+        params,
+        folder,
+        {name: tensors for name, tensors, _ in shards},
+        dtype,
+        write_rest=lambda path: write_description(path, raw, shards, tokenizer),
+        copied=predictors.tensors,
     )
     return folder
 
@@ -100,6 +112,7 @@ def write_folder(
     *,
     write_rest: Callable[[Path], None],
     config_name: str = "config.json",
+    copied: Mapping[str, StoredTensor] | None = None,
 ) -> None:
     """Write a folder of safetensors under another name and rename it: complete or absent. A collective.
 
@@ -108,16 +121,21 @@ def write_folder(
         files: name -> tensors; one tensor, or a layer's experts, is gathered at a time.
         write_rest: writes the other files to a folder, on process 0.
         config_name: the file that marks an earlier export: "config.json" or "adapter_config.json".
+        copied: tensors of another folder, in files without others; process 0 copies them.
 
     Raises:
         UserError, RunError, OSError: as `save_model`.
     """
-    size = jnp.dtype(dtype).itemsize * sum(math.prod(t.shape) for tensors in files.values() for t in tensors)
+    size = sum(tensor_bytes(tensor, dtype) for tensors in files.values() for tensor in tensors)
+    copied = copied or {}
     partial = folder.with_name(f".{folder.name}.partial")
     on_first(lambda: _make_partial(folder, partial, size, config_name))
     try:
         for name, tensors in files.items():
-            _write_shard(partial / name, tensors, params, dtype)
+            if tensors[0].name in copied:
+                on_first(functools.partial(_copy_shard, partial / name, tensors, copied, dtype=dtype))
+            else:
+                _write_shard(partial / name, tensors, params, dtype)
         on_first(lambda: (write_rest(partial), _replace(partial, folder)))
     finally:  # an incomplete export must not fill the disk
         if jax.process_index() == 0:
@@ -159,14 +177,30 @@ def export_tensors(config: TransformerConfig, encode: Encode | None = None) -> l
 
 
 def _raw(config: TransformerConfig, dtype: str, tokenizer: Any) -> dict[str, Any]:
-    """Return the content of config.json."""
-    return to_hf_config(config, dtype) | (special_ids(tokenizer) if tokenizer else {})
+    """Return the content of config.json, of a model without layers of multi-token prediction."""
+    keys = to_hf_config(config, dtype) | dict(no_predictors(config).keys)
+    return keys | (special_ids(tokenizer) if tokenizer else {})
 
 
-def plan_files(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str, list[HFTensor], int]]:
-    """Return (file name, its tensors, bytes) of each file, filled in order."""
-    groups = group_by_size(tensors, itemsize, limit)
-    sizes = [itemsize * sum(math.prod(tensor.shape) for tensor in group) for group in groups]
+def _copied(name: str, tensor: StoredTensor, dtype: str) -> HFTensor:
+    """Return the description of a tensor that is copied, in its type; `dtype` if it is quantized."""
+    kept = next((ours for ours, stored in DTYPES.items() if stored == tensor.dtype), dtype)
+    return HFTensor(name, tensor.shape, (), (), encoding=Encoding(kept, lambda values: values))
+
+
+def _copy_shard(
+    path: Path, tensors: list[HFTensor], stored: Mapping[str, StoredTensor], *, dtype: str
+) -> None:
+    """Write one file of tensors of another folder, a few rows at a time."""
+    rows = (rows for tensor in tensors for rows in read_row_blocks(stored[tensor.name], dtype))
+    write_safetensors(path, tensors, rows, dtype)
+
+
+def plan_files(*parts: list[HFTensor], dtype: str, limit: int) -> list[tuple[str, list[HFTensor], int]]:
+    """Return (file name, its tensors, bytes) of each file, filled in order; parts are in separate files."""
+    size = jnp.dtype(dtype).itemsize
+    groups = [group for tensors in parts if tensors for group in group_by_size(tensors, size, limit)]
+    sizes = [sum(tensor_bytes(tensor, dtype) for tensor in group) for group in groups]
     n = len(groups)
     names = [SINGLE] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
     return list(zip(names, groups, sizes, strict=True))
@@ -239,7 +273,11 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
 
 
 def write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[np.ndarray], dtype: str) -> None:
-    """Write a safetensors file tensor by tensor; the library's writer needs all tensors in memory."""
+    """Write a safetensors file tensor by tensor; the library's writer needs all tensors in memory.
+
+    Args:
+        arrays: the tensors, or their rows, in the order of the file.
+    """
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
         own = stored_dtype(tensor, dtype)

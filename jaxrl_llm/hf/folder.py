@@ -6,15 +6,16 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import language_config
-from jaxrl_llm.hf.expert_config import PREDICTORS
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.names import OTHER_NAMES, TABLE, HFTensor, hf_tensors
-from jaxrl_llm.hf.quantization import Quantization, read_quantization
+from jaxrl_llm.hf.predictors import Predictors, no_predictors, predictor_keys, predictor_names
+from jaxrl_llm.hf.quantization import read_quantization
 from jaxrl_llm.hf.stored import FLOATS, StoredTensor, join_scales, read_header, read_values
 from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.models import TransformerConfig
@@ -25,7 +26,7 @@ EMBEDDING, HEAD, SCORE = (TABLE[ours][0] for ours in ("embed", "lm_head", "value
 
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old checkpoints
 _PREFIX = re.compile(r"^(?:language_model\.|(model\.)language_model\.)")
-_OTHER_MODEL = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model|visual)\.")
+_OTHER_MODEL = re.compile(r"(model\.)?(?P<module>vision_tower|multi_modal_projector|vision_model|visual)\.")
 FUSED_EXPERTS = {
     "layers.router": ("gate.weight", 0, 1),
     "layers.router_bias": ("e_score_correction_bias", 0, 1),
@@ -38,7 +39,6 @@ CONVOLUTIONS = ("layers.delta_conv_q", "layers.delta_conv_k", "layers.delta_conv
 FUSED_CONVOLUTION = "model.layers.{}.linear_attn.conv1d.weight"
 _SHOWN = 8
 _COMPARED_ROWS = 4096  # of two vocabularies, at once
-MAX_PREDICTORS = 64  # of any model
 MAX_NAME = 255  # bytes of a file's name
 
 
@@ -49,6 +49,46 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
         UserError: see `_weight_files`, `read_header`, `_check_tied_head`; or tensors are missing, unexpected,
             of another shape or type: one message lists all of them.
     """
+    stored = _language_model(folder, _read_tensors(folder))
+    unused = predictor_names(config, _language_config(folder), stored)
+    stored = _split_convolutions(_original_names(_split_experts(stored, config), config), config)
+    expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
+    ignored = {HEAD} if config.tie_embeddings else set()
+    ignored |= {name for name in stored if _DERIVED.fullmatch(name)} | unused
+    if problem := list_mismatches(stored, expected, "config.json", ignored):
+        what = f"not the weights that its {config.family} config.json describes"
+        raise UserError(f"{folder}: {what}; {problem}")
+    if config.tie_embeddings and HEAD in stored and SCORE not in stored:  # a classifier does not use it
+        _check_tied_head(stored[HEAD], stored[EMBEDDING])
+    if unused:
+        line = f"{len(unused)} weights of multi-token prediction are not used; exports copy them"
+        print_on_first(f"{folder}: {line}")
+    return {name: stored[name] for name in expected}
+
+
+def read_predictors(folder: Path, config: TransformerConfig) -> Predictors:
+    """Return the folder's layers of multi-token prediction.
+
+    Args:
+        config: of the decoder.
+
+    Raises:
+        UserError: see `_weight_files`, `read_header`; or tensors are quantized in a way that is not read.
+    """
+    raw, stored = _language_config(folder), _read_tensors(folder)
+    tensors = {name: stored[name] for name in sorted(predictor_names(config, raw, stored))}
+    for name, tensor in tensors.items():
+        if not tensor.is_readable or not tensor.shape:
+            raise UserError(f"{tensor.file}: {name} {list(tensor.shape)} has type {tensor.dtype}")
+    return Predictors(predictor_keys(config, raw), tensors) if tensors else no_predictors(config)
+
+
+def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return all tensors of the folder, quantized ones with their scales.
+
+    Raises:
+        UserError: as `_weight_files` and `read_header`, or a tensor is in two files.
+    """
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         for name, entry in read_header(file).items():
@@ -57,25 +97,12 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
                     f"{file}: {name} is also in {stored[name].file.name}; one of the files is stale"
                 )
             stored[name] = entry
-    stored = join_scales(_language_model(folder, stored), _quantization(folder))
-    stored = _split_convolutions(_original_names(_split_experts(stored, config), config), config)
-    expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
-    ignored = {HEAD} if config.tie_embeddings else set()
-    ignored |= {name for name in stored if _DERIVED.fullmatch(name)}
-    ignored |= (unused := _predictor_weights(folder, config, stored))
-    if problem := list_mismatches(stored, expected, "config.json", ignored):
-        what = f"not the weights that its {config.family} config.json describes"
-        raise UserError(f"{folder}: {what}; {problem}")
-    if config.tie_embeddings and HEAD in stored and SCORE not in stored:  # a classifier does not use it
-        _check_tied_head(stored[HEAD], stored[EMBEDDING])
-    if unused:
-        print_on_first(f"{folder}: {len(unused)} weights of multi-token prediction are not used")
-    return {name: stored[name] for name in expected}
+    file = str(folder / "config.json")
+    return join_scales(stored, read_quantization(JsonKeys(_language_config(folder), file, {})))
 
 
-def _quantization(folder: Path) -> Quantization | None:
-    file = folder / "config.json"
-    return read_quantization(JsonKeys(language_config(read_json(file)), str(file), {}))
+def _language_config(folder: Path) -> dict[str, Any]:
+    return language_config(read_json(folder / "config.json"))
 
 
 def _language_model(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -86,8 +113,9 @@ def _language_model(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, 
     if not any(_PREFIX.match(name) for name in stored):
         return stored
     found = {name: entry for name, entry in stored.items() if not _OTHER_MODEL.match(name)}
-    if left := len(stored) - len(found):
-        print_on_first(f"{folder}: the vision tower, {left} weights, is neither used nor exported")
+    if left := [match for name in stored if (match := _OTHER_MODEL.match(name))]:
+        modules = " and ".join(sorted({match["module"] for match in left}))
+        print_on_first(f"{folder}: left out of the model and of exports: {modules} ({len(left)} weights)")
     return {_PREFIX.sub(r"\1", name): entry for name, entry in found.items()}
 
 
@@ -176,18 +204,6 @@ def _row(tensor: HFTensor) -> str:
 def _layer(tensor: HFTensor) -> list[str]:
     """Return the number of a tensor's layer, as in its name; [] outside the layers."""
     return re.findall(r"\.layers\.(\d+)\.", tensor.name)
-
-
-def _predictor_weights(folder: Path, config: TransformerConfig, stored: Collection[str]) -> set[str]:
-    """Return the weights of layers that predict further tokens: layers after the last one."""
-    if config.layer_kinds:
-        return {name for name in stored if name.startswith("mtp.")}
-    if config.family not in PREDICTORS:
-        return set()
-    count = read_json(folder / "config.json").get(PREDICTORS[config.family], 1)
-    count = count if isinstance(count, int) else 0
-    layers = [f"model.layers.{config.num_layers + i}." for i in range(min(count, MAX_PREDICTORS))]
-    return {name for name in stored if name.startswith(tuple(layers))}
 
 
 def list_mismatches(

@@ -98,7 +98,7 @@ def convert_gguf(file: Path) -> Path:
 def _convert(model: _GgufModel, folder: Path) -> None:
     """Write the folder of a GGUF file: complete or absent."""
     tensors = model.check_tensors()
-    shards = plan_files(tensors, itemsize=4, limit=_SHARD_BYTES)
+    shards = plan_files(tensors, dtype="float32", limit=_SHARD_BYTES)
     needed = sum(size for _, _, size in shards)
     partial = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}{_PARTIAL}")
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ _BYTES = {
 _NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)
 _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]], axis=-1)
 """Byte of MXFP4 -> its two numbers, the low half first."""
+_MAX_READ = 16 * 2**20  # bytes of values that `read_row_blocks` reads at once
 LFS_POINTER = b"version https://git-lfs"
 
 Slices = tuple[int | slice, ...]
@@ -184,6 +186,16 @@ def _read_joined(tensors: Sequence[StoredTensor], rows: slice, others: Sequence[
         parts += [read_values(tensor, (own, *others))] if own.start < own.stop else []
         first += count
     return np.concatenate(parts)
+
+
+def read_row_blocks(stored: StoredTensor, dtype: str) -> Iterator[np.ndarray]:
+    """Yield the values of a tensor, a few MiB of rows at a time; quantized weights are rounded to `dtype`."""
+    count, *others = stored.shape
+    step = max(1, _MAX_READ // (stored.value_bytes * math.prod(others)))
+    for start in range(0, count, step):
+        rows = slice(start, min(start + step, count))
+        values = read_values(stored, (rows, *(slice(0, size) for size in others)))
+        yield values if stored.scale is None else values.astype(jnp.dtype(dtype))
 
 
 def _read_held(stored: StoredTensor, place: Slices) -> np.ndarray:

@@ -23,14 +23,15 @@ def main(argv: list[str]) -> int:
     args = parse_arguments(ExportArguments, argv, "export")
     as_gguf = args.out.suffix == SUFFIX
     _check_flags(args, as_gguf)
-    from jaxrl_llm.builders.exports import model_card  # these import jax: --help and bad flags end before
+    # These import jax: --help and bad flags end before.
+    from jaxrl_llm.builders.exports import base_predictors, model_card
     from jaxrl_llm.checkpoint.params import restore_params
     from jaxrl_llm.hf.export import check_export_folder, save_model
     from jaxrl_llm.hf.gguf_export import check_gguf_file, save_gguf
     from jaxrl_llm.host.devices import open_devices
     from jaxrl_llm.models.lora import base_config
     from jaxrl_llm.models.params import with_heads
-    from jaxrl_llm.tools.models import exported_config, run_tokenizer, with_base
+    from jaxrl_llm.tools.models import exported_config, run_settings, run_tokenizer, with_base
 
     # The target, before weights are read.
     open_devices()
@@ -46,8 +47,11 @@ def main(argv: list[str]) -> int:
     config = base_config(params.config)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
     with working(f"writing {args.out}"):
-        save = save_gguf if as_gguf else save_model
-        folder = save(params, config, args.out, tokenizer, dtype=args.dtype)
+        if as_gguf:
+            folder = save_gguf(params, config, args.out, tokenizer, dtype=args.dtype)
+        else:
+            predictors = base_predictors(run_settings(args.checkpoint)["model"]["path"], config)
+            folder = save_model(params, config, args.out, tokenizer, dtype=args.dtype, predictors=predictors)
     size = sum(file.stat().st_size for file in (folder.iterdir() if folder.is_dir() else [folder]))
     print(f"step {saved.step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
     if as_gguf:
