@@ -22,6 +22,7 @@ from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
 from jaxrl_llm.models import LoraConfig, named_leaves
 from jaxrl_llm.models.lora import replace_weights
+from jaxrl_llm.models.lora_config import TARGETS
 
 BASE = {
     "vocab_size": 96,
@@ -393,6 +394,23 @@ def test_adapters_of_joined_layers_are_read(stabilized, tmp_path):
     np.testing.assert_allclose(our_logits(again, tokens), expected, atol=TOLERANCE, rtol=0)
     theirs = peft.PeftModel.from_pretrained(oracle("phi-4"), tmp_path / "ours").eval()
     np.testing.assert_allclose(hf_logits(theirs, tokens), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_adapters_of_the_usual_layers_leave_others_of_recurrent_layers_alone(tmp_path):
+    """q_proj of OLMo-hybrid is a layer of both kinds; a_proj, b_proj and g_proj have no adapters here."""
+    model, tokens = oracle("olmo-hybrid"), some_tokens()
+    base = ours(model)
+    lora = peft.LoraConfig(r=4, lora_alpha=6, target_modules=list(TARGETS))
+    adapted = peft.get_peft_model(model, lora).eval()
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    adapted.save_pretrained(tmp_path)
+    params = with_stored_adapters(base, tmp_path)
+    expected = hf_logits(adapted, tokens)
+    np.testing.assert_allclose(our_logits(params, tokens), expected, atol=TOLERANCE, rtol=0)
+    assert np.abs(expected - our_logits(base, tokens)).max() > 0.1
 
 
 @pytest.mark.parametrize("case", ["olmo-hybrid"])
