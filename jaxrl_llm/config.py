@@ -14,9 +14,9 @@ from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.learn.config import LearningRate, OptimConfig, RoutingConfig
-from jaxrl_llm.models import RopeConfig, TransformerConfig
-from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
-from jaxrl_llm.models.lora_config import LoraConfig
+from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.config import LogConfig, profiled_steps
 from jaxrl_llm.rewards.builtin import REWARDS
@@ -48,6 +48,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "LogConfig",
     "LoraConfig",
     "MLAConfig",
+    "MambaConfig",
     "MeshConfig",
     "MoEConfig",
     "ModelConfig",

@@ -26,7 +26,7 @@ from jaxrl_llm.thoughts import as_message
 Metrics = dict[str, Any]
 Sharing = bool | Literal["flat"]
 """True = a row stores a shared prefix of several sequences once. "flat" = and a shared prefix does not branch
-again, for rows that recurrent layers read (`models.delta.MAX_LEVELS`)."""
+again, for rows that recurrent layers read (`models.rows.MAX_LEVELS`)."""
 Params = Any  # a pytree of arrays, opaque outside models/
 
 

@@ -382,7 +382,7 @@ def test_the_shapes_of_the_guide_have_a_config_json():
     page = (ROOT / "docs/recipes.md").read_text()
     names: dict[str, typing.Any] = {}
     exec(re.search(r"```python\n(from jaxrl_llm.config import ConvConfig.*?)```", page, re.S)[1], names)
-    for shape in (names["latent"], names["sinks"], names["convolutions"], names["states"]):
+    for shape in (names["latent"], names["sinks"], names["convolutions"], names["states"], names["halves"]):
         check_model_config(shape, "docs/recipes.md")
         assert to_hf_config(shape)["model_type"] == shape.family
 

@@ -17,12 +17,19 @@ from jaxrl_llm.hf.expert_config import (
 )
 from jaxrl_llm.hf.families import FAMILIES
 from jaxrl_llm.hf.global_heads import OVERRIDES, read_global_heads, write_global_heads
-from jaxrl_llm.hf.hybrids import read_layer_kinds, read_mlp_size, write_layer_kinds, write_mlp_size
+from jaxrl_llm.hf.hybrids import (
+    read_layer_kinds,
+    read_mlp_size,
+    with_layer_types,
+    write_layer_kinds,
+    write_mlp_size,
+)
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys, read_json
 from jaxrl_llm.hf.quantization import read_quantization
 from jaxrl_llm.hf.ropes import canonical_rope, read_ropes, write_ropes
 from jaxrl_llm.hf.windows import read_rope_layers, read_windows, write_rope_layers, write_windows
-from jaxrl_llm.models.config import MLAConfig, TransformerConfig, check_model_config
+from jaxrl_llm.models.config import TransformerConfig, check_model_config
+from jaxrl_llm.models.mixer_config import MLAConfig
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -30,6 +37,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 SAME = {
     "vocab_size": "vocab_size",
@@ -68,7 +76,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise _unknown_family(raw, file)
-    return _read_family(JsonKeys(raw, file, FAMILIES[family].defaults), family)
+    return _read_family(JsonKeys(with_layer_types(raw), file, FAMILIES[family].defaults), family)
 
 
 def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
@@ -176,7 +184,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,
-        **write_ropes(_canonical(config)),
+        **(write_ropes(_canonical(config)) if facts.has_rope else {}),
         **write_windows(config),
         **write_rope_layers(config),
         **write_layer_kinds(config),

@@ -4,179 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxrl_llm.hf.expert_defaults import EXPERT_DEFAULTS
 from jaxrl_llm.hf.json_file import JsonKeys
-from jaxrl_llm.models.config import MLAConfig, MoEConfig, TransformerConfig
+from jaxrl_llm.models.config import MoEConfig, TransformerConfig
+from jaxrl_llm.models.mixer_config import MLAConfig
 
-EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2_moe": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "intermediate_size": 5632,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-    },
-    "qwen3_5_moe_text": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-    },
-    "qwen3_next": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-    },
-    "qwen3_moe": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "intermediate_size": 6144,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-    "mixtral": {
-        "sliding_window": None,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-    },
-    "deepseek_v3": {
-        "vocab_size": 129_280,
-        "hidden_size": 7168,
-        "intermediate_size": 18_432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "max_position_embeddings": 4096,
-        "moe_intermediate_size": 2048,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
-    "glm4_moe": {
-        "vocab_size": 151_552,
-        "hidden_size": 4096,
-        "intermediate_size": 10_944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-    },
-    "glm4_moe_lite": {
-        "vocab_size": 154_880,
-        "hidden_size": 2048,
-        "intermediate_size": 10_240,
-        "num_hidden_layers": 47,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 20,
-        "max_position_embeddings": 202_752,
-        "rms_norm_eps": 1e-5,
-        "moe_intermediate_size": 1536,
-        "num_experts_per_tok": 4,
-        "n_shared_experts": 1,
-        "n_routed_experts": 64,
-        "routed_scaling_factor": 1.8,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 256,
-    },
-    "minimax_m2": {
-        "vocab_size": 200_064,
-        "hidden_size": 3072,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 196_608,
-        "rope_theta": 5e6,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-    },
-    "lfm2_moe": {
-        **{"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792},
-        **{"num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2},
-        **{"norm_topk_prob": True, "use_expert_bias": True},
-    },
-    "olmoe": {
-        "vocab_size": 50_304,
-        "hidden_size": 2048,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-    },
-    "gpt_oss": {
-        "vocab_size": 201_088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "attention_bias": True,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 128,
-        "rms_norm_eps": 1e-5,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "swiglu_limit": 7.0,
-        "swiglu_alpha": 1.702,
-        "rope_theta": 150_000.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
-}
-"""HF's defaults of families with experts, in addition to their dense relatives' defaults."""
 LARGEST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), 2**16),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 10**6),
@@ -208,12 +40,16 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     if family in ("mixtral", "minimax_m2") and (noise := keys.number("router_jitter_noise", 0.0)):
         fix = "is not supported: noise in training changes the choice of experts; set it to 0.0"
         raise keys.wrong("router_jitter_noise", noise, fix)
+    # Families with keys unlike Qwen's.
     if family in GROUPED:
         return _read_grouped(keys, family)
     if family in LOCAL:
         return _read_local(keys, family)
     if family == "lfm2_moe":
         return _read_lfm2(keys)
+    if family == "nemotron_h":
+        types = keys.get("layer_types")
+        return _read_nemotron(keys) if isinstance(types, list) and "moe" in types else None
     integer = lambda key: keys.integer(key, LARGEST[key])
     for key, every_layer in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if keys.get(key) not in (None, every_layer):
@@ -249,6 +85,23 @@ def _read_lfm2(keys: JsonKeys) -> MoEConfig:
         scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
         selection_bias=keys.flag("use_expert_bias"),
         dense_layers=keys.integer("num_dense_layers", 10_000, low=0),
+    )
+
+
+def _read_nemotron(keys: JsonKeys) -> MoEConfig:
+    """Return the experts of Nemotron-H, which are chosen as DeepSeek-V3's are."""
+    sizes = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    groups = keys.integer("n_group", LARGEST["n_group"])
+    return MoEConfig(
+        *(keys.integer(key, LARGEST[key]) for key in sizes),
+        shared_size=keys.integer("moe_shared_expert_intermediate_size", LARGEST["moe_intermediate_size"]),
+        normalize=keys.flag("norm_topk_prob"),
+        shared_gate=False,
+        score="sigmoid",
+        scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
+        groups=groups,
+        groups_kept=keys.integer("topk_group", LARGEST["topk_group"]) if groups > 1 else 1,
+        selection_bias=True,
     )
 
 
@@ -345,6 +198,27 @@ def write_latent_attention(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def _write_grouped(config: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
+    """Return the keys of experts that are chosen as DeepSeek-V3's are."""
+    common = {
+        "n_routed_experts": moe.num_experts,
+        "moe_intermediate_size": moe.expert_size,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.scale,
+        "n_group": moe.groups,
+        "topk_group": moe.groups_kept,
+    }
+    if config.family == "nemotron_h":
+        return {**common, "moe_shared_expert_intermediate_size": moe.shared_size}
+    types = {"mlp_layer_types": _mlp_layer_types(moe.dense_layers, config.num_layers)}
+    return {
+        **common,
+        **(types if config.family == "glm4_moe_lite" else {}),
+        "n_shared_experts": moe.shared_size // moe.expert_size,
+        "first_k_dense_replace": moe.dense_layers,
+    }
+
+
 def write_experts(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of the experts, none for a dense model."""
     moe = config.moe
@@ -352,20 +226,8 @@ def write_experts(config: TransformerConfig) -> dict[str, Any]:
         return {}
     # The keys differ by family.
     common = {"num_experts_per_tok": moe.experts_per_token, "output_router_logits": False}
-    if config.family in GROUPED:
-        types = {"mlp_layer_types": _mlp_layer_types(moe.dense_layers, config.num_layers)}
-        return {
-            **common,
-            **(types if config.family == "glm4_moe_lite" else {}),
-            "n_routed_experts": moe.num_experts,
-            "moe_intermediate_size": moe.expert_size,
-            "n_shared_experts": moe.shared_size // moe.expert_size,
-            "norm_topk_prob": moe.normalize,
-            "routed_scaling_factor": moe.scale,
-            "n_group": moe.groups,
-            "topk_group": moe.groups_kept,
-            "first_k_dense_replace": moe.dense_layers,
-        }
+    if config.family in (*GROUPED, "nemotron_h"):
+        return common | _write_grouped(config, moe)
     if config.family in LOCAL:
         sizes = {"num_local_experts": moe.num_experts, "intermediate_size": moe.expert_size}
         clamps = {"swiglu_limit": moe.swiglu_limit, "swiglu_alpha": moe.swiglu_alpha}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxrl_llm.hf.expert_config import EXPERT_DEFAULTS
-from jaxrl_llm.models.config import LayerKind
+from jaxrl_llm.hf.expert_defaults import EXPERT_DEFAULTS
+from jaxrl_llm.models.mixer_config import LayerKind
 
 Windows = Literal["none", "all", "all or typed", "typed"]
 """Layers with a sliding window: none; all; all, or the layers that `layer_types` names if config.json has it;
@@ -54,6 +54,8 @@ class Family:
     """Key of the activation."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys with one supported value, which exports have, too: other programs read them."""
+    has_rope: bool = True
+    """Attention has a rotary position embedding."""
     norm_eps: str = "rms_norm_eps"
     """Key of the number added to the mean square in norms."""
     classifier: str = ""
@@ -216,6 +218,35 @@ _OLMO_HYBRID = {
     **{"num_attention_heads": 30, "max_position_embeddings": 65_536, "full_attention_interval": 4},
     **{"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
 }
+_NEMOTRON = {
+    **EXPERT_DEFAULTS["nemotron_h"],
+    "vocab_size": 131_072,
+    "hidden_size": 4096,
+    "intermediate_size": 21_504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2",
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "use_bias": False,
+    "time_step_min": 0.001,
+}
+_NEMOTRON_FIXED = {
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "residual_in_fp32": False,
+    "moe_latent_size": None,
+    "sliding_window": None,
+}
 _MINIMAX = {
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
@@ -335,6 +366,22 @@ FAMILIES: dict[str, Family] = {
         delta={"projections": "separate", "norms": "before", "norm_eps": 1e-5},
     ),
     "ministral3": Family("Ministral3ForCausalLM", _MINISTRAL3, windows="all"),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        _NEMOTRON,
+        {"one_branch": True, "mlp_gate": False},
+        mlp_bias=True,
+        kinds={
+            "linear_attention": "mamba",
+            "full_attention": "attention",
+            "moe": "experts",
+            "mlp": "mlp",
+        },
+        has_rope=False,
+        activation="mlp_hidden_act",
+        fixed=_NEMOTRON_FIXED,
+        norm_eps="layer_norm_epsilon",
+    ),
     "lfm2": Family("Lfm2ForCausalLM", _LFM2, **_LFM2_FACTS),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", {**_LFM2, **EXPERT_DEFAULTS["lfm2_moe"]}, **_LFM2_FACTS),
 }

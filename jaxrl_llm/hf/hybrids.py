@@ -7,7 +7,15 @@ from typing import Any
 from jaxrl_llm.hf.families import FAMILIES
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
 from jaxrl_llm.hf.windows import check_layer_types
-from jaxrl_llm.models.config import ATTENTION, ConvConfig, DeltaConfig, LayerKind, TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.mixer_config import (
+    ATTENTION,
+    RECURRENT_KINDS,
+    ConvConfig,
+    DeltaConfig,
+    LayerKind,
+    MambaConfig,
+)
 
 KEYS: dict[LayerKind, dict[str, str]] = {
     "delta": {
@@ -18,11 +26,25 @@ KEYS: dict[LayerKind, dict[str, str]] = {
         "conv_width": "linear_conv_kernel_dim",
     },
     "conv": {"conv_width": "conv_L_cache", "conv_bias": "conv_bias"},
+    "mamba": {
+        "heads": "mamba_num_heads",
+        "head_dim": "mamba_head_dim",
+        "state_size": "ssm_state_size",
+        "groups": "n_groups",
+        "conv_width": "conv_kernel",
+        "conv_bias": "use_conv_bias",
+        "bias": "use_bias",
+        "dt_min": "time_step_min",
+    },
 }
 """Kind -> fields of its Config -> HF keys."""
-CONFIGS = {"delta": DeltaConfig, "conv": ConvConfig}
 NEGATIVE = "linear_allow_neg_eigval"
-FLAGS = ("conv_bias", NEGATIVE)
+FLAGS = ("conv_bias", "use_conv_bias", "use_bias", NEGATIVE)
+CONFIGS = {"delta": DeltaConfig, "conv": ConvConfig, "mamba": MambaConfig}
+PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+"""Letters of `hybrid_override_pattern` of Nemotron-H -> names in `layers_block_type`."""
+OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Older names in `layers_block_type`."""
 ADJUST, OLD_SIZE = "block_auto_adjust_ff_dim", "block_ff_dim"
 
 
@@ -44,8 +66,15 @@ def read_layer_kinds(keys: JsonKeys, family: str, num_layers: int) -> dict[str, 
     if set(kinds) == {ATTENTION}:
         return {}
     recurrent = _recurrent_kind(family)
+    if recurrent not in kinds:
+        return {"layer_kinds": kinds}
     keys = _with_default_sizes(keys) if family == "olmo_hybrid" else keys
-    read = lambda key: keys.flag(key) if key in FLAGS else keys.integer(key, 2**16)
+
+    def read(key):
+        if key in FLAGS:
+            return keys.flag(key)
+        return keys.number(key, 0.0, high=1e3) if key.endswith("min") else keys.integer(key, 2**16)
+
     fields = {field: read(key) for field, key in _keys(family, recurrent).items()}
     return {"layer_kinds": kinds, recurrent: CONFIGS[recurrent](**fields, **FAMILIES[family].delta)}
 
@@ -56,9 +85,24 @@ def _keys(family: str, kind: LayerKind) -> dict[str, str]:
     return KEYS[kind] | negative
 
 
+def with_layer_types(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with `layer_types` and `num_hidden_layers`. Nemotron-H has other keys for them:
+    `layers_block_type`, with older names, or `hybrid_override_pattern`, with a letter for each layer."""
+    if raw.get("model_type") != "nemotron_h":
+        return raw
+    types, letters = raw.get("layers_block_type", raw.get("layer_types")), raw.get("hybrid_override_pattern")
+    if types is None:
+        letters = "ME*-" if letters is None else letters
+        types = [PATTERN.get(letter, letter) for letter in letters] if isinstance(letters, str) else letters
+    if not isinstance(types, list):
+        return {"num_hidden_layers": 1, **raw, "layer_types": types}  # refused by `check_layer_types`
+    types = [OLD_TYPES.get(name, name) if isinstance(name, str) else name for name in types]
+    return {"num_hidden_layers": len(types), **raw, "layer_types": types}
+
+
 def _recurrent_kind(family: str) -> LayerKind:
     """Return the kind of a family's layers that are not attention."""
-    return next(kind for kind in FAMILIES[family].kinds.values() if kind != ATTENTION)
+    return next(kind for kind in FAMILIES[family].kinds.values() if kind in RECURRENT_KINDS)
 
 
 def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[str]:
@@ -99,7 +143,12 @@ def write_layer_kinds(config: TransformerConfig) -> dict[str, Any]:
     kinds = config.layer_kinds or (ATTENTION,) * config.num_layers
     of_kind = _keys(config.family, recurrent).items() if recurrent else ()
     sizes = {key: getattr(getattr(config, recurrent), field) for field, key in of_kind}
-    return {"layer_types": [names[kind] for kind in kinds], **sizes}
+    types = [names[kind] for kind in kinds]
+    if config.family != "nemotron_h":
+        return {"layer_types": types, **sizes}
+    letters = {name: letter for letter, name in PATTERN.items()}
+    pattern = "".join(letters[name] for name in types)
+    return {"layers_block_type": types, "hybrid_override_pattern": pattern, **sizes}
 
 
 def read_mlp_size(keys: JsonKeys, family: str) -> int:

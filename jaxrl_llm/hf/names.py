@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.hf.expert_config import GROUPED, SHARED
-from jaxrl_llm.hf.family_names import BLOCK_SPARSE, LFM2
+from jaxrl_llm.hf.family_names import BLOCK_SPARSE, CONV_ROWS, LFM2, MAMBA_ROWS, NEMOTRON
 from jaxrl_llm.hf.layouts import Join, hf_shape, parse_layout
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import copy_dtype
@@ -67,12 +67,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.delta_dt_bias": ("model.layers.{}.linear_attn.dt_bias", "h -> h"),
     "layers.delta_norm": ("model.layers.{}.linear_attn.norm.weight", "e -> e"),
     "layers.delta_o": ("model.layers.{}.linear_attn.out_proj.weight", "h e d -> d (h e)"),
-    "layers.conv_in": ("model.layers.{}.conv.in_proj.weight", "d c -> c d"),
-    "layers.conv_in_bias": ("model.layers.{}.conv.in_proj.bias", "c -> c"),
-    "layers.conv_kernel": ("model.layers.{}.conv.conv.weight", "c n w -> c n w"),
-    "layers.conv_kernel_bias": ("model.layers.{}.conv.conv.bias", "c -> c"),
-    "layers.conv_out": ("model.layers.{}.conv.out_proj.weight", "c d -> d c"),
-    "layers.conv_out_bias": ("model.layers.{}.conv.out_proj.bias", "d -> d"),
+    **CONV_ROWS,
+    **MAMBA_ROWS,
     "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.attention_out_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.mlp_out_norm": ("model.layers.{}.post_feedforward_layernorm.weight", "d -> d"),
@@ -110,6 +106,7 @@ OLMO_HYBRID = {
 }
 FOUR_NORMS = {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
+    "nemotron_h": NEMOTRON,
     **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
     **dict.fromkeys(("gemma3_text", "gemma4_text"), FOUR_NORMS),
     "gpt_oss": {
@@ -121,7 +118,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(GROUPED, SHARED_EXPERTS),
     **dict.fromkeys(SHARED, SHARED_EXPERT),
 }
-"""HF names of families that differ from TABLE."""
+"""HF names of families that differ from TABLE, of all stacks ("layers.up") or of one ("mlp_layers.up")."""
 OTHER_NAMES: dict[str, dict[str, str]] = {
     "olmo_hybrid": {
         "layers.attention_norm": "model.layers.{}.input_layernorm.weight",
@@ -232,7 +229,8 @@ def hf_name(config: TransformerConfig, ours: str) -> str:
             return hf
     row, names = _row(ours), FAMILY_NAMES.get(config.family, {})
     is_shared = SHARED_EXPERTS.get(row) == names.get(row, "")  # a dense layer has no shared expert
-    return TABLE[row][0] if is_dense(ours) and is_shared else names.get(row, TABLE[row][0])
+    name = TABLE[row][0] if is_dense(ours) and is_shared else names.get(row, TABLE[row][0])
+    return names.get(ours, name)
 
 
 def joined_weights(family: str) -> dict[str, tuple[str, ...]]:

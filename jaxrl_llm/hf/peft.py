@@ -39,7 +39,7 @@ from jaxrl_llm.models.lora_config import MLP
 from jaxrl_llm.structs import Params
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
-UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe_text", "lfm2_moe")
+UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe_text", "lfm2_moe", "nemotron_h")
 """Families whose experts' adapters peft ignores."""
 
 
@@ -78,7 +78,7 @@ def unread_by_peft(config: AdaptedConfig) -> str:
     """Return a line about adapters that PEFT does not load, or "".
 
     peft 0.21 does not know the names of these families' experts in transformers 5; for Qwen2-MoE it warns and
-    continues, for Qwen3.5 without a word, for LFM2 with a warning on ranks of other layers.
+    continues, for Qwen3.5 without a word, for LFM2 and Nemotron-H with a warning on ranks of other layers.
     """
     if config.family not in UNREAD_EXPERTS or not any(name.startswith("expert_") for name in config.adapters):
         return ""
@@ -228,7 +228,8 @@ class ExpertPart(NamedTuple):
 def expert_parts(tensors: Sequence[HFTensor], config: AdaptedConfig, keys: JsonKeys) -> dict[str, ExpertPart]:
     """Return the name of each tensor of an expert's adapter -> its part of a file with joined experts."""
     adapters, experts = stacked_adapters(keys), config.moe.num_experts
-    both = {"layers.expert_up", "layers.expert_down"} <= named_adapters(config).keys()
+    adapted = {name.rpartition(".")[2] for name in named_adapters(config)}
+    both = {"expert_up", "expert_down"} <= adapted
     found = {}
     for tensor in tensors:
         ours, index = tensor.parts[0]

@@ -10,7 +10,7 @@ from jaxrl_llm.hf.stored import StoredTensor
 from jaxrl_llm.models import TransformerConfig
 
 COUNTS = {
-    **dict.fromkeys((*GROUPED, "qwen3_next"), "num_nextn_predict_layers"),
+    **dict.fromkeys((*GROUPED, "qwen3_next", "nemotron_h"), "num_nextn_predict_layers"),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "mtp_num_hidden_layers"),
     "minimax_m2": "num_mtp_modules",
 }

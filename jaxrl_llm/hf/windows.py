@@ -98,8 +98,10 @@ def read_rope_layers(keys: JsonKeys, family: str, num_layers: int) -> tuple[bool
     """Return which layers rotate queries and keys; None = all.
 
     `no_rope_layers` of SmolLM3 has 1 for a layer with RoPE and 0 for a layer without, despite its name. No
-    layer of OLMo-hybrid rotates them if `rope_theta` is null, which an absent key is not.
+    layer of OLMo-hybrid rotates them if `rope_theta` is null, which an absent key is not; none of Nemotron-H.
     """
+    if not FAMILIES[family].has_rope:
+        return (False,) * num_layers
     if FAMILIES[family].null_theta:
         parameters = keys.get("rope_parameters")
         given = parameters if isinstance(parameters, dict) and "rope_theta" in parameters else keys.raw

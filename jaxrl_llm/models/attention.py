@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW, row_windows
-from jaxrl_llm.models.config import ATTENTION, RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 from jaxrl_llm.models.global_heads import config_of_layers
+from jaxrl_llm.models.mixer_config import ATTENTION
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers

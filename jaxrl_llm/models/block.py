@@ -35,6 +35,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -48,7 +49,7 @@ def make_attention_fn(
     strict: bool = False,
 ):
     """Return the `attention_fn` of `block` for whole rows: causal attention within the segments of a row, or
-    the layer's recurrence.
+    the layer's recurrence. None for a layer that does not mix tokens.
 
     Args:
         window: tokens of its sequence that a token attends to, including itself.
@@ -56,6 +57,8 @@ def make_attention_fn(
     Raises:
         ValueError: context parallelism with a recurrence.
     """
+    if not c.mixes:
+        return None
     if c.kind in RECURRENT:
         if method != "none":
             raise ValueError("recurrent layers need whole rows on a device: mesh.sequence must be 1")
@@ -94,7 +97,8 @@ def block(
     rules: Rules = TRAIN,
     routes: UInt[Array, "B T K"] | None = None,
 ):
-    """Compute one decoder layer. Returns (x, kv, routing); the last is None without experts.
+    """Compute one decoder layer. Returns (x, kv, routing); kv is None if it mixes no tokens, routing without
+    experts.
 
     Args:
         w: the layer's weights, cast to the type of x by `cast_weights`.
@@ -107,7 +111,7 @@ def block(
         rules: sharding of the experts.
         routes: see `sparse_mlp`.
     """
-    per_token, recurrent = per_token_call(strict), RECURRENT.get(c.kind)
+    per_token, recurrent, out, gate, kv = per_token_call(strict), RECURRENT.get(c.kind), None, None, None
     read_stream, add_to_stream = functools.partial(_read_stream, c), functools.partial(_add_to_stream, c)
 
     def before(w, x, rope):
@@ -123,16 +127,16 @@ def block(
         return add_to_stream(w, x, apply_linear(c, w, "o", out), "attention")
 
     def after(w, x, out, gate):
-        x = add_mixed(w, x, out, gate)
+        x = add_mixed(w, x, out, gate) if c.mixes else x
         with jax.named_scope("mlp"):
-            return add_to_stream(w, x, mlp(c, w, read_stream(w, x, "mlp")), "mlp")
+            return add_to_stream(w, x, mlp(c, w, read_stream(w, x, "mlp")), "mlp") if c.has_mlp else x
 
     # Attention, or the layer's other way to mix tokens.
     with jax.named_scope("attention"):
         if isinstance(attention_fn, DecodeLatents):
-            h, gate = read_stream(w, x, "attention"), None
+            h = read_stream(w, x, "attention")
             out, kv = decode_latents(c, w, h, rope, attention_fn=attention_fn)
-        else:
+        elif c.mixes:
             *inputs, gate = per_token(before, w, x, rope)
             if not recurrent:
                 inputs[0] = constrain(inputs[0], "batch", "sequence", "heads", "head_dim")
@@ -142,7 +146,7 @@ def block(
     # Feed-forward; strict mode computes the steps between attention and experts token by token.
     if not c.moe:
         return per_token(after, w, x, out, gate), kv, None
-    x = per_token(add_mixed, w, x, out, gate)
+    x = per_token(add_mixed, w, x, out, gate) if c.mixes else x
     with jax.named_scope("experts"):
         experts = functools.partial(sparse_mlp, valid=valid, rules=rules, strict=strict, routes=routes)
         x, routing = _add_experts(c, w, x, experts, per_token)
@@ -200,10 +204,10 @@ def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) ->
 
 
 def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Apply the dense gated feed-forward."""
-    gate, up = apply_linear(c, w, "gate", h), apply_linear(c, w, "up", h)
-    hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
-    return apply_linear(c, w, "down", hidden)
+    """Apply the dense feed-forward."""
+    activation, up = ACTIVATIONS[c.activation], apply_linear(c, w, "up", h)
+    hidden = activation(apply_linear(c, w, "gate", h)) * up if c.mlp_gate else activation(up)
+    return apply_linear(c, w, "down", constrain(hidden, "batch", "sequence", "mlp"))
 
 
 def final_norm_fn(c: TransformerConfig):

@@ -8,11 +8,21 @@ from typing import Annotated, Literal
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.global_heads import GlobalHeads
+from jaxrl_llm.models.mixer_config import (
+    ATTENTION,
+    MLP_KINDS,
+    RECURRENT_KINDS,
+    ConvConfig,
+    DeltaConfig,
+    LayerKind,
+    MambaConfig,
+    MLAConfig,
+    Norms,
+    Size,
+)
 from jaxrl_llm.ranges import Count, Range, problems
 
 Factor = Annotated[float, Range(0.0, 1e6, open_low=True)]
-Size = Annotated[int, Range(1, 2**24)]
-"""A dimension of a weight."""
 
 
 @dataclass(frozen=True)
@@ -129,80 +139,6 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class MLAConfig:
-    """Multi-head latent attention (arXiv 2405.04434): keys and values are projections of one small latent."""
-
-    kv_rank: Size = 512
-    """Size of the latent of a token's keys and values (HF `kv_lora_rank`)."""
-    q_rank: Annotated[int, Range(0, 2**24)] = 1536
-    """Size of the latent of a token's queries (HF `q_lora_rank`); 0 = none."""
-    nope_dim: Size = 128
-    """Leading dims of a head of queries and keys, which RoPE does not rotate."""
-    rope_dim: Size = 64
-    """Last dims of a head, which RoPE rotates; all heads share these dims of the key."""
-    value_dim: Size = 128
-    """Dims of a head of values."""
-    interleaved: bool = True
-    """RoPE rotates neighbouring dims, 2i and 2i + 1, not i and i + rope_dim / 2."""
-
-
-Norms = Literal["before", "after", "both"]
-Projections = Literal["qkv", "qkvz", "separate"]
-
-
-@dataclass(frozen=True)
-class DeltaConfig:
-    """Layers with the gated delta rule (arXiv 2412.06464) in place of attention (Qwen3-Next, Qwen3.5)."""
-
-    key_heads: Annotated[int, Range(1, 2**16)] = 16
-    """Heads of queries and keys."""
-    value_heads: Annotated[int, Range(1, 2**16)] = 32
-    """Heads of values and of the state; each key head serves value_heads / key_heads of them."""
-    key_dim: Annotated[int, Range(1, 2**13)] = 128
-    """Size of one head of queries and keys."""
-    value_dim: Annotated[int, Range(1, 2**13)] = 128
-    """Size of one head of values."""
-    conv_width: Annotated[int, Range(2, 64)] = 4
-    """Tokens of the causal convolution of queries, keys and values."""
-    projections: Projections = "qkv"
-    """Matrices of a layer's input: one of queries, keys and values, and one each of gate, beta and decay; or
-    "qkvz": one with the query, key, values and gates of each key head, and one with its betas and decays
-    (Qwen3-Next); or "separate": one each, and three convolutions (OLMo-hybrid)."""
-    norms: Norms = "before"
-    """Norms of the residual stream of these layers; `TransformerConfig.norms` has those of attention."""
-    norm_eps: Annotated[float, Range(0.0, 1.0)] | None = None
-    """Added to the mean square in the norm of the output; None = `TransformerConfig.norm_eps`."""
-    negative_eigenvalues: bool = False
-    """beta is 2 sigmoid, up to 2, so that the state may change its sign (arXiv 2411.12537; OLMo-hybrid)."""
-
-    @property
-    def channels(self) -> int:
-        """Return the channels of the convolution: queries, keys and values of all heads."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, problem) for heads that do not match."""
-        if self.value_heads % self.key_heads:
-            yield "key_heads", f"is {self.key_heads}: it must divide value_heads, {self.value_heads}."
-
-
-@dataclass(frozen=True)
-class ConvConfig:
-    """Layers with a gated short convolution in place of attention (LFM2)."""
-
-    conv_width: Annotated[int, Range(2, 64)] = 3
-    """Tokens of the causal convolution (HF `conv_L_cache`)."""
-    conv_bias: bool = False
-    """Biases on the convolution and on the projections before and after it."""
-
-
-ATTENTION = "attention"
-LayerKind = Literal["attention", "delta", "conv"]
-RECURRENT_KINDS: tuple[LayerKind, ...] = ("delta", "conv")
-"""Kinds of layers that keep a state of fixed size; a field of TransformerConfig has the name of each."""
-
-
-@dataclass(frozen=True)
 class TransformerConfig:
     """The architecture of a decoder; Qwen, Llama, Mistral and the others differ only in these fields."""
 
@@ -232,12 +168,17 @@ class TransformerConfig:
     """The gated delta rule of the layers that `layer_kinds` names; None = no such layers."""
     conv: ConvConfig | None = None
     """The short convolution of the layers that `layer_kinds` names; None = no such layers."""
+    mamba: MambaConfig | None = None
+    """Mamba-2 of the layers that `layer_kinds` names; None = no such layers."""
     layer_kinds: tuple[LayerKind, ...] | None = None
-    """Kind of each layer: attention, or one of the kinds with a state; None = all attention."""
+    """Kind of each layer: attention, a kind with a state, or with `one_branch` a feed-forward; None = all
+    attention."""
     global_heads: GlobalHeads | None = None
     """Heads of the layers without a sliding window; None = all layers have the same heads."""
     keys_as_values: bool = False
     """Values are the projected keys, before their norm and RoPE; there is no value projection (Gemma 4)."""
+    one_branch: bool = False
+    """A layer either mixes tokens or has a feed-forward, as `layer_kinds` says, not both (Nemotron-H)."""
     attention_gate: bool = False
     """Multiply the output of attention by a sigmoid of a further projection of its input (Qwen3-Next)."""
     qkv_bias: bool = False
@@ -252,8 +193,11 @@ class TransformerConfig:
     """`qk_norm` normalises all heads together, before the split, instead of each head (OLMoE)."""
     value_norm: bool = False
     """Divide the values of each head by the root of their mean square (Gemma 4)."""
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-    """Activation of the feed-forward gate."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    """Activation of the feed-forward gate; relu2 = the square of max(x, 0)."""
+    mlp_gate: bool = True
+    """Feed-forward and experts compute down(activation(gate x) * up x); False = down(activation(up x)), as in
+    Nemotron-H."""
     norms: Norms = "before"
     """Norms of the residual stream: before attention and feed-forward, after them on what they add to the
     stream (OLMo 3), or both (Gemma). Layers with the delta rule have `DeltaConfig.norms`."""
@@ -301,12 +245,31 @@ class TransformerConfig:
     @property
     def recurrent_kind(self) -> LayerKind | None:
         """Return the kind of the model's layers that have a state; None = it has no such layers."""
-        return next((kind for kind in self.layer_kinds or () if kind != ATTENTION), None)
+        return next((kind for kind in self.layer_kinds or () if kind in RECURRENT_KINDS), None)
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """Return the number of layers with a state."""
+        return self.layer_kinds.count(self.recurrent_kind) if self.layer_kinds else 0
+
+    @property
+    def mixes(self) -> bool:
+        """Return whether the layers of a stack mix tokens, by attention or a state."""
+        return self.kind not in MLP_KINDS
+
+    @property
+    def has_mlp(self) -> bool:
+        """Return whether the layers of a stack have a feed-forward, dense or of experts."""
+        return not (self.one_branch and self.mixes)
 
     @property
     def num_sparse_layers(self) -> int:
         """Return the number of layers with experts."""
-        return self.num_layers - self.moe.dense_layers if self.moe else 0
+        if self.moe is None:
+            return 0
+        if self.one_branch:
+            return self.layer_kinds.count("experts")
+        return self.num_layers - self.moe.dense_layers
 
     @property
     def num_attention_layers(self) -> int:
@@ -354,15 +317,7 @@ class TransformerConfig:
         if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
         # Layers of other kinds than attention.
-        for kind in RECURRENT_KINDS:
-            if (getattr(self, kind) is None) == (kind in (self.layer_kinds or ())):
-                yield kind, f"and layer_kinds must be set together: layer_kinds names the {kind} layers."
-        if len(kinds := {*(self.layer_kinds or ())} - {ATTENTION}) > 1:
-            yield "layer_kinds", f"has {' and '.join(sorted(kinds))}: only one kind can be beside attention."
-        if self.delta and self.activation != "silu":
-            yield "activation", f"is {self.activation}: with delta it must be silu, as in its convolution."
-        if self.layer_kinds and ATTENTION not in self.layer_kinds:
-            yield "layer_kinds", "has no attention: at least one layer must have it."
+        yield from self._kind_problems({*(self.layer_kinds or ())})
         if self.mla and (self.layer_kinds or self.attention_gate):
             yield "mla", "is set: layer_kinds and attention_gate are for attention without latents."
         # Experts.
@@ -373,6 +328,25 @@ class TransformerConfig:
                 "num_layers",
                 f"is {self.num_layers}: it must be above moe.dense_layers, {self.moe.dense_layers}.",
             )
+
+    def _kind_problems(self, kinds: set[LayerKind]) -> Iterator[tuple[str, str]]:
+        for kind in RECURRENT_KINDS:
+            if (getattr(self, kind) is None) == (kind in kinds):
+                yield kind, f"and layer_kinds must be set together: layer_kinds names the {kind} layers."
+        if len(states := {*RECURRENT_KINDS} & kinds) > 1:
+            yield "layer_kinds", f"has {' and '.join(sorted(states))}: only one kind can be beside attention."
+        if self.delta and self.activation != "silu":
+            yield "activation", f"is {self.activation}: with delta it must be silu, as in its convolution."
+        if self.one_branch != bool({*MLP_KINDS} & kinds):
+            yield "one_branch", "and layer_kinds must be set together: layer_kinds names the feed-forwards."
+        if self.one_branch and ("experts" in kinds) != (self.moe is not None):
+            yield "moe", "and layer_kinds must be set together: layer_kinds names the layers of experts."
+        if self.one_branch and self.moe and self.moe.dense_layers:
+            yield "moe", f"has dense_layers {self.moe.dense_layers}: with one_branch it must have 0."
+        if not self.mlp_gate and self.moe and (self.moe.bias or self.moe.swiglu_limit):
+            yield "mlp_gate", "is False: moe.bias and moe.swiglu_limit are for gated experts."
+        if kinds and ATTENTION not in kinds:
+            yield "layer_kinds", "has no attention: at least one layer must have it."
 
     def _latent_problems(self, mla: MLAConfig) -> Iterator[tuple[str, str]]:
         size = mla.nope_dim + mla.rope_dim

@@ -30,9 +30,10 @@ from jaxrl_llm.models.attention import (
     stacked_numbers,
 )
 from jaxrl_llm.models.block import block, final_norm_fn, make_attention_fn
-from jaxrl_llm.models.config import ATTENTION, TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import join_routes
 from jaxrl_llm.models.linear import scale_embeddings
+from jaxrl_llm.models.mixer_config import ATTENTION
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
 from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.recurrent import RECURRENT, State, with_paths
@@ -135,7 +136,7 @@ def init_ring_cache(
     v = tuple(jnp.zeros((*n, slots, heads, length, size), dtype) for n, (heads, size) in arrays)
     states = ()
     if c.recurrent_kind:
-        recurrent = c.num_layers - c.num_attention_layers
+        recurrent = c.num_recurrent_layers
         count, depth = (recurrent, ()) if is_unrolled(c) else (1, (recurrent,))
         empty = RECURRENT[c.recurrent_kind].empty_state
         states = tuple(empty(c, (*depth, slots), dtype) for _ in range(count))
@@ -182,7 +183,7 @@ def prefill(
         x, kept, routing = block(
             c, w, x, rope, attention_fn=mix, strict=strict, valid=segments > 0, rules=ROLLOUT
         )
-        if c.kind in RECURRENT:
+        if c.kind != ATTENTION:
             return x, kept, routing
         k, v = kept
         v = None if v is None else v.transpose(0, 2, 1, 3)
@@ -219,6 +220,9 @@ def decode_ring(
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         rope = layer_rope(c, tables, numbers)
         run = functools.partial(block, c, w, x, rope, strict=strict, rules=ROLLOUT)
+        if not c.mixes:
+            x, _, routing = run(attention_fn=None)
+            return (x, ks, vs, states), None, routing
         if c.kind in RECURRENT:
             read, write = _state_of(states[array], index)
             step = RECURRENT[c.kind].make_step_fn(c, w, read, strict=strict)
@@ -261,15 +265,19 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
     """
     stacks, at = layer_stacks(c), _cache_indices(c)
     attends = {name: stack.kind == ATTENTION for name, stack in stacks.items()}
+    recurs = {name: stack.kind in RECURRENT for name, stack in stacks.items()}
+    # One layer after the other.
     if is_unrolled(c):
         outs, chosen = ([], []), []
         names = [name for name, _ in layer_places(c)]
         for name, weights, numbers, i in zip(names, layers, layer_numbers(c), at, strict=True):
             carry, out, routing = layer(stacks[name], carry, weights, numbers, i, ())
-            outs[not attends[name]].append(out)
+            if attends[name] or recurs[name]:
+                outs[recurs[name]].append(out)
             chosen += [routing.chosen] if routing else []
         return carry, outs, join_routes(c, jnp.stack(chosen) if chosen else None)
 
+    # Scans.
     arrays = _scanned_arrays(c)
 
     def step(config, carry, weights, numbers):
@@ -284,7 +292,7 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
     part = lambda i: [(run, tuple(x[i] for x in out)) for run, out in outs]
     of_array = lambda i: lambda name: attends[name] and arrays[stacks[name]] == i
     kept = [collect_layers(part(0), of_array(i)) for i in range(max(arrays.values()) + 1)]
-    states = collect_layers(part(0), lambda name: not attends[name])
+    states = collect_layers(part(0), recurs.get)
     chosen = collect_layers(part(1), lambda name: bool(stacks[name].moe))
     return carry, (kept, [] if states is None else [states]), join_routes(c, chosen)
 

@@ -18,10 +18,11 @@ from jaxtyping import Array, Float
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.gated_delta.reference import delta_step, gated_delta, recurrent_delta
-from jaxrl_llm.models.config import DeltaConfig, TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import Initializer, apply_linear, rms_norm
+from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.models.paths import causal_conv, conv_window, convolve
-from jaxrl_llm.models.rows import Packing, last_inputs, per_token_call, step_window
+from jaxrl_llm.models.rows import MAX_LEVELS, Packing, last_inputs, per_token_call, step_window
 from jaxrl_llm.sharding.rules import constrain
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 KEY_EPS = 1e-6
 """Added to the squared length of queries and keys (transformers)."""
-MAX_LEVELS = 2
-"""Levels of shared prefixes in a row: a prompt and its responses."""
 
 
 class DeltaState(NamedTuple):

@@ -24,8 +24,9 @@ def layer_weights(c: TransformerConfig) -> int:
 
 def _one_layer(c: TransformerConfig) -> int:
     queries = c.num_heads * (2 if c.attention_gate else 1)
+    matrices = 3 if c.mlp_gate else 2
     attention = c.head_dim * c.hidden_size * (queries + c.num_heads + (2 - c.keys_as_values) * c.num_kv_heads)
-    if c.kind in RECURRENT:
+    if c.kind in RECURRENT:  # in place of attention
         attention = RECURRENT[c.kind].mixer_weights(c)
     elif mla := c.mla:
         queries = c.num_heads * c.head_dim
@@ -35,7 +36,7 @@ def _one_layer(c: TransformerConfig) -> int:
     width, router = c.mlp_size, 0
     if c.moe:
         width, router = c.moe.experts_per_token * c.moe.expert_size + c.moe.shared_size, c.moe.num_experts
-    return attention + c.hidden_size * (3 * width + router)
+    return attention * c.mixes + c.hidden_size * (matrices * width + router) * c.has_mlp
 
 
 def head_flops(c: TransformerConfig, tokens: Number) -> float:
@@ -62,7 +63,7 @@ def state_flops(c: TransformerConfig, tokens: Number) -> float:
     """Return the FLOPs of the states of recurrent layers, token by token."""
     if not c.recurrent_kind:
         return 0.0
-    return tokens * RECURRENT[c.recurrent_kind].state_flops(c) * (c.num_layers - c.num_attention_layers)
+    return tokens * RECURRENT[c.recurrent_kind].state_flops(c) * c.num_recurrent_layers
 
 
 def _key_and_value_dims(c: TransformerConfig) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.config import Projections, TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.mixer_config import Projections
 from jaxrl_llm.ranges import Range, problems
 
 Quantize = Literal["none", "int8", "nf4"]
@@ -29,6 +30,9 @@ DELTA_TARGETS: dict[Projections, dict[str, str]] = {
 """Linear layers of the gated delta rule, by `DeltaConfig.projections`."""
 CONV_TARGETS = {"conv_in": "in_proj", "conv_out": "out_proj", "o": "out_proj"}
 """Our names of linear layers of a model with short convolutions, LFM2 -> Hugging Face's."""
+MAMBA_TARGETS = {"mamba_in": "in_proj"}
+"""Our names of linear layers of Mamba-2 -> Hugging Face's. peft refuses adapters of its out_proj, which
+kernels read."""
 ALL_TARGETS = tuple(
     dict.fromkeys(
         name
@@ -45,14 +49,14 @@ def linear_layers(c: TransformerConfig) -> dict[str, str]:
     """Return our names of the model's linear layers -> Hugging Face's; each expert has the names of MLP.
 
     A stack of layers has some of them."""
-    present = TARGETS
+    present = {name: ours for name, ours in TARGETS.items() if c.mlp_gate or ours != "gate"}
     if c.mla:
         absent = ("k_proj", "v_proj", *(("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")))
         present = {name: ours for name, ours in (TARGETS | LATENT_TARGETS).items() if name not in absent}
     layers = {ours: name for name, ours in present.items() if not (ours == "v" and c.keys_as_values)}
     if c.delta:
         layers |= {ours: name for name, ours in DELTA_TARGETS[c.delta.projections].items()}
-    return layers | (CONV_TARGETS if c.conv else {})
+    return layers | (CONV_TARGETS if c.conv else {}) | (MAMBA_TARGETS if c.mamba else {})
 
 
 @dataclass(frozen=True)

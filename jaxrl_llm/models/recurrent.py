@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxrl_llm.models import delta, short_conv
-from jaxrl_llm.models.config import LayerKind, TransformerConfig
+from jaxrl_llm.models import delta, mamba, short_conv
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import Initializer
+from jaxrl_llm.models.mixer_config import LayerKind
 from jaxrl_llm.models.paths import find_paths
 from jaxrl_llm.models.rows import Packing
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
 
-State = delta.DeltaState | short_conv.ConvState
+State = delta.DeltaState | short_conv.ConvState | mamba.MambaState
 """State of a layer for S sequences: dim -4 of each array is S, dim -3 is sharded like key heads. Its
 `inputs` are the last inputs of its convolution, in the type of the cache."""
 
@@ -63,7 +64,7 @@ class RecurrentKind(Protocol):
         """Return the FLOPs of updating and reading a layer's state for a token."""
 
 
-RECURRENT: dict[LayerKind, RecurrentKind] = {"delta": delta, "conv": short_conv}
+RECURRENT: dict[LayerKind, RecurrentKind] = {"delta": delta, "conv": short_conv, "mamba": mamba}
 """Kind of layers -> its module."""
 
 

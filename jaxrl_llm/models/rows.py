@@ -10,6 +10,9 @@ from jaxtyping import Array, Float, Int
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.paths import Paths, conv_state
 
+MAX_LEVELS = 2
+"""Levels of shared prefixes in a row that recurrent layers read: a prompt and its responses."""
+
 
 class Packing(NamedTuple):
     """Places of the tokens of packed rows."""

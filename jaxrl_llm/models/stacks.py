@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models.config import ATTENTION, TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.global_heads import config_of_layers
+from jaxrl_llm.models.mixer_config import ATTENTION
 
 _DENSE = "dense_"
 GLOBAL = "global_layers"
@@ -51,7 +52,8 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
         own = [i for i, of in enumerate(names) if of == name]
         pick = lambda values: values and tuple(values[i] for i in own)
         per_layer = ("window_layers", "rope_layers", "layer_kinds")
-        moe = None if is_dense(name) or c.moe is None else dataclasses.replace(c.moe, dense_layers=0)
+        is_sparse = c.moe and not is_dense(name) and (not c.one_branch or c.layer_kinds[own[0]] == "experts")
+        moe = dataclasses.replace(c.moe, dense_layers=0) if is_sparse else None
         picked = {field: pick(getattr(c, field)) for field in per_layer}
         norms = c.delta.norms if c.delta and picked["layer_kinds"][0] == "delta" else c.norms
         own_heads = config_of_layers(c, name != GLOBAL) if c.global_heads else c

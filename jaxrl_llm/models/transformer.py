@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -22,16 +23,17 @@ from jaxrl_llm.models.attention import (
     window_spans,
 )
 from jaxrl_llm.models.block import block, final_norm_fn, make_attention_fn
-from jaxrl_llm.models.config import ATTENTION, MoEConfig, TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import RoutingSums, join_routes, reads_float32, routing_sums
 from jaxrl_llm.models.linear import Initializer, matrix_dims, scale_embeddings
 from jaxrl_llm.models.lora_config import MLP, linear_layers
+from jaxrl_llm.models.mixer_config import ATTENTION
 from jaxrl_llm.models.mla import add_latent_weights
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.recurrent import RECURRENT, with_paths
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rows import Packing, per_token_call
-from jaxrl_llm.models.stacks import LayerRun, collect_layers, layer_stacks, scan_layers
+from jaxrl_llm.models.stacks import LayerRun, collect_layers, layer_places, layer_stacks, scan_layers
 from jaxrl_llm.sharding.attention import ContextParallel, context_parallel, reorder_tokens, restore_tokens
 from jaxrl_llm.sharding.rules import constrain, constrain_residual, fetch, look_up
 
@@ -48,29 +50,24 @@ class Layers(nnx.Module):
         c, init = config, Initializer(key, config, depth)
         d = c.hidden_size
         # Attention, or the layer's other way to mix tokens.
-        self._add_norms("attention", init)
+        if c.mixes:
+            self._add_norms("attention", init)
         if c.kind in RECURRENT:
             RECURRENT[c.kind].add_weights(self, c, init)
-        elif c.mla:
+        elif c.kind == ATTENTION and c.mla:
             add_latent_weights(self, c, init)
-        else:
+        elif c.kind == ATTENTION:
             self._add_attention(c, init)
         if c.out_bias and c.kind == ATTENTION:
             self.o_bias = init.zeros((d,), ("norm",))
         if c.attention_sinks and c.kind == ATTENTION:
             self.sinks = init.zeros((c.num_heads,), ("heads",))
         # Feed-forward, dense or experts.
-        self._add_norms("mlp", init)
-        if size := c.moe.shared_size if c.moe else c.mlp_size:
-            self.gate = init.normal((d, size), ("embed", "mlp"))
-            self.up = init.normal((d, size), ("embed", "mlp"))
-            self.down = init.normal((size, d), ("mlp", "embed"), residual=True)
-        if c.mlp_bias:
-            self.gate_bias = init.zeros((c.mlp_size,), ("mlp",))
-            self.up_bias = init.zeros((c.mlp_size,), ("mlp",))
-            self.down_bias = init.zeros((d,), ("norm",))
+        if c.has_mlp:
+            self._add_norms("mlp", init)
+            self._add_mlp(c, init)
         if c.moe:
-            self._add_experts(c.moe, d, init)
+            self._add_experts(c, init)
         if c.layer_scalar:
             self.layer_scalar = init.ones((1,), ("norm",))
         # Adapters and codes come last, beside the weights that they belong to.
@@ -108,10 +105,25 @@ class Layers(nnx.Module):
             self.q_norm = init.norm(q_width, "head_dim")
             self.k_norm = init.norm(k_width, "head_dim")
 
-    def _add_experts(self, moe: MoEConfig, d: int, init: Initializer) -> None:
+    def _add_mlp(self, c: TransformerConfig, init: Initializer) -> None:
+        d = c.hidden_size
+        if size := c.moe.shared_size if c.moe else c.mlp_size:
+            if c.mlp_gate:
+                self.gate = init.normal((d, size), ("embed", "mlp"))
+            self.up = init.normal((d, size), ("embed", "mlp"))
+            self.down = init.normal((size, d), ("mlp", "embed"), residual=True)
+        if c.mlp_bias:
+            if c.mlp_gate:
+                self.gate_bias = init.zeros((c.mlp_size,), ("mlp",))
+            self.up_bias = init.zeros((c.mlp_size,), ("mlp",))
+            self.down_bias = init.zeros((d,), ("norm",))
+
+    def _add_experts(self, c: TransformerConfig, init: Initializer) -> None:
+        moe, d = c.moe, c.hidden_size
         shape, axes = (moe.num_experts, d, moe.expert_size), ("experts", "expert_embed", "expert_mlp")
         self.router = init.normal((d, moe.num_experts), ("router", "router"))
-        self.expert_gate = init.normal(shape, axes)
+        if c.mlp_gate:
+            self.expert_gate = init.normal(shape, axes)
         self.expert_up = init.normal(shape, axes)
         down = (moe.num_experts, moe.expert_size, d), ("experts", "expert_mlp", "expert_embed")
         self.expert_down = init.normal(*down, residual=True)
@@ -263,10 +275,15 @@ def numbers_of(
     """Return the numbers of a run's R layers, and the routes of its layers with experts."""
     layers = run.layers
     numbers = jax.tree.map(lambda x: x[layers], stacked_numbers(c))
-    if routes is None or layers.start < c.moe.dense_layers:
+    stacks = layer_stacks(c)
+    sparse = [bool(stacks[name].moe) for name, _ in layer_places(c)]
+    if routes is None or not any(sparse[layers]):
         return numbers, None
-    dense = c.moe.dense_layers
-    return numbers, routes[layers.start - dense : layers.stop - dense]
+    # Routes of layers without experts, between layers with experts, are not read.
+    start = sum(sparse[: layers.start])
+    if all(sparse[layers]):
+        return numbers, routes[start : start + len(sparse[layers])]
+    return numbers, routes[np.maximum(np.cumsum(sparse)[layers] - 1, 0)]
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:

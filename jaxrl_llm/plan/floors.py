@@ -199,7 +199,13 @@ def _attention_width(c: TransformerConfig) -> int:
 
 def _expert_weights(c: TransformerConfig) -> int:
     """Return the number of weights of the experts that a token passes."""
-    return c.num_sparse_layers * 3 * c.moe.experts_per_token * c.moe.expert_size * c.hidden_size
+    return (
+        c.num_sparse_layers
+        * (3 if c.mlp_gate else 2)
+        * c.moe.experts_per_token
+        * c.moe.expert_size
+        * c.hidden_size
+    )
 
 
 def _is_of_layer(name: str) -> bool:

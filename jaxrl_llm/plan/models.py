@@ -17,7 +17,8 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.gguf import read_gguf_config
 from jaxrl_llm.hf.hub import SUFFIX, parse_hub_name
 from jaxrl_llm.learn.stage import Stage
-from jaxrl_llm.models.config import DeltaConfig, MLAConfig, MoEConfig, RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import MoEConfig, RopeConfig, TransformerConfig
+from jaxrl_llm.models.mixer_config import DeltaConfig, MLAConfig
 from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home

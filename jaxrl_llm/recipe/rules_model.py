@@ -140,7 +140,7 @@ def _adapter_problems(config: TrainConfig, model: TransformerConfig) -> Iterator
     if not model.moe:
         yield from _joined_problems(lora, export_config(model).family)
         return
-    if ("gate_proj" in lora.adapted) != ("up_proj" in lora.adapted):
+    if model.mlp_gate and ("gate_proj" in lora.adapted) != ("up_proj" in lora.adapted):
         yield (
             "--lora.targets has one of gate_proj and up_proj: PEFT, SGLang and vLLM keep both of an expert "
             "in one matrix. Name both or neither."

@@ -9,8 +9,9 @@ from jaxrl_llm.builders.models import trained_config
 from jaxrl_llm.config import RolloutConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.config import MLAConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.models.mixer_config import MLAConfig
 from jaxrl_llm.recipe.checks import check_models
 from jaxrl_llm.sharding.config import CRITIC, POLICY
 

@@ -13,9 +13,9 @@ from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.learn.reference import LogprobCache
 from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.config import MLAConfig
 from jaxrl_llm.models.flops import adapter_weights, sequence_flops, training_flops
 from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.models.mixer_config import MLAConfig
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 

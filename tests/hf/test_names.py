@@ -55,6 +55,7 @@ HF_CLASSES = {
     "olmo_hybrid": transformers.OlmoHybridConfig,
     "lfm2": transformers.Lfm2Config,
     "lfm2_moe": transformers.Lfm2MoeConfig,
+    "nemotron_h": transformers.NemotronHConfig,
 }
 LFM2 = ("lfm2", "lfm2_moe")
 QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
@@ -200,7 +201,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.num_layers == theirs.num_hidden_layers
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
-    assert config.norm_eps == getattr(theirs, "norm_eps" if family in LFM2 else "rms_norm_eps")
+    assert config.norm_eps == getattr(theirs, FAMILIES[family].norm_eps)
     own = {
         "mixtral": RopeConfig(1e6),
         "minimax_m2": RopeConfig(5e6),
@@ -218,7 +219,14 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.rope == own.get(family, RopeConfig())
     own = {"gemma3_text": RopeConfig(1e4), "gemma4_text": RopeConfig(1e4), "olmo3": RopeConfig(5e5)}
     assert config.local_rope == own.get(family)
-    own = {"qwen3": 128, "glm4_moe": 128, "minimax_m2": 128, "gpt_oss": 64, "deepseek_v3": 192}
+    own = {
+        "qwen3": 128,
+        "glm4_moe": 128,
+        "minimax_m2": 128,
+        "gpt_oss": 64,
+        "deepseek_v3": 192,
+        "nemotron_h": 128,
+    }
     own |= dict.fromkeys(("gemma3_text", "gemma4_text", "glm4_moe_lite", *QWEN35), 256)
     assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
     own = dict(mistral=4096, gpt_oss=128, gemma3_text=4096, gemma4_text=512, olmo3=4096)
@@ -382,10 +390,11 @@ CASES = [
     *[
         (family, {})
         for family in FAMILIES
-        if family not in ("baichuan", "gemma4_text", "lfm2_moe", *LATENT, *QWEN35)
+        if family not in ("baichuan", "gemma4_text", "lfm2_moe", "nemotron_h", *LATENT, *QWEN35)
     ],
     *[(family, {"num_hidden_layers": 4}) for family in QWEN35],
     ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
+    ("nemotron_h", {"layers_block_type": ["mamba", "attention", "moe", "mlp"], "num_hidden_layers": 4}),
     ("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     ("gemma4_text", {"hidden_size_per_layer_input": 0}),
     ("glm4_moe_lite", {"num_key_value_heads": 4}),

@@ -28,9 +28,10 @@ from jaxrl_llm.hf.names import adapter_tensors, hf_tensors
 from jaxrl_llm.hf.peft import load_adapter, save_adapter, unread_by_peft
 from jaxrl_llm.hf.peft_config import peft_config, read_adapter_config
 from jaxrl_llm.models import LoraConfig, TransformerConfig, init, named_leaves
-from jaxrl_llm.models.config import MLAConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import MLP, linear_layers
+from jaxrl_llm.models.mixer_config import MLAConfig
 
 peft = pytest.importorskip("peft")
 pytestmark = [

@@ -22,7 +22,7 @@ from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.learn.update import StepConfig, apply
 from jaxrl_llm.models import TransformerConfig, abstract
-from jaxrl_llm.models.config import ConvConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.experts.router import (
     Routing,
     RoutingSums,
@@ -31,6 +31,7 @@ from jaxrl_llm.models.experts.router import (
     sparse_mlp,
 )
 from jaxrl_llm.models.lora_config import LoraConfig
+from jaxrl_llm.models.mixer_config import ConvConfig
 from jaxrl_llm.recipe.checks import check_config, check_models
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.sharding.config import POLICY

@@ -19,11 +19,12 @@ from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MoEConfig, RopeConfig
+from jaxrl_llm.models.config import MoEConfig, RopeConfig
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import LoraConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import Trajectory
 
@@ -43,6 +44,10 @@ SHORT_CONV = dataclasses.replace(MODEL, layer_kinds=("conv", "attention"), conv=
 GEMMA4 = dataclasses.replace(
     WINDOWED, local_rope=RopeConfig(100.0), value_norm=True,
     rope=RopeConfig(scaling="proportional", partial_rotary=0.5), global_heads=GlobalHeads(1, 16, True),
+)  # fmt: skip
+MAMBA = dataclasses.replace(
+    MODEL, num_layers=3, layer_kinds=("mamba", "attention", "mlp"), one_branch=True,
+    mamba=MambaConfig(4, 8, 6, 2), mlp_gate=False, activation="relu2",
 )  # fmt: skip
 ONE = MeshConfig(fsdp=1)
 PROMPT, RESPONSES = 12, 4  # tokens of a prompt, responses to it
@@ -170,6 +175,10 @@ SLOW = {
     "delta rule": (GRPO, {"model": HYBRID, "share_prefixes": "flat"}),
     "delta rule, fsdp 2, tensor 2": (
         GRPO, {"model": HYBRID, "share_prefixes": "flat", "mesh": MeshConfig(fsdp=2, tensor=2)}
+    ),
+    "mamba": (GRPO, {"model": MAMBA, "share_prefixes": "flat"}),
+    "mamba, fsdp 2, tensor 2": (
+        GRPO, {"model": MAMBA, "share_prefixes": "flat", "mesh": MeshConfig(fsdp=2, tensor=2)}
     ),
     "short convolution": (GRPO, {"model": SHORT_CONV, "share_prefixes": "flat"}),
     "short convolution, fsdp 2, tensor 2": (

@@ -11,10 +11,11 @@ from slow_cases import with_slow
 
 from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
-from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import QuantizedConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
@@ -50,6 +51,11 @@ LFM2 = dataclasses.replace(
     TINY, num_layers=5, layer_kinds=("conv", "attention", "conv", "conv", "attention"), conv=ConvConfig(),
     moe=MoEConfig(4, 2, 24, score="sigmoid", selection_bias=True, dense_layers=2),
 )  # fmt: skip
+MAMBA = dataclasses.replace(
+    TINY, num_layers=6, layer_kinds=("mamba", "mlp", "mamba", "experts", "attention", "experts"),
+    one_branch=True, mamba=MambaConfig(4, 8, 6, 2), activation="relu2", mlp_gate=False,
+    moe=MoEConfig(4, 2, 24, 16, score="sigmoid", selection_bias=True, shared_gate=False),
+)  # fmt: skip
 ADAPTED = with_lora(LATENTS, models.LoraConfig(rank=3, alpha=4.0))
 VARIANTS = {
     "qwen3": TINY,
@@ -70,6 +76,8 @@ VARIANTS = {
     "delta rule, scanned": HYBRID,
     "short convolution, dense layers first": LFM2,
     "short convolution, dense layers first, scanned": LFM2,
+    "mamba": MAMBA,
+    "mamba, scanned": MAMBA,
     "nf4": QuantizedConfig(**vars(TINY)),
     "nf4, scanned": QuantizedConfig(**vars(TINY)),
     "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
+from family_cases import BASE, CASES, DELTA, EXPERTS, GLM, MINIMAX, NEMOTRON, SPECIAL
 from hf_oracle import TOLERANCE, agree_in_greedy_text, hf_logits, our_logits, soft_capped, state_dict
 from hf_tensors import params_from_tensors, tensors_of
 from lora_models import with_random_adapters, with_stored_adapters
@@ -24,187 +25,6 @@ from jaxrl_llm.models import LoraConfig, named_leaves
 from jaxrl_llm.models.lora import replace_weights
 from jaxrl_llm.models.lora_config import TARGETS
 
-BASE = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-SPECIAL = {
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # transformers gives a padding row no gradient
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-DELTA = {
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-EXPERTS = {
-    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "shared_expert_intermediate_size": 16,
-}
-GLM = {
-    **{"num_key_value_heads": 4, "num_hidden_layers": 3, "moe_intermediate_size": 16, "n_routed_experts": 4},
-    **{"num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8},
-    **{"qk_rope_head_dim": 4, "v_head_dim": 12},
-}
-LFM2 = {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 8}
-LFM2_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1}
-GEMMA4 = {
-    **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "hidden_size_per_layer_input": 0},
-    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
-    **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 3},
-}
-MINIMAX = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 3, "rotary_dim": 8}
-CASES = {
-    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
-    "gemma3, odd": (
-        "gemma3_text",
-        {
-            **{"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 24, "tie_word_embeddings": False},
-            **{"layer_types": ["full_attention", "sliding_attention"] * 2, "hidden_activation": "gelu"},
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-    ),
-    "gemma4": ("gemma4_text", GEMMA4),
-    "gemma4, odd": (
-        "gemma4_text",
-        {
-            **{
-                **GEMMA4,
-                "attention_k_eq_v": False,
-                "head_dim": 12,
-                "global_head_dim": 20,
-                "sliding_window": 5,
-            },
-            **{"attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 5},
-            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {
-                    **{"rope_type": "proportional", "partial_rotary_factor": 0.7, "factor": 2.0},
-                    "rope_theta": 1e4,
-                },
-                "sliding_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e3},
-            },
-        },
-    ),
-    "olmo3": ("olmo3", {"sliding_window": 8}),
-    "olmo3, yarn": (
-        "olmo3",
-        {
-            "sliding_window": 5,
-            "rope_parameters": {
-                "full_attention": YARN,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-    ),
-    "smollm3": ("smollm3", {}),
-    "smollm3, odd": (
-        "smollm3",
-        {
-            **{"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 8},
-            **{"attention_bias": True, "mlp_bias": True},
-        },
-    ),
-    "qwen3.5": ("qwen3_5_text", {**DELTA, "tie_word_embeddings": True}),
-    "qwen3.5, odd": (
-        "qwen3_5_text",
-        {
-            **{**DELTA, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3, "num_hidden_layers": 5},
-            **{"linear_value_head_dim": 12, "attention_bias": True},
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"]
-            + ["full_attention"] * 2,
-        },
-    ),
-    "qwen3.5 moe": ("qwen3_5_moe_text", {**DELTA, **EXPERTS}),
-    "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS}),
-    "qwen3-next, odd": (
-        "qwen3_next",
-        {
-            **{**DELTA, **EXPERTS, "linear_num_value_heads": 6, "linear_value_head_dim": 12},
-            **{"linear_conv_kernel_dim": 3, "num_hidden_layers": 5, "num_experts_per_tok": 1},
-            **{"attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": False},
-            "layer_types": ["full_attention"] + ["linear_attention", "full_attention"] * 2,
-        },
-    ),
-    "lfm2": ("lfm2", LFM2),
-    "lfm2, odd": (
-        "lfm2",
-        {
-            **{"conv_L_cache": 4, "conv_bias": True, "block_auto_adjust_ff_dim": False, "head_dim": 12},
-            **{"layer_types": ["full_attention", "conv", "conv", "full_attention", "conv"]},
-            **{"num_hidden_layers": 5, "tie_word_embeddings": False, "rope_parameters": YARN},
-        },
-    ),
-    "lfm2 moe": ("lfm2_moe", {**LFM2, **LFM2_MOE}),
-    "lfm2 moe, odd": (
-        "lfm2_moe",
-        {
-            **{**LFM2_MOE, "num_experts": 5, "num_experts_per_tok": 3, "num_dense_layers": 2},
-            **{"layer_types": ["conv", "full_attention"] * 3, "num_hidden_layers": 6, "norm_eps": 1e-3},
-            **{"norm_topk_prob": False, "routed_scaling_factor": 1.7, "use_expert_bias": False},
-        },
-    ),
-    "olmo-hybrid": (
-        "olmo_hybrid",
-        {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
-    ),
-    "olmo-hybrid, odd": (
-        "olmo_hybrid",
-        {
-            **{**DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 12, "linear_key_head_dim": 10},
-            **{"linear_conv_kernel_dim": 3, "linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3},
-            **{"attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 5},
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-            "layer_types": ["full_attention"] + ["linear_attention", "full_attention"] * 2,
-        },
-    ),
-    "glm-4.7": ("glm4_moe_lite", GLM),
-    "glm-4.7, odd": (
-        "glm4_moe_lite",
-        {
-            **{**GLM, "q_lora_rank": None, "qk_rope_head_dim": 6, "v_head_dim": 14, "rope_interleave": False},
-            **{"n_shared_experts": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
-            **{"attention_bias": True, "mlp_layer_types": ["dense", "dense", "sparse"]},
-            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
-        },
-    ),
-    "minimax-m2": ("minimax_m2", MINIMAX),
-    "minimax-m2, odd": (
-        "minimax_m2",
-        {
-            **{**MINIMAX, "head_dim": 12, "rotary_dim": 6, "num_local_experts": 5, "num_experts_per_tok": 3},
-            **{"num_key_value_heads": 1, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
-            "rope_parameters": YARN,
-        },
-    ),
-    "phi-4": ("phi3", {"num_key_value_heads": 2}),
-    "phi-4, odd": (
-        "phi3",
-        {
-            **{"sliding_window": 9, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
-            **{"num_key_value_heads": 1, "intermediate_size": 40},
-        },
-    ),
-    "ministral3": ("ministral3", {"head_dim": 16, "max_position_embeddings": 64}),
-    "ministral3, grown queries": (
-        "ministral3",
-        {
-            **{"head_dim": 8, "sliding_window": 9, "max_position_embeddings": 64},
-            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
-        },
-    ),
-}
 LENGTH = 37
 SELECTION_BIAS = ("e_score_correction_bias", "expert_bias")
 CONSTANT = (*SELECTION_BIAS, "layer_scalar")
@@ -271,11 +91,13 @@ def unfused(tensors, family):
     names = dict(gate="w1", up="w3", down="w2") if family in ("minimax_m2", "lfm2_moe") else {}
     out = {}
     for name, x in tensors.items():
+        name = name.replace("model.", "backbone.", 1) if family == "nemotron_h" else name
         name = name.replace(".mlp.", ".block_sparse_moe.") if family == "minimax_m2" else name
         if ".experts." not in name:
             out[name] = x
             continue
-        prefix, parts = name.rpartition(".")[0], ("down",) if name.endswith("down_proj") else ("gate", "up")
+        prefix, _, last = name.rpartition(".")
+        parts = ("gate", "up") if last.startswith("gate_up") else (last.removesuffix("_proj"),)
         for expert, matrices in enumerate(x):
             rows = np.split(matrices, len(parts))
             matrices = zip((names.get(of, f"{of}_proj") for of in parts), rows, strict=True)
@@ -294,6 +116,18 @@ def test_logits(case):
     theirs = hf_logits(model, tokens)
     assert theirs.std() > 0.3
     np.testing.assert_allclose(our_logits(ours(model), tokens), theirs, atol=TOLERANCE, rtol=0)
+
+
+def test_step_sizes_of_mamba_have_a_lower_bound(monkeypatch):
+    """For sequences; transformers 5.24 forgets it when it decodes."""
+    bounds = [(0.001, "small"), (0.8, "large")]
+    for bound, case in bounds:
+        monkeypatch.setitem(CASES, case, ("nemotron_h", {**NEMOTRON, "time_step_min": bound}))
+    small, large = (hf_logits(oracle(case), some_tokens()) for _, case in bounds)
+    assert np.abs(large - small).max() > 0.01
+    np.testing.assert_allclose(
+        our_logits(ours(oracle("large")), some_tokens()), large, atol=TOLERANCE, rtol=0
+    )
 
 
 @each_case
@@ -345,6 +179,7 @@ def test_greedy_text(case):
         "qwen3-next",
         "lfm2",
         "lfm2 moe",
+        "nemotron",
         "olmo-hybrid",
         "ministral3",
         "glm-4.7",
@@ -357,7 +192,7 @@ def test_adapters_are_read_by_peft(case, tmp_path):
     base = ours(model)
     params = with_random_adapters(base, LoraConfig(rank=4, alpha=6.0))
     save_adapter(params, tmp_path / "adapter", "org/base")
-    assert bool(unread_by_peft(params.config)) == (case in ("qwen3.5 moe", "lfm2 moe"))
+    assert bool(unread_by_peft(params.config)) == (case in ("qwen3.5 moe", "lfm2 moe", "nemotron"))
     if unread_by_peft(params.config):
         params = replace_weights(
             params,
@@ -440,7 +275,7 @@ def test_config_reads_back_in_transformers(case):
     np.testing.assert_array_equal(hf_logits(again, some_tokens()), hf_logits(model, some_tokens()))
 
 
-@pytest.mark.parametrize("case", ["glm-4.7", "minimax-m2", "qwen3-next"])
+@pytest.mark.parametrize("case", ["glm-4.7", "minimax-m2", "qwen3-next", "nemotron"])
 def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
     """Weights of a layer after the last one are skipped; transformers reads what is written."""
     model, tokens = oracle(case), some_tokens()
@@ -448,7 +283,7 @@ def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
     model.save_pretrained(folder)
     stored, file = load_file(folder / "model.safetensors"), "model.safetensors"
     predictor = f"model.layers.{model.config.num_hidden_layers}.eh_proj.weight"
-    predictor = "mtp.fc.weight" if case == "qwen3-next" else predictor
+    predictor = "mtp.fc.weight" if case in ("qwen3-next", "nemotron") else predictor
     save_file({**stored, predictor: torch.ones(2, 2)}, folder / file)
     for source, target in ((folder, first), (first, second)):
         params = load_params(source, read_config(source))
@@ -520,6 +355,25 @@ def test_no_rope_of_olmo_hybrid_is_a_theta_of_null():
 def test_what_qwen3_next_lacks_is_refused_by_name(changes, message):
     raw = {"model_type": "qwen3_next", **BASE, **DELTA, **EXPERTS}
     assert read_config(raw).moe.normalize and read_config(raw).delta.projections == "qkvz"
+    with pytest.raises(ValueError, match=message):
+        read_config({**raw, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_override_pattern": "MX*"}, "layer_types=.*'X'.* must be a list of linear_attention"),
+        ({"hybrid_override_pattern": 5}, "layer_types=5 must be a list of linear_attention"),
+        ({"layers_block_type": ["mamba", "attention"]}, "layer_kinds names the feed-forwards"),
+        ({"layers_block_type": ["mamba", "mlp"]}, "layer_kinds has no attention"),
+        ({"moe_latent_size": 8}, "moe_latent_size=8 is not supported; supported: null"),
+    ],
+)
+def test_what_nemotron_lacks_is_refused_by_name(changes, message):
+    raw = {"model_type": "nemotron_h", **BASE, **NEMOTRON}
+    del raw["num_hidden_layers"]
+    assert read_config(raw).layer_kinds == ("mamba", "experts", "mamba", "attention", "mlp", "experts")
+    raw["layers_block_type"] = None if "hybrid_override_pattern" in changes else raw["layers_block_type"]
     with pytest.raises(ValueError, match=message):
         read_config({**raw, **changes})
 

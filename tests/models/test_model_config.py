@@ -12,7 +12,8 @@ from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.models import flops
-from jaxrl_llm.models.config import MLAConfig, MoEConfig, check_model_config
+from jaxrl_llm.models.config import MoEConfig, check_model_config
+from jaxrl_llm.models.mixer_config import MLAConfig
 from jaxrl_llm.models.remat import REMAT
 from jaxrl_llm.plan.models import PRESETS, preset
 

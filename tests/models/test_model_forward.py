@@ -12,9 +12,10 @@ from tiny_models import random_params
 from jaxrl_kernels import dispatch
 from jaxrl_llm import models
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.kernels import describe_kernels
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 CONFIG = models.TransformerConfig(
@@ -60,6 +61,17 @@ GEMMA4 = dataclasses.replace(
     value_norm=True,
     layer_scalar=True,
 )
+MAMBA = dataclasses.replace(
+    CONFIG,
+    num_layers=5,
+    layer_kinds=("mamba", "mlp", "attention", "mamba", "experts"),
+    one_branch=True,
+    mamba=MambaConfig(4, 8, 6, 2, conv_width=3),
+    moe=MoEConfig(4, 2, 16),
+    activation="relu2",
+    mlp_gate=False,
+    rope_layers=(False,) * 5,
+)
 CONFIGS = pytest.mark.parametrize(
     "config",
     [
@@ -70,6 +82,7 @@ CONFIGS = pytest.mark.parametrize(
         pytest.param(GEMMA4, id="heads of two sizes"),
         pytest.param(HYBRID, id="delta rule"),
         pytest.param(SHORT_CONV, id="short convolution"),
+        pytest.param(MAMBA, id="mamba"),
     ],
 )
 quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -117,7 +130,7 @@ def test_packed_row_equals_separate_rows(config):
     np.testing.assert_allclose(together[: len(joined)], joined, atol=2e-5)
 
 
-@pytest.mark.parametrize("config", [SHORT_CONV], ids=["short convolution"])
+@pytest.mark.parametrize("config", [SHORT_CONV, MAMBA], ids=["short convolution", "mamba"])
 def test_a_packed_row_has_the_gradient_of_separate_rows(config):
     """Of all weights, for random gradients of the hidden states: nothing passes a border or is lost there."""
     row = packed()

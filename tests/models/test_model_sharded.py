@@ -14,7 +14,7 @@ from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models.config import DeltaConfig
+from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.plan.compiled import count_collectives
 from jaxrl_llm.plan.hlo import parse
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh

@@ -21,7 +21,8 @@ from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig, decode, lora
-from jaxrl_llm.models.config import MLAConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.mixer_config import MLAConfig
 from jaxrl_llm.models.quantize import dequantize_weight, quantize_weight, tile_size
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh

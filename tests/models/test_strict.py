@@ -19,8 +19,9 @@ from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.models.config import ConvConfig, DeltaConfig, MLAConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
 from jaxrl_llm.recipe.rule import apply_rules
 from jaxrl_llm.recipe.rules_recipe import RECIPE
 from jaxrl_llm.rollout.config import SamplingConfig
@@ -66,6 +67,11 @@ NEGATIVE = dataclasses.replace(
 LFM2 = dataclasses.replace(
     QWEN, num_layers=3, layer_kinds=("conv", "attention", "conv"), conv=ConvConfig(),
     moe=MoEConfig(4, 2, 24, score="sigmoid", selection_bias=True, dense_layers=1),
+)  # fmt: skip
+MAMBA = dataclasses.replace(
+    QWEN, num_layers=5, layer_kinds=("mamba", "mlp", "attention", "mamba", "experts"), one_branch=True,
+    mamba=MambaConfig(4, 8, 8, 2), activation="relu2", mlp_gate=False,
+    moe=MoEConfig(4, 2, 24, 16, score="sigmoid", selection_bias=True, shared_gate=False),
 )  # fmt: skip
 NO_ROPE = dataclasses.replace(
     QWEN, norms="after", qk_norm_over_heads=True, rope_layers=(False, True),
@@ -128,6 +134,8 @@ def one_update(config, dtype, strict=True, share=True):
         (HYBRID, "float32"),
         pytest.param(NEGATIVE, "bfloat16", marks=pytest.mark.slow),
         (LFM2, "float32"),
+        (MAMBA, "float32"),
+        pytest.param(MAMBA, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LFM2, "bfloat16", marks=pytest.mark.slow),
         pytest.param(GEMMA, "float32", marks=pytest.mark.slow),
         pytest.param(GEMMA, "bfloat16", marks=pytest.mark.slow),
@@ -151,6 +159,8 @@ def one_update(config, dtype, strict=True, share=True):
         "delta rule",
         "delta rule, betas up to 2, bfloat16",
         "short convolution",
+        "mamba",
+        "mamba bfloat16",
         "short convolution bfloat16",
         "four norms, two ropes",
         "four norms, two ropes bfloat16",

@@ -18,6 +18,7 @@ BARE = (
     "ConvConfig",
     "DeltaConfig",
     "GlobalHeads",
+    "MambaConfig",
     "MoEConfig",
     "MLAConfig",
     "RopeConfig",

@@ -29,8 +29,9 @@ from jaxrl_llm.config import (
     TrainConfig,
     TransformerConfig,
 )
-from jaxrl_llm.models.config import DeltaConfig, RopeConfig
+from jaxrl_llm.models.config import RopeConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
+from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.recipe.checks import apply_all_rules, check_config, check_models, check_on_devices
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.recipe.rules_devices import DEVICES

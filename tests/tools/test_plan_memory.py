@@ -18,7 +18,8 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.models import LoraConfig
-from jaxrl_llm.models.config import DeltaConfig, MoEConfig
+from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
 from jaxrl_llm.plan.report import advise, verdict

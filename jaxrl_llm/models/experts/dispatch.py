@@ -66,7 +66,7 @@ def sharded_experts(
     if rows is None:
         return grouped_experts(h, chosen, weights, experts, gated=gated).astype(h.dtype)
     # The mesh axes of experts and of their dims, and the axes along which tokens are gathered.
-    shape = jax.tree.leaves(experts.gate)[0].shape
+    shape = jax.tree.leaves(experts.up)[0].shape
     owners, embed, mlp = current_spec(("experts", "expert_embed", "expert_mlp"), shape, rules)
     expert_axes, mlp_axes = axes_of(owners), axes_of(mlp)
     divided = (*expert_axes, *mlp_axes)
@@ -138,7 +138,7 @@ def _gather(x: Array, spec: PartitionSpec, axes: str | tuple[str, ...]) -> Array
     return checkpoint_name(jax.lax.all_gather(x, axes, axis=spec.index(axes), tiled=True), GATHERED_EXPERTS)
 
 
-def _divide_tiles(matrix: ExpertMatrix, inputs: Any) -> ExpertMatrix:
+def _divide_tiles(matrix: ExpertMatrix | None, inputs: Any) -> ExpertMatrix | None:
     """Split quantization tiles, repeating their scales, if the shards of the inputs are smaller."""
     if isinstance(matrix, AdaptedMatrices):
         return dataclasses.replace(matrix, weight=_divide_tiles(matrix.weight, inputs))
@@ -154,7 +154,9 @@ def _specs_of_experts(experts: ExpertWeights, owners: Any, embed: Any, mlp: Any)
     """Return the PartitionSpecs of the experts: experts over `owners`, their inputs and outputs over `embed`,
     hidden states over `mlp`."""
 
-    def matrix(weight: ExpertMatrix, inner, outer):
+    def matrix(weight: ExpertMatrix | None, inner, outer):
+        if weight is None:
+            return None
         spec = PartitionSpec(owners, inner, outer)
         if isinstance(weight, QuantizedMatrices):
             return dataclasses.replace(weight, codes=spec, scale=spec)
@@ -251,8 +253,7 @@ def _outputs(
         bias = bias.astype(jnp.float32)  # before the lookup, so that the gradient is summed in float32
         return jnp.where(inside, add_bias(y, bias[expert_of_row]), 0)
 
-    gate = biased(product(rows, experts.gate), experts.gate_bias)
-    hidden = gated(gate, biased(product(rows, experts.up), experts.up_bias))
+    hidden = gated(*(biased(product(rows, matrix), bias) for matrix, bias in experts.inputs))
     return biased(product(hidden, experts.down, dtype=jnp.float32), experts.down_bias)
 
 

@@ -67,8 +67,8 @@ def copy_dtype(name: str, dtype: DTypeLike) -> DTypeLike:
 
 def reads_float32(name: str) -> bool:
     """Return whether the forward pass reads a weight ("layers.q") in float32, whatever the type of products:
-    norms, sinks, decays, value heads, the bias that chooses experts, and scales of quantized weights."""
-    parts = ("norm", "sinks", "a_log", "dt_bias", SELECTION_BIAS, SCALE)
+    norms, sinks, decays, skips, value heads, the bias that chooses experts, scales of quantized weights."""
+    parts = ("norm", "sinks", "a_log", "dt_bias", "mamba_skip", SELECTION_BIAS, SCALE)
     return name == "value" or any(part in name for part in parts)
 
 
@@ -244,7 +244,7 @@ def _all_experts(
     def add(total, expert):
         e, weight = expert
         e = dense_expert(e, h)
-        hidden = gated(product_with(h, e.gate, e.gate_bias), product_with(h, e.up, e.up_bias))
+        hidden = gated(*(product_with(h, *projection) for projection in e.inputs))
         out = product_with(hidden, e.down, e.down_bias)
         return total + weight[..., None] * out.astype(jnp.float32), None
 
@@ -253,9 +253,9 @@ def _all_experts(
 
 
 def gate_fn(moe: MoEConfig, activation: Activation) -> Gate:
-    """Return the function (gate, up) -> hidden state of an expert."""
+    """Return the function (gate, up) -> hidden state of an expert; of up alone for experts without a gate."""
     if moe.swiglu_limit is None:
-        return lambda gate, up: activation(gate) * up
+        return lambda first, *up: activation(first) * up[0] if up else activation(first)
 
     def clamped(gate, up):
         gate, up = jnp.minimum(gate, moe.swiglu_limit), jnp.clip(up, -moe.swiglu_limit, moe.swiglu_limit)

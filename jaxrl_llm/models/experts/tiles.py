@@ -25,8 +25,8 @@ from jaxrl_llm.models.experts.weights import (
     without_codes,
 )
 
-Projections = tuple[Float[Array, "N F"], Float[Array, "N F"]]
-"""Gate and up projection of each row."""
+Projections = tuple[Float[Array, "N F"], ...]
+"""Projections of each row that `Gate` reads."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -150,8 +150,7 @@ def _store(x: Array, tile: Array, row: Int[Array, ""]) -> Array:
 
 
 def _projections(x: Float[Array, "N D"], expert: ExpertWeights) -> Projections:
-    gate = product_with(x, expert.gate, expert.gate_bias)
-    return gate, product_with(x, expert.up, expert.up_bias)
+    return tuple(product_with(x, *projection) for projection in expert.inputs)
 
 
 def _output(

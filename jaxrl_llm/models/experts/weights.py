@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-Gate = Callable[[Array, Array], Array]
-"""Hidden state of an expert from its gate and up projection."""
+Gate = Callable[..., Array]
+"""Hidden state of an expert from its gate and up projection, or from its up projection alone."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "a", "b"], meta_fields=["scale"])
@@ -43,14 +43,20 @@ ExpertMatrix = Float[Array, "X _ _"] | QuantizedMatrices | AdaptedMatrices
 
 
 class ExpertWeights(NamedTuple):
-    """The projections of each expert, [X, D, F] and down [X, F, D], and optional biases."""
+    """The projections of each expert, [X, D, F] and down [X, F, D], and optional gate and biases."""
 
-    gate: ExpertMatrix
+    gate: ExpertMatrix | None
     up: ExpertMatrix
     down: ExpertMatrix
     gate_bias: Float[Array, "X F"] | None = None
     up_bias: Float[Array, "X F"] | None = None
     down_bias: Float[Array, "X D"] | None = None
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, Array | None], ...]:
+        """The matrices and biases, of all experts or of one, of the projections that `Gate` reads."""
+        up = (self.up, self.up_bias)
+        return (up,) if self.gate is None else ((self.gate, self.gate_bias), up)
 
     @property
     def count(self) -> int:

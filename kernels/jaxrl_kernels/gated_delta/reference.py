@@ -94,6 +94,40 @@ def recurrent_delta(
     return _scan(_add_token, tokens, segments, last=last, initial=initial, chunk=1, levels=levels)
 
 
+def ssd(
+    q: Float[Array, "B T Hk K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T Hv"],
+    *,
+    segments: Int[Array, "B T"],
+    last: Int[Array, "B T"] | None = None,
+    initial: Float[Array, "B Hv K V"] | None = None,
+    chunk: int = CHUNK,
+    levels: int = 2,
+) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
+    """Compute `gated_delta` without the correction, u = v: the state space dual form of Mamba-2 (arXiv
+    2405.21060), with its C, B, dt x and dt A as q, k, v and g."""
+    chunk = min(chunk, 1 << (q.shape[1] - 1).bit_length())
+    body = jax.checkpoint(_add_chunk, prevent_cse=False)
+    return _scan(body, (q, k, v, g), segments, last=last, initial=initial, chunk=chunk, levels=levels)
+
+
+def recurrent_ssd(
+    q: Float[Array, "B T Hk K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T Hv"],
+    *,
+    segments: Int[Array, "B T"],
+    last: Int[Array, "B T"] | None = None,
+    initial: Float[Array, "B Hv K V"] | None = None,
+    levels: int = 2,
+) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
+    """Compute `ssd` by `ssd_step`, one token at a time; the gradient keeps a state a token."""
+    return _scan(_add_token, (q, k, v, g), segments, last=last, initial=initial, chunk=1, levels=levels)
+
+
 def delta_step(
     state: Float[Array, "B Hv K V"],
     q: Float[Array, "B Hk K"],
@@ -110,6 +144,23 @@ def delta_step(
     state = jnp.exp(g)[..., None, None] * state
     u = beta[..., None] * (v - _product("bhk,bhkv->bhv", k, state))
     state = state + _product("bhk,bhv->bhkv", k, u)
+    return _product("bhk,bhkv->bhv", q, state).astype(v.dtype), state
+
+
+def ssd_step(
+    state: Float[Array, "B Hv K V"],
+    q: Float[Array, "B Hk K"],
+    k: Float[Array, "B Hk K"],
+    v: Float[Array, "B Hv V"],
+    g: Float[Array, "B Hv"],
+) -> tuple[Float[Array, "B Hv V"], Float[Array, "B Hv K V"]]:
+    """Add one token to each state, float32. Returns (out like v, state); g = v = 0 leave the state as is.
+
+    Args: see `ssd`.
+    """
+    q, k = (jnp.repeat(x.astype(jnp.float32), v.shape[1] // k.shape[1], axis=1) for x in (q, k))
+    added = _product("bhk,bhv->bhkv", k, v.astype(jnp.float32))
+    state = jnp.exp(g)[..., None, None] * state + added
     return _product("bhk,bhkv->bhv", q, state).astype(v.dtype), state
 
 
@@ -146,10 +197,10 @@ def _scan(
     levels: int,
 ) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
     """Apply body(stack, chunk) -> (stack, out) to the chunks of all rows in order."""
-    (batch, length), (*_, k, v, _, _) = segments.shape, tokens
+    (batch, length), (_, k, v, *_) = segments.shape, tokens
     levels, last = (1, segments) if last is None else (levels, last)
     pad = lambda x: jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)))
-    q, k, v, g, beta, segments, last = map(pad, (*tokens, segments, last))
+    q, k, v, g, *beta, segments, last = map(pad, (*tokens, segments, last))
 
     # Padding does not change the state, and belongs to the segment of the token before it, or after it at the
     # start of a row: so states pass through it.
@@ -157,14 +208,15 @@ def _scan(
     first = jnp.argmax(valid, axis=1, keepdims=True)
     near = jax.lax.cummax(jnp.where(valid, column, first), axis=1)
     segments, last = (jnp.maximum(jnp.take_along_axis(x, near, axis=1), 1) for x in (segments, last))
-    g, beta = (jnp.where(valid[..., None], x, 0) for x in (g, beta))
+    g, *beta = (jnp.where(valid[..., None], x, 0) for x in (g, *beta))
     q = jnp.where(valid[..., None, None], q, 0)
+    v = v if beta else jnp.where(valid[..., None, None], v, 0)
 
     # The state before the row is the first level's.
     shape = (batch, v.shape[2], levels, k.shape[3], v.shape[3])
     states = jnp.broadcast_to(jnp.float32(0) if initial is None else initial[:, :, None], shape)
     stack = _Stack(states, jnp.pad(last[:, :1], ((0, 0), (0, levels - 1))))
-    stack, out = jax.lax.scan(body, stack, [split(x, chunk) for x in (q, k, v, g, beta, segments, last)])
+    stack, out = jax.lax.scan(body, stack, [split(x, chunk) for x in (q, k, v, g, *beta, segments, last)])
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[2:])
     return out[:, :length], stack.states[:, :, -1]
 
@@ -172,7 +224,7 @@ def _scan(
 def _add_chunk(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array, "B C Hv V"]]:
     """Add a chunk to the states by products of its tokens."""
     *tokens, segments, last = tokens
-    q, k, v, g, beta = (jnp.moveaxis(x.astype(jnp.float32), 2, 1) for x in tokens)  # heads before tokens
+    q, k, v, g, *beta = (jnp.moveaxis(x.astype(jnp.float32), 2, 1) for x in tokens)  # heads before tokens
     size, repeats = q.shape[2], v.shape[1] // k.shape[1]
     paths = _follow_paths(stack, segments, last)
 
@@ -191,13 +243,15 @@ def _add_chunk(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array,
     levels = range(start.shape[-1])
     of_level = lambda d, x: jnp.where(start[..., d, None], _matmul(heads(x), stack.states[:, :, d]), 0)
     read = lambda x: sum(of_level(d, x) for d in levels)
-    predicted, out = fade * read(k), fade * read(q)
+    pairs = lambda x: heads(_product("bhik,bhjk->bhij", x, k)) * decay
+
+    def correct(beta):
+        predicted, beta = fade * read(k), beta[..., None]
+        inverse = _inverse(jnp.tril(beta * pairs(k), -1))
+        return _product("bhij,bhjv->bhiv", inverse, beta * (v - predicted))
 
     # Corrections, and the outputs and states with them.
-    pairs = lambda x: heads(_product("bhik,bhjk->bhij", x, k)) * decay
-    beta = beta[..., None]
-    inverse = _inverse(jnp.tril(beta * pairs(k), -1))
-    u = _product("bhij,bhjv->bhiv", inverse, beta * (v - predicted))
+    u, out = correct(*beta) if beta else v, fade * read(q)
     out = out + _product("bhij,bhjv->bhiv", pairs(q), u)
     states = end_fade[..., None] * _select(paths.before[:, size:], stack.states)
     add = lambda d: _product("bhjk,bhjv->bhkv", heads(k), end_decay[:, :, d, :, None] * u)
@@ -206,11 +260,12 @@ def _add_chunk(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array,
 
 
 def _add_token(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array, "B 1 Hv V"]]:
-    """Add a chunk of one token to the states by `delta_step`."""
+    """Add a chunk of one token to the states by `delta_step`, or `ssd_step`."""
     *tokens, segments, last = tokens
     paths = _follow_paths(stack, segments, last)
     states = _select(paths.before, stack.states)
-    out, state = delta_step(states[:, :, 0], *(x[:, 0] for x in tokens))
+    step = delta_step if len(tokens) == 5 else ssd_step
+    out, state = step(states[:, :, 0], *(x[:, 0] for x in tokens))
     changed = paths.inside[:, None, 1:, :, None]
     states = jnp.where(changed, state[:, :, None], states[:, :, 1:])
     return _next_stack(states, paths), out[:, None]

@@ -17,12 +17,13 @@ from jaxrl_llm import models
 from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.attention import RopeTables, apply_rope
-from jaxrl_llm.models.config import MLAConfig, MoEConfig, RopeConfig
+from jaxrl_llm.models.config import MoEConfig, RopeConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
 from jaxrl_llm.models.experts.dispatch import grouped_experts
 from jaxrl_llm.models.experts.router import choose_experts, expert_weights, gate_fn, router_logits, sparse_mlp
 from jaxrl_llm.models.experts.weights import AdaptedMatrices, ExpertWeights
 from jaxrl_llm.models.lora import base, join_params, split_params, with_lora
+from jaxrl_llm.models.mixer_config import MLAConfig
 from jaxrl_llm.models.remat import REMAT
 from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh

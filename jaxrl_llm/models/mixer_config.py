@@ -1,0 +1,125 @@
+"""Configs of the ways in which layers mix tokens, and the kinds of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jaxrl_llm.ranges import Range
+
+Size = Annotated[int, Range(1, 2**24)]
+"""A dimension of a weight."""
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are projections of one small latent."""
+
+    kv_rank: Size = 512
+    """Size of the latent of a token's keys and values (HF `kv_lora_rank`)."""
+    q_rank: Annotated[int, Range(0, 2**24)] = 1536
+    """Size of the latent of a token's queries (HF `q_lora_rank`); 0 = none."""
+    nope_dim: Size = 128
+    """Leading dims of a head of queries and keys, which RoPE does not rotate."""
+    rope_dim: Size = 64
+    """Last dims of a head, which RoPE rotates; all heads share these dims of the key."""
+    value_dim: Size = 128
+    """Dims of a head of values."""
+    interleaved: bool = True
+    """RoPE rotates neighbouring dims, 2i and 2i + 1, not i and i + rope_dim / 2."""
+
+
+Norms = Literal["before", "after", "both"]
+Projections = Literal["qkv", "qkvz", "separate"]
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Layers with the gated delta rule (arXiv 2412.06464) in place of attention (Qwen3-Next, Qwen3.5)."""
+
+    key_heads: Annotated[int, Range(1, 2**16)] = 16
+    """Heads of queries and keys."""
+    value_heads: Annotated[int, Range(1, 2**16)] = 32
+    """Heads of values and of the state; each key head serves value_heads / key_heads of them."""
+    key_dim: Annotated[int, Range(1, 2**13)] = 128
+    """Size of one head of queries and keys."""
+    value_dim: Annotated[int, Range(1, 2**13)] = 128
+    """Size of one head of values."""
+    conv_width: Annotated[int, Range(2, 64)] = 4
+    """Tokens of the causal convolution of queries, keys and values."""
+    projections: Projections = "qkv"
+    """Matrices of a layer's input: one of queries, keys and values, and one each of gate, beta and decay; or
+    "qkvz": one with the query, key, values and gates of each key head, and one with its betas and decays
+    (Qwen3-Next); or "separate": one each, and three convolutions (OLMo-hybrid)."""
+    norms: Norms = "before"
+    """Norms of the residual stream of these layers; `TransformerConfig.norms` has those of attention."""
+    norm_eps: Annotated[float, Range(0.0, 1.0)] | None = None
+    """Added to the mean square in the norm of the output; None = `TransformerConfig.norm_eps`."""
+    negative_eigenvalues: bool = False
+    """beta is 2 sigmoid, up to 2, so that the state may change its sign (arXiv 2411.12537; OLMo-hybrid)."""
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for heads that do not match."""
+        if self.value_heads % self.key_heads:
+            yield "key_heads", f"is {self.key_heads}: it must divide value_heads, {self.value_heads}."
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """Layers with a gated short convolution in place of attention (LFM2)."""
+
+    conv_width: Annotated[int, Range(2, 64)] = 3
+    """Tokens of the causal convolution (HF `conv_L_cache`)."""
+    conv_bias: bool = False
+    """Biases on the convolution and on the projections before and after it."""
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Layers of Mamba-2 in place of attention (arXiv 2405.21060; Nemotron-H)."""
+
+    heads: Annotated[int, Range(1, 2**16)] = 128
+    """Heads of inputs and of the state."""
+    head_dim: Annotated[int, Range(1, 2**13)] = 64
+    """Size P of one head of inputs."""
+    state_size: Annotated[int, Range(1, 2**13)] = 128
+    """Size N of B and C."""
+    groups: Annotated[int, Range(1, 2**16)] = 8
+    """Groups of heads that share B and C, and that the norm of the outputs normalises together."""
+    conv_width: Annotated[int, Range(2, 64)] = 4
+    """Tokens of the causal convolution of inputs, B and C."""
+    conv_bias: bool = True
+    """Bias on the convolution."""
+    bias: bool = False
+    """Biases on the projections before and after (HF `use_bias`)."""
+    dt_min: Annotated[float, Range(0.0, 1e3)] = 0.001
+    """Smallest step size, after softplus (HF `time_step_min`)."""
+
+    @property
+    def inner(self) -> int:
+        """Return the size of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the convolution: inputs, B and C."""
+        return self.inner + 2 * self.groups * self.state_size
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for heads that do not match."""
+        if self.heads % self.groups:
+            yield "groups", f"is {self.groups}: it must divide heads, {self.heads}."
+
+
+ATTENTION = "attention"
+LayerKind = Literal["attention", "delta", "conv", "mamba", "mlp", "experts"]
+RECURRENT_KINDS: tuple[LayerKind, ...] = ("delta", "conv", "mamba")
+"""Kinds of layers that keep a state of fixed size; a field of TransformerConfig has the name of each."""
+MLP_KINDS: tuple[LayerKind, ...] = ("mlp", "experts")
+"""Kinds of layers that have a feed-forward, dense or of experts, and do not mix tokens (`one_branch`)."""

@@ -1,0 +1,199 @@
+"""Tiny models of families, as keys of config.json: a plain one, and one in which every size is odd."""
+
+BASE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SPECIAL = {
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # transformers gives a padding row no gradient
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+DELTA = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "shared_expert_intermediate_size": 16,
+}
+GLM = {
+    **{"num_key_value_heads": 4, "num_hidden_layers": 3, "moe_intermediate_size": 16, "n_routed_experts": 4},
+    **{"num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8},
+    **{"qk_rope_head_dim": 4, "v_head_dim": 12},
+}
+LFM2 = {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 8}
+LFM2_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1}
+GEMMA4 = {
+    **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "hidden_size_per_layer_input": 0},
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
+    **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 3},
+}
+NEMOTRON = {
+    **{"layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp", "moe"], "head_dim": 16},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "moe_shared_expert_intermediate_size": 24,
+}
+MINIMAX = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 3, "rotary_dim": 8}
+CASES = {
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
+    "gemma3, odd": (
+        "gemma3_text",
+        {
+            **{"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 24, "tie_word_embeddings": False},
+            **{"layer_types": ["full_attention", "sliding_attention"] * 2, "hidden_activation": "gelu"},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4, odd": (
+        "gemma4_text",
+        {
+            **{
+                **GEMMA4,
+                "attention_k_eq_v": False,
+                "head_dim": 12,
+                "global_head_dim": 20,
+                "sliding_window": 5,
+            },
+            **{"attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 5},
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    **{"rope_type": "proportional", "partial_rotary_factor": 0.7, "factor": 2.0},
+                    "rope_theta": 1e4,
+                },
+                "sliding_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e3},
+            },
+        },
+    ),
+    "olmo3": ("olmo3", {"sliding_window": 8}),
+    "olmo3, yarn": (
+        "olmo3",
+        {
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3, odd": (
+        "smollm3",
+        {
+            **{"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 8},
+            **{"attention_bias": True, "mlp_bias": True},
+        },
+    ),
+    "qwen3.5": ("qwen3_5_text", {**DELTA, "tie_word_embeddings": True}),
+    "qwen3.5, odd": (
+        "qwen3_5_text",
+        {
+            **{**DELTA, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3, "num_hidden_layers": 5},
+            **{"linear_value_head_dim": 12, "attention_bias": True},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"]
+            + ["full_attention"] * 2,
+        },
+    ),
+    "qwen3.5 moe": ("qwen3_5_moe_text", {**DELTA, **EXPERTS}),
+    "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS}),
+    "qwen3-next, odd": (
+        "qwen3_next",
+        {
+            **{**DELTA, **EXPERTS, "linear_num_value_heads": 6, "linear_value_head_dim": 12},
+            **{"linear_conv_kernel_dim": 3, "num_hidden_layers": 5, "num_experts_per_tok": 1},
+            **{"attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": False},
+            "layer_types": ["full_attention"] + ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "lfm2": ("lfm2", LFM2),
+    "lfm2, odd": (
+        "lfm2",
+        {
+            **{"conv_L_cache": 4, "conv_bias": True, "block_auto_adjust_ff_dim": False, "head_dim": 12},
+            **{"layer_types": ["full_attention", "conv", "conv", "full_attention", "conv"]},
+            **{"num_hidden_layers": 5, "tie_word_embeddings": False, "rope_parameters": YARN},
+        },
+    ),
+    "lfm2 moe": ("lfm2_moe", {**LFM2, **LFM2_MOE}),
+    "lfm2 moe, odd": (
+        "lfm2_moe",
+        {
+            **{**LFM2_MOE, "num_experts": 5, "num_experts_per_tok": 3, "num_dense_layers": 2},
+            **{"layer_types": ["conv", "full_attention"] * 3, "num_hidden_layers": 6, "norm_eps": 1e-3},
+            **{"norm_topk_prob": False, "routed_scaling_factor": 1.7, "use_expert_bias": False},
+        },
+    ),
+    "olmo-hybrid": (
+        "olmo_hybrid",
+        {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "olmo-hybrid, odd": (
+        "olmo_hybrid",
+        {
+            **{**DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 12, "linear_key_head_dim": 10},
+            **{"linear_conv_kernel_dim": 3, "linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3},
+            **{"attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 5},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "layer_types": ["full_attention"] + ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "nemotron": ("nemotron_h", NEMOTRON),
+    "nemotron, odd": (
+        "nemotron_h",
+        {
+            **{**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "M*-M-", "conv_kernel": 3},
+            **{"mamba_num_heads": 6, "n_groups": 3, "ssm_state_size": 5, "use_conv_bias": False},
+            **{"mlp_bias": True, "use_bias": True, "num_key_value_heads": 1},
+            **{"time_step_min": 1e-5, "layer_norm_epsilon": 1e-3, "mlp_hidden_act": "gelu"},
+        },
+    ),
+    "glm-4.7": ("glm4_moe_lite", GLM),
+    "glm-4.7, odd": (
+        "glm4_moe_lite",
+        {
+            **{**GLM, "q_lora_rank": None, "qk_rope_head_dim": 6, "v_head_dim": 14, "rope_interleave": False},
+            **{"n_shared_experts": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+            **{"attention_bias": True, "mlp_layer_types": ["dense", "dense", "sparse"]},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "minimax-m2": ("minimax_m2", MINIMAX),
+    "minimax-m2, odd": (
+        "minimax_m2",
+        {
+            **{**MINIMAX, "head_dim": 12, "rotary_dim": 6, "num_local_experts": 5, "num_experts_per_tok": 3},
+            **{"num_key_value_heads": 1, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
+            "rope_parameters": YARN,
+        },
+    ),
+    "phi-4": ("phi3", {"num_key_value_heads": 2}),
+    "phi-4, odd": (
+        "phi3",
+        {
+            **{"sliding_window": 9, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+            **{"num_key_value_heads": 1, "intermediate_size": 40},
+        },
+    ),
+    "ministral3": ("ministral3", {"head_dim": 16, "max_position_embeddings": 64}),
+    "ministral3, grown queries": (
+        "ministral3",
+        {
+            **{"head_dim": 8, "sliding_window": 9, "max_position_embeddings": 64},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+}
