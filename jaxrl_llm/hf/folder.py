@@ -26,7 +26,9 @@ EMBEDDING, HEAD, SCORE = (TABLE[ours][0] for ours in ("embed", "lm_head", "value
 
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old checkpoints
 _PREFIX = re.compile(r"^(?:language_model\.|(model\.)language_model\.)")
-_OTHER_MODEL = re.compile(r"(model\.)?(?P<module>vision_tower|multi_modal_projector|vision_model|visual)\.")
+_OTHER_MODEL = re.compile(
+    r"(model\.)?(?P<module>(vision|audio)_tower|embed_(vision|audio)|multi_modal_projector|vision_model|visual)\."
+)
 FUSED_EXPERTS = {
     "layers.router": ("gate.weight", 0, 1),
     "layers.router_bias": ("e_score_correction_bias", 0, 1),

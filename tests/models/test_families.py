@@ -423,6 +423,14 @@ def test_dense_layers_after_sparse_ones_are_refused(types, found):
         read_config(raw)
 
 
+OTHER_MODULES = {
+    **dict.fromkeys(("gemma3", "mistral3"), ("vision_tower", "multi_modal_projector")),
+    "gemma4": ("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
+    "qwen3_5": ("visual",),
+}
+"""Modules beside the language model in transformers' classes."""
+
+
 @pytest.mark.parametrize(
     ("kind", "case"),
     [("gemma3", "gemma3"), ("gemma4", "gemma4"), ("mistral3", "ministral3"), ("qwen3_5", "qwen3.5")],
@@ -436,13 +444,15 @@ def test_the_language_model_of_one_that_sees_images(kind, case, prefix, tmp_path
         tensors.pop("lm_head.weight")
     elif prefix == "language_model.model.":
         tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
-    tower = "vision_tower.x.weight" if prefix == "language_model.model." else "model.vision_tower.x.weight"
-    save_file({**tensors, tower: torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    outer = "" if prefix == "language_model.model." else "model."
+    towers = {f"{outer}{module}.x.weight": torch.ones(2, 2) for module in OTHER_MODULES[kind]}
+    save_file(tensors | towers, tmp_path / "model.safetensors")
     text = raw_of(model)
     raw = {"model_type": kind, "text_config": text, "tie_word_embeddings": text["tie_word_embeddings"]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     params = load_params(tmp_path, read_config(tmp_path))
-    assert "left out of the model and of exports: vision_tower (1 weights)" in capsys.readouterr().err
+    left = f"{' and '.join(sorted(OTHER_MODULES[kind]))} ({len(towers)} weights)"
+    assert f"left out of the model and of exports: {left}" in capsys.readouterr().err
     tokens = some_tokens()
     np.testing.assert_array_equal(our_logits(params, tokens), our_logits(ours(model), tokens))
     save_model(params, params.config, tmp_path / "out", dtype="float32")
