@@ -25,6 +25,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from jaxrl_llm.hf.peft import load_adapter, save_adapter
 from jaxrl_llm.hf.peft_config import read_adapter_config
 from jaxrl_llm.models import LoraConfig, named_leaves, with_heads
+from jaxrl_llm.models.lora_config import TARGETS
 
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
@@ -86,7 +87,10 @@ def test_our_export_loads_in_peft_and_gives_our_logits(tmp_path, family, lora):
     "settings, expected",
     [
         ({}, LoraConfig(4, 6.0, targets=SOME)),
-        ({"target_modules": "all-linear", "use_rslora": True, "lora_dropout": 0.1}, LoraConfig(4, 6.0, True)),
+        (
+            {"target_modules": "all-linear", "use_rslora": True, "lora_dropout": 0.1},
+            LoraConfig(4, 6.0, True, targets=tuple(TARGETS)),  # peft lists the layers
+        ),
     ],
     ids=["some layers", "all-linear rslora"],
 )
