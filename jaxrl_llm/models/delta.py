@@ -121,8 +121,7 @@ def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool
 
     In strict mode tokens are added one by one, as in decoding; the gradient is that of chunks.
     """
-    plain, exact = (functools.partial(_over_rows, rule) for rule in (gated_delta, recurrent_delta))
-    rule = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
+    rule = make_rule(strict)
 
     def apply(inputs, g, beta):
         if strict:
@@ -135,6 +134,12 @@ def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool
         return out, DeltaState(state, last_inputs(inputs, rows))
 
     return apply
+
+
+def make_rule(strict: bool):
+    """Return the function (rows, q, k, v, g, beta or none) -> (out, states) of `gated_delta`."""
+    plain, exact = (functools.partial(_over_rows, rule) for rule in (gated_delta, recurrent_delta))
+    return functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
 
 
 def _over_rows(rule, rows: Packing, *tokens: Array):

@@ -10,7 +10,6 @@ The functions are the functions of `recurrent.RecurrentKind`.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -18,12 +17,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxrl_kernels import batch_invariant
-from jaxrl_kernels.gated_delta.reference import recurrent_ssd, ssd, ssd_step
+from jaxrl_kernels.gated_delta.reference import delta_step
 from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.delta import make_rule
 from jaxrl_llm.models.linear import Initializer, apply_linear, rms_norm
-from jaxrl_llm.models.paths import causal_conv, conv_window, convolve
-from jaxrl_llm.models.rows import MAX_LEVELS, Packing, last_inputs, per_token_call, step_window
+from jaxrl_llm.models.paths import causal_conv, conv_taps, conv_window, convolve
+from jaxrl_llm.models.rows import Packing, last_inputs, per_token_call, step_window
 from jaxrl_llm.sharding.rules import constrain
 
 if TYPE_CHECKING:
@@ -95,14 +94,13 @@ def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool
 
     In strict mode tokens are added one by one, as in decoding; the gradient is that of chunks.
     """
-    plain, exact = (functools.partial(_over_rows, rule) for rule in (ssd, recurrent_ssd))
-    rule = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
+    rule = make_rule(strict)
 
     def apply(inputs, g, dt):
         if strict:
             q, k, x, v = _mix_windows(c, w, conv_window(inputs, rows.paths), dt, strict=strict)
         else:
-            taps, bias = _taps(w)
+            taps, bias = conv_taps(w, "mamba_kernel")
             mixed = causal_conv(inputs, taps, rows.paths, bias)
             q, k, x, v = _split_heads(c, mixed, dt, inputs.dtype)
         q, k = (constrain(x, "batch", "sequence", "kv_heads", "head_dim") for x in (q, k))
@@ -113,17 +111,13 @@ def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool
     return apply
 
 
-def _over_rows(rule, rows: Packing, *tokens: Array):
-    return rule(*tokens, segments=rows.segments, last=rows.last, levels=MAX_LEVELS)
-
-
 def make_step_fn(c: TransformerConfig, w: Layers, state: MambaState, *, strict: bool = False):
     """Return the function (inputs, g, dt) -> ((out, x), MambaState) for one more token of each sequence."""
 
     def apply(inputs, g, dt):
         window, kept = step_window(state.inputs, inputs)
         q, k, x, v = _mix_windows(c, w, window.astype(inputs.dtype), dt, strict=strict)
-        out, new = ssd_step(state.map, *(token[:, 0] for token in (q, k, v, g)))
+        out, new = delta_step(state.map, *(token[:, 0] for token in (q, k, v, g)))
         return (out[:, None], x), MambaState(new, kept)
 
     return apply
@@ -134,7 +128,7 @@ def _mix_windows(
 ):
     """Return `_split_heads` of the convolution of each token's inputs."""
     mix = lambda taps, window, dt: _split_heads(c, convolve(window, *taps), dt, window.dtype)
-    return per_token_call(strict)(mix, _taps(w), window, dt)
+    return per_token_call(strict)(mix, conv_taps(w, "mamba_kernel"), window, dt)
 
 
 def _split_heads(
@@ -148,11 +142,6 @@ def _split_heads(
     heads = lambda x, count: x.reshape(*x.shape[:2], count, -1)
     x = heads(x, mamba.heads).astype(jnp.float32)
     return heads(read, mamba.groups), heads(b, mamba.groups), x, x * dt[..., None]
-
-
-def _taps(w: Layers) -> tuple[Float[Array, "D W"], Float[Array, "D"] | None]:
-    """Return the weights and the bias of the convolution."""
-    return w.mamba_kernel[:, 0], w.mamba_kernel_bias[...] if hasattr(w, "mamba_kernel_bias") else None
 
 
 def mixer_weights(c: TransformerConfig) -> int:

@@ -8,13 +8,16 @@ left, at the end of the prompt.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels.chunks import map_chunks
 from jaxrl_kernels.flash_attention.spec import MAX_PAIRS, NO_WINDOW, DynamicMask, visible
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.transformer import Layers
 
 
 class Paths(NamedTuple):
@@ -57,6 +60,12 @@ def find_paths(
     for _ in range(width - 2):
         path.append(jnp.take_along_axis(before, path[-1], axis=1))
     return Paths(exists, jnp.stack(path, axis=-1))
+
+
+def conv_taps(w: Layers, name: str) -> tuple[Float[Array, "D width"], Float[Array, "D"] | None]:
+    """Return the weights of a layer's convolution and its bias, None if it has none."""
+    bias = getattr(w, f"{name}_bias", None)
+    return getattr(w, name)[:, 0], None if bias is None else bias[...]
 
 
 def causal_conv(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import Initializer, apply_linear
-from jaxrl_llm.models.paths import causal_conv, conv_window, convolve
+from jaxrl_llm.models.paths import causal_conv, conv_taps, conv_window, convolve
 from jaxrl_llm.models.rows import Packing, last_inputs, per_token_call, step_window
 from jaxrl_llm.sharding.rules import constrain
 
@@ -67,7 +67,7 @@ def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool
         if strict:
             out = _mix_windows(w, conv_window(inputs, rows.paths), inputs.dtype, strict=strict)
         else:
-            taps, bias = _taps(w)
+            taps, bias = conv_taps(w, "conv_kernel")
             out = causal_conv(inputs, taps, rows.paths, bias).astype(inputs.dtype)
         return out, ConvState(last_inputs(inputs, rows))
 
@@ -87,12 +87,7 @@ def make_step_fn(c: TransformerConfig, w: Layers, state: ConvState, *, strict: b
 def _mix_windows(w: Layers, window: Float[Array, "B T W D"], dtype: DTypeLike, *, strict: bool):
     """Return the convolution of each token's inputs."""
     mix = lambda taps, window: convolve(window, *taps).astype(dtype)
-    return per_token_call(strict)(mix, _taps(w), window)
-
-
-def _taps(w: Layers) -> tuple[Float[Array, "D W"], Float[Array, "D"] | None]:
-    """Return the weights and the bias of the convolution."""
-    return w.conv_kernel[:, 0], w.conv_kernel_bias[...] if hasattr(w, "conv_kernel_bias") else None
+    return per_token_call(strict)(mix, conv_taps(w, "conv_kernel"), window)
 
 
 def mixer_weights(c: TransformerConfig) -> int:

@@ -45,7 +45,7 @@ def gated_delta(
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T Hv V"],
     g: Float[Array, "B T Hv"],
-    beta: Float[Array, "B T Hv"],
+    beta: Float[Array, "B T Hv"] | None = None,
     *,
     segments: Int[Array, "B T"],
     last: Int[Array, "B T"] | None = None,
@@ -58,7 +58,9 @@ def gated_delta(
     Args:
         q, k: normalised, and q scaled. Key head j serves the r = Hv / Hk value heads from j r on.
         g: log of the decay, at most 0.
-        beta: strength of the correction, 0 to 1, or to 2 for negative eigenvalues.
+        beta: strength of the correction, 0 to 1, or to 2 for negative eigenvalues. None = no correction, u =
+            v: the state space dual form of Mamba-2 (arXiv 2405.21060), with its C, B, dt x and dt A as q, k,
+            v and g.
         segments: number of each token's segment, 1, 2, ... in the order of the row, 0 = padding.
         last: number of the last segment that continues each token's segment, 0 = padding, as in
             `flash_attention`; None = no segment continues another.
@@ -74,7 +76,8 @@ def gated_delta(
     """
     chunk = min(chunk, 1 << (q.shape[1] - 1).bit_length())
     body = jax.checkpoint(_add_chunk, prevent_cse=False)  # the gradient keeps the states between chunks
-    return _scan(body, (q, k, v, g, beta), segments, last=last, initial=initial, chunk=chunk, levels=levels)
+    tokens = (q, k, v, g) if beta is None else (q, k, v, g, beta)
+    return _scan(body, tokens, segments, last=last, initial=initial, chunk=chunk, levels=levels)
 
 
 def recurrent_delta(
@@ -82,7 +85,7 @@ def recurrent_delta(
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T Hv V"],
     g: Float[Array, "B T Hv"],
-    beta: Float[Array, "B T Hv"],
+    beta: Float[Array, "B T Hv"] | None = None,
     *,
     segments: Int[Array, "B T"],
     last: Int[Array, "B T"] | None = None,
@@ -90,42 +93,8 @@ def recurrent_delta(
     levels: int = 2,
 ) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
     """Compute `gated_delta` by `delta_step`, one token at a time; the gradient keeps a state a token."""
-    tokens = (q, k, v, g, beta)
+    tokens = (q, k, v, g) if beta is None else (q, k, v, g, beta)
     return _scan(_add_token, tokens, segments, last=last, initial=initial, chunk=1, levels=levels)
-
-
-def ssd(
-    q: Float[Array, "B T Hk K"],
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T Hv V"],
-    g: Float[Array, "B T Hv"],
-    *,
-    segments: Int[Array, "B T"],
-    last: Int[Array, "B T"] | None = None,
-    initial: Float[Array, "B Hv K V"] | None = None,
-    chunk: int = CHUNK,
-    levels: int = 2,
-) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
-    """Compute `gated_delta` without the correction, u = v: the state space dual form of Mamba-2 (arXiv
-    2405.21060), with its C, B, dt x and dt A as q, k, v and g."""
-    chunk = min(chunk, 1 << (q.shape[1] - 1).bit_length())
-    body = jax.checkpoint(_add_chunk, prevent_cse=False)
-    return _scan(body, (q, k, v, g), segments, last=last, initial=initial, chunk=chunk, levels=levels)
-
-
-def recurrent_ssd(
-    q: Float[Array, "B T Hk K"],
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T Hv V"],
-    g: Float[Array, "B T Hv"],
-    *,
-    segments: Int[Array, "B T"],
-    last: Int[Array, "B T"] | None = None,
-    initial: Float[Array, "B Hv K V"] | None = None,
-    levels: int = 2,
-) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
-    """Compute `ssd` by `ssd_step`, one token at a time; the gradient keeps a state a token."""
-    return _scan(_add_token, (q, k, v, g), segments, last=last, initial=initial, chunk=1, levels=levels)
 
 
 def delta_step(
@@ -134,33 +103,18 @@ def delta_step(
     k: Float[Array, "B Hk K"],
     v: Float[Array, "B Hv V"],
     g: Float[Array, "B Hv"],
-    beta: Float[Array, "B Hv"],
+    beta: Float[Array, "B Hv"] | None = None,
 ) -> tuple[Float[Array, "B Hv V"], Float[Array, "B Hv K V"]]:
-    """Add one token to each state, float32. Returns (out like v, state); g = beta = 0 leaves the state as is.
+    """Add one token to each state, float32. Returns (out like v, state); g = beta = 0 leaves the state as is,
+    without beta g = v = 0.
 
     Args: see `gated_delta`.
     """
     q, k = (jnp.repeat(x.astype(jnp.float32), v.shape[1] // k.shape[1], axis=1) for x in (q, k))
     state = jnp.exp(g)[..., None, None] * state
-    u = beta[..., None] * (v - _product("bhk,bhkv->bhv", k, state))
+    correct = lambda: beta[..., None] * (v - _product("bhk,bhkv->bhv", k, state))
+    u = v.astype(jnp.float32) if beta is None else correct()
     state = state + _product("bhk,bhv->bhkv", k, u)
-    return _product("bhk,bhkv->bhv", q, state).astype(v.dtype), state
-
-
-def ssd_step(
-    state: Float[Array, "B Hv K V"],
-    q: Float[Array, "B Hk K"],
-    k: Float[Array, "B Hk K"],
-    v: Float[Array, "B Hv V"],
-    g: Float[Array, "B Hv"],
-) -> tuple[Float[Array, "B Hv V"], Float[Array, "B Hv K V"]]:
-    """Add one token to each state, float32. Returns (out like v, state); g = v = 0 leave the state as is.
-
-    Args: see `ssd`.
-    """
-    q, k = (jnp.repeat(x.astype(jnp.float32), v.shape[1] // k.shape[1], axis=1) for x in (q, k))
-    added = _product("bhk,bhv->bhkv", k, v.astype(jnp.float32))
-    state = jnp.exp(g)[..., None, None] * state + added
     return _product("bhk,bhkv->bhv", q, state).astype(v.dtype), state
 
 
@@ -260,12 +214,11 @@ def _add_chunk(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array,
 
 
 def _add_token(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array, "B 1 Hv V"]]:
-    """Add a chunk of one token to the states by `delta_step`, or `ssd_step`."""
+    """Add a chunk of one token to the states by `delta_step`."""
     *tokens, segments, last = tokens
     paths = _follow_paths(stack, segments, last)
     states = _select(paths.before, stack.states)
-    step = delta_step if len(tokens) == 5 else ssd_step
-    out, state = step(states[:, :, 0], *(x[:, 0] for x in tokens))
+    out, state = delta_step(states[:, :, 0], *(x[:, 0] for x in tokens))
     changed = paths.inside[:, None, 1:, :, None]
     states = jnp.where(changed, state[:, :, None], states[:, :, 1:])
     return _next_stack(states, paths), out[:, None]
