@@ -2,11 +2,8 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -17,6 +14,7 @@ import numpy as np
 import pytest
 import transformers
 from distributed import run_processes
+from load_memory import run_measurement
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.checkpoint.config import CheckpointConfig
@@ -156,10 +154,10 @@ def test_rows_are_read_in_pieces(tmp_path, monkeypatch, extra):
 
 
 MEMORY = """
-import gc, sys
+import sys
 import jax, numpy as np
-from jaxrl_llm.hf.export import check_export_folder, save_model
-from jaxrl_llm.hf.load import load_params
+from load_memory import peak_beyond_weights
+from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig, init
 folder = sys.argv[1]
@@ -167,18 +165,7 @@ config = TransformerConfig(vocab_size=256, hidden_size=1024, mlp_size=4096, num_
                            num_kv_heads=2, head_dim=64)
 save_model(jax.jit(init, static_argnums=0)(config, jax.random.key(0)), config, folder, dtype="float32",
            max_shard_bytes=60 * 2**20)
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-params = load_params(folder, config)
-beyond = []
-for _ in range(2):
-    params = None
-    gc.collect()
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
-    params = load_params(folder, config)
-    beyond.append(status("VmHWM") - before - sum(x.nbytes for x in jax.tree.leaves(params)))
-print(min(beyond) / max(4 * np.prod(t.shape) for t in hf_tensors(config)))
+print(peak_beyond_weights(folder, config) / max(4 * np.prod(t.shape) for t in hf_tensors(config)))
 """
 
 
@@ -189,12 +176,7 @@ def test_loading_needs_little_more_than_the_weights(tmp_path):
 
     One tensor of 17 MB is in memory beside the weights, and a few MB of the allocator.
     """
-    environment = {**os.environ, "XLA_FLAGS": "", "GLIBC_TUNABLES": ""}  # huge pages count whole
-    out = subprocess.run(
-        [sys.executable, "-c", MEMORY, tmp_path / "big"], env=environment, capture_output=True, text=True
-    )
-    assert out.returncode == 0, out.stderr
-    assert float(out.stdout) < 1.5
+    assert run_measurement(MEMORY, tmp_path / "big") < 1.5
 
 
 TWO_PROCESSES = """

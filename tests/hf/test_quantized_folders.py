@@ -1,15 +1,13 @@
 """Published folders with quantized weights: exact values, in any shard, and little memory."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
+from load_memory import run_measurement
 from safetensors.numpy import load_file
 
 from jaxrl_llm.errors import UserError
@@ -304,29 +302,17 @@ def test_broken_mxfp4_folders_are_refused_by_tensor(tmp_path):
 # --- memory
 
 MEMORY = """
-import gc, sys
+import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-import jax, torch
+from load_memory import peak_beyond_weights
 from test_quantized_folders import FP8, TINY, fp8_tensors, write_quantized
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import hf_tensors
 raw = TINY | dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, vocab_size=256, head_dim=64)
 quantization, config = FP8 | {"weight_block_size": [128, 128]}, read_config(raw)
 folder = write_quantized(Path(sys.argv[1]), raw, fp8_tensors(config, (128, 128)), quantization)
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-params = load_params(folder, config)
-beyond = []
-for _ in range(2):
-    params = None
-    gc.collect()
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
-    params = load_params(folder, config)
-    beyond.append(status("VmHWM") - before - sum(x.nbytes for x in jax.tree.leaves(params)))
-print(min(beyond) / max(4 * t.shape[0] * t.shape[-1] for t in hf_tensors(config)))
+largest = max(4 * t.shape[0] * t.shape[-1] for t in hf_tensors(config))
+print(peak_beyond_weights(folder, config) / largest)
 """
 
 
@@ -334,8 +320,4 @@ print(min(beyond) / max(4 * t.shape[0] * t.shape[-1] for t in hf_tensors(config)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 def test_loading_fp8_needs_little_more_than_the_weights(tmp_path):
     """260 MB in 5 layers: as of floats, one tensor of 17 MB in float32 is in memory beside the weights."""
-    environment = {**os.environ, "XLA_FLAGS": "", "GLIBC_TUNABLES": ""}  # huge pages count whole
-    command = [sys.executable, "-c", MEMORY, tmp_path / "big", Path(__file__).parent]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    assert float(out.stdout) < 1.5
+    assert run_measurement(MEMORY, tmp_path / "big") < 1.5
