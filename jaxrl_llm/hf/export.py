@@ -225,12 +225,21 @@ def _export_problem(folder: Path, size: int, config_name: str) -> str | None:
     if inside and (foreign or not (folder / config_name).is_file()):
         what = foreign[0] if foreign else inside[0].name
         return f"{folder}: holds {what}, which is not part of an export; choose another folder"
-    parent = next(path for path in folder.parents if path.exists())
-    if not os.access(parent, os.W_OK):
+    return disk_problem(folder, size)
+
+
+def disk_problem(target: Path, size: int, others: int = _OTHER_FILES) -> str | None:
+    """Return why `size` bytes cannot be written to an absolute path, or None; 0 = of a size to be known.
+
+    Args:
+        others: further bytes of metadata, at most.
+    """
+    parent = next(path for path in target.parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
         return f"{parent}: cannot be written to; choose another folder for the export"
-    free, needed = shutil.disk_usage(parent).free, size + _OTHER_FILES
+    free, needed = shutil.disk_usage(parent).free, size + others
     if size and free < needed:
-        return f"{folder}: the export needs {needed:,} bytes, but {free:,} are free on that disk"
+        return f"{target}: the export needs {needed:,} bytes, but {free:,} are free on that disk"
     return None
 
 
@@ -264,9 +273,20 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
         pass
     on_first(lambda: _raise(failure))
     bad = [tensor.name for tensor, finite in zip(tensors, flags, strict=True) if not finite]
+    refuse_not_finite(bad, f"{len(tensors)} tensors of {path.name}", dtype)
+
+
+def refuse_not_finite(bad: list[str], among: str, dtype: str) -> None:
+    """Raise RunError if tensors are NaN or Inf.
+
+    Args:
+        bad: names of these tensors.
+        among: all tensors, for the message.
+        dtype: type of the file.
+    """
     if bad:
         raise RunError(
-            f"not exported: {len(bad)} of {len(tensors)} tensors of {path.name} hold NaN or Inf as {dtype}: "
+            f"not exported: {len(bad)} of {among} hold NaN or Inf as {dtype}: "
             f"{shorten_names(bad)}. An earlier export is untouched. Export an earlier checkpoint (python -m "
             "jaxrl_llm export --step N), or another dtype if they are only too large for this one."
         )

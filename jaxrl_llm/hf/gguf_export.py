@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.extensions import import_extra
 from jaxrl_llm.hf.config import check_round_trip, to_hf_config
-from jaxrl_llm.hf.export import export_config
-from jaxrl_llm.hf.folder import shorten_names
+from jaxrl_llm.hf.export import disk_problem, export_config, refuse_not_finite
 from jaxrl_llm.hf.gather import gather_checked
 from jaxrl_llm.hf.gguf import FAMILIES, GGUF_KEYS, GGUF_YARN, ROPE_FACTORS, gguf_name
 from jaxrl_llm.hf.gguf_vocabulary import gguf_vocabulary
@@ -26,6 +24,7 @@ from jaxrl_llm.hf.names import Encoding, HFTensor, hf_tensors
 from jaxrl_llm.hf.tokenizer import text_ends
 from jaxrl_llm.host.files import replace_text, sync_to_disk
 from jaxrl_llm.models import RopeConfig, TransformerConfig
+from jaxrl_llm.models.attention import rope_frequencies
 from jaxrl_llm.structs import Params
 
 _ARCHITECTURES = {**dict(zip(FAMILIES, FAMILIES, strict=True)), "mistral": "llama"}
@@ -59,9 +58,8 @@ def check_gguf_file(file: Path, overwrite: bool) -> None:
             raise UserError(f"--out {file}: {path} exists. Set another --out, or --overwrite True.")
     if file.exists() and not _is_gguf(file):
         raise UserError(f"{file}: is not a GGUF file and is not replaced; choose another name")
-    parent = next(path for path in file.absolute().parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"{parent}: cannot be written to; choose another folder for the export")
+    if problem := disk_problem(file.absolute(), 0):
+        raise UserError(problem)
     import_extra("gguf", "gguf", needed_by=f"--out {file}")
 
 
@@ -105,7 +103,10 @@ def save_gguf(
         f"tokenizer.{key}": value for key, value in gguf_vocabulary(tokenizer, config.vocab_size).items()
     }
     tensors = [_encoded(tensor, config, architecture, dtype) for tensor in hf_tensors(config)]
-    _check_space(file, sum(_size(tensor, dtype) for tensor in tensors))
+    if problem := disk_problem(
+        file.absolute(), sum(_size(tensor, dtype) for tensor in tensors), _OTHER_BYTES
+    ):
+        raise UserError(problem)
     # The header, with the places of tensors that come later.
     partial = file.with_name(f".{file.name}.partial")
     writer = gguf.GGUFWriter(partial, architecture)
@@ -118,8 +119,8 @@ def save_gguf(
         writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
     for tensor in tensors:
         name = gguf_name(architecture, config.num_layers, tensor.name)
-        size, kind = _size(tensor, dtype), gguf.GGMLQuantizationType[_kind(tensor, dtype)]
-        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, raw_dtype=kind)
+        own, kind = _size(tensor, dtype), gguf.GGMLQuantizationType[_kind(tensor, dtype)]
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), own, raw_dtype=kind)
     # The file, complete or absent.
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -220,14 +221,12 @@ def _frequency_factors(config: TransformerConfig) -> np.ndarray | None:
     Llama 3's scaling: 1 for short waves, the factor for long ones, and between them a mixture of both
     frequencies.
     """
-    rope: RopeConfig = config.rope
+    rope = config.rope
     if rope.scaling != "llama3":
         return None
-    original = rope.original_max_position or config.max_position
-    waves = 2 * np.pi * rope.theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
-    span = rope.high_freq_factor - rope.low_freq_factor
-    smooth = np.clip((original / waves - rope.low_freq_factor) / span, 0.0, 1.0)
-    return (1.0 / ((1.0 - smooth) / rope.factor + smooth)).astype(np.float32)
+    frequencies, _ = rope_frequencies(config, RopeConfig(rope.theta))
+    scaled, _ = rope_frequencies(config, rope)
+    return (frequencies / scaled).astype(np.float32)
 
 
 def _encoded(tensor: HFTensor, config: TransformerConfig, architecture: str, dtype: str) -> HFTensor:
@@ -271,14 +270,6 @@ def _size(tensor: HFTensor, dtype: str) -> int:
     return math.prod(tensor.shape) // block * size
 
 
-def _check_space(file: Path, size: int) -> None:
-    """Refuse a file that does not fit on the disk."""
-    parent = next(path for path in file.absolute().parents if path.exists())
-    free, needed = shutil.disk_usage(parent).free, size + _OTHER_BYTES
-    if free < needed:
-        raise UserError(f"{file}: the export needs {needed:,} bytes, but {free:,} are free on that disk")
-
-
 def _write_tensors(writer: Any, params: Params, tensors: list[HFTensor], dtype: str) -> None:
     """Write the tensors in order, one at a time.
 
@@ -296,9 +287,4 @@ def _write_tensors(writer: Any, params: Params, tensors: list[HFTensor], dtype: 
         if _kind(tensor, dtype) == "Q8_0":
             array = gguf.quantize(array, gguf.GGMLQuantizationType.Q8_0)
         writer.write_tensor_data(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    if bad:
-        raise RunError(
-            f"not exported: {len(bad)} of {len(tensors)} tensors hold NaN or Inf as {dtype}: "
-            f"{shorten_names(bad)}. An earlier file is untouched. Export an earlier checkpoint (python -m "
-            "jaxrl_llm export --step N), or another dtype if they are only too large for this one."
-        )
+    refuse_not_finite(bad, f"{len(tensors)} tensors", dtype)
