@@ -76,7 +76,12 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise _unknown_family(raw, file)
-    return _read_family(JsonKeys(with_layer_types(raw), file, FAMILIES[family].defaults), family)
+    return _read_family(_family_keys(raw, file), family)
+
+
+def _family_keys(raw: dict[str, Any], file: str) -> JsonKeys:
+    """Return the keys of a config.json of a supported family, with its defaults."""
+    return JsonKeys(with_layer_types(raw), file, FAMILIES[raw["model_type"]].defaults)
 
 
 def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
@@ -134,18 +139,19 @@ def _unknown_family(raw: dict[str, Any], file: str) -> UserError:
     """Return the error for another `model_type`: the nearest family, what it lacks, and how to add one."""
     name, keys = raw.get("model_type"), JsonKeys(raw, file, {})
     problem = f"is not supported; supported: {', '.join(FAMILIES)}"
-    if not isinstance(name, str):
+    near = difflib.get_close_matches(name, FAMILIES, 1, cutoff=0.1) if isinstance(name, str) else []
+    if not near:
         return keys.wrong("model_type", name, problem)
-    nearest = max(FAMILIES, key=lambda family: difflib.SequenceMatcher(None, family, name).ratio())
-    same = JsonKeys({**raw, "model_type": nearest}, file, FAMILIES[nearest].defaults)
+    (nearest,) = near
+    same = _family_keys({**raw, "model_type": nearest}, file)
     try:
         _read_family(same, nearest)
         unread = [key for key, value in raw.items() if value and key not in same.seen | WITHOUT_EFFECT]
         lacks = f"does not read {', '.join(unread)}" if unread else "reads all its keys"
     except UserError as error:
         lacks = f"refuses this file: {str(error).removeprefix(f'{file}: ')}"
-    page = '"A model family" in CONTRIBUTING.md says how to add one'
-    return keys.wrong("model_type", name, f"{problem}. The nearest is {nearest}, which {lacks}; {page}")
+    page = 'To add one: "A model family" in CONTRIBUTING.md'
+    return keys.wrong("model_type", name, f"{problem}. The nearest is {nearest}, which {lacks}. {page}")
 
 
 def language_config(raw: dict[str, Any]) -> dict[str, Any]:

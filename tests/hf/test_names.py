@@ -441,7 +441,7 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
         (tiny("gpt2"), r"model_type='gpt2' is not supported"),
         (
             tiny("qwen4", clip_qkv=None, n_gram_size=3, use_cache=True),
-            r"qwen4' .* The nearest is qwen\d, which does not read n_gram_size; \"A model family\" in CONT",
+            r"qwen4' .* The nearest is qwen\d, which does not read n_gram_size. To add one: \"A model fam",
         ),
         (
             tiny("olmo31", clip_qkv=8.0),
