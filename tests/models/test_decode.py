@@ -113,6 +113,9 @@ SLOW = {
 }
 
 
+ROUNDING = {"four norms, two ropes": 4e-5}  # logits of up to 6; 2.4e-5 was seen on an AMD processor
+
+
 @pytest.mark.parametrize("variant", with_slow(VARIANTS, SLOW))
 def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     """And prefill writes what decode writes. The ring is shorter than what passes through it."""
@@ -130,7 +133,7 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     cache = empty._replace(cursor=jnp.int32(5))
     for t in range(7):
         logits, cache = step(cache, tokens[:, t], np.full(2, t))
-        np.testing.assert_allclose(logits, expected[:, t], atol=4e-5)  # logits of up to 6
+        np.testing.assert_allclose(logits, expected[:, t], atol=ROUNDING.get(variant, 2e-5))
     assert int(cache.cursor) == (5 + 7) % 8
     if variant in ("soft caps", "dynamic rope"):
         return  # of which the keys and values know nothing, or nothing else than the forward
