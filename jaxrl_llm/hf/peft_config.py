@@ -149,11 +149,9 @@ def _file_lora(config: AdaptedConfig) -> LoraConfig:
     peft with transformers 5 joins gate and up of experts into one matrix with rank 2 R and twice the alpha:
     the factor alpha / R stays the same, but alpha / sqrt(R) would grow by sqrt(2).
     """
-    lora, rank = (
-        config.lora,
-        rank_of_experts(config) or bool(joined_weights(config.family)) * config.lora.rank,
-    )
-    if not (rank and lora.rank_stabilized):
+    lora, rank = config.lora, _file_rank(config)
+    is_joined = rank_of_experts(config) or joined_weights(config.family)
+    if not (is_joined and lora.rank_stabilized):
         return lora
     return replace(lora, alpha=lora.scale_at(rank) * rank, rank_stabilized=False)
 

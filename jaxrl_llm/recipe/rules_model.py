@@ -158,7 +158,7 @@ def _joined_problems(lora: LoraConfig, family: str) -> Iterator[str]:
     """Yield a problem for each matrix of the family's files of which only a part gets adapters."""
     for hf, parts in joined_weights(family).items():
         names = [name for name, ours in TARGETS.items() if f"layers.{ours}" in parts]
-        some = [name for name in names if {name, "all"} & {*lora.targets}]
+        some = [name for name in names if name in lora.adapted]
         if some and some != names:
             module = hf.split(".")[-2]
             yield (
