@@ -19,6 +19,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "Agg")
+for library in ("OMP", "OPENBLAS"):  # threads of torch that wait in a loop take the processor of the other worker
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 MAPPINGS = Path("/proc/self/maps")
 FLAGS = [
     "--xla_force_host_platform_device_count=8",
