@@ -93,8 +93,13 @@ def model_outputs(
         divergence: settings of `linear_divergence`.
     """
     dtype = jnp.dtype(config.dtype)
-    settings = {n: getattr(config, n) for n in ("remat", "sequence_parallel", "strict")}
-    settings |= {"dtype": dtype, "last": batch.last}
+    settings = dict(
+        last=batch.last,
+        dtype=dtype,
+        remat=config.remat,
+        sequence_parallel=config.sequence_parallel,
+        strict=config.strict,
+    )
     rows = batch.tokens, batch.positions, batch.segments
     # One forward pass, whatever is asked of it.
     hidden, sums, routes = params.forward(*rows, batch.routes, **settings)
