@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the tests start hundreds of processes, and each would compile
+sys.dont_write_bytecode = False
 for library in ("OMP", "OPENBLAS"):  # threads of torch that wait in a loop take the processor of the other worker
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 MAPPINGS = Path("/proc/self/maps")
