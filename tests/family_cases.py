@@ -37,6 +37,10 @@ GEMMA4 = {
     **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
     **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 3},
 }
+GEMMA4_MOE = {
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "final_logit_softcapping": None,
+}
 NEMOTRON = {
     **{"layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp", "moe"], "head_dim": 16},
     **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2},
@@ -77,6 +81,16 @@ CASES = {
                 },
                 "sliding_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e3},
             },
+        },
+    ),
+    "gemma4 moe": ("gemma4_text", {**GEMMA4, **GEMMA4_MOE}),
+    "gemma4 moe, odd": (
+        "gemma4_text",
+        {
+            **{**GEMMA4, **GEMMA4_MOE, "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 20},
+            **{"head_dim": 12, "num_hidden_layers": 5, "rms_norm_eps": 1e-3, "hidden_activation": "gelu"},
+            **{"attention_bias": True, "tie_word_embeddings": False, "attention_k_eq_v": False},
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention"],
         },
     ),
     "olmo3": ("olmo3", {"sliding_window": 8}),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.hf.layouts import from_hf, to_hf
+from jaxrl_llm.hf.layouts import from_hf, hf_shape, to_hf
 from jaxrl_llm.hf.names import hf_tensors, stack_dims, tensor_rows
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.structs import Params
@@ -19,7 +19,9 @@ def params_from_tensors(config: TransformerConfig, tensors: dict[str, np.ndarray
         value = np.zeros(leaf.shape, np.float32)
         for part in parts:
             rows = np.asarray(tensors[part.name])[part.start : part.start + part.rows]
-            value[part.index] = from_hf(rows, part.layout, leaf.shape[stack_dims(ours) :])
+            shape = leaf.shape[stack_dims(ours, config.family) :]
+            rows = rows[:, part.inside :][:, : hf_shape(shape, part.layout)[1]] if rows.ndim == 3 else rows
+            value[part.index] = from_hf(rows, part.layout, shape)
         leaves.append(jnp.asarray(value))
     return jax.tree.unflatten(jax.tree.structure(abstract(config)), leaves)
 
@@ -32,7 +34,8 @@ def tensors_of(config: TransformerConfig, params: Params) -> dict[str, np.ndarra
             [
                 to_hf(np.asarray(leaves[ours])[index], layout)
                 for (ours, index), layout in zip(tensor.parts, tensor.layouts, strict=True)
-            ]
+            ],
+            axis=int(tensor.join == "inside"),
         )
         for tensor in hf_tensors(config)
     }

@@ -13,7 +13,7 @@ LARGEST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), 2**16),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 10**6),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**12),
-    **dict.fromkeys(("num_experts_per_tok", "n_shared_experts"), 2**8),
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "n_shared_experts"), 2**8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"), 10**7),
 }
 """Upper limits of sizes, above any model."""
@@ -45,6 +45,8 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
         return _read_grouped(keys, family)
     if family in LOCAL:
         return _read_local(keys, family)
+    if family == "gemma4_text":
+        return _read_gemma4(keys) if keys.flag("enable_moe_block") else None
     if family == "lfm2_moe":
         return _read_lfm2(keys)
     if family == "nemotron_h":
@@ -72,6 +74,17 @@ def _read_local(keys: JsonKeys, family: str) -> MoEConfig:
     if family == "minimax_m2":
         return MoEConfig(*sizes, score="sigmoid", selection_bias=True, added_to_sum=0.0)
     return MoEConfig(*sizes, **_clamped(keys)) if family == "gpt_oss" else MoEConfig(*sizes)
+
+
+def _read_gemma4(keys: JsonKeys) -> MoEConfig:
+    """Return the experts of Gemma 4, beside which each layer has a dense feed-forward."""
+    sizes = ("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
+    return MoEConfig(
+        *(keys.integer(key, LARGEST[key]) for key in sizes),
+        added_to_sum=0.0,
+        shared_gate=False,
+        branches=True,
+    )
 
 
 def _read_lfm2(keys: JsonKeys) -> MoEConfig:
@@ -222,6 +235,10 @@ def _write_grouped(config: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
 def write_experts(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of the experts, none for a dense model."""
     moe = config.moe
+    if config.family == "gemma4_text":
+        sizes = ("num_experts", "top_k_experts", "moe_intermediate_size")
+        found = (moe.num_experts, moe.experts_per_token, moe.expert_size) if moe else (None,) * 3
+        return {"enable_moe_block": moe is not None, **dict(zip(sizes, found, strict=True))}
     if moe is None:
         return {}
     # The keys differ by family.

@@ -144,6 +144,7 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         **{"num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2},
         **{"norm_topk_prob": True, "use_expert_bias": True},
     },
+    "gemma4_text": {},
     "olmoe": {
         "vocab_size": 50_304,
         "hidden_size": 2048,

@@ -338,7 +338,7 @@ FAMILIES: dict[str, Family] = {
         local_theta="",
         global_heads=True,
         activation="hidden_activation",
-        fixed={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False},
+        fixed={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Join = Literal["rows", "columns", "diagonal", "ranks", "blocks"]
-"""Arrangement of a tensor's parts: "rows" concatenates them; "columns" interleaves them along the last dim;
+Join = Literal["rows", "inside", "columns", "diagonal", "ranks", "blocks"]
+"""Arrangement of a tensor's parts: "rows" concatenates them; "inside" concatenates the parts of each expert;
+"columns" interleaves them along the last dim;
 "diagonal" is the block diagonal B of an adapter whose A has the "rows" of several. For adapters of all
 experts of a layer, the ranks add up: "ranks" is A, [(experts parts rank), inputs], and "blocks" is B, block
 diagonal in this rank, [(outputs parts), (parts rank experts)], with interleaved outputs."""
@@ -42,8 +43,8 @@ def parse_layout(layout: str) -> tuple[list[str], list[list[str]]]:
 
 def join_parts(parts: list[jax.Array], join: Join, shape: tuple[int, ...]) -> jax.Array:
     """Join parts in HF's layout, [N, ...] each, into N tensors; `shape` is the shape of the result."""
-    if join == "rows":
-        return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    if join in ("rows", "inside"):
+        return jnp.concatenate(parts, axis=1 + (join == "inside")) if len(parts) > 1 else parts[0]
     if join == "ranks":
         return jnp.concatenate(parts, axis=2).reshape(shape)
     if join == "columns":

@@ -191,6 +191,8 @@ def read_slice(
     lead = [group[0] for group in groups]
     inner = [int(np.prod([size[dim] for dim in group[1:]])) for group in groups]
     columns = tuple(slice(bound[d][0] * n, bound[d][1] * n) for d, n in zip(lead[1:], inner[1:], strict=True))
+    if part.inside:
+        columns = (slice(columns[0].start + part.inside, columns[0].stop + part.inside), *columns[1:])
     if part.step > 1:
         first, last = columns[-1].start * part.step + part.column, columns[-1].stop * part.step
         columns = (*columns[:-1], slice(first, last, part.step))

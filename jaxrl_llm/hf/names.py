@@ -81,6 +81,11 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.down_bias": ("model.layers.{}.mlp.down_proj.bias", "d -> d"),
     "layers.router": ("model.layers.{}.mlp.gate.weight", "d x -> x d"),
     "layers.router_bias": ("model.layers.{}.mlp.gate.e_score_correction_bias", "x -> x"),
+    "layers.router_norm": ("model.layers.{}.router.scale", "d -> d"),
+    "layers.router_gain": ("model.layers.{}.router.per_expert_scale", "x -> x"),
+    "layers.experts_norm": ("model.layers.{}.pre_feedforward_layernorm_2.weight", "d -> d"),
+    "layers.experts_out_norm": ("model.layers.{}.post_feedforward_layernorm_2.weight", "d -> d"),
+    "layers.shared_out_norm": ("model.layers.{}.post_feedforward_layernorm_1.weight", "d -> d"),
     "layers.expert_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "d f -> f d"),
     "layers.expert_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "d f -> f d"),
     "layers.expert_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "f d -> d f"),
@@ -105,10 +110,16 @@ OLMO_HYBRID = {
     "layers.delta_o": "model.layers.{}.linear_attn.o_proj.weight",
 }
 FOUR_NORMS = {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"}
+GEMMA4 = {
+    **FOUR_NORMS,
+    "layers.router": "model.layers.{}.router.proj.weight",
+    "layers.expert_down": "model.layers.{}.experts.down_proj",
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "nemotron_h": NEMOTRON,
     **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
-    **dict.fromkeys(("gemma3_text", "gemma4_text"), FOUR_NORMS),
+    "gemma3_text": FOUR_NORMS,
+    "gemma4_text": GEMMA4,
     "gpt_oss": {
         "layers.router": "model.layers.{}.mlp.router.weight",
         "layers.expert_down": "model.layers.{}.mlp.experts.down_proj",
@@ -128,6 +139,11 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 }
 """HF names that folders saved by transformers have, too: it renames in layers of both kinds."""
 FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
+    "gemma4_text": {
+        "layers.expert_gate": "x d f -> x f d",
+        "layers.expert_up": "x d f -> x f d",
+        "layers.expert_down": "x f d -> x d f",
+    },
     "gpt_oss": {
         "layers.expert_gate": "x d f -> x d f",
         "layers.expert_up": "x d f -> x d f",
@@ -137,12 +153,13 @@ FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
 """Layouts of families that differ from TABLE: a layout with x is for all experts of a layer."""
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
+    "gemma4_text": {"model.layers.{}.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up")},
     "phi3": {
         "model.layers.{}.self_attn.qkv_proj.weight": ("layers.q", "layers.k", "layers.v"),
         "model.layers.{}.mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),
     },
 }
-"""HF matrices that concatenate the rows of several of our weights."""
+"""HF matrices that concatenate the rows of several of our weights: of all experts of a layer, in each one."""
 INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt_oss": {
         "model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up"),
@@ -166,6 +183,7 @@ class TensorRows(NamedTuple):
     rows: int
     column: int = 0  # of interleaved tensors: its columns column, column + step, ...
     step: int = 1
+    inside: int = 0  # first row in each expert, if the rows above are experts
 
 
 class Encoding(NamedTuple):
@@ -196,11 +214,12 @@ def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
     for tensor in hf_tensors(config):
         start, step = 0, len(tensor.parts) if tensor.join == "columns" else 1
         for i, ((ours, index), layout) in enumerate(zip(tensor.parts, tensor.layouts, strict=True)):
-            rows = hf_shape(_matrix_shape(config, ours), layout)[0]
-            by_name[ours].append(
-                TensorRows(index, tensor.name, layout, start, rows=rows, column=i % step, step=step)
-            )
-            start += rows if step == 1 else 0
+            shape = hf_shape(_matrix_shape(config, ours), layout)
+            part = TensorRows(index, tensor.name, layout, start, rows=shape[0], column=i % step, step=step)
+            if tensor.join == "inside":
+                part = part._replace(start=0, inside=start)
+            by_name[ours].append(part)
+            start += shape[1] if tensor.join == "inside" else shape[0] * (step == 1)
     return by_name
 
 
@@ -216,6 +235,8 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
             shape, join = (sum(s[0] for s in shapes), *shapes[0][1:]), "rows"
             if hf in INTERLEAVED.get(config.family, {}):
                 shape, join = (*shapes[0][:-1], sum(s[-1] for s in shapes)), "columns"
+            elif len(members) > 1 and is_stacked(config, members[0]):
+                shape, join = (shapes[0][0], sum(s[1] for s in shapes), *shapes[0][2:]), "inside"
             for index in _indices(config, members[0], i):
                 parts = tuple((ours, index) for ours in members)
                 tensors.append(HFTensor(hf.format(layer, *index[1:]), shape, parts, layouts, join=join))
@@ -299,6 +320,7 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
         for weights, module, matrix in adapters:
             if weights[0].partition(".")[0] != stack:
                 continue
+            # Shape and arrangement of the tensor; of several weights, one A of all their ranks.
             members = tuple(f"{weight}{MARK}{matrix}" for weight in weights)
             layouts = tuple(tensor_layout(ours, config.family) for ours in members)
             shapes = [hf_shape(_matrix_shape(config, m), of) for m, of in zip(members, layouts, strict=True)]
@@ -309,7 +331,9 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
             elif is_stacked(config, weights[0]) and matrix == "a":
                 shape, join = (len(members) * shape[0] * shape[1], shape[2]), "ranks"
             elif is_stacked(config, weights[0]):
-                shape, join = tuple(len(members) * size for size in shape), "blocks"
+                shape = tuple(len(members) * size for size in shape)
+                join = "blocks" if config.family in INTERLEAVED else "diagonal"
+            # One tensor a matrix, or one for all experts of the layer.
             for index in _indices(config, members[0], i):
                 name = f"base_model.model.{module.format(layer, *index[1:])}.lora_{matrix.upper()}.weight"
                 tensors.append(HFTensor(name, shape, tuple((m, index) for m in members), layouts, join=join))
@@ -356,9 +380,10 @@ def tensor_layout(ours: str, family: str = "") -> str:
     layout = FAMILY_LAYOUTS.get(family, {}).get(row, TABLE[row][1])
     if not matrix:
         return layout
-    groups = [" ".join(group) for group in parse_layout(layout)[1]]
+    source, groups = parse_layout(layout)
+    groups = [" ".join(group) for group in groups]
     if len(groups) == 3:
-        experts, inputs, outputs = groups
+        experts, inputs, outputs = source
         a, b = f"{inputs} r -> {experts} r {inputs}", f"r {outputs} -> {outputs} (r {experts})"
         return f"{experts} {a if matrix == 'a' else b}"
     outputs, inputs = groups

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import export_config, write_folder
 from jaxrl_llm.hf.folder import file_inside, list_mismatches
 from jaxrl_llm.hf.json_file import JsonKeys
-from jaxrl_llm.hf.layouts import from_hf
+from jaxrl_llm.hf.layouts import from_hf, hf_shape
 from jaxrl_llm.hf.load import read_slice
 from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors
 from jaxrl_llm.hf.peft_config import (
@@ -123,7 +122,8 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
         if part := stacked.get(tensor.name):
             parts = [part.take(read(part.name))]
         else:
-            rows = [math.prod(shapes[ours][len(index) + 1 :]) for ours, index in tensor.parts]
+            pairs = zip(tensor.parts, tensor.layouts, strict=True)
+            rows = [hf_shape(shapes[ours][len(index) :], layout)[0] for (ours, index), layout in pairs]
             parts = _split(tensor, read(tensor.name), shared, config, rows=rows, file=file)
         for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
             adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])

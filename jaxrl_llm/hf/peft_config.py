@@ -18,14 +18,16 @@ from jaxrl_llm.user_file import expand_home
 
 CONFIG = "adapter_config.json"
 PARAMETER = ".weight"  # ends the names of adapted parameters; modules have none
-GATE_UP, DOWN = STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-"""Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5; PEFT has a
-separate kind of adapter for them."""
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+BESIDE_MLP = "experts.gate_up_proj", "experts.down_proj"
+STACKED = (GATE_UP, DOWN, *BESIDE_MLP)
+"""Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5, and in Gemma
+4; PEFT has a separate kind of adapter for them."""
 CONVERTED = r".*\.gate_up_proj"
 """Pattern that peft with transformers 5 writes where target modules are gate_proj and up_proj of experts."""
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Modules that compute several of our layers, and whose adapter has the sum of their ranks (Phi-3)."""
-SUMS = {GATE_UP: 2} | {module: len(names) for module, names in JOINED.items()}
+SUMS = dict.fromkeys((GATE_UP, BESIDE_MLP[0]), 2) | {module: len(names) for module, names in JOINED.items()}
 """Pattern of an adapter with the sum of ranks -> number of ranks."""
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 HEADS = ("score", "classifier")
@@ -161,7 +163,7 @@ def _pattern(config: AdaptedConfig, name: str) -> str:
 
     "q_proj", "w1"; "shared_expert.up_proj.weight", and "mlp.up_proj.weight" of dense layers among experts.
     """
-    end = hf_name(config, name).split(".")[-3:]
+    end = hf_name(config, name).rpartition("{}.")[2].split(".")[-3:]
     if is_stacked(config, name):
         return ".".join(end)
     is_dense = rank_of_experts(config) and name.rpartition(".")[2] in MLP
@@ -303,7 +305,7 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
 def _read_parameters(keys: JsonKeys) -> list[str]:
     """Return the adapted parameters: weights of linear layers, and weights of all experts of a layer."""
     names = keys.get("target_parameters") or []
-    full = {name.rpartition(".")[2]: name for name in STACKED}
+    full = {name.rpartition(".")[2]: name for name in (GATE_UP, DOWN)}
     names = [full.get(name, name) for name in names] if isinstance(names, list) else names
     if not isinstance(names, list) or not all(_is_parameter(str(name)) for name in names):
         supported = f"supported: {GATE_UP}, {DOWN}, and weights of linear layers (mlp.up_proj{PARAMETER})"

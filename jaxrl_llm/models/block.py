@@ -161,12 +161,18 @@ def _add_experts(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], expe
         per_token: of `per_token_call`.
     """
 
+    def read(name):
+        return per_token(lambda w, x: _read_stream(c, w, x, name), w, x)
+
     def add_shared_expert(w, h, y):
         out = mlp(c, w, h)
+        if c.moe.branches:
+            return normalize(c, out, w.shared_out_norm[...]) + normalize(c, y, w.experts_out_norm[...])
         return y + (jax.nn.sigmoid(apply_linear(c, w, "shared_gate", h)) * out if c.moe.shared_gate else out)
 
-    h = per_token(lambda w, x: _read_stream(c, w, x, "mlp"), w, x)
-    y, routing = experts(c, w, h, ACTIVATIONS[c.activation])
+    h = read("mlp")
+    inputs, seen = (read("experts"), read("router") * c.hidden_size**-0.5) if c.moe.branches else (h, None)
+    y, routing = experts(c, w, inputs, ACTIVATIONS[c.activation], seen=seen)
     y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
     return per_token(lambda w, x, y: _add_to_stream(c, w, x, y, "mlp"), w, x, y), routing
 

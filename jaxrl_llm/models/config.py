@@ -90,6 +90,9 @@ class MoEConfig:
     """Added to that sum, since sigmoids may all be 0 (HF; MiniMax-M2 adds 0)."""
     shared_gate: bool = True
     """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
+    branches: bool = False
+    """Experts, shared expert and router read the residual stream through a norm each; outputs of experts and
+    shared expert are normalised before their sum, and each expert's weight has a trained factor (Gemma 4)."""
     score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
     """Scores from the router's logits: softmax over all experts, sigmoid (DeepSeek-V3), or softmax over the
     chosen experts."""
@@ -120,6 +123,8 @@ class MoEConfig:
             )
         if self.groups > 1:
             yield from self._group_problems()
+        if self.branches and (not self.shared_size or self.shared_gate):
+            yield "branches", "is True: it needs a shared expert (shared_size) and no shared_gate."
         if self.score == "softmax_of_chosen" and (self.groups > 1 or self.selection_bias):
             yield "score", "is softmax_of_chosen: groups and selection_bias need softmax or sigmoid."
 

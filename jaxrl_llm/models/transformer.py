@@ -136,6 +136,10 @@ class Layers(nnx.Module):
             self.router_bias = init.zeros((moe.num_experts,), ("router",))
         if moe.shared_size and moe.shared_gate:
             self.shared_gate = init.normal((d, 1), ("router", "router"))
+        if moe.branches:
+            for name in ("router_norm", "experts_norm", "experts_out_norm", "shared_out_norm"):
+                setattr(self, name, init.norm(d))
+            self.router_gain = init.ones((moe.num_experts,), ("router",))
 
     def _quantize(self, name: str, kind: str) -> None:
         """Replace a weight by its codes, and add their scales."""

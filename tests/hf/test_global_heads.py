@@ -20,7 +20,7 @@ RAW = {
         ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input=8 is not supported; supported: 0"),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input=256 is not supported"),
         ({"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 is not supported; supported: 0"),
-        ({"enable_moe_block": True}, "enable_moe_block=True is not supported; supported: false"),
+        ({"enable_moe_block": True}, "num_experts=None must be a whole number"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling=.* supported: rope_parameters"),
         ({"per_layer_config": {"1": {"head_dim": 8}}}, "must have no layer with sliding_attention"),

@@ -38,6 +38,7 @@ GEMMA = dataclasses.replace(
 GEMMA4 = dataclasses.replace(
     GEMMA, global_heads=GlobalHeads(1, 16, keys_as_values=True), value_norm=True, layer_scalar=True,
     rope=models.RopeConfig(scaling="proportional", partial_rotary=0.25), initializer_range=0.1,
+    moe=MoEConfig(4, 2, 24, 48, added_to_sum=0.0, shared_gate=False, branches=True),
 )  # fmt: skip
 NO_ROPE = dataclasses.replace(
     TINY, norms="after", qk_norm_over_heads=True, rope_layers=(False, True),

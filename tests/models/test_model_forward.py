@@ -60,6 +60,7 @@ GEMMA4 = dataclasses.replace(
     global_heads=GlobalHeads(1, 16, keys_as_values=True),
     value_norm=True,
     layer_scalar=True,
+    moe=MoEConfig(4, 2, 16, 48, shared_gate=False, branches=True),
 )
 MAMBA = dataclasses.replace(
     CONFIG,

@@ -67,8 +67,9 @@ def copy_dtype(name: str, dtype: DTypeLike) -> DTypeLike:
 
 def reads_float32(name: str) -> bool:
     """Return whether the forward pass reads a weight ("layers.q") in float32, whatever the type of products:
-    norms, sinks, decays, skips, value heads, the bias that chooses experts, scales of quantized weights."""
-    parts = ("norm", "sinks", "a_log", "dt_bias", "mamba_skip", SELECTION_BIAS, SCALE)
+    norms, sinks, decays, skips, value heads, the bias that chooses experts and the factors of their weights,
+    scales of quantized weights."""
+    parts = ("norm", "sinks", "a_log", "dt_bias", "mamba_skip", "router_gain", SELECTION_BIAS, SCALE)
     return name == "value" or any(part in name for part in parts)
 
 
@@ -92,7 +93,11 @@ def join_routes(c: TransformerConfig, chosen: Int[Array, "L B T K"] | None) -> U
 
 
 def router_logits(w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:
-    """Return the router's logits, float32 whatever the type of the product's inputs."""
+    """Return the router's logits, float32 whatever the type of the product's inputs.
+
+    Args:
+        h: the router's input: of most models the experts' input.
+    """
     logits = jnp.einsum("btd,dx->btx", h, w.router[...], preferred_element_type=jnp.float32)
     return logits + w.router_logit_bias[...] if hasattr(w, "router_logit_bias") else logits
 
@@ -122,9 +127,13 @@ def choose_experts(
 
 
 def expert_weights(
-    moe: MoEConfig, logits: Float[Array, "B T X"], chosen: Int[Array, "B T K"]
+    moe: MoEConfig,
+    logits: Float[Array, "B T X"],
+    chosen: Int[Array, "B T K"],
+    gain: Float[Array, " X"] | None = None,
 ) -> Float[Array, "B T K"]:
-    """Return the weights of the chosen experts: scores, over their sum if `normalize`, times `scale`."""
+    """Return the weights of the chosen experts: scores, over their sum if `normalize`, times `scale`, and
+    times the expert's `gain` if the model has one (`branches`)."""
     if moe.score == "softmax":
         weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
     else:
@@ -132,7 +141,8 @@ def expert_weights(
         weights = jax.nn.sigmoid(weights) if moe.score == "sigmoid" else jax.nn.softmax(weights, axis=-1)
     if moe.normalize and moe.score != "softmax_of_chosen":
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + moe.added_to_sum)
-    return weights if moe.scale == 1.0 else moe.scale * weights
+    weights = weights if moe.scale == 1.0 else moe.scale * weights
+    return weights if gain is None else weights * gain[chosen]
 
 
 def routing_sums(moe: MoEConfig, routing: Routing, readers: Int[Array, "B T"]) -> RoutingSums:
@@ -167,6 +177,7 @@ def sparse_mlp(
     rules: Rules,
     strict: bool = False,
     routes: UInt[Array, "B T K"] | None = None,
+    seen: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Routing]:
     """Return the weighted sum of the chosen experts' outputs, and the routing. No token is dropped.
 
@@ -177,29 +188,33 @@ def sparse_mlp(
         strict: batch-invariant. The gradient comes from the plain computation with the same experts.
         routes: experts to use instead of the router's choice, except `unknown_route`. The router's logits
             weigh them and get the gradient (arXiv 2510.11370).
+        seen: the router's input; None = h.
     """
+    seen = h if seen is None else seen
 
     # Strict mode computes every expert in a fixed order; its gradient is the gradient of `plain`.
     def choose(w, logits):
         bias = w.router_bias[...] if c.moe.selection_bias else None
         return choose_experts(c.moe, logits, bias)
 
-    def plain(w, h, chosen, valid):
-        weights = expert_weights(c.moe, router_logits(w, h), chosen)
+    def plain(w, h, seen, chosen, valid):
+        weights = _weights_of_chosen(c, w, seen, chosen)
         chosen = jnp.where(valid[..., None], chosen, c.moe.num_experts)
         return sharded_experts(
             h, chosen, weights, weights_of_experts(c, w), gated=gate_fn(c.moe, activation), rules=rules
         )
 
-    def exact(w, h, chosen, valid):
-        return _all_experts(c, w, h, chosen, activation=activation)
+    def exact(w, h, seen, chosen, valid):
+        weights = _weights_of_chosen(c, w, seen, chosen)
+        return _all_experts(c, w, h, chosen, weights=weights, activation=activation)
 
     # The choice, by the router or replayed.
     valid = jnp.ones(h.shape[:2], bool) if valid is None else valid
-    logits = router_logits(w, h)
+    logits = router_logits(w, seen)
     if strict:
-        exact_choice = lambda w, h: choose(w, router_logits(w, h))
-        chosen = batch_invariant.map_tokens(exact_choice, jax.lax.stop_gradient(w), jax.lax.stop_gradient(h))
+        exact_choice = lambda w, seen: choose(w, router_logits(w, seen))
+        constants = jax.lax.stop_gradient((w, seen))
+        chosen = batch_invariant.map_tokens(exact_choice, *constants)
     else:
         chosen = choose(w, logits)
     routing = Routing(logits, chosen)
@@ -208,7 +223,16 @@ def sparse_mlp(
         replayed = jnp.where(is_replayed[..., None], routes.astype(chosen.dtype), chosen)
         routing = Routing(logits, replayed, chosen, is_replayed)
     apply = functools.partial(batch_invariant.map_tokens, exact, plain=plain) if strict else plain
-    return apply(w, h, routing.chosen, valid), routing
+    return apply(w, h, seen, routing.chosen, valid), routing
+
+
+def _weights_of_chosen(
+    c: TransformerConfig, w: Layers, seen: Float[Array, "B T D"], chosen: Int[Array, "B T K"]
+) -> Float[Array, "B T K"]:
+    """Return the weights of the chosen experts from the router's input."""
+    return expert_weights(
+        c.moe, router_logits(w, seen), chosen, w.router_gain[...] if c.moe.branches else None
+    )
 
 
 def weights_of_experts(c: TransformerConfig, w: Layers) -> ExpertWeights:
@@ -232,10 +256,10 @@ def _all_experts(
     h: Float[Array, "B T D"],
     chosen: Int[Array, "B T K"],
     *,
+    weights: Float[Array, "B T K"],
     activation: Activation,
 ) -> Float[Array, "B T D"]:
     """Return the weighted sum over all experts in order of their numbers; unchosen experts add 0."""
-    weights = expert_weights(c.moe, router_logits(w, h), chosen)
     is_chosen = chosen[..., None] == jnp.arange(c.moe.num_experts)
     dense = jnp.sum(jnp.where(is_chosen, weights[..., None], 0.0), axis=-2)  # [B, T, X]
 
