@@ -20,9 +20,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "Agg")
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the tests start hundreds of processes, and each would compile
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of hundreds of processes would compile
 sys.dont_write_bytecode = False
-for library in ("OMP", "OPENBLAS"):  # threads of torch that wait in a loop take the processor of the other worker
+for library in ("OMP", "OPENBLAS"):  # torch's waiting threads take the other worker's processor
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 MAPPINGS = Path("/proc/self/maps")
 FLAGS = [
