@@ -93,13 +93,8 @@ def model_outputs(
         divergence: settings of `linear_divergence`.
     """
     dtype = jnp.dtype(config.dtype)
-    settings = dict(
-        last=batch.last,
-        dtype=dtype,
-        remat=config.remat,
-        sequence_parallel=config.sequence_parallel,
-        strict=config.strict,
-    )
+    settings = {"last": batch.last, "dtype": dtype, "remat": config.remat, "strict": config.strict}
+    settings["sequence_parallel"] = config.sequence_parallel
     rows = batch.tokens, batch.positions, batch.segments
     # One forward pass, whatever is asked of it.
     hidden, sums, routes = params.forward(*rows, batch.routes, **settings)
