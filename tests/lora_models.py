@@ -55,5 +55,5 @@ def merged(params: Params) -> Params:
 
 def with_stored_adapters(base: Params, folder) -> Params:
     """Return the model with the adapters of a PEFT folder."""
-    config = with_lora(base.config, read_adapter_config(folder, base.config.moe is not None))
+    config = with_lora(base.config, read_adapter_config(folder, base.config))
     return replace_weights(add_adapters(base, config, jax.random.key(0)), load_adapter(folder, config))

@@ -209,7 +209,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     check_models(sized, architectures(config, read))
     # Data, environment and rewards, tried on the first rows.
     model = trained_config(model, config)
-    adapter = load_adapter(expand_home(config.model.adapter), model) if config.model.adapter else {}
+    start = config.model.adapter
+    adapter = load_adapter(expand_home(start), model, trains=True) if start else {}
     env = make_conversations(config.env, tokenizer, config.data.chat)
     loaders = open_loaders(config, tokenizer, closing.enter_context(env).columns if env else {})
     config = with_steps(config, loaders["train"])

@@ -30,6 +30,13 @@ from jaxrl_llm.hf.peft_config import (
     stacks_experts,
     stored_factors,
 )
+from jaxrl_llm.hf.peft_modules import (
+    FileAdapter,
+    adapted_modules,
+    check_trainable,
+    module_of,
+    saved_weights,
+)
 from jaxrl_llm.hf.stored import StoredTensor, read_header
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, abstract, named_leaves
@@ -87,35 +94,44 @@ def unread_by_peft(config: AdaptedConfig) -> str:
     )
 
 
-def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndarray]:
+def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False) -> dict[str, np.ndarray]:
     """Load the weights of a PEFT folder by our names ("layers.q_lora_a" [L, D, R] ...), float32.
+
+    Also the embedding and the head, if the folder holds them.
 
     Args:
         folder: with bf16, fp16 or fp32 safetensors.
         config: of the model that gets the adapters; its `lora` is `read_adapter_config(folder)`. If it has a
             value head, the folder needs one too.
+        trains: refuse an adapter that training would change differently from peft.
 
     Raises:
         UserError: as `read_adapter_config`; rank, scale or layers differ from `config`; tensors are missing,
             unexpected, misshapen, damaged, pickled, outside the folder, NaN or Inf.
     """
     folder, config = Path(folder), export_config(config)
-    check_same_adapters(read_adapter_config(folder, config.moe is not None), config, folder / CONFIG)
-    # The tensors that the file must have: one per matrix, or one for all experts of a layer.
+    check_same_adapters(read_adapter_config(folder, config), config, folder / CONFIG)
     tensors, file, keys = adapter_tensors(config), _weight_file(folder), read_adapter_keys(folder / CONFIG)
-    stored, shared = read_header(file), shares_a(keys)
+    shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
+    modules, saved = {} if config.moe else adapted_modules(keys, config), saved_weights(keys, config)
+    factors = {name: module.scale / config.lora.scale for name, module in modules.items()}
+    if trains:
+        check_trainable(keys, factors, saved)
+    # The tensors that the file must have: one per matrix, or one for all experts of a layer.
+    stored, shared = read_header(file), shares_a(keys, modules or keys.get("target_modules") or ())
     stacked = expert_parts(tensors, config, keys) if stacks_experts(keys) and not has_stacked(config) else {}
     trained = {ours for tensor in tensors for ours, _ in tensor.parts}
     tensors = [t for t in tensors if not stacked or t.name in stored or not is_plain_mlp(t)]  # others stay 0
-    expected = {t.name: _stored_shape(t, shared) for t in tensors if t.name not in stacked}
+    tensors = [t for t in tensors if not modules or module_of(t.name) in {*modules, ""}]
+    expected = {t.name: _stored_shape(t, shared, modules) for t in tensors if t.name not in stacked}
     expected |= {source.name: source.shape for source in stacked.values()}
+    expected |= {name: shapes[ours] for name, ours in saved.items()}
     if problem := list_mismatches(stored, expected, "the model"):
         raise UserError(
             f"{file}: not the adapters of this {config.family} model; {problem}. "
             "Give the base model that the adapter was trained on, or another adapter."
         )
     # Read each and convert it to our layout.
-    shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
     adapter = {ours: np.zeros(shapes[ours], np.float32) for ours in shapes if ours in trained}
     read = functools.lru_cache(4)(lambda name: _read_whole(name, stored[name]))
     for tensor in tensors:
@@ -125,11 +141,21 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
             pairs = zip(tensor.parts, tensor.layouts, strict=True)
             rows = [hf_shape(shapes[ours][len(index) :], layout)[0] for (ours, index), layout in pairs]
             parts = _split(tensor, read(tensor.name), shared, config, rows=rows, file=file)
+        if factor := factors.get(module_of(tensor.name)):
+            matrix = tensor.parts[0][0][-1]
+            parts = [_fill_rank(x, matrix, config.lora.rank) for x in parts]
+            parts = [x * np.float32(factor) for x in parts] if matrix == "b" else parts
         for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
             adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])
-    for name, factor in stored_factors(keys, config).items():
+    for name, factor in stored_factors(keys, config).items() if config.moe else ():
         adapter[f"{name}{MARK}b"] *= np.float32(factor)
-    return adapter
+    return adapter | {ours: read(name) for name, ours in saved.items()}
+
+
+def _fill_rank(part: np.ndarray, matrix: str, rank: int) -> np.ndarray:
+    """Return A [R, inputs] or B [outputs, R] with 0 up to the rank."""
+    missing = rank - part.shape[matrix == "b"]
+    return np.pad(part, ((0, missing), (0, 0)) if matrix == "a" else ((0, 0), (0, missing)))
 
 
 def _read_whole(name: str, stored: StoredTensor) -> np.ndarray:
@@ -140,8 +166,11 @@ def _read_whole(name: str, stored: StoredTensor) -> np.ndarray:
     )
 
 
-def _stored_shape(tensor: HFTensor, shared: bool) -> tuple[int, ...]:
+def _stored_shape(tensor: HFTensor, shared: bool, modules: dict[str, FileAdapter]) -> tuple[int, ...]:
     """Return the shape of a tensor in a file; `shared`: its parts share one A."""
+    if module := modules.get(module_of(tensor.name)):
+        is_a = tensor.parts[0][0].endswith("a")
+        return (module.rank, tensor.shape[1]) if is_a else (tensor.shape[0], module.rank)
     (rows, columns), count = tensor.shape, len(tensor.parts) if shared else 1
     is_a = tensor.join in ("rows", "ranks")
     return (rows // count, columns) if is_a else (rows, columns // count)
@@ -217,12 +246,11 @@ class ExpertPart(NamedTuple):
 
     def take(self, array: np.ndarray) -> np.ndarray:
         """Return A [R, inputs] or B [outputs, R] of the expert; `array` is the whole tensor."""
-        missing = self.model_rank - self.rank
         if self.matrix == "a":
             part = array.reshape(-1, self.rank, array.shape[1])[self.expert]
-            return np.pad(part, ((0, missing), (0, 0)))
-        part = array.reshape(array.shape[0], self.rank, -1)[self.outputs, :, self.expert]
-        return np.pad(part, ((0, 0), (0, missing)))
+        else:
+            part = array.reshape(array.shape[0], self.rank, -1)[self.outputs, :, self.expert]
+        return _fill_rank(part, self.matrix, self.model_rank)
 
 
 def expert_parts(tensors: Sequence[HFTensor], config: AdaptedConfig, keys: JsonKeys) -> dict[str, ExpertPart]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
-from jaxrl_llm.hf.names import hf_name, is_stacked, joined_weights
-from jaxrl_llm.models import AdaptedConfig, LoraConfig
+from jaxrl_llm.hf.names import FUSED, hf_name, is_stacked, joined_weights
+from jaxrl_llm.hf.peft_modules import WITHOUT, adapted_modules, saved_weights
+from jaxrl_llm.models import AdaptedConfig, LoraConfig, TransformerConfig
 from jaxrl_llm.models.lora import named_adapters, rank_of_experts
-from jaxrl_llm.models.lora_config import ALL_TARGETS, MLP, check_lora_config
+from jaxrl_llm.models.lora_config import ALL_TARGETS, MLP, check_lora_config, linear_layers
 from jaxrl_llm.user_file import expand_home
 
 CONFIG = "adapter_config.json"
@@ -23,50 +25,55 @@ BESIDE_MLP = "experts.gate_up_proj", "experts.down_proj"
 STACKED = (GATE_UP, DOWN, *BESIDE_MLP)
 """Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5, and in Gemma
 4; PEFT has a separate kind of adapter for them."""
-CONVERTED = r".*\.gate_up_proj"
+BOTH = "gate_up_proj"
+CONVERTED = rf".*\.{BOTH}"
 """Pattern that peft with transformers 5 writes where target modules are gate_proj and up_proj of experts."""
-JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Modules that compute several of our layers, and whose adapter has the sum of their ranks (Phi-3)."""
-SUMS = dict.fromkeys((GATE_UP, BESIDE_MLP[0]), 2) | {module: len(names) for module, names in JOINED.items()}
-"""Pattern of an adapter with the sum of ranks -> number of ranks."""
+SUMS = {
+    **dict.fromkeys((GATE_UP, BESIDE_MLP[0]), 2),
+    **{
+        hf.split(".")[-2]: len(rows)
+        for names in FUSED.values()
+        for hf, rows in names.items()
+        if hf.endswith(PARAMETER)
+    },
+}
+"""Parameter, or module that computes several of our layers (Phi-3), whose adapter has the sum of their ranks
+-> number of ranks."""
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-HEADS = ("score", "classifier")
-"""Names of a classifier's head in PEFT's `modules_to_save`; ours is "score", as in Hugging Face's models."""
-
 _DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}  # PEFT's
 _READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias"),
-    *("rank_pattern", "alpha_pattern", "target_parameters"),
+    *("rank_pattern", "alpha_pattern", "target_parameters", "layers_to_transform"),
 )
 _NO_EFFECT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
-    *("exclude_modules", "layers_pattern"),  # the tensors show which layers have adapters
-    *("init_lora_weights", "eva_config"),
+    *("exclude_modules", "layers_pattern", "init_lora_weights", "eva_config"),
 )
-"""Keys that do not affect the output of a trained adapter. Any other key that is set is refused."""
-WITHOUT = "train the adapter without it, or merge it (peft: merge_and_unload) and give that model"
+"""Keys that alone do not affect the output of a trained adapter. Any other key that is set is refused."""
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that do not change the base model."""
 
 
-def read_adapter_config(folder: Path | str, has_experts: bool = False) -> LoraConfig:
+def read_adapter_config(folder: Path | str, config: TransformerConfig) -> LoraConfig:
     """Return the adapters' config of a PEFT folder. Dropout, which only training applies, is not read.
 
+    Without experts, the rank is the largest of a layer; `load_adapter` fills smaller ones, and layers without
+    an adapter, with 0.
+
     Args:
-        has_experts: the model is a mixture of experts, whose experts' adapters have a separate rank.
+        config: of the base model.
 
     Raises:
         UserError: adapter_config.json is missing or broken, or the decoder does not support the adapters
-            (DoRA, a rank per layer, a base changed by PiSSA ...). The message names the file, the key and the
-            supported values.
+            (DoRA, a base changed by PiSSA ...). The message names the file, the key and the supported values.
     """
     file = Path(folder) / CONFIG
     if not file.is_file():
         raise UserError(f"{file}: no such file; a PEFT adapter has one. Give the folder that holds it.")
     keys = read_adapter_keys(file)
-    _check_supported(keys)
-    lora = _read_lora(keys, has_experts)
+    _check_supported(keys, config)
+    lora = _read_expert_lora(keys, config) if config.moe else _read_lora(keys, config)
     check_lora_config(lora, str(file))
     return lora
 
@@ -76,13 +83,28 @@ def read_adapter_keys(file: Path) -> JsonKeys:
     return JsonKeys(read_json(file), str(file), _DEFAULTS)
 
 
-def _read_lora(keys: JsonKeys, has_experts: bool) -> LoraConfig:
+def _read_lora(keys: JsonKeys, config: TransformerConfig) -> LoraConfig:
+    """Return the config of adapters of a model without experts, with the largest rank."""
+    modules, is_stabilized = adapted_modules(keys, config), keys.flag("use_rslora")
+    shared, known = shares_a(keys, modules), linear_layers(config)
+    names = {known[ours] for adapter in modules.values() for ours in adapter.weights}
+    ranks = {adapter.rank_of_weight(shared): adapter.scale for adapter in reversed(modules.values())}
+    rank = max(ranks)
+    return LoraConfig(
+        rank=rank,
+        alpha=ranks[rank] * (math.sqrt(rank) if is_stabilized else rank),
+        rank_stabilized=is_stabilized,
+        targets=tuple(name for name in ALL_TARGETS if name in names),
+    )
+
+
+def _read_expert_lora(keys: JsonKeys, config: TransformerConfig) -> LoraConfig:
     rank, targets = keys.integer("r", 2**31 - 1), _read_targets(keys)
-    others, _ = (_read_pattern(keys, key, has_experts) for key in ("rank_pattern", "alpha_pattern"))
-    shares_a(keys)
+    others, _ = (_read_pattern(keys, key) for key in ("rank_pattern", "alpha_pattern"))
+    shares_a(keys, keys.get("target_modules") or ())
     return LoraConfig(
         rank=others or rank,
-        expert_rank=max(adapter[0] for adapter in stacked_adapters(keys).values()) if has_experts else None,
+        expert_rank=max(adapter[0] for adapter in stacked_adapters(keys).values()),
         alpha=keys.number("lora_alpha", 8.0),
         rank_stabilized=keys.flag("use_rslora"),
         targets=targets,
@@ -190,17 +212,18 @@ def file_factors(config: AdaptedConfig) -> dict[str, float]:
 
 
 def stored_factors(keys: JsonKeys, config: AdaptedConfig) -> dict[str, float]:
-    """Return weight -> factor from a file's B to our B, for the weights of `file_factors`: the output factor
-    by the file's patterns, divided by the model's."""
-    shared, ours = shares_a(keys), peft_config(config, "")["rank_pattern"]
+    """Return weight -> factor from a file's B to our B, for the weights of `file_factors` of a model with
+    experts: the output factor by the file's patterns, divided by the model's."""
+    targets, ours = keys.get("target_modules") or (), peft_config(config, "")["rank_pattern"]
+    shared = shares_a(keys, targets)
     layers = [key.removesuffix(PARAMETER) for key in ours if not (shared and key in SUMS)]
     for name in ("rank_pattern", "alpha_pattern"):
         stored = {key.removesuffix(PARAMETER) for key in keys.raw.get(name) or {}} - {CONVERTED}
         if stored and stored != {*layers}:
             known = f"patterns of {', '.join(layers)}" if layers else "none"
             raise keys.wrong(name, keys.raw[name], f"is not supported for this model; supported: {known}")
-    stored = _read_lora(keys, config.moe is not None)
-    alpha = _read_pattern(keys, "alpha_pattern", config.moe is not None) or stored.alpha
+    stored = _read_expert_lora(keys, config)
+    alpha = _read_pattern(keys, "alpha_pattern") or stored.alpha
     others = dict.fromkeys(file_factors(config), replace(stored, alpha=alpha).scale / config.lora.scale)
     if not stacks_experts(keys) or has_stacked(config):
         return others
@@ -228,17 +251,20 @@ def stacked_adapters(keys: JsonKeys) -> dict[str, tuple[int, float]]:
     return dict.fromkeys(("expert_gate", "expert_up"), adapter(CONVERTED)) | {"expert_down": adapter("")}
 
 
-def shares_a(keys: JsonKeys) -> bool:
+def shares_a(keys: JsonKeys, targets: Iterable[str]) -> bool:
     """Return whether layers of ours share one A, as PEFT creates adapters of parameters, and of modules that
     compute several of our layers.
 
     Exports have a larger A, of which each layer reads its part: gate the first half.
 
+    Args:
+        targets: the adapted modules.
+
     Raises:
         UserError: another rank or alpha than these.
     """
     ranks, alphas = (keys.raw.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    adapted = {*_read_parameters(keys), *map(_leaf, keys.get("target_modules") or ())} & SUMS.keys()
+    adapted = {*_read_parameters(keys), *map(_leaf, targets)} & SUMS.keys()
     joined = [pattern for pattern in SUMS if pattern in ranks or pattern in alphas]
     for pattern in adapted if joined else ():
         for key, stored, own in (("rank_pattern", ranks, "r"), ("alpha_pattern", alphas, "lora_alpha")):
@@ -249,7 +275,7 @@ def shares_a(keys: JsonKeys) -> bool:
     return bool(adapted) and not joined
 
 
-def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
+def _read_pattern(keys: JsonKeys, key: str) -> Any:
     """Return the common rank or alpha of all layers except experts; None = the experts' value."""
     pattern = keys.raw.get(key)
     if pattern in (None, {}):
@@ -258,32 +284,33 @@ def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
     values = [x for name, x in pattern.items() if name not in (*SUMS, CONVERTED)] if is_known else []
     if is_known and not values:
         return None
-    values = values if has_experts else []
     kinds = (int,) if key == "rank_pattern" else (int, float)
     if not values or type(values[0]) not in kinds or values[0] <= 0 or values != values[:1] * len(values):
         raise keys.wrong(key, pattern, f"is not supported; {WITHOUT}")
     return values[0]
 
 
-def _check_supported(keys: JsonKeys) -> None:
+def _check_supported(keys: JsonKeys, config: TransformerConfig) -> None:
     """Refuse adapters that would load and then compute something else."""
     keys.one_of("peft_type", ("LORA",), "")
-    keys.one_of("bias", ("none",))
+    if keys.get("bias") != "none":
+        raise keys.wrong("bias", keys.get("bias"), f"trains biases of the base, which are frozen; {WITHOUT}")
     start = keys.get("init_lora_weights")
     if start not in _KEEP_BASE:
         fix = "save it with path_initial_model_for_weight_conversion, which makes it plain LoRA"
         raise keys.wrong("init_lora_weights", start, f"changes the base model, so is not supported; {fix}")
-    heads = keys.get("modules_to_save") or []
-    if not isinstance(heads, list) or any(name not in HEADS for name in heads):
-        needed = f"is not supported: only the head {HEADS[0]} of a reward model or critic can be saved beside"
-        raise keys.wrong("modules_to_save", heads, f"{needed} adapters; train it without modules_to_save")
+    saved_weights(keys, config)
+    if config.moe and keys.get("layers_to_transform") is not None:
+        problem = f"is not supported for a model with experts; {WITHOUT}"
+        raise keys.wrong("layers_to_transform", keys.get("layers_to_transform"), problem)
     for key, value in keys.raw.items():
         if key not in (*_READ, *_NO_EFFECT) and value not in (None, False, "", [], {}):
             raise keys.wrong(key, value, f"is not supported; {WITHOUT}")
 
 
 def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
-    """Return the adapted layers; PEFT also writes them with their paths ("model.layers.0.mlp.up_proj")."""
+    """Return the adapted layers of a model with experts; PEFT also writes them with their paths
+    ("model.layers.0.mlp.up_proj")."""
     modules = keys.get("target_modules")
     if modules == "all-linear":
         return ("all",)
@@ -295,8 +322,7 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
         raise keys.wrong("target_modules", modules, f"is not supported; {supported}")
     names = {_leaf(name) for name in (*modules, *parameters)}
     names = {MIXTRAL.get(name, name) for name in names}
-    for module, parts in JOINED.items():
-        names = names - {module} | {*parts} if module in names else names
+    names = names - {BOTH} | {"gate_proj", "up_proj"} if BOTH in names else names
     if unknown := sorted(names.difference(ALL_TARGETS)):
         raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")
     return tuple(name for name in ALL_TARGETS if name in names)
@@ -305,7 +331,7 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
 def _read_parameters(keys: JsonKeys) -> list[str]:
     """Return the adapted parameters: weights of linear layers, and weights of all experts of a layer."""
     names = keys.get("target_parameters") or []
-    full = {name.rpartition(".")[2]: name for name in (GATE_UP, DOWN)}
+    full = {_leaf(name): name for name in (GATE_UP, DOWN)}
     names = [full.get(name, name) for name in names] if isinstance(names, list) else names
     if not isinstance(names, list) or not all(_is_parameter(str(name)) for name in names):
         supported = f"supported: {GATE_UP}, {DOWN}, and weights of linear layers (mlp.up_proj{PARAMETER})"

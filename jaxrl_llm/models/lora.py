@@ -60,12 +60,13 @@ def add_adapters(params: Params, config: TransformerConfig, key: jax.Array) -> P
 
 
 def replace_weights(params: Params, weights: Mapping[str, np.ndarray]) -> Params:
-    """Return the model with the named weights replaced; they keep their sharding."""
+    """Return the model with the named weights replaced; they keep their sharding and type."""
 
     def put(name, x):
         if name not in weights:
             return x
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: weights[name][index])
+        value = lambda index: weights[name][index].astype(x.dtype)
+        return jax.make_array_from_callback(x.shape, x.sharding, value)
 
     return _map_named(put, params)
 

@@ -129,7 +129,7 @@ def _with_adapter(model: StoredModel, name: str) -> StoredModel:
     folder = resolve_model(name, adapter=True)
     if model.config.lora is not None:
         raise UserError(f"--adapter {name}: the run already has adapters; give its base model")
-    config = lora.with_lora(model.config, read_adapter_config(folder, model.config.moe is not None))
+    config = lora.with_lora(model.config, read_adapter_config(folder, model.config))
     weights = load_adapter(folder, config)
 
     def load(mesh: Mesh, rules: Rules, dtype: str) -> Params:

@@ -115,15 +115,23 @@ def stored(tmp_path_factory):
     [
         ("peft_type", "LOHA", "peft_type='LOHA' is not supported; supported: LORA"),
         ("peft_type", None, "peft_type='' is not supported; supported: LORA"),
-        ("bias", "lora_only", "bias='lora_only' is not supported; supported: none"),
+        (
+            "bias",
+            "lora_only",
+            "bias='lora_only' trains biases of the base, which are frozen; train the adapter",
+        ),
+        ("lora_bias", True, "lora_bias=True is not supported; train the adapter without it, or merge it"),
         ("use_dora", True, "use_dora=True is not supported; train the adapter without it, or merge it"),
-        ("rank_pattern", {"q_proj": 8}, "rank_pattern={'q_proj': 8} is not supported"),
-        ("alpha_pattern", {"q_proj": 8}, "alpha_pattern={'q_proj': 8} is not supported"),
-        ("layers_to_transform", [0], "layers_to_transform=[0] is not supported"),
+        ("rank_pattern", {"q_proj": "8"}, "must have numbers above 0; that of q_proj is '8'"),
+        ("alpha_pattern", {"q_proj": 0}, "must have numbers above 0; that of q_proj is 0"),
+        ("alpha_pattern", {"(q_proj": 1}, "alpha_pattern='(.*\\\\.)?((q_proj)' is no regex of Python"),
+        ("layers_to_transform", ["0"], "layers_to_transform=['0'] must be a list of numbers of layers"),
+        ("layers_to_transform", [2], "adapts no layer of this qwen3 model, which has"),
+        ("exclude_modules", 1, "exclude_modules=1 must be a list of names of modules, or a regex"),
         ("trainable_token_indices", [1], "trainable_token_indices=[1] is not supported"),
         ("fan_in_fan_out", True, "fan_in_fan_out=True is not supported"),
         ("variant_of_tomorrow", {"beta": 1}, "variant_of_tomorrow={'beta': 1} is not supported"),
-        ("modules_to_save", ["embed_tokens"], "modules_to_save=['embed_tokens'] is not supported"),
+        ("modules_to_save", ["norm"], "['norm'] is not supported; supported: embed_tokens, lm_head"),
         ("modules_to_save", "score", "modules_to_save='score' is not supported"),
         ("init_lora_weights", "pissa_niter_16", "init_lora_weights='pissa_niter_16' changes the base model"),
         ("init_lora_weights", "olora", "path_initial_model_for_weight_conversion"),
@@ -131,7 +139,7 @@ def stored(tmp_path_factory):
         (
             "target_modules",
             "q_proj|v_proj",
-            "target_modules='q_proj|v_proj' is not supported; supported: a list",
+            "target_modules='q_proj|v_proj' adapts no layer of this qwen3 model",
         ),
         ("target_modules", ["q_proj", "W_pack"], "target_modules='W_pack' is no layer that can be adapted"),
         ("target_modules", None, "target_modules=None is not supported; supported: a list of q_proj"),
@@ -149,7 +157,7 @@ def test_a_config_that_would_compute_something_else_is_refused(stored, tmp_path,
     raw = json.loads((stored / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, key: value}))
     with pytest.raises(UserError, match=re.escape(message)) as error:
-        read_adapter_config(tmp_path)
+        read_adapter_config(tmp_path, TINY)
     assert str(error.value).startswith(f"{tmp_path / 'adapter_config.json'}: ")
 
 
@@ -222,7 +230,7 @@ def test_a_base_of_another_shape_is_refused(stored):
 def test_absent_damaged_and_pickled_files_are_refused(stored, tmp_path):
     config = adapted().config
     with pytest.raises(UserError, match=r"adapter_config\.json: no such file; a PEFT adapter has one"):
-        read_adapter_config(tmp_path)
+        read_adapter_config(tmp_path, TINY)
     shutil.copy(stored / "adapter_config.json", tmp_path)
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: no such file"):
         load_adapter(tmp_path, config)

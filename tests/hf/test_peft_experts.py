@@ -182,9 +182,9 @@ def test_adapters_of_parameters_from_peft_have_its_logits(tmp_path, settings):
             if ".lora_" in name:
                 weight.copy_(0.2 * torch.randn(weight.shape))
     model.eval().save_pretrained(tmp_path / "theirs")
-    read = read_adapter_config(tmp_path / "theirs", has_experts=True)
-    assert (read.rank, read.expert_rank) == (3, 3) and {f"{name}_proj" for name in MLP} <= {*read.adapted}
     plain, tokens = load_params(tmp_path / "base", read_config(tmp_path / "base")), random_tokens()
+    read = read_adapter_config(tmp_path / "theirs", plain.config)
+    assert (read.rank, read.expert_rank) == (3, 3) and {f"{name}_proj" for name in MLP} <= {*read.adapted}
     ours = with_stored_adapters(plain, tmp_path / "theirs")
     expected = hf_logits(model, tokens)
     np.testing.assert_allclose(our_logits(ours, tokens), expected, atol=1e-4, rtol=0)
@@ -227,7 +227,7 @@ def test_adapters_of_experts_from_peft_with_transformers_5_have_its_logits(
             if ".lora_" in name:
                 weight.copy_(0.2 * torch.randn(weight.shape))
     model.eval().save_pretrained(tmp_path / "theirs")
-    read = read_adapter_config(tmp_path / "theirs", has_experts=True)
+    read = read_adapter_config(tmp_path / "theirs", plain.config)
     assert (read.rank, read.expert_rank) == expected
     ours, tokens = with_stored_adapters(plain, tmp_path / "theirs"), random_tokens()
     got = np.asarray(our_logits(ours, tokens))
@@ -280,7 +280,7 @@ def test_adapters_of_attention_from_peft_have_its_logits(base, tmp_path):
             if ".lora_" in name:
                 weight.copy_(0.2 * torch.randn(weight.shape))
     model.eval().save_pretrained(tmp_path)
-    read, tokens = read_adapter_config(tmp_path, has_experts=True), random_tokens()
+    read, tokens = read_adapter_config(tmp_path, params.config), random_tokens()
     assert {*read.targets} == {*names} and (read.rank, read.alpha) == (4, 6.0)
     ours = our_logits(with_stored_adapters(params, tmp_path), tokens)
     np.testing.assert_allclose(ours, hf_logits(model, tokens), atol=1e-4, rtol=0)
@@ -398,7 +398,7 @@ def test_adapters_of_parameters_by_hand(tmp_path):
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**raw, "rank_pattern": {**raw["rank_pattern"], gate_up: 6}}))
     with pytest.raises(UserError, match=r"rank_pattern=.*gate_up_proj must have 4, 2 times r; train"):
-        read_adapter_config(tmp_path, has_experts=True)
+        read_adapter_config(tmp_path, config)
 
 
 def test_dense_layers_and_shared_experts_are_parameters_by_hand():
@@ -471,7 +471,7 @@ def test_other_ranks_and_patterns_are_refused(tmp_path):
     raw = json.loads(file.read_text())
     file.write_text(json.dumps({**raw, "rank_pattern": {"q_proj": 8, "k_proj": 4}}))
     with pytest.raises(UserError, match=r"rank_pattern=.* is not supported; train the adapter without it"):
-        read_adapter_config(tmp_path, has_experts=True)
+        read_adapter_config(tmp_path, config)
     file.write_text(json.dumps({**raw, "rank_pattern": {"q_proj": 8}}))
     with pytest.raises(UserError, match=r"supported: patterns of q_proj, k_proj, v_proj, o_proj"):
         load_adapter(tmp_path, config)

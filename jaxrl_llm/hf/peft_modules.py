@@ -1,0 +1,184 @@
+"""Modules of a model that an adapter_config.json adapts or saves, by the rules of peft 0.21.
+
+A module's rank and alpha may be its own (`rank_pattern`, `alpha_pattern`), and layers may have no adapter
+(`layers_to_transform`, a regex of `target_modules`). The model has one rank: the missing ranks of A and B are
+0, both, so their gradients are 0 too and training leaves them, as peft does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.json_file import JsonKeys
+from jaxrl_llm.hf.names import adapter_tensors, hf_name
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.lora import MARK, base_config, with_lora
+from jaxrl_llm.models.lora_config import ALL_TARGETS, LoraConfig
+
+WITHOUT = "train the adapter without it, or merge it (peft: merge_and_unload) and give that model"
+PREFIX = "base_model.model."
+"""Begins the names of tensors in a PEFT file."""
+_LAYER = r".*?\.[^.]*\.(\d+)\."
+HEADS = ("score", "classifier")
+"""Names of a classifier's head in PEFT's `modules_to_save`; ours is "score", as in Hugging Face's models."""
+
+
+class FileAdapter(NamedTuple):
+    """The adapter of a module in a file."""
+
+    weights: tuple[str, ...]
+    """Our names of the module's weights: "q", or "q", "k" and "v" of a joined one."""
+    rank: int
+    """Rank in the file."""
+    scale: float
+    """Factor of its output."""
+
+    def rank_of_weight(self, shared: bool) -> int:
+        """Return the rank of each of the weights; `shared`: they share A (`peft_config.shares_a`)."""
+        return self.rank if shared else self.rank // len(self.weights)
+
+
+def module_of(tensor: str) -> str:
+    """Return the module of an adapter's tensor: "base_model.model.lm_head.lora_A.weight" -> "lm_head"."""
+    return tensor.removeprefix(PREFIX).rpartition(".lora_")[0]
+
+
+def adapted_modules(keys: JsonKeys, config: TransformerConfig) -> dict[str, FileAdapter]:
+    """Return the adapted modules of a model without experts -> their adapters in the file.
+
+    Raises:
+        UserError: no module of the model is adapted, a target is no linear layer, or a key is malformed.
+    """
+    base = dataclasses.replace(base_config(config), value_head=False)
+    tensors = adapter_tensors(with_lora(base, LoraConfig(rank=1)))
+    weights = lambda tensor: tuple(_leaf(ours.partition(MARK)[0]) for ours, _ in tensor.parts)
+    modules = {module_of(tensor.name): weights(tensor) for tensor in tensors}
+    _check_targets(keys, modules)
+    adapted = [module for module in modules if _is_adapted(keys, module)]
+    if not adapted:
+        leaves = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+        problem = f"adapts no layer of this {config.family} model, which has {leaves}"
+        raise keys.wrong("target_modules", keys.get("target_modules"), problem)
+    return {module: _read_adapter(keys, module, modules[module]) for module in adapted}
+
+
+def saved_weights(keys: JsonKeys, config: TransformerConfig) -> dict[str, str]:
+    """Return the names in the file -> our names of the embedding and the head that the file holds in full.
+
+    Raises:
+        UserError: other modules, or the embedding of a model whose head is tied to it.
+    """
+    names = {hf_name(config, ours): ours for ours in ("embed", "lm_head")}
+    by_module = {hf.split(".")[-2]: (hf, ours) for hf, ours in names.items()}
+    saved = keys.get("modules_to_save") or []
+    if not isinstance(saved, list) or any(_leaf(name) not in (*HEADS, *by_module) for name in saved):
+        supported = f"supported: {', '.join(by_module)}, and the head {HEADS[0]} of a reward model or critic"
+        raise keys.wrong("modules_to_save", saved, f"is not supported; {supported}. Else {WITHOUT}")
+    found = [by_module[_leaf(name)] for name in saved if _leaf(name) in by_module]
+    if found and config.tie_embeddings:
+        untied = "unties head and embedding in peft, and this model has one matrix for both"
+        raise keys.wrong("modules_to_save", saved, f"{untied}; {WITHOUT}")
+    return {PREFIX + hf: ours for hf, ours in found}
+
+
+def check_trainable(keys: JsonKeys, factors: dict[str, float], saved: dict[str, str]) -> None:
+    """Refuse an adapter that a run would train differently from peft.
+
+    Args:
+        factors: module -> scale in the file, divided by the scale of the model's adapters.
+        saved: of `saved_weights`.
+    """
+    if saved:
+        problem = f"trains these in peft, but a run with adapters keeps them as they are; {WITHOUT}"
+        raise keys.wrong("modules_to_save", keys.raw["modules_to_save"], problem)
+    if other := [module for module, factor in factors.items() if not math.isclose(factor, 1.0)]:
+        key = "alpha_pattern" if keys.raw.get("alpha_pattern") else "rank_pattern"
+        problem = (
+            f"gives {other[0]} another alpha / rank than other layers have, but a run trains all adapters "
+            f"with one; {WITHOUT}"
+        )
+        raise keys.wrong(key, keys.raw.get(key), problem)
+
+
+def _leaf(name: Any) -> str:
+    return str(name).rpartition(".")[2]
+
+
+def _check_targets(keys: JsonKeys, modules: Collection[str]) -> None:
+    """Check the types of the keys that select modules, and that each listed target is a linear layer."""
+    targets, supported = keys.get("target_modules"), f"supported: a list of {', '.join(ALL_TARGETS)}, a regex"
+    if not isinstance(targets, str | list) or not targets:
+        raise keys.wrong("target_modules", targets, f"is not supported; {supported}, or all-linear")
+    if isinstance(targets, str):
+        if targets.lower() != "all-linear" and keys.get("layers_to_transform") is not None:
+            layers, problem = keys.raw["layers_to_transform"], "is not read by peft with a regex of modules"
+            raise keys.wrong("layers_to_transform", layers, f"{problem}; put the layers into target_modules")
+        return
+    for name in targets:
+        if not isinstance(name, str) or _leaf(name) not in (*ALL_TARGETS, *map(_leaf, modules)):
+            raise keys.wrong("target_modules", name, f"is no layer that can be adapted; {supported}")
+
+
+def _is_adapted(keys: JsonKeys, module: str) -> bool:
+    """Return whether peft adapts a linear layer (`check_target_module_exists`)."""
+    excluded, targets = keys.get("exclude_modules") or [], keys.get("target_modules")
+    if _matches(keys, "exclude_modules", excluded, module):
+        return False
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        targets = [module]
+    layers = keys.get("layers_to_transform")
+    layers = layers if isinstance(layers, list) or layers is None else [layers]
+    if not all(type(layer) is int for layer in layers or ()):
+        raise keys.wrong("layers_to_transform", layers, "must be a list of numbers of layers")
+    if not _matches(keys, "target_modules", targets, module):
+        return False
+    return not layers or _layer_number(keys, module) in layers
+
+
+def _matches(keys: JsonKeys, key: str, names: Any, module: str) -> bool:
+    """Return whether a module has one of the names, or the ends of names; a string is a regex."""
+    if isinstance(names, str):
+        return bool(_match(keys, key, names, module))
+    if not isinstance(names, list):
+        raise keys.wrong(key, names, "must be a list of names of modules, or a regex")
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _layer_number(keys: JsonKeys, module: str) -> int | None:
+    """Return the number of a module's layer: the first one in its name, or after a name of
+    `layers_pattern`."""
+    names = keys.get("layers_pattern") or []
+    patterns = [rf"(?:^|.*?\.){name}\.(\d+)\..*" for name in ([names] if isinstance(names, str) else names)]
+    for pattern in patterns or [rf"{_LAYER}.*"]:
+        if found := _match(keys, "layers_pattern", pattern, module):
+            return int(found[1])
+    return None
+
+
+def _read_adapter(keys: JsonKeys, module: str, weights: tuple[str, ...]) -> FileAdapter:
+    """Return rank and scale by the first patterns that a module's name ends with, or by the file's r and
+    alpha."""
+    rank, alpha = keys.integer("r", 2**31 - 1), keys.number("lora_alpha", 8.0)
+    for key, kinds in (("rank_pattern", (int,)), ("alpha_pattern", (int, float))):
+        patterns = keys.section(key).raw
+        for pattern, value in patterns.items():
+            if not _match(keys, key, rf"(.*\.)?({pattern})", module):
+                continue
+            if type(value) not in kinds or not 0 < value < math.inf:
+                raise keys.wrong(key, patterns, f"must have numbers above 0; that of {pattern} is {value!r}")
+            rank, alpha = (value, alpha) if key == "rank_pattern" else (rank, float(value))
+            break
+    scale = alpha / (math.sqrt(rank) if keys.flag("use_rslora") else rank)
+    return FileAdapter(weights, rank, scale)
+
+
+def _match(keys: JsonKeys, key: str, pattern: str, module: str) -> re.Match[str] | None:
+    try:
+        return re.fullmatch(pattern, module)
+    except (re.error, RecursionError) as error:
+        raise UserError(f"{keys.file}: {key}={pattern!r} is no regex of Python: {error}") from error
