@@ -189,7 +189,7 @@ def _pattern(config: AdaptedConfig, name: str) -> str:
     if is_stacked(config, name):
         return ".".join(end)
     is_dense = rank_of_experts(config) and name.rpartition(".")[2] in MLP
-    return ".".join(end) if is_dense else end[1]
+    return ".".join(end) if is_dense else end[-2]
 
 
 def _leaf(pattern: str) -> str:
