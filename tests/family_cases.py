@@ -14,6 +14,7 @@ SPECIAL = {
     "eos_token_id": 2,
 }  # transformers gives a padding row no gradient
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.3, 2.0], "long_factor": [1.1, 6.0, 30.0]}
 DELTA = {
     "head_dim": 16,
     "linear_key_head_dim": 8,
@@ -46,6 +47,15 @@ NEMOTRON = {
     **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2},
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "moe_shared_expert_intermediate_size": 24,
+}
+GRANITE = {
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "logits_scaling": 0.7,
+}
+GRANITE_HYBRID = {
+    **GRANITE,
+    **{"mamba_n_heads": 8, "mamba_d_state": 8, "shared_intermediate_size": 24, "num_local_experts": 4},
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
 }
 MINIMAX = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 3, "rotary_dim": 8}
 CASES = {
@@ -175,6 +185,37 @@ CASES = {
             **{"time_step_min": 1e-5, "layer_norm_epsilon": 1e-3, "mlp_hidden_act": "gelu"},
         },
     ),
+    "granite": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "granite, odd": (
+        "granite",
+        {
+            **{
+                "embedding_multiplier": 7.0,
+                "head_dim": 12,
+                "num_key_value_heads": 1,
+                "rope_parameters": YARN,
+            },
+            **{"tie_word_embeddings": True, "rms_norm_eps": 1e-3, "hidden_act": "gelu"},
+        },
+    ),
+    "granite-4": ("granitemoehybrid", GRANITE_HYBRID),
+    "granite-4, dense": (
+        "granitemoehybrid",
+        {
+            **{**GRANITE_HYBRID, "num_local_experts": 0, "mamba_n_groups": 3, "mamba_d_conv": 3},
+            **{"mamba_n_heads": 6, "mamba_expand": 3, "mamba_conv_bias": False, "mamba_proj_bias": True},
+            **{"mamba_d_state": 5, "attention_bias": True, "tie_word_embeddings": True},
+            **{"position_embedding_type": "rope", "rope_parameters": YARN, "num_key_value_heads": 1},
+            **{"layer_types": ["attention", "mamba", "mamba", "attention", "mamba"], "num_hidden_layers": 5},
+        },
+    ),
+    "granite-4, attention": (
+        "granitemoehybrid",
+        {
+            **{**GRANITE_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 3},
+            **{"layer_types": ["attention"] * 4, "position_embedding_type": "rope", "head_dim": 12},
+        },
+    ),
     "glm-4.7": ("glm4_moe_lite", GLM),
     "glm-4.7, odd": (
         "glm4_moe_lite",
@@ -183,6 +224,21 @@ CASES = {
             **{"n_shared_experts": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
             **{"attention_bias": True, "mlp_layer_types": ["dense", "dense", "sparse"]},
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "mistral4": (
+        "mistral4",
+        {
+            **{**GLM, "first_k_dense_replace": 1},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "mistral4, odd": (
+        "mistral4",
+        {
+            **{**GLM, "q_lora_rank": None, "qk_rope_head_dim": 6, "v_head_dim": 14, "rope_interleave": False},
+            **{"n_shared_experts": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+            **{"attention_bias": True, "routed_scaling_factor": 1.7, "max_position_embeddings": 64},
         },
     ),
     "minimax-m2": ("minimax_m2", MINIMAX),
@@ -200,6 +256,20 @@ CASES = {
         {
             **{"sliding_window": 9, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
             **{"num_key_value_heads": 1, "intermediate_size": 40},
+        },
+    ),
+    "phi-4-mini": (
+        "phi3",
+        {
+            **{"partial_rotary_factor": 0.75, "tie_word_embeddings": True, "max_position_embeddings": 256},
+            **{"original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+        },
+    ),
+    "phi-4-mini, long": (
+        "phi3",
+        {
+            **{"partial_rotary_factor": 0.75, "max_position_embeddings": 128, "sliding_window": 9},
+            **{"original_max_position_embeddings": 8, "rope_parameters": LONGROPE},
         },
     ),
     "ministral3": ("ministral3", {"head_dim": 16, "max_position_embeddings": 64}),

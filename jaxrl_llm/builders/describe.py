@@ -22,7 +22,7 @@ from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learn.stage import Experience
-from jaxrl_llm.models import named_leaves
+from jaxrl_llm.models import TransformerConfig, named_leaves
 from jaxrl_llm.models.kernels import describe_kernels, turing_warning
 from jaxrl_llm.models.lora import rank_of_experts, trained_state
 from jaxrl_llm.models.quantize import SCALE
@@ -50,6 +50,8 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     for role, own in run.meshes.items():
         if own != run.mesh:
             yield f"{role.rstrip('.')}: {format_placement(placement_of(own, jax.devices()))}"
+    if line := frequencies_line(policy.model, config.max_tokens):
+        yield line
     yield describe_kernels(policy.model, config.model.dtype, run.mesh, config.strict)
     if warning := turing_warning(config.dtypes, run.mesh):
         yield warning
@@ -80,6 +82,17 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
             f"nothing to do: step {start} of {run.total} is done in {config.run_dir}. Raise --{length} to "
             "train on, or set another --run_dir for a new run with these settings."
         )
+
+
+def frequencies_line(model: TransformerConfig, longest: int) -> str:
+    """Return which of two sets of frequencies (longrope) a run uses; "" for models with one."""
+    if model.rope.scaling != "longrope":
+        return ""
+    name, relation = ("long_factor", "above") if model.rope.is_long else ("short_factor", "up to")
+    return (
+        f"longrope: {name} for the whole run, whose sequences of at most {longest:,} tokens are {relation} "
+        f"the model's original length, {model.rope.original_max_position:,}"
+    )
 
 
 def first_prompt_line(run: Run) -> Iterator[str]:

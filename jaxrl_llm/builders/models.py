@@ -33,6 +33,7 @@ from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.attention import for_length
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.kernels import prefix_sharing
 from jaxrl_llm.models.lora import base_config, frozen_config, with_lora
@@ -173,7 +174,7 @@ def make_critic(
 ) -> dict[str, Any]:
     """Return the fields of a Stage for a critic with its own backbone, mesh and optimizer."""
     critic = config.critic
-    base = stored.config(critic.path) if critic.path else base_config(model)
+    base = for_length(stored.config(critic.path), config.max_tokens) if critic.path else base_config(model)
     model = with_lora(config_with_heads(base, critic.loss), config.lora)
     config = replace(config, mesh=config.mesh_of(CRITIC))
     learner = make_learner(config, critic.loss, critic.optim, updates, model=model, mesh=mesh)
@@ -188,7 +189,7 @@ def make_critic(
 
 def trained_config(model: TransformerConfig, config: TrainConfig) -> TransformerConfig:
     """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`)."""
-    return with_lora(config_with_heads(model, config.algo), config.lora)
+    return with_lora(config_with_heads(for_length(model, config.max_tokens), config.algo), config.lora)
 
 
 def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:
@@ -254,7 +255,8 @@ def reference_model(
     config: TrainConfig, stage: Stage, stored: PretrainedModels = PRETRAINED
 ) -> TransformerConfig:
     """Return the reference's model: `reference.path`, or the policy's."""
-    return stored.config(config.reference.path) if config.reference.path else stage.policy.model
+    path = config.reference.path
+    return for_length(stored.config(path), config.max_tokens) if path else stage.policy.model
 
 
 def own_reference(

@@ -17,6 +17,7 @@ from jaxrl_llm.hf.folder import read_headers, refuse_remote_code
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.attention import for_length
 from jaxrl_llm.models.lora import add_adapters, frozen_config
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.rules import TRAIN
@@ -42,7 +43,7 @@ def load_with_heads(
 
 def load_frozen(config: TrainConfig, path: str, mesh: Mesh, stored: PretrainedModels = PRETRAINED) -> Params:
     """Return the weights of a teacher or reference, in the compute type, where `offload` puts them."""
-    model = stored.config(path)
+    model = for_length(stored.config(path), config.max_tokens)
     shardings, dtype = models.shardings(model, mesh, TRAIN), jnp.dtype(config.model.dtype)
     with jax.set_mesh(mesh):
         params = stored.params(path, model, shardings, dtype)

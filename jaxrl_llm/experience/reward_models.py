@@ -28,6 +28,7 @@ from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary, text_ends
 from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.learn.scoring import BucketedScorer, Scorer
 from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.models.attention import for_length
 from jaxrl_llm.models.kernels import prefix_sharing
 from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.rewards.extract import verdict_probability
@@ -217,8 +218,9 @@ def load_reward_model(
         _check_template(config.path, tokenizer, chat)
     # Weights, and the settings of its forward pass.
     shardings = models.shardings(model, mesh, TRAIN)
-    params = load_params(folder, model, shardings, jnp.dtype(step.dtype))
     step = replace(step, row_tokens=responses * step.row_tokens + EXTRA_TOKENS, temperature=1.0)
+    model = for_length(model, step.row_tokens)
+    params = load_params(folder, model, shardings, jnp.dtype(step.dtype))
     shares = step.share_prefixes and prefix_sharing(model, step.dtype, mesh)
     step = replace(step, share_prefixes=shares)
     pad_id = read_json(folder / "config.json").get("pad_token_id")

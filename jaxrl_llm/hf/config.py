@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ SAME = {
     "max_position": "max_position_embeddings",
 }
 """Our field -> HF key, for the sizes that every config has."""
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+"""Numbers of families with `Family.multipliers`, fields and keys."""
 
 _FIXED = {"clip_qkv": None, "is_causal": True}
 """Keys of every family that have one supported value."""
@@ -99,6 +102,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
     # Family switches, then keys with a default.
     fields = {
         **_read_heads(keys, family, sizes, mla),
+        **_read_multipliers(keys, family, sizes["hidden_size"]),
         **{"qk_norm": family == "glm4_moe" and keys.flag("use_qk_norm"), **facts.fields},
         **read_global_heads(keys, family, window_layers, has_window=window is not None),
     }
@@ -126,7 +130,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         initializer_range=keys.number("initializer_range", 0.02, high=1e3),
     )
     check_model_config(config, keys.file)
-    return config
+    return _with_default_multiplier(config)
 
 
 def _read_sizes(keys: JsonKeys, family: str) -> dict[str, int]:
@@ -203,8 +207,10 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
     raw |= write_mlp_size(config) | write_experts(config) | write_latent_attention(config)
     raw |= {"mlp_bias": config.mlp_bias} if facts.mlp_bias else {}
     if family == "gemma3_text":
-        size = config.score_size or config.head_dim
-        raw["query_pre_attn_scalar"] = int(size) if size == int(size) else size
+        raw["query_pre_attn_scalar"] = round((config.attention_multiplier or config.head_dim**-0.5) ** -2)
+    if facts.multipliers:
+        raw |= {key: getattr(config, key) for key in MULTIPLIERS}
+        raw["attention_multiplier"] = config.attention_multiplier or config.head_dim**-0.5
     if config.attention_softcap is not None:
         raw["attn_logit_softcapping"] = config.attention_softcap
     if config.logit_softcap is not None:
@@ -240,10 +246,8 @@ def _tied_key(keys: JsonKeys, family: str) -> str:
     return old if family.startswith("lfm2") and old in keys.raw else "tie_word_embeddings"
 
 
-def _read_heads(
-    keys: JsonKeys, family: str, sizes: dict[str, int], mla: MLAConfig | None
-) -> dict[str, int | float | None]:
-    """Return num_kv_heads, head_dim and score_size of TransformerConfig."""
+def _read_heads(keys: JsonKeys, family: str, sizes: dict[str, int], mla: MLAConfig | None) -> dict[str, int]:
+    """Return num_kv_heads and head_dim of TransformerConfig."""
     own_kv = (
         None if family == "baichuan" else keys.optional("num_key_value_heads", LARGEST["num_attention_heads"])
     )
@@ -252,12 +256,23 @@ def _read_heads(
     if not head_dim:
         few = f"is less than num_attention_heads={sizes['num_heads']}"
         raise keys.wrong("hidden_size", sizes["hidden_size"], few)
-    score_size = keys.number("query_pre_attn_scalar", None, low=1e-6) if family == "gemma3_text" else None
-    return {
-        "num_kv_heads": own_kv or sizes["num_heads"],
-        "head_dim": head_dim,
-        "score_size": None if score_size == head_dim else score_size,
-    }
+    return {"num_kv_heads": own_kv or sizes["num_heads"], "head_dim": head_dim}
+
+
+def _read_multipliers(keys: JsonKeys, family: str, hidden_size: int) -> dict[str, float]:
+    """Return the fields MULTIPLIERS of TransformerConfig that the family has."""
+    if FAMILIES[family].multipliers:
+        return {key: keys.number(key, 1.0, low=1e-6, high=1e6) for key in MULTIPLIERS}
+    fields = {"embedding_multiplier": math.sqrt(hidden_size)} if FAMILIES[family].sqrt_embeddings else {}
+    if family == "gemma3_text":
+        fields["attention_multiplier"] = keys.number("query_pre_attn_scalar", None, low=1e-6) ** -0.5
+    return fields
+
+
+def _with_default_multiplier(config: TransformerConfig) -> TransformerConfig:
+    """Return None for the multiplier of attention scores if it is that of the size of heads."""
+    is_default = config.attention_multiplier == config.head_dim**-0.5
+    return dataclasses.replace(config, attention_multiplier=None) if is_default else config
 
 
 def _has_value_head(keys: JsonKeys) -> bool:
@@ -296,13 +311,12 @@ def _canonical(config: TransformerConfig) -> TransformerConfig:
         layers = None
     local = config.local_rope if window else None
     return dataclasses.replace(
-        config,
+        _with_default_multiplier(config),
         rope=canonical_rope(config.rope, config.max_position),
         local_rope=local and canonical_rope(local, config.max_position),
         rope_layers=None if all(config.rope_layers or (True,)) else config.rope_layers,
         sliding_window=window,
         window_layers=layers,
-        score_size=None if config.score_size == config.head_dim else config.score_size,
     )
 
 

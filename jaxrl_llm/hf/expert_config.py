@@ -15,15 +15,16 @@ LARGEST = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**12),
     **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "n_shared_experts"), 2**8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"), 10**7),
+    "shared_intermediate_size": 10**7,
 }
 """Upper limits of sizes, above any model."""
 SHARED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
 """Families with a shared expert behind a gate."""
-GROUPED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
-"""Families whose routers have groups, sigmoid scores and a selection bias."""
-LOCAL = ("mixtral", "gpt_oss", "minimax_m2")
+GROUPED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4")
+"""Families whose routers have groups, and, except for Mistral 4, sigmoid scores and a selection bias."""
+LOCAL = ("mixtral", "gpt_oss", "minimax_m2", "granitemoehybrid")
 """Families whose keys are `num_local_experts` and `intermediate_size`."""
-LATENT = ("deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4")
 """Families with latent attention."""
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Keys of such families that have one supported value."""
@@ -44,7 +45,8 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     if family in GROUPED:
         return _read_grouped(keys, family)
     if family in LOCAL:
-        return _read_local(keys, family)
+        has_none = family == "granitemoehybrid" and keys.get("num_local_experts") == 0
+        return None if has_none else _read_local(keys, family)
     if family == "gemma4_text":
         return _read_gemma4(keys) if keys.flag("enable_moe_block") else None
     if family == "lfm2_moe":
@@ -68,9 +70,12 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
 
 
 def _read_local(keys: JsonKeys, family: str) -> MoEConfig:
-    """Return the experts of Mixtral, gpt-oss or MiniMax-M2."""
+    """Return the experts of Mixtral, gpt-oss, MiniMax-M2 or Granite 4."""
     names = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
     sizes = [keys.integer(key, LARGEST[key]) for key in names]
+    if family == "granitemoehybrid":
+        shared = keys.integer("shared_intermediate_size", LARGEST["shared_intermediate_size"])
+        return MoEConfig(*sizes, shared, shared_gate=False, score="softmax_of_chosen")
     if family == "minimax_m2":
         return MoEConfig(*sizes, score="sigmoid", selection_bias=True, added_to_sum=0.0)
     return MoEConfig(*sizes, **_clamped(keys)) if family == "gpt_oss" else MoEConfig(*sizes)
@@ -119,13 +124,13 @@ def _read_nemotron(keys: JsonKeys) -> MoEConfig:
 
 
 def _read_grouped(keys: JsonKeys, family: str) -> MoEConfig:
-    """Return the experts of DeepSeek-V3 and its relatives.
+    """Return the experts of DeepSeek-V3 and its relatives. The scores of Mistral 4 are a softmax.
 
     Raises:
         UserError: experts are chosen in another way, or dense layers follow sparse ones.
     """
     integer = lambda key: keys.integer(key, LARGEST[key])
-    for key, supported in FIXED.items():
+    for key, supported in ({} if family == "mistral4" else FIXED).items():
         if keys.get(key) not in (None, supported):
             raise keys.wrong(key, keys.get(key), f"is not supported; supported: {supported}")
     size, groups = integer("moe_intermediate_size"), integer("n_group")
@@ -136,11 +141,11 @@ def _read_grouped(keys: JsonKeys, family: str) -> MoEConfig:
         shared_size=size * integer("n_shared_experts"),
         normalize=keys.flag("norm_topk_prob"),
         shared_gate=False,
-        score="sigmoid",
+        score="softmax" if family == "mistral4" else "sigmoid",
         scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
         groups=groups,
         groups_kept=integer("topk_group") if groups > 1 else 1,
-        selection_bias=True,
+        selection_bias=family != "mistral4",
         dense_layers=_read_dense_layers(keys, family),
     )
 

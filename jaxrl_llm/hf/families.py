@@ -40,8 +40,8 @@ class Family:
     """RoPE may rotate a part of each head (`partial_rotary_factor`)."""
     kinds: Mapping[str, LayerKind] = field(default_factory=dict)
     """Kinds of layers that `layer_types` names, if they are not all attention."""
-    delta: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of DeltaConfig that all models of the family have."""
+    recurrent: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the Config of the recurrent kind (such as DeltaConfig) that all models of the family have."""
     rope_by_layer_type: bool = False
     """Layers with a window have a rotary position embedding of a different kind: `local_rope`."""
     null_theta: bool = False
@@ -50,6 +50,12 @@ class Family:
     """Key of the base of `local_rope` in the spelling of transformers 4; "" = RoPE has only that of 5."""
     global_heads: bool = False
     """Layers without a window have other heads (`global_head_dim`), and the last layer is one of them."""
+    sqrt_embeddings: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size)."""
+    multipliers: bool = False
+    """Keys multiply embeddings, attention scores, and additions to the residual stream, and divide logits."""
+    rope_switch: str = ""
+    """Key that is "rope" if layers have a rotary position embedding."""
     activation: str = "hidden_act"
     """Key of the activation."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -159,6 +165,7 @@ _PHI3 = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
 _OLMO3 = {**_LLAMA, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5}
@@ -218,26 +225,6 @@ _OLMO_HYBRID = {
     **{"num_attention_heads": 30, "max_position_embeddings": 65_536, "full_attention_interval": 4},
     **{"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
 }
-_NEMOTRON = {
-    **EXPERT_DEFAULTS["nemotron_h"],
-    "vocab_size": 131_072,
-    "hidden_size": 4096,
-    "intermediate_size": 21_504,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "layer_norm_epsilon": 1e-5,
-    "mlp_hidden_act": "relu2",
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "ssm_state_size": 128,
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "use_conv_bias": True,
-    "use_bias": False,
-    "time_step_min": 0.001,
-}
 _NEMOTRON_FIXED = {
     "mamba_hidden_act": "silu",
     "mamba_proj_bias": False,
@@ -290,6 +277,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM", EXPERT_DEFAULTS["glm4_moe_lite"], bias="attention_bias"
     ),
+    "mistral4": Family("Mistral4ForCausalLM", EXPERT_DEFAULTS["mistral4"], bias="attention_bias"),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
         EXPERT_DEFAULTS["minimax_m2"],
@@ -314,12 +302,13 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _GEMMA3,
-        {**_HEAD_NORMS, "norms": "both", "norm_offset": 1.0, "scale_embeddings": True},
+        {**_HEAD_NORMS, "norms": "both", "norm_offset": 1.0},
         bias="attention_bias",
         windows="typed",
         full_every=6,
         rope_by_layer_type=True,
         local_theta="rope_local_base_freq",
+        sqrt_embeddings=True,
         activation="hidden_activation",
         fixed={"use_bidirectional_attention": False},
         classifier="Gemma3TextForSequenceClassification",
@@ -328,7 +317,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma4ForCausalLM",
         _GEMMA4,
         {
-            **{**_HEAD_NORMS, "norms": "both", "scale_embeddings": True, "score_size": 1.0},
+            **{**_HEAD_NORMS, "norms": "both", "attention_multiplier": 1.0},
             **{"value_norm": True, "layer_scalar": True},
         },
         bias="attention_bias",
@@ -337,6 +326,7 @@ FAMILIES: dict[str, Family] = {
         rope_by_layer_type=True,
         local_theta="",
         global_heads=True,
+        sqrt_embeddings=True,
         activation="hidden_activation",
         fixed={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     ),
@@ -354,7 +344,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM", {**_QWEN35, **EXPERT_DEFAULTS["qwen3_5_moe_text"]}, **_QWEN35_FACTS
     ),
-    "qwen3_next": Family("Qwen3NextForCausalLM", _QWEN3_NEXT, **_QWEN35_FACTS, delta={"projections": "qkvz"}),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", _QWEN3_NEXT, **_QWEN35_FACTS, recurrent={"projections": "qkvz"}
+    ),
     "phi3": Family("Phi3ForCausalLM", _PHI3, windows="all", partial_rotary=True),
     "olmo_hybrid": Family(
         "OlmoHybridForCausalLM",
@@ -363,12 +355,12 @@ FAMILIES: dict[str, Family] = {
         bias="attention_bias",
         null_theta=True,
         kinds={"linear_attention": "delta", "full_attention": "attention"},
-        delta={"projections": "separate", "norms": "before", "norm_eps": 1e-5},
+        recurrent={"projections": "separate", "norms": "before", "norm_eps": 1e-5},
     ),
     "ministral3": Family("Ministral3ForCausalLM", _MINISTRAL3, windows="all"),
     "nemotron_h": Family(
         "NemotronHForCausalLM",
-        _NEMOTRON,
+        EXPERT_DEFAULTS["nemotron_h"],
         {"one_branch": True, "mlp_gate": False},
         mlp_bias=True,
         kinds={
@@ -381,6 +373,17 @@ FAMILIES: dict[str, Family] = {
         activation="mlp_hidden_act",
         fixed=_NEMOTRON_FIXED,
         norm_eps="layer_norm_epsilon",
+    ),
+    "granite": Family("GraniteForCausalLM", _LLAMA, bias="attention_bias", mlp_bias=True, multipliers=True),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        {**_LLAMA, **EXPERT_DEFAULTS["granitemoehybrid"]},
+        bias="attention_bias",
+        kinds={"mamba": "mamba", "attention": "attention"},
+        recurrent={"dt_min": 0.0},
+        multipliers=True,
+        rope_switch="position_embedding_type",
+        fixed={"hidden_act": "silu"},
     ),
     "lfm2": Family("Lfm2ForCausalLM", _LFM2, **_LFM2_FACTS),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", {**_LFM2, **EXPERT_DEFAULTS["lfm2_moe"]}, **_LFM2_FACTS),

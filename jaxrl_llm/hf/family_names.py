@@ -23,6 +23,15 @@ MAMBA_ROWS = {
     "layers.mamba_out_bias": ("backbone.layers.{}.mixer.out_proj.bias", "d -> d"),
 }
 """Rows of `names.TABLE`."""
+GRANITE_HYBRID = {
+    **{
+        row: name.replace("backbone", "model").replace("mixer", "mamba")
+        for row, (name, _) in MAMBA_ROWS.items()
+    },
+    "layers.down": "model.layers.{}.shared_mlp.output_linear.weight",
+    "layers.router": "model.layers.{}.block_sparse_moe.router.layer.weight",
+    "layers.expert_down": "model.layers.{}.block_sparse_moe.output_linear.weight",
+}
 BLOCK_SPARSE = {
     "layers.router": "model.layers.{}.block_sparse_moe.gate.weight",
     "layers.router_bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias",
@@ -61,3 +70,35 @@ NEMOTRON = {
     "layers.router": f"{MIXER}.gate.weight",
     "layers.router_bias": f"{MIXER}.gate.e_score_correction_bias",
 }
+SHARED_EXPERTS = {
+    f"layers.{ours}": f"model.layers.{{}}.mlp.shared_experts.{ours}_proj.weight"
+    for ours in ("gate", "up", "down")
+}
+SHARED_EXPERT = {row: name.replace("shared_experts", "shared_expert") for row, name in SHARED_EXPERTS.items()}
+OLMO_HYBRID = {
+    "layers.attention_norm": "model.layers.{}.attention_layer_norm.weight",
+    "layers.mlp_norm": "model.layers.{}.feedforward_layer_norm.weight",
+    "layers.delta_z": "model.layers.{}.linear_attn.g_proj.weight",
+    "layers.delta_b": "model.layers.{}.linear_attn.b_proj.weight",
+    "layers.delta_a": "model.layers.{}.linear_attn.a_proj.weight",
+    "layers.delta_norm": "model.layers.{}.linear_attn.o_norm.weight",
+    "layers.delta_o": "model.layers.{}.linear_attn.o_proj.weight",
+}
+FOUR_NORMS = {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"}
+GEMMA4 = {
+    **FOUR_NORMS,
+    "layers.router": "model.layers.{}.router.proj.weight",
+    "layers.expert_down": "model.layers.{}.experts.down_proj",
+}
+_EXPERTS = "model.layers.{}.block_sparse_moe"
+MODULES = {
+    f"{_EXPERTS}.input_linear.weight": f"{_EXPERTS}.experts.gate_up_proj",
+    f"{_EXPERTS}.output_linear.weight": f"{_EXPERTS}.experts.down_proj",
+}
+"""Names of tensors of Granite 4 -> names in models of transformers 5, which adapters have."""
+STACKED_ROWS = {
+    "layers.expert_gate": "x d f -> x f d",
+    "layers.expert_up": "x d f -> x f d",
+    "layers.expert_down": "x f d -> x d f",
+}
+"""Layouts of tensors that hold all experts of a layer, each as rows of outputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jaxrl_llm.hf.families import FAMILIES
@@ -38,13 +39,24 @@ KEYS: dict[LayerKind, dict[str, str]] = {
     },
 }
 """Kind -> fields of its Config -> HF keys."""
+GRANITE_KEYS = {
+    "heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "state_size": "mamba_d_state",
+    "groups": "mamba_n_groups",
+    "conv_width": "mamba_d_conv",
+    "conv_bias": "mamba_conv_bias",
+    "bias": "mamba_proj_bias",
+}
+"""Fields of MambaConfig -> Granite's keys."""
 NEGATIVE = "linear_allow_neg_eigval"
-FLAGS = ("conv_bias", "use_conv_bias", "use_bias", NEGATIVE)
+FLAGS = ("conv_bias", "use_conv_bias", "use_bias", "mamba_conv_bias", "mamba_proj_bias", NEGATIVE)
 CONFIGS = {"delta": DeltaConfig, "conv": ConvConfig, "mamba": MambaConfig}
 PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 """Letters of `hybrid_override_pattern` of Nemotron-H -> names in `layers_block_type`."""
 OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 """Older names in `layers_block_type`."""
+SHARED_SIZE = "shared_intermediate_size"
 ADJUST, OLD_SIZE = "block_auto_adjust_ff_dim", "block_ff_dim"
 
 
@@ -69,6 +81,7 @@ def read_layer_kinds(keys: JsonKeys, family: str, num_layers: int) -> dict[str, 
     if recurrent not in kinds:
         return {"layer_kinds": kinds}
     keys = _with_default_sizes(keys) if family == "olmo_hybrid" else keys
+    keys = _with_head_size(keys) if family == "granitemoehybrid" else keys
 
     def read(key):
         if key in FLAGS:
@@ -76,18 +89,27 @@ def read_layer_kinds(keys: JsonKeys, family: str, num_layers: int) -> dict[str, 
         return keys.number(key, 0.0, high=1e3) if key.endswith("min") else keys.integer(key, 2**16)
 
     fields = {field: read(key) for field, key in _keys(family, recurrent).items()}
-    return {"layer_kinds": kinds, recurrent: CONFIGS[recurrent](**fields, **FAMILIES[family].delta)}
+    return {"layer_kinds": kinds, recurrent: CONFIGS[recurrent](**fields, **FAMILIES[family].recurrent)}
 
 
 def _keys(family: str, kind: LayerKind) -> dict[str, str]:
     """Return the fields of a kind's Config -> the keys of a family."""
     negative = {"negative_eigenvalues": NEGATIVE} if NEGATIVE in FAMILIES[family].defaults else {}
-    return KEYS[kind] | negative
+    return (GRANITE_KEYS if family == "granitemoehybrid" else KEYS[kind]) | negative
 
 
 def with_layer_types(raw: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with `layer_types` and `num_hidden_layers`. Nemotron-H has other keys for them:
-    `layers_block_type`, with older names, or `hybrid_override_pattern`, with a letter for each layer."""
+    `layers_block_type`, with older names, or `hybrid_override_pattern`, with a letter for each layer.
+    Granite 4 has the older names, too, and transformers 5 saves the newer ones."""
+    if raw.get("model_type") == "granitemoehybrid":
+        types = raw.get("layer_types", raw.get("layers_block_type"))
+        older = {new: old for old, new in OLD_TYPES.items()}
+        layers = raw.get("num_hidden_layers", FAMILIES["granitemoehybrid"].defaults["num_hidden_layers"])
+        types = ["mamba"] * layers if types is None and isinstance(layers, int) else types
+        if isinstance(types, list):
+            types = [older.get(name, name) if isinstance(name, str) else name for name in types]
+        return {**raw, "layer_types": types}
     if raw.get("model_type") != "nemotron_h":
         return raw
     types, letters = raw.get("layers_block_type", raw.get("layer_types")), raw.get("hybrid_override_pattern")
@@ -134,6 +156,27 @@ def _with_default_sizes(keys: JsonKeys) -> JsonKeys:
     return JsonKeys(raw, keys.file, keys.defaults)
 
 
+def _with_head_size(keys: JsonKeys) -> JsonKeys:
+    """Return the keys of Granite with the size of Mamba's heads, which may be "auto".
+
+    Raises:
+        UserError: heads of this size do not fill `mamba_expand` times the hidden size, or step sizes have
+            bounds.
+    """
+    sizes, heads = keys.integer("mamba_expand", 2**16), keys.integer("mamba_n_heads", 2**16)
+    inner = sizes * keys.integer("hidden_size", LARGEST["hidden_size"])
+    own = keys.get("mamba_d_head")
+    size = inner // heads if own == "auto" else keys.integer("mamba_d_head", 2**13)
+    if size * heads != inner:
+        raise keys.wrong(
+            "mamba_d_head", own, f"times mamba_n_heads must be {inner}, mamba_expand times hidden_size"
+        )
+    bounds = keys.get("time_step_limit")
+    if bounds not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        raise keys.wrong("time_step_limit", bounds, "is not supported; supported: [0.0, Infinity]")
+    return JsonKeys({**keys.raw, "mamba_d_head": size}, keys.file, keys.defaults)
+
+
 def write_layer_kinds(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of config.json that `read_layer_kinds` reads."""
     known, recurrent = FAMILIES[config.family].kinds, config.recurrent_kind
@@ -144,6 +187,9 @@ def write_layer_kinds(config: TransformerConfig) -> dict[str, Any]:
     of_kind = _keys(config.family, recurrent).items() if recurrent else ()
     sizes = {key: getattr(getattr(config, recurrent), field) for field, key in of_kind}
     types = [names[kind] for kind in kinds]
+    if config.family == "granitemoehybrid":  # sizes that transformers accepts without such layers, too
+        inner = config.mamba.inner // config.hidden_size if config.mamba else 2
+        sizes = {"mamba_n_heads": 1, "mamba_d_head": "auto", "mamba_expand": inner, **sizes}
     if config.family != "nemotron_h":
         return {"layer_types": types, **sizes}
     letters = {name: letter for letter, name in PATTERN.items()}
@@ -153,8 +199,10 @@ def write_layer_kinds(config: TransformerConfig) -> dict[str, Any]:
 
 def read_mlp_size(keys: JsonKeys, family: str) -> int:
     """Return the width of the dense feed-forward. For LFM2 it is two thirds of the key, times a factor, and
-    rounded up to a multiple."""
+    rounded up to a multiple. Granite 4 has another key for it."""
     largest = LARGEST["intermediate_size"]
+    if family == "granitemoehybrid":
+        return keys.integer(SHARED_SIZE, largest)
     old = family == "lfm2" and OLD_SIZE in keys.raw
     size = keys.integer(OLD_SIZE if old else "intermediate_size", largest)
     if family != "lfm2" or not keys.flag(ADJUST, True):
@@ -167,5 +215,8 @@ def read_mlp_size(keys: JsonKeys, family: str) -> int:
 
 
 def write_mlp_size(config: TransformerConfig) -> dict[str, Any]:
-    """Return the key with which `read_mlp_size` reads intermediate_size as it is."""
+    """Return the keys with which `read_mlp_size` reads the width of the dense feed-forward."""
+    if config.family == "granitemoehybrid":
+        size = config.moe.shared_size if config.moe else config.mlp_size
+        return {SHARED_SIZE: size, "num_local_experts": 0}
     return {ADJUST: False} if config.family == "lfm2" else {}

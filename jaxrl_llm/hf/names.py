@@ -16,7 +16,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.hf.expert_config import GROUPED, SHARED
-from jaxrl_llm.hf.family_names import BLOCK_SPARSE, CONV_ROWS, LFM2, MAMBA_ROWS, NEMOTRON
+from jaxrl_llm.hf.family_names import (
+    BLOCK_SPARSE,
+    CONV_ROWS,
+    FOUR_NORMS,
+    GEMMA4,
+    GRANITE_HYBRID,
+    LFM2,
+    MAMBA_ROWS,
+    MODULES,
+    NEMOTRON,
+    OLMO_HYBRID,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    STACKED_ROWS,
+)
 from jaxrl_llm.hf.layouts import Join, hf_shape, parse_layout
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import copy_dtype
@@ -95,28 +109,9 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.expert_down_bias": ("model.layers.{}.mlp.experts.down_proj_bias", "x d -> x d"),
     "layers.shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "d n -> n d"),
 }
-SHARED_EXPERTS = {
-    f"layers.{ours}": f"model.layers.{{}}.mlp.shared_experts.{ours}_proj.weight"
-    for ours in ("gate", "up", "down")
-}
-SHARED_EXPERT = {row: name.replace("shared_experts", "shared_expert") for row, name in SHARED_EXPERTS.items()}
-OLMO_HYBRID = {
-    "layers.attention_norm": "model.layers.{}.attention_layer_norm.weight",
-    "layers.mlp_norm": "model.layers.{}.feedforward_layer_norm.weight",
-    "layers.delta_z": "model.layers.{}.linear_attn.g_proj.weight",
-    "layers.delta_b": "model.layers.{}.linear_attn.b_proj.weight",
-    "layers.delta_a": "model.layers.{}.linear_attn.a_proj.weight",
-    "layers.delta_norm": "model.layers.{}.linear_attn.o_norm.weight",
-    "layers.delta_o": "model.layers.{}.linear_attn.o_proj.weight",
-}
-FOUR_NORMS = {"layers.mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"}
-GEMMA4 = {
-    **FOUR_NORMS,
-    "layers.router": "model.layers.{}.router.proj.weight",
-    "layers.expert_down": "model.layers.{}.experts.down_proj",
-}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "nemotron_h": NEMOTRON,
+    "granitemoehybrid": GRANITE_HYBRID,
     **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
     "gemma3_text": FOUR_NORMS,
     "gemma4_text": GEMMA4,
@@ -127,6 +122,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
     "olmo_hybrid": OLMO_HYBRID,
     **dict.fromkeys(("mixtral", "minimax_m2"), BLOCK_SPARSE),
     **dict.fromkeys(GROUPED, SHARED_EXPERTS),
+    "mistral4": {**SHARED_EXPERTS, "layers.expert_down": "model.layers.{}.mlp.experts.down_proj"},
     **dict.fromkeys(SHARED, SHARED_EXPERT),
 }
 """HF names of families that differ from TABLE, of all stacks ("layers.up") or of one ("mlp_layers.up")."""
@@ -139,11 +135,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 }
 """HF names that folders saved by transformers have, too: it renames in layers of both kinds."""
 FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
-    "gemma4_text": {
-        "layers.expert_gate": "x d f -> x f d",
-        "layers.expert_up": "x d f -> x f d",
-        "layers.expert_down": "x f d -> x d f",
-    },
+    **dict.fromkeys(("gemma4_text", "mistral4", "granitemoehybrid"), STACKED_ROWS),
     "gpt_oss": {
         "layers.expert_gate": "x d f -> x d f",
         "layers.expert_up": "x d f -> x d f",
@@ -153,10 +145,15 @@ FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
 """Layouts of families that differ from TABLE: a layout with x is for all experts of a layer."""
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
+    "mistral4": {"model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up")},
     "gemma4_text": {"model.layers.{}.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up")},
     "phi3": {
         "model.layers.{}.self_attn.qkv_proj.weight": ("layers.q", "layers.k", "layers.v"),
         "model.layers.{}.mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),
+    },
+    "granitemoehybrid": {
+        "model.layers.{}.shared_mlp.input_linear.weight": ("layers.gate", "layers.up"),
+        "model.layers.{}.block_sparse_moe.input_linear.weight": ("layers.expert_gate", "layers.expert_up"),
     },
 }
 """HF matrices that concatenate the rows of several of our weights: of all experts of a layer, in each one."""
@@ -356,6 +353,7 @@ def _adapted(config: TransformerConfig) -> list[tuple[tuple[str, ...], str]]:
     def module(hf, weight):
         if not is_stacked(config, weight):
             return hf.removesuffix(".weight")
+        hf = MODULES.get(hf, hf)
         is_nested = not hf.endswith("down_proj") and "layers.expert_down" in weights
         return hf.rpartition(".")[0] + is_nested * ".base_layer"
 

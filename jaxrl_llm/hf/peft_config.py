@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.family_names import MODULES
 from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.names import FUSED, hf_name, is_stacked, joined_weights
@@ -22,14 +23,15 @@ CONFIG = "adapter_config.json"
 PARAMETER = ".weight"  # ends the names of adapted parameters; modules have none
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 BESIDE_MLP = "experts.gate_up_proj", "experts.down_proj"
-STACKED = (GATE_UP, DOWN, *BESIDE_MLP)
+_GRANITE = tuple(f"block_sparse_moe.{name}" for name in BESIDE_MLP)
+STACKED = (GATE_UP, DOWN, *BESIDE_MLP, *_GRANITE)
 """Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5, and in Gemma
-4; PEFT has a separate kind of adapter for them."""
+4 and Granite; PEFT has a separate kind of adapter for them."""
 BOTH = "gate_up_proj"
 CONVERTED = rf".*\.{BOTH}"
 """Pattern that peft with transformers 5 writes where target modules are gate_proj and up_proj of experts."""
 SUMS = {
-    **dict.fromkeys((GATE_UP, BESIDE_MLP[0]), 2),
+    **dict.fromkeys(STACKED[::2], 2),
     **{
         hf.split(".")[-2]: len(rows)
         for names in FUSED.values()
@@ -37,9 +39,11 @@ SUMS = {
         if hf.endswith(PARAMETER)
     },
 }
-"""Parameter, or module that computes several of our layers (Phi-3), whose adapter has the sum of their ranks
--> number of ranks."""
-MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""Parameter, or module that computes several of our layers (Phi-3, Granite), whose adapter adds up ranks ->
+number of ranks."""
+_LINEAR = {"input_linear": BOTH, "output_linear": "down_proj"}
+OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", **_LINEAR}
+"""Names of layers in Mixtral and Granite 4 -> usual names."""
 _DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}  # PEFT's
 _READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias"),
@@ -132,7 +136,8 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     others = [pattern for name, pattern in names.items() if name in factors]
     parameters = [pattern for pattern in dict.fromkeys(names.values()) if _is_parameter(pattern)]
     ranks = dict.fromkeys(others, lora.rank)
-    ranks |= {pattern: SUMS[pattern] * rank for pattern in names.values() if pattern in SUMS}
+    each = lambda pattern: rank if pattern in STACKED else lora.rank
+    ranks |= {pattern: SUMS[pattern] * each(pattern) for pattern in names.values() if pattern in SUMS}
     alphas = {name: lora.alpha * r / rank for name, r in ranks.items()}  # with experts they are plain
     if expand_home(base_name).exists():
         hub = None
@@ -185,10 +190,11 @@ def _pattern(config: AdaptedConfig, name: str) -> str:
 
     "q_proj", "w1"; "shared_expert.up_proj.weight", and "mlp.up_proj.weight" of dense layers among experts.
     """
-    end = hf_name(config, name).rpartition("{}.")[2].split(".")[-3:]
+    hf = hf_name(config, name)
+    end = MODULES.get(hf, hf).rpartition("{}.")[2].split(".")[-3:]
     if is_stacked(config, name):
         return ".".join(end)
-    is_dense = rank_of_experts(config) and name.rpartition(".")[2] in MLP
+    is_dense = rank_of_experts(config) and name.rpartition(".")[2] in MLP and end[-2] not in _LINEAR
     return ".".join(end) if is_dense else end[-2]
 
 
@@ -268,7 +274,8 @@ def shares_a(keys: JsonKeys, targets: Iterable[str]) -> bool:
     joined = [pattern for pattern in SUMS if pattern in ranks or pattern in alphas]
     for pattern in adapted if joined else ():
         for key, stored, own in (("rank_pattern", ranks, "r"), ("alpha_pattern", alphas, "lora_alpha")):
-            expected = SUMS[pattern] * keys.number(own, 8.0)
+            of_layers = _read_pattern(keys, key) if pattern in _LINEAR else None
+            expected = SUMS[pattern] * (of_layers or keys.number(own, 8.0))
             if stored.get(pattern) != expected:
                 needed = f"{pattern} must have {expected:g}, {SUMS[pattern]} times {own}"
                 raise keys.wrong(key, stored, f"is not supported: {needed}; {WITHOUT}")
@@ -321,7 +328,7 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
     if not is_list or not (modules or parameters):
         raise keys.wrong("target_modules", modules, f"is not supported; {supported}")
     names = {_leaf(name) for name in (*modules, *parameters)}
-    names = {MIXTRAL.get(name, name) for name in names}
+    names = {OTHER_NAMES.get(name, name) for name in names}
     names = names - {BOTH} | {"gate_proj", "up_proj"} if BOTH in names else names
     if unknown := sorted(names.difference(ALL_TARGETS)):
         raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")

@@ -9,13 +9,14 @@ from jaxrl_llm.hf.expert_config import GROUPED
 from jaxrl_llm.hf.stored import StoredTensor
 from jaxrl_llm.models import TransformerConfig
 
+_DEEPSEEK = tuple(family for family in GROUPED if family != "mistral4")
 COUNTS = {
-    **dict.fromkeys((*GROUPED, "qwen3_next", "nemotron_h"), "num_nextn_predict_layers"),
+    **dict.fromkeys((*_DEEPSEEK, "qwen3_next", "nemotron_h"), "num_nextn_predict_layers"),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "mtp_num_hidden_layers"),
     "minimax_m2": "num_mtp_modules",
 }
 """Family -> key of the number of these layers."""
-_AFTER_THE_LAST = (*GROUPED, "minimax_m2")
+_AFTER_THE_LAST = (*_DEEPSEEK, "minimax_m2")
 """Families that number these layers after the decoder's; others name them `mtp`."""
 _NONE = {"minimax_m2": {"use_mtp": False}}
 """Family -> further keys of a folder without these layers."""

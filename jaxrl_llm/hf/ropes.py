@@ -10,6 +10,8 @@ from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
 from jaxrl_llm.hf.windows import LAYER_TYPES
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 
+FACTORS = ("short_factor", "long_factor")
+"""Lists of numbers of longrope."""
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -19,6 +21,7 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         *("mscale", "mscale_all_dim", "truncate"),
     ),
     "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
+    "longrope": (*FACTORS, "factor", "original_max_position", "attention_factor"),
     "proportional": ("factor",),
 }
 """`rope_type` -> the fields of RopeConfig that it reads. HF's names are the same, except ORIGINAL."""
@@ -27,11 +30,15 @@ DIMS = "rotary_dim"
 PROPORTIONAL = "proportional"
 GROWTH = "llama_4_scaling_beta"
 """HF's name of `query_growth`."""
+GROWING = ("ministral3", "mistral4")
 
 _REQUIRED = {
     **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": FACTORS,
 }
+_OLD_LONGROPE = ("su", "yarn")
+"""Older names of longrope in folders of Phi-3."""
 
 
 def read_ropes(keys: JsonKeys, family: str, max_position: int) -> tuple[RopeConfig, RopeConfig | None]:
@@ -77,10 +84,14 @@ def _read_rope(
     key = "rope_type" if "rope_type" in rope.raw else "type"
     only_sections = not theta
     known = [name for name in ROPE_FIELDS if name != PROPORTIONAL or only_sections]
-    kind = rope.one_of(key, ["default"] if family == "phi3" else known, "default")
+    known = ["default", "longrope", *_OLD_LONGROPE] if family == "phi3" else known
+    kind = rope.one_of(key, known, "default")
+    kind = "longrope" if family == "phi3" and kind in _OLD_LONGROPE else kind
     partial = rope.number(PARTIAL, None, 1e-9, 1.0)
     partial = partial or (None if only_sections else keys.number(PARTIAL, None, 1e-9, 1.0))
     partial = partial or _share_of_rotary_dim(keys, family)
+    if family == "mistral4":  # of the latents' heads, a derived key
+        partial = partial / _rotated_share(keys) if partial != 1.0 else partial
     if partial != 1.0 and not FAMILIES[family].partial_rotary and kind != PROPORTIONAL:
         raise keys.wrong(PARTIAL, partial, f"is not supported for {family}; supported: 1.0")
     needed = (*_REQUIRED.get(kind, ()), *(("rope_theta",) if only_sections else ()))
@@ -90,20 +101,38 @@ def _read_rope(
     # The fields of this type; the original length may also be a top-level key.
     fields: dict[str, Any] = {"partial_rotary": partial}
     for field in set(ROPE_FIELDS[kind]) & rope.raw.keys():
-        fields[field] = (
-            rope.flag(field)
-            if field == "truncate"
-            else rope.number(field, None, low=0.0 if "mscale" in field else 1e-9)
-        )
+        if field in FACTORS:
+            fields[field] = _read_factors(rope, field)
+        elif field == "truncate":
+            fields[field] = rope.flag(field)
+        else:
+            fields[field] = rope.number(field, None, low=0.0 if "mscale" in field else 1e-9)
     growth = rope.number(GROWTH, 0.0, high=1e3)
-    if growth and family != "ministral3":
-        raise keys.wrong(GROWTH, growth, f"is not supported for {family}; supported: ministral3")
+    if growth and family not in GROWING:
+        raise keys.wrong(GROWTH, growth, f"is not supported for {family}; supported: {' and '.join(GROWING)}")
     if "original_max_position" in ROPE_FIELDS[kind]:
         longest = LARGEST["max_position_embeddings"]
         own = keys.optional(ORIGINAL, longest) or rope.optional(ORIGINAL, longest)
         fields["original_max_position"] = own or max_position
+    if kind == "longrope":
+        fields["factor"] = fields.get("factor") or max_position / fields["original_max_position"]
     base = rope.number("rope_theta", None, low=1e-9) or keys.number(theta, None, low=1e-9)
     return RopeConfig(base or 10_000.0, kind, **fields, query_growth=growth)
+
+
+def _read_factors(rope: JsonKeys, field: str) -> tuple[float, ...]:
+    """Return a list of positive numbers."""
+    values = rope.get(field)
+    is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and x > 0
+    if not isinstance(values, list) or not all(map(is_number, values)):
+        raise rope.wrong(field, values, "must be a list of numbers above 0")
+    return tuple(map(float, values))
+
+
+def _rotated_share(keys: JsonKeys) -> float:
+    """Return the share of a head with latent attention that RoPE rotates."""
+    rotated, others = (keys.integer(key, 2**12) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
+    return rotated / (rotated + others)
 
 
 def _share_of_rotary_dim(keys: JsonKeys, family: str) -> float:
@@ -120,16 +149,24 @@ def write_ropes(config: TransformerConfig) -> dict[str, Any]:
     Args:
         config: with fields without effect at their defaults (`canonical_rope`).
     """
+    # The keys of transformers 4.
     facts, rope = FAMILIES[config.family], config.rope
     theta = None if facts.null_theta and not any(config.rope_layers or (True,)) else rope.theta
     partial = {PARTIAL: rope.partial_rotary} if facts.partial_rotary else {}
     scaling, has_scaling = {**_section(rope), **partial}, rope.scaling != "default"
+    old = {**scaling, "type": rope.scaling}
+    if rope.scaling == "longrope":  # transformers 4 takes three keys, and other keys beside them
+        partial[ORIGINAL] = rope.original_max_position
+        if rope.factor == config.max_position / rope.original_max_position:
+            del old["factor"]
+        old = {key: x for key, x in old.items() if key not in ("rope_type", ORIGINAL, PARTIAL)}
     keys = {
         **partial,
         **({DIMS: config.rotary_dim} if config.family == "minimax_m2" else {}),
         "rope_theta": theta,
-        "rope_scaling": {**scaling, "type": rope.scaling} if has_scaling else None,
+        "rope_scaling": old if has_scaling else None,
     }
+    # Sections of transformers 5, one a RoPE.
     full = {**scaling, "rope_theta": theta}
     if not facts.rope_by_layer_type:
         return {**keys, "rope_parameters": full}
@@ -148,8 +185,9 @@ def _section(rope: RopeConfig) -> dict[str, Any]:
     """Return the type of a RoPE and the fields that it reads."""
     section: dict[str, Any] = {"rope_type": rope.scaling}
     for name in ROPE_FIELDS[rope.scaling]:
-        if getattr(rope, name) is not None:
-            section[ORIGINAL if name == "original_max_position" else name] = getattr(rope, name)
+        if (value := getattr(rope, name)) is not None:
+            own = ORIGINAL if name == "original_max_position" else name
+            section[own] = list(value) if name in FACTORS else value
     section |= {PARTIAL: rope.partial_rotary} if rope.scaling == PROPORTIONAL else {}
     return {**section, GROWTH: rope.query_growth} if rope.query_growth else section
 

@@ -99,9 +99,12 @@ def read_rope_layers(keys: JsonKeys, family: str, num_layers: int) -> tuple[bool
 
     `no_rope_layers` of SmolLM3 has 1 for a layer with RoPE and 0 for a layer without, despite its name. No
     layer of OLMo-hybrid rotates them if `rope_theta` is null, which an absent key is not; none of Nemotron-H.
+    All layers of Granite 4 do if `position_embedding_type` is "rope", else none.
     """
     if not FAMILIES[family].has_rope:
         return (False,) * num_layers
+    if switch := FAMILIES[family].rope_switch:
+        return None if keys.get(switch) == "rope" else (False,) * num_layers
     if FAMILIES[family].null_theta:
         parameters = keys.get("rope_parameters")
         given = parameters if isinstance(parameters, dict) and "rope_theta" in parameters else keys.raw
@@ -121,6 +124,8 @@ def read_rope_layers(keys: JsonKeys, family: str, num_layers: int) -> tuple[bool
 
 def write_rope_layers(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of config.json that `read_rope_layers` reads."""
+    if switch := FAMILIES[config.family].rope_switch:
+        return {switch: "rope" if all(config.rope_layers or (True,)) else "nope"}
     if "no_rope_layer_interval" not in FAMILIES[config.family].defaults:
         return {}
     return {"no_rope_layers": [int(on) for on in config.rope_layers or (True,) * config.num_layers]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -158,8 +159,9 @@ def apply_rope(
 def rope_frequencies(config: TransformerConfig, rope: RopeConfig) -> tuple[np.ndarray, float]:
     """Return radians per position for each of rotary_dim / 2 pairs (float64), and the factor on cos and sin.
 
-    Sources: linear (kaiokendev), yarn (arXiv 2309.00071, section 3), llama3 (Llama 3.1), proportional (Gemma
-    4), each as HF defines it. "dynamic" has the default frequencies up to max_position.
+    Sources: linear (kaiokendev), yarn (arXiv 2309.00071, section 3), llama3 (Llama 3.1), longrope (arXiv
+    2402.13753), proportional (Gemma 4), each as HF defines it. "dynamic" has the default frequencies up to
+    max_position.
     """
     frequencies = rope.theta ** -(np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim)
     original = rope.original_max_position or config.max_position
@@ -172,6 +174,9 @@ def rope_frequencies(config: TransformerConfig, rope: RopeConfig) -> tuple[np.nd
             return _yarn(rope, frequencies, original), _yarn_attention_factor(rope)
         case "llama3":
             return _llama3(rope, frequencies, original), 1.0
+        case "longrope":
+            divisors = np.asarray(rope.long_factor if rope.is_long else rope.short_factor)
+            return frequencies / divisors, _longrope_attention_factor(rope, original)
         case "proportional":
             rotated = int(rope.partial_rotary * config.rotary_dim // 2)
             return np.where(np.arange(len(frequencies)) < rotated, frequencies / rope.factor, 0.0), 1.0
@@ -195,12 +200,12 @@ def _yarn(rope: RopeConfig, frequencies: np.ndarray, original: int) -> np.ndarra
 
 
 def attention_scale(config: TransformerConfig) -> float:
-    """Return the factor of attention scores: 1 / sqrt(head_dim), or of score_size if the model has one.
+    """Return the factor of attention scores: `attention_multiplier`, or 1 / sqrt(head_dim).
 
     Latent attention with yarn multiplies by the square of yarn's magnitude at mscale_all_dim, as transformers
     does (`yarn_apply_mscale`).
     """
-    scale, rope = 1 / math.sqrt(config.score_size or config.head_dim), config.rope
+    scale, rope = config.attention_multiplier or 1 / math.sqrt(config.head_dim), config.rope
     if config.mla and rope.scaling == "yarn" and rope.mscale_all_dim:
         scale *= _yarn_magnitude(rope, rope.mscale_all_dim) ** 2
     return scale
@@ -212,6 +217,24 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return _yarn_magnitude(rope, rope.mscale) / _yarn_magnitude(rope, rope.mscale_all_dim)
     return _yarn_magnitude(rope, 1.0)
+
+
+def _longrope_attention_factor(rope: RopeConfig, original: int) -> float:
+    if rope.attention_factor is not None or rope.factor <= 1:
+        return rope.attention_factor or 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(original))
+
+
+def for_length(c: TransformerConfig, longest: int) -> TransformerConfig:
+    """Return the architecture for sequences of up to `longest` tokens.
+
+    A model with longrope has two sets of frequencies. transformers chooses anew at each forward pass, by the
+    longest sequence in it; here one set serves a run, so that cached keys and old log-probs fit the new ones.
+    """
+    if c.rope.scaling != "longrope":
+        return c
+    is_long = longest > (c.rope.original_max_position or c.max_position)
+    return dataclasses.replace(c, rope=dataclasses.replace(c.rope, is_long=is_long))
 
 
 def _yarn_magnitude(rope: RopeConfig, weight: float) -> float:

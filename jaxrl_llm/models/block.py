@@ -185,10 +185,13 @@ def _read_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], name
 
 
 def _add_to_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], y, name: str):
-    """Add an output of attention or feed-forward to the residual stream. After the feed-forward the stream is
-    multiplied by the layer's scalar, if the model has one, which gets no gradient."""
+    """Add an output of attention or feed-forward to the residual stream, times the model's multiplier. After
+    the feed-forward the stream is multiplied by the layer's scalar, if the model has one, which gets no
+    gradient."""
     if c.norms != "before":
         y = normalize(c, constrain_residual(y), getattr(w, f"{name}_out_norm")[...])
+    if c.residual_multiplier != 1.0:  # in float32: bfloat16 would round the number itself
+        y = (y.astype(jnp.float32) * c.residual_multiplier).astype(y.dtype)
     scalar = jax.lax.stop_gradient(w.layer_scalar[...]) if c.layer_scalar and name == "mlp" else None
     return constrain_residual(x + y if scalar is None else (x + y) * scalar)
 
@@ -217,5 +220,6 @@ def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Arra
 
 
 def final_norm_fn(c: TransformerConfig):
-    """Return the final norm as a function for `per_token_call`."""
-    return lambda weight, x: normalize(c, x, weight)
+    """Return the final norm, which also divides logits by `logits_scaling`, as a function for
+    `per_token_call`."""
+    return lambda weight, x: normalize(c, x, weight, c.logits_scaling)

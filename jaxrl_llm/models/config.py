@@ -34,14 +34,15 @@ class RopeConfig:
 
     theta: Annotated[float, Range(1.0, 1e15, open_low=True, usual="1e4 to 1e6 is usual")] = 10_000.0
     """Base of the frequencies."""
-    scaling: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional"] = "default"
+    scaling: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"] = "default"
     """Context extension beyond the pretraining length; "proportional": frequency 0 after `partial_rotary`."""
     factor: Factor = 1.0
     """Ratio of the extended context to the original one (every scaling but "default")."""
     original_max_position: Count | None = None
-    """Pretraining length (yarn, llama3); None = `max_position` of the model."""
+    """Pretraining length (yarn, llama3, longrope); None = `max_position` of the model."""
     attention_factor: Factor | None = None
-    """Multiplies cos and sin (yarn); None = from factor, mscale and mscale_all_dim."""
+    """Multiplies cos and sin (yarn, longrope); None = from factor, and from mscale and mscale_all_dim (yarn)
+    or the original length (longrope)."""
     beta_fast: Factor = 32.0
     """Pairs with more rotations than this over the original length keep their frequency (yarn)."""
     beta_slow: Factor = 1.0
@@ -56,6 +57,12 @@ class RopeConfig:
     """Frequencies of wavelengths above original length / this are divided by `factor` (llama3)."""
     high_freq_factor: Factor = 4.0
     """Wavelengths below original length / this are unchanged (llama3)."""
+    short_factor: tuple[Factor, ...] | None = None
+    """Divisors of the frequencies, one a pair, for sequences up to the original length (longrope)."""
+    long_factor: tuple[Factor, ...] | None = None
+    """Divisors of the frequencies for longer sequences (longrope)."""
+    is_long: bool = False
+    """The divisors are `long_factor`; `attention.for_length` decides it by the longest sequence of a run."""
     partial_rotary: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
     """Fraction of a head's dims that RoPE rotates, from the first on (HF `partial_rotary_factor`), or with
     "proportional" scaling of its pairs."""
@@ -210,8 +217,12 @@ class TransformerConfig:
     """Added to the weights of RMSNorms: 1 if weights are stored as w and multiply as 1 + w (Gemma)."""
     norm_eps: Annotated[float, Range(0.0, 1.0, usual="1e-6 is usual")] = 1e-6
     """Added to the mean square in every RMSNorm."""
-    scale_embeddings: bool = False
-    """Multiply embeddings by sqrt(hidden_size), rounded to the type of activations (Gemma)."""
+    embedding_multiplier: Factor = 1.0
+    """Multiplies embeddings, rounded to the type of activations; sqrt(hidden_size) in Gemma."""
+    residual_multiplier: Factor = 1.0
+    """Multiplies what attention and feed-forward add to the residual stream (Granite)."""
+    logits_scaling: Factor = 1.0
+    """Logits are divided by this, in the final norm, whose float32 weights it divides (Granite)."""
     layer_scalar: bool = False
     """Multiply the residual stream after each layer by a stored number, which is not trained (Gemma 4)."""
     tie_embeddings: bool = True
@@ -230,9 +241,9 @@ class TransformerConfig:
     """True for each layer that uses the sliding window; None = all layers."""
     attention_sinks: bool = False
     """A learnt score per head in the denominator of attention's softmax (gpt-oss)."""
-    score_size: Factor | None = None
-    """Attention scores are divided by the square root of this; None = head_dim (Gemma's
-    `query_pre_attn_scalar`)."""
+    attention_multiplier: Factor | None = None
+    """Multiplies attention scores; None = 1 / sqrt(head_dim). For Gemma 3 it is the -0.5th power of
+    `query_pre_attn_scalar`."""
     attention_softcap: Factor | None = None
     """c: attention scores become c tanh(score / c) (Gemma 2)."""
     logit_softcap: Factor | None = None
@@ -310,8 +321,13 @@ class TransformerConfig:
             layers = getattr(self, name)
             if layers is not None and len(layers) != self.num_layers:
                 yield name, f"has {len(layers)} entries: it must have one a layer, {self.num_layers}."
-        if self.local_rope and self.local_rope.scaling == "dynamic":
-            yield "local_rope", "has scaling dynamic: it needs a scaling that does not depend on the length."
+        if self.local_rope and self.local_rope.scaling in ("dynamic", "longrope"):
+            scaling = f"has scaling {self.local_rope.scaling}"
+            yield "local_rope", f"{scaling}: it needs a scaling that does not depend on the length."
+        if self.rope.scaling == "longrope":
+            for name in ("short_factor", "long_factor"):
+                if len(getattr(self.rope, name) or ()) != rotary // 2:
+                    yield "rope", f"has {name}: it must have a number for each pair, {rotary // 2}."
         if self.global_heads:
             yield from self.global_heads.problems_in(self)
         elif self.local_rope and self.local_rope.partial_rotary != self.rope.partial_rotary:

@@ -95,15 +95,16 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> 
 
 
 def normalize(
-    c: TransformerConfig, x: Float[Array, "*B D"], weight: Float[Array, "D"]
+    c: TransformerConfig, x: Float[Array, "*B D"], weight: Float[Array, "D"], divisor: float = 1.0
 ) -> Float[Array, "*B D"]:
-    """Apply an RMSNorm of the model, with its `norm_offset` and `norm_eps`."""
-    return rms_norm(x, weight + c.norm_offset if c.norm_offset else weight, c.norm_eps)
+    """Apply an RMSNorm of the model, with its `norm_offset` and `norm_eps`, and divide by `divisor`."""
+    weight = weight + c.norm_offset if c.norm_offset else weight
+    return rms_norm(x, weight if divisor == 1.0 else weight / divisor, c.norm_eps)
 
 
 def scale_embeddings(c: TransformerConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Multiply embeddings by sqrt(D), rounded to the type of x, if the model does."""
-    return x * jnp.asarray(math.sqrt(c.hidden_size), x.dtype) if c.scale_embeddings else x
+    """Multiply embeddings by the model's `embedding_multiplier`, rounded to the type of x."""
+    return x if c.embedding_multiplier == 1.0 else x * jnp.asarray(c.embedding_multiplier, x.dtype)
 
 
 class Initializer:

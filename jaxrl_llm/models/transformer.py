@@ -188,8 +188,9 @@ class Transformer(nnx.Module):
         return fetch((self.embed if self.config.tie_embeddings else self.lm_head)[...])
 
     def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """Apply the value head to final hidden states, in float32."""
-        return hidden.astype(jnp.float32) @ fetch(self.value[...])[0]
+        """Apply the value head to final hidden states, in float32; `logits_scaling` is for logits only."""
+        values = hidden.astype(jnp.float32) @ fetch(self.value[...])[0]
+        return values if self.config.logits_scaling == 1.0 else values * self.config.logits_scaling
 
     def __call__(self, *args, **settings) -> Float[Array, "B T D"]:
         """Return the hidden states of `forward`."""

@@ -79,6 +79,7 @@ def open_session(args: ChatArguments) -> Session:
         tokenizer = model.read_tokenizer()
         set_template(tokenizer, args.chat)
         longest = min(args.context, model.config.max_position)
+        model = model.for_length(longest)
         args = dataclasses.replace(args, context=longest, max_tokens=min(args.max_tokens, longest - 1))
         lengths = {"context": args.context, "max_tokens": args.max_tokens}
         engine = conversation_engine(model, tokenizer, mesh=mesh, dtype=dtype, **lengths)

@@ -96,6 +96,8 @@ class Generator:
             make_request(config, positions, self.tokenizer, i, example=example)
             for i, example in enumerate(examples)
         ]
+        longest = (len(request.prompt_ids) + request.max_tokens for request in self.requests)
+        self.model = self.model.for_length(max(longest, default=1))
 
     def windows(self, start: int = 0) -> Iterator[tuple[Sequence[Example], list[list[Trajectory]], float]]:
         """Load the model; yield (examples, their responses, tokens per second) for several prompts at a time.

@@ -29,6 +29,7 @@ from jaxrl_llm.hf.peft_config import read_adapter_config
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
 from jaxrl_llm.models import TransformerConfig, lora
+from jaxrl_llm.models.attention import for_length
 from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.sharding.placement import reshard
 from jaxrl_llm.sharding.rules import TRAIN, Rules
@@ -55,6 +56,12 @@ class StoredModel(NamedTuple):
     end_ids: tuple[int, ...]  # `generation_end_ids`
     step: int | None  # of the run's checkpoint; None = not a run's model
     load: Callable[[Mesh, Rules, str], Params]  # (mesh, rules, dtype) -> the sharded weights
+
+    def for_length(self, longest: int) -> StoredModel:
+        """Return the model for sequences of up to `longest` tokens (`attention.for_length`)."""
+        config = for_length(self.config, longest)
+        load = lambda *settings: models.with_heads(self.load(*settings), config)
+        return self if config == self.config else self._replace(config=config, load=load)
 
 
 def open_model(name: str, choice: ModelChoice) -> StoredModel:

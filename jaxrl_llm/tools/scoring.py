@@ -112,6 +112,10 @@ def logprob_scores(args: ScoreArguments, model: StoredModel, rows: RawRows) -> S
         else:
             read_sequences(row, where)
             tokenizer = tokenizer or model.read_tokenizer()
+    if config.rope.scaling == "longrope":  # the longest row chooses its frequencies
+        groups = (encode_row(tokenizer, config, *rows[i], chat=args.chat)[1] for i in range(len(rows)))
+        model = model.for_length(max(len(sequence["tokens"]) for group in groups for sequence in group))
+    # Weights, and the function of their forward pass.
     dtype = pick_dtype(args.dtype)
     with working("loading the model"):
         params = model.load(mesh, TRAIN, dtype)

@@ -55,6 +55,9 @@ HF_CLASSES = {
     "olmo_hybrid": transformers.OlmoHybridConfig,
     "lfm2": transformers.Lfm2Config,
     "lfm2_moe": transformers.Lfm2MoeConfig,
+    "mistral4": transformers.Mistral4Config,
+    "granite": transformers.GraniteConfig,
+    "granitemoehybrid": transformers.GraniteMoeHybridConfig,
     "nemotron_h": transformers.NemotronHConfig,
 }
 LFM2 = ("lfm2", "lfm2_moe")
@@ -191,13 +194,15 @@ def test_a_missing_tensor_is_named():
 @pytest.mark.parametrize("family", HF_CLASSES)
 def test_absent_keys_mean_what_they_mean_to_transformers(family):
     extra = {"glm4_moe": {"head_dim": 128}, "gemma4_text": {"hidden_size_per_layer_input": 0}}
+    extra["granitemoehybrid"] = {"layer_types": ["mamba", "attention"] * 16}
     extra = extra.get(family, {})  # defaults that are odd or not supported
     config, theirs = read_config({"model_type": family, **extra}), HF_CLASSES[family](**extra)
     assert config == read_config(json.loads(json.dumps({"model_type": family, **theirs.to_dict()})))
     assert config.vocab_size == theirs.vocab_size
     assert config.hidden_size == theirs.hidden_size
     if family != "qwen3_5_moe_text":  # all its layers have experts
-        assert config.mlp_size == (8192 if family == "lfm2" else theirs.intermediate_size)  # 2/3 of 12,288
+        own = {"lfm2": 8192, "granitemoehybrid": theirs.to_dict().get("shared_intermediate_size")}
+        assert config.mlp_size == own.get(family, theirs.intermediate_size)  # of LFM2 2/3 of 12,288
     assert config.num_layers == theirs.num_hidden_layers
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
@@ -216,6 +221,9 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
             1e6, "yarn", 16.0, original_max_position=16_384, mscale=1.0, mscale_all_dim=1.0, query_growth=0.1
         ),
     }
+    own["mistral4"] = dataclasses.replace(
+        own["ministral3"], theta=1e4, factor=128.0, original_max_position=8192
+    )
     assert config.rope == own.get(family, RopeConfig())
     own = {"gemma3_text": RopeConfig(1e4), "gemma4_text": RopeConfig(1e4), "olmo3": RopeConfig(5e5)}
     assert config.local_rope == own.get(family)
@@ -390,11 +398,22 @@ CASES = [
     *[
         (family, {})
         for family in FAMILIES
-        if family not in ("baichuan", "gemma4_text", "lfm2_moe", "nemotron_h", *LATENT, *QWEN35)
+        if family
+        not in ("baichuan", "gemma4_text", "lfm2_moe", "nemotron_h", "granitemoehybrid", *LATENT, *QWEN35)
     ],
     *[(family, {"num_hidden_layers": 4}) for family in QWEN35],
     ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
     ("nemotron_h", {"layers_block_type": ["mamba", "attention", "moe", "mlp"], "num_hidden_layers": 4}),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4}),
+    ("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 0}),
+    (
+        "phi3",
+        {
+            **{"partial_rotary_factor": 0.5, "original_max_position_embeddings": 512},
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]},
+        },
+    ),
+    ("mistral4", {"num_key_value_heads": 4}),
     ("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     ("gemma4_text", {"hidden_size_per_layer_input": 0}),
     ("glm4_moe_lite", {"num_key_value_heads": 4}),
@@ -449,8 +468,8 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
         ),
         (tiny(hidden_act="relu"), r"hidden_act='relu' is not supported; supported: silu, swish, gelu"),
         (
-            tiny(rope_scaling={"type": "longrope", "factor": 2.0}),
-            r"config.json: type='longrope' .*: default, linear",
+            tiny(rope_scaling={"type": "ntk", "factor": 2.0}),
+            r"config.json: type='ntk' .*: default, linear",
         ),
         (tiny(rope_scaling={"type": "linear"}), r"rope_type='linear' needs 'factor'"),
         (tiny(rope_scaling={"type": "llama3", "factor": 2.0}), r"needs 'low_freq_factor'"),

@@ -33,7 +33,7 @@ LATENTS = dataclasses.replace(
 )
 GEMMA = dataclasses.replace(
     TINY, num_layers=3, sliding_window=3, window_layers=(True, True, False), norms="both", norm_offset=1.0,
-    scale_embeddings=True, score_size=6.0, local_rope=models.RopeConfig(theta=100.0),
+    embedding_multiplier=32**0.5, attention_multiplier=6**-0.5, local_rope=models.RopeConfig(theta=100.0),
 )  # fmt: skip
 GEMMA4 = dataclasses.replace(
     GEMMA, global_heads=GlobalHeads(1, 16, keys_as_values=True), value_norm=True, layer_scalar=True,

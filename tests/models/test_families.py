@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from family_cases import BASE, CASES, DELTA, EXPERTS, GLM, MINIMAX, NEMOTRON, SPECIAL
+from family_cases import BASE, CASES, DELTA, EXPERTS, GLM, GRANITE_HYBRID, MINIMAX, NEMOTRON, SPECIAL
 from hf_oracle import TOLERANCE, agree_in_greedy_text, hf_logits, our_logits, soft_capped, state_dict
 from hf_tensors import params_from_tensors, tensors_of
 from lora_models import with_random_adapters, with_stored_adapters
@@ -22,9 +22,14 @@ from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
 from jaxrl_llm.models import LoraConfig, named_leaves
+from jaxrl_llm.models.attention import for_length
 from jaxrl_llm.models.lora import replace_weights
 from jaxrl_llm.models.lora_config import TARGETS
 
+# transformers 5.24 has the class, but not in this list.
+transformers.AutoModelForCausalLM.register(
+    transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+)
 LENGTH = 37
 SELECTION_BIAS = ("e_score_correction_bias", "expert_bias")
 CONSTANT = (*SELECTION_BIAS, "layer_scalar")
@@ -58,7 +63,7 @@ def raw_of(model):
 
 def ours(model):
     """Our model with the same weights."""
-    config = read_config(raw_of(model))
+    config = for_length(read_config(raw_of(model)), LENGTH)
     return params_from_tensors(config, on_disk(state_dict(model), config))
 
 
@@ -86,6 +91,13 @@ def original_names(tensors, delta):
     return out
 
 
+GRANITE_NAMES = {
+    ".router.weight": ".router.layer.weight",
+    ".experts.gate_up_proj": ".input_linear.weight",
+    ".experts.down_proj": ".output_linear.weight",
+}
+
+
 def unfused(tensors, family):
     """A tensor for each matrix of each expert."""
     names = dict(gate="w1", up="w3", down="w2") if family in ("minimax_m2", "lfm2_moe") else {}
@@ -93,7 +105,10 @@ def unfused(tensors, family):
     for name, x in tensors.items():
         name = name.replace("model.", "backbone.", 1) if family == "nemotron_h" else name
         name = name.replace(".mlp.", ".block_sparse_moe.") if family == "minimax_m2" else name
-        if ".experts." not in name or family == "gemma4_text":
+        if family == "granitemoehybrid":
+            for theirs, disk in GRANITE_NAMES.items():
+                name = name.replace(theirs, disk)
+        if ".experts." not in name or family in ("gemma4_text", "mistral4"):
             out[name] = x
             continue
         prefix, _, last = name.rpartition(".")
@@ -181,9 +196,12 @@ def test_greedy_text(case):
         "lfm2",
         "lfm2 moe",
         "nemotron",
+        "granite",
+        "granite-4",
         "olmo-hybrid",
         "ministral3",
         "glm-4.7",
+        "mistral4",
         "minimax-m2",
         "phi-4",
     ],
@@ -265,7 +283,9 @@ def test_adapters_of_the_usual_layers_leave_others_of_recurrent_layers_alone(tmp
     assert np.abs(expected - our_logits(base, tokens)).max() > 0.1
 
 
-@pytest.mark.parametrize("case", ["olmo-hybrid"])
+@pytest.mark.parametrize(
+    "case", with_slow(["olmo-hybrid", "granite-4", "mistral4"], {"granite-4", "mistral4"})
+)
 def test_a_packed_row_has_the_logits_of_single_rows(case):
     """States, which betas up to 2 turn round, begin anew; transformers itself would leak over the border."""
     model, tokens, cut = oracle(case), some_tokens(rows=1), 14
@@ -292,7 +312,9 @@ def test_config_reads_back_in_transformers(case):
     np.testing.assert_array_equal(hf_logits(again, some_tokens()), hf_logits(model, some_tokens()))
 
 
-@pytest.mark.parametrize("case", ["glm-4.7", "minimax-m2", "qwen3-next", "nemotron", "gemma4 moe"])
+@pytest.mark.parametrize(
+    "case", ["glm-4.7", "minimax-m2", "qwen3-next", "nemotron", "granite-4", "mistral4", "gemma4 moe"]
+)
 def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
     """Weights of a layer after the last one are skipped; transformers reads what is written."""
     model, tokens = oracle(case), some_tokens()
@@ -301,7 +323,7 @@ def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
     stored, file = load_file(folder / "model.safetensors"), "model.safetensors"
     predictor = f"model.layers.{model.config.num_hidden_layers}.eh_proj.weight"
     predictor = "mtp.fc.weight" if case in ("qwen3-next", "nemotron") else predictor
-    has_predictor = case != "gemma4 moe"
+    has_predictor = case not in ("granite-4", "mistral4", "gemma4 moe")
     save_file({**stored, **({predictor: torch.ones(2, 2)} if has_predictor else {})}, folder / file)
     for source, target in ((folder, first), (first, second)):
         params = load_params(source, read_config(source))
@@ -393,6 +415,29 @@ def test_what_nemotron_lacks_is_refused_by_name(changes, message):
     del raw["num_hidden_layers"]
     assert read_config(raw).layer_kinds == ("mamba", "experts", "mamba", "attention", "mlp", "experts")
     raw["layers_block_type"] = None if "hybrid_override_pattern" in changes else raw["layers_block_type"]
+    with pytest.raises(ValueError, match=message):
+        read_config({**raw, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["mamba"] * 4}, "layer_kinds has no attention"),
+        (
+            {"layer_types": ["mamba", "attention", "moe", "mamba"]},
+            "layer_types=.*'moe'.* must be a list of mamba",
+        ),
+        (
+            {"mamba_d_head": 9},
+            "mamba_d_head=9 times mamba_n_heads must be 64, mamba_expand times hidden_size",
+        ),
+        ({"time_step_limit": [0.01, 0.1]}, r"time_step_limit=\[0.01, 0.1\] is not supported"),
+        ({"hidden_act": "gelu"}, 'hidden_act=.gelu. is not supported; supported: "silu"'),
+    ],
+)
+def test_what_granite_4_lacks_is_refused_by_name(changes, message):
+    raw = {"model_type": "granitemoehybrid", **BASE, **GRANITE_HYBRID}
+    assert read_config({**raw, "time_step_limit": [0.0, {"__float__": "Infinity"}]}) == read_config(raw)
     with pytest.raises(ValueError, match=message):
         read_config({**raw, **changes})
 

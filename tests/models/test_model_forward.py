@@ -35,7 +35,7 @@ MIXED = dataclasses.replace(
     WINDOWED,
     norms="both",
     norm_offset=1.0,
-    scale_embeddings=True,
+    embedding_multiplier=32**0.5,
     local_rope=models.RopeConfig(theta=100.0),
     rope=models.RopeConfig(original_max_position=4, query_growth=0.4),
     rope_layers=(False, True),

@@ -50,8 +50,8 @@ GPT_OSS = dataclasses.replace(
     attention_sinks=True, moe=MoEConfig(6, 2, 24, score="softmax_of_chosen", bias=True, swiglu_limit=1.0),
 )  # fmt: skip
 GEMMA = dataclasses.replace(
-    QWEN, sliding_window=7, window_layers=(True, False), norms="both", norm_offset=1.0, scale_embeddings=True,
-    local_rope=models.RopeConfig(theta=100.0),
+    QWEN, sliding_window=7, window_layers=(True, False), norms="both", norm_offset=1.0,
+    embedding_multiplier=32**0.5, local_rope=models.RopeConfig(theta=100.0),
 )  # fmt: skip
 GEMMA4 = dataclasses.replace(
     GEMMA, global_heads=GlobalHeads(1, 16, keys_as_values=True), value_norm=True, layer_scalar=True,
