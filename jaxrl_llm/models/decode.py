@@ -38,6 +38,7 @@ from jaxrl_llm.models.mla import DecodeLatents, cache_dims
 from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.recurrent import RECURRENT, State, with_paths
 from jaxrl_llm.models.rows import Packing, per_token_call
+from jaxrl_llm.models.slot_states import make_state_fn
 from jaxrl_llm.models.stacks import collect_layers, layer_places, layer_stacks, scan_layers
 from jaxrl_llm.models.transformer import Layers, Transformer, cast_weights
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
@@ -134,13 +135,16 @@ def init_ring_cache(
     arrays = [((), of) for of in dims] if is_unrolled(c) else [((n,), of) for of, n in Counter(dims).items()]
     k = tuple(jnp.zeros((*n, slots, heads, size, length), dtype) for n, (heads, size) in arrays)
     v = tuple(jnp.zeros((*n, slots, heads, length, size), dtype) for n, (heads, size) in arrays)
-    states = ()
-    if c.recurrent_kind:
-        recurrent = c.num_recurrent_layers
-        count, depth = (recurrent, ()) if is_unrolled(c) else (1, (recurrent,))
-        empty = RECURRENT[c.recurrent_kind].empty_state
-        states = tuple(empty(c, (*depth, slots), dtype) for _ in range(count))
-    return RingCache(k, () if c.mla and not strict else v, jnp.int32(0), states)
+    return RingCache(k, () if c.mla and not strict else v, jnp.int32(0), empty_states(c, slots, dtype))
+
+
+def empty_states(c: TransformerConfig, slots: int, dtype: DTypeLike) -> tuple[State, ...]:
+    """Return the states of `slots` sequences before their first token; () for a model without states."""
+    if not (recurrent := c.num_recurrent_layers):
+        return ()
+    count, depth = (recurrent, ()) if is_unrolled(c) else (1, (recurrent,))
+    empty = RECURRENT[c.recurrent_kind].empty_state
+    return tuple(empty(c, (*depth, slots), dtype) for _ in range(count))
 
 
 def next_token_logits(
@@ -206,12 +210,13 @@ def decode_ring(
 
     Args:
         tokens: the token of each slot.
-        positions: its position in the sequence, 0, 1, ...
+        positions: its position in the sequence, 0, 1, ...; -1 = none, which leaves the slot's states.
 
     Returns: (hidden state after the final norm, cache with the token's keys and values, its routes).
     """
     # Position embeddings of the token.
-    by_row, positions = per_token_call(strict), positions[:, None]
+    by_row, valid, positions = per_token_call(strict), positions[:, None] >= 0, jnp.maximum(positions, 0)
+    positions = positions[:, None]
     tables = by_row(rope_fn(c), None, positions)
 
     # Layers read their part of the cache and put the new one in its place.
@@ -224,10 +229,9 @@ def decode_ring(
             x, _, routing = run(attention_fn=None)
             return (x, ks, vs, states), None, routing
         if c.kind in RECURRENT:
-            read, write = _state_of(states[array], index)
-            step = RECURRENT[c.kind].make_step_fn(c, w, read, strict=strict)
-            x, new, routing = run(attention_fn=step)
-            return (x, ks, vs, put(states, write(new))), None, routing
+            step = make_state_fn(c, w, states, valid, at=(array, index), strict=strict)
+            x, (states, _), routing = run(attention_fn=step)
+            return (x, ks, vs, states), None, routing
         kv, sinks = (ks[array], vs[array] if vs else None), sinks_of(w)
         attend = _attend_ring(
             c, kv, index, cache.cursor, positions=positions, window=numbers.window, sinks=sinks, strict=strict
@@ -240,17 +244,6 @@ def decode_ring(
     (x, ks, vs, states), _, routes = apply_layers(c, weights.layers, layer, carry)
     hidden = by_row(final_norm_fn(c), weights.norm, x)[:, 0]
     return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length), states), routes
-
-
-def _state_of(states: State, index: tuple):
-    """Return the state of a layer, and the function that puts a new one in its place."""
-    if not index:
-        return states, lambda new: new
-    take = lambda x: jax.lax.dynamic_index_in_dim(x, *index, keepdims=False)
-    write = lambda new: jax.tree.map(
-        lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, *index, 0), states, new
-    )
-    return jax.tree.map(take, states), write
 
 
 def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.gated_delta.reference import delta_step, gated_delta, recurrent_delta
@@ -146,16 +146,32 @@ def _over_rows(rule, rows: Packing, *tokens: Array):
     return rule(*tokens, segments=rows.segments, last=rows.last, levels=MAX_LEVELS)
 
 
-def make_step_fn(c: TransformerConfig, w: Layers, state: DeltaState, *, strict: bool = False):
-    """Return the function (inputs, g, beta) -> (out, DeltaState) for one more token of each sequence."""
+def make_step_fn(
+    c: TransformerConfig, w: Layers, state: DeltaState, valid: Bool[Array, "S T"], *, strict: bool = False
+):
+    """Return the function (inputs, g, beta) -> (out, DeltaState) for the next tokens of each sequence."""
 
     def apply(inputs, g, beta):
-        window, kept = step_window(state.inputs, inputs)
+        window, kept = step_window(state.inputs, inputs, valid)
         q, k, v = _mix_windows(c, w, window, inputs.dtype, strict=strict)
-        out, new = delta_step(state.map, *(x[:, 0] for x in (q, k, v, g, beta)))
-        return out[:, None], DeltaState(new, kept)
+        out, new = add_tokens(state.map, valid, q, k, v, g, beta, strict=strict)
+        return out, DeltaState(new, kept)
 
     return apply
+
+
+def add_tokens(
+    state: Float[Array, "S H K V"], valid: Bool[Array, "S T"], *tokens: Array, strict: bool
+) -> tuple[Float[Array, "S T H V"], Float[Array, "S H K V"]]:
+    """Add the valid tokens (q, k, v, g, beta or none) to the states, as `gated_delta`; return (out, states).
+
+    A single token and all tokens of strict mode are added by `delta_step`, so that their bits are the same.
+    """
+    if valid.shape[1] > 1:
+        rule = recurrent_delta if strict else gated_delta
+        return rule(*tokens, segments=valid.astype(jnp.int32), initial=state)
+    out, new = delta_step(state, *(x[:, 0] for x in tokens))
+    return out[:, None], jnp.where(valid[..., None, None], new, state)
 
 
 def _mix_windows(

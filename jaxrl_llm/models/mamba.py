@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from jaxrl_kernels.gated_delta.reference import delta_step
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.models.delta import make_rule
+from jaxrl_llm.models.delta import add_tokens, make_rule
 from jaxrl_llm.models.linear import Initializer, apply_linear, rms_norm
 from jaxrl_llm.models.paths import causal_conv, conv_taps, conv_window, convolve
 from jaxrl_llm.models.rows import Packing, last_inputs, per_token_call, step_window
@@ -111,14 +110,16 @@ def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool
     return apply
 
 
-def make_step_fn(c: TransformerConfig, w: Layers, state: MambaState, *, strict: bool = False):
-    """Return the function (inputs, g, dt) -> ((out, x), MambaState) for one more token of each sequence."""
+def make_step_fn(
+    c: TransformerConfig, w: Layers, state: MambaState, valid: Bool[Array, "S T"], *, strict: bool = False
+):
+    """Return the function (inputs, g, dt) -> ((out, x), MambaState) for the next tokens of each sequence."""
 
     def apply(inputs, g, dt):
-        window, kept = step_window(state.inputs, inputs)
+        window, kept = step_window(state.inputs, inputs, valid)
         q, k, x, v = _mix_windows(c, w, window.astype(inputs.dtype), dt, strict=strict)
-        out, new = delta_step(state.map, *(token[:, 0] for token in (q, k, v, g)))
-        return (out[:, None], x), MambaState(new, kept)
+        out, new = add_tokens(state.map, valid, q, k, v, g, strict=strict)
+        return (out, x), MambaState(new, kept)
 
     return apply
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Num, UInt
+from jaxtyping import Array, Bool, Float, Int, Num, UInt
 
 from jaxrl_kernels.batch_invariant import RingKeys, invariant_attention
 from jaxrl_kernels.chips import LANES
@@ -30,7 +30,9 @@ from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, PromptCache, apply_layers
 from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
+from jaxrl_llm.models.recurrent import RECURRENT, State
 from jaxrl_llm.models.rows import per_token_call
+from jaxrl_llm.models.slot_states import make_state_fn
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
 
 NULL_PAGE = 0
@@ -40,8 +42,8 @@ NO_PAGE = 2**30
 
 
 class PagedCache(NamedTuple):
-    """Pages of all layers. X = num_shards L P: each shard of the slots has P pages per layer, page n of layer
-    l at l P + n.
+    """Pages of the L layers with attention. X = num_shards L P: each shard of the slots has P pages a layer,
+    page n of layer l at l P + n.
 
     R is head_dim, on TPU rounded up to LANES: memory is padded to LANES anyway, and otherwise the compiler
     sometimes lays out the pages with other dims last, and copies them all for the kernels.
@@ -51,6 +53,7 @@ class PagedCache(NamedTuple):
     v: Num[Array, "X K page R"] | None  # None: k holds latents (`models.mla`), which also serve as values
     k_scales: Float[Array, "X K page"] | None  # of 8-bit pages
     v_scales: Float[Array, "X K page"] | None
+    states: tuple[State, ...] = ()  # rows of states (`slot_states`), in the layout of `RingCache`
 
 
 def init_paged_cache(
@@ -62,7 +65,7 @@ def init_paged_cache(
     """
     lanes = LANES if device()[0] == "tpu" else 1
     heads, size = cache_dims(c, strict)
-    shape = (c.num_layers * num_pages, heads, page_size, -(-size // lanes) * lanes)
+    shape = (c.num_attention_layers * num_pages, heads, page_size, -(-size // lanes) * lanes)
     quantized = jnp.dtype(dtype).itemsize == 1
     scales = lambda: jnp.zeros(shape[:3], jnp.float32) if quantized else None
     if c.mla and not strict:
@@ -78,21 +81,32 @@ def decode_paged(
     tokens: Int[Array, "S T"],
     positions: Int[Array, "S T"],
     strict: bool = False,
-) -> tuple[Float[Array, "S T D"], PagedCache, UInt[Array, "S T sparse chosen"] | None]:
+) -> tuple[Float[Array, "S T D"], PagedCache, UInt[Array, "S T sparse chosen"] | None, tuple]:
     """Feed T tokens per slot through the model, after the tokens in the paged cache.
 
     Args:
+        cache: its states are of the slots.
         table: pages of each slot, in order, counted within its shard.
         tokens: the next tokens of each slot; T = 1 in decoding.
         positions: their positions in the sequence, 0, 1, ...; -1 = padding, which writes to NULL_PAGE.
 
-    Returns: (hidden states after the final norm, cache with the tokens' keys and values, their routes).
+    Returns: (hidden states after the final norm, cache with the tokens' keys and values and the states after
+        them, their routes, inputs of the recurrences for `states_after`).
     """
-    by_row = per_token_call(strict)
+    by_row, valid = per_token_call(strict), positions >= 0
     tables = by_row(rope_fn(c), None, jnp.maximum(positions, 0))
 
     def layer(model, carry, w, numbers, array, index):
-        x, cache = carry
+        x, cache, states = carry
+        rope = layer_rope(model, tables, numbers)
+        run = partial(block, model, w, x, rope, strict=strict, valid=valid, rules=ROLLOUT)
+        if not model.mixes:
+            x, _, routing = run(attention_fn=None)
+            return (x, cache, states), None, routing
+        if model.kind in RECURRENT:
+            step = make_state_fn(model, w, states, valid, at=(array, index), strict=strict)
+            x, (states, inputs), routing = run(attention_fn=step)
+            return (x, cache, states), inputs, routing
         layer_index, sinks = index[0] if index else array, sinks_of(w)
 
         # Sinks join the softmax after attention to the pages.
@@ -102,15 +116,41 @@ def decode_paged(
             return out if sinks is None or strict else add_sinks(out, lse, sinks)[0], new
 
         attend = DecodeLatents(attend) if cache.v is None else attend
-        rope = layer_rope(model, tables, numbers)
-        x, cache, routing = block(
-            model, w, x, rope, attention_fn=attend, strict=strict, valid=positions >= 0, rules=ROLLOUT
-        )
-        return (x, cache), None, routing
+        x, cache, routing = run(attention_fn=attend)
+        return (x, cache, states), None, routing
 
     x = constrain_residual(scale_embeddings(c, weights.embed[tokens]))
-    (x, cache), _, routes = apply_layers(c, weights.layers, layer, (x, cache))
-    return by_row(final_norm_fn(c), weights.norm, x), cache, routes
+    carry = x, cache._replace(states=()), cache.states
+    (x, pages, states), (_, inputs), routes = apply_layers(c, weights.layers, layer, carry)
+    return by_row(final_norm_fn(c), weights.norm, x), pages._replace(states=states), routes, tuple(inputs)
+
+
+def states_after(
+    c: TransformerConfig,
+    weights: DecodeWeights,
+    states: tuple[State, ...],
+    inputs: tuple,
+    *,
+    valid: Bool[Array, "S T"],
+    strict: bool = False,
+) -> tuple[State, ...]:
+    """Return the states after some of the tokens that `decode_paged` has read.
+
+    Args:
+        states: before these tokens.
+        inputs: returned by `decode_paged`.
+        valid: the tokens, the first ones of each slot.
+    """
+
+    def layer(model, states, w, numbers, array, index):
+        if model.kind not in RECURRENT:
+            return states, None, None
+        take = lambda x: jax.lax.dynamic_index_in_dim(x, *index, keepdims=False) if index else x
+        add = make_state_fn(model, w, states, valid, at=(array, index), strict=strict)
+        _, (states, _) = add(*jax.tree.map(take, inputs[array]))
+        return states, None, None
+
+    return apply_layers(c, weights.layers, layer, states)[0]
 
 
 def write_prompts(
@@ -121,7 +161,7 @@ def write_prompts(
     *,
     tables: Int[Array, "R N"],
 ) -> PagedCache:
-    """Write the keys and values of `decode.prefill` into pages.
+    """Write the keys and values of `decode.prefill` into pages; `cache` and `prompts` are without states.
 
     Args:
         tables: page tables, R = num_shards B rows; row s B + b has the pages of prompt b in shard s, in
@@ -145,7 +185,7 @@ def write_prompts(
 def copy_pages(
     c: TransformerConfig, cache: PagedCache, sources: Int[Array, "X"], targets: Int[Array, "X"]
 ) -> PagedCache:
-    """Copy page sources[i] to targets[i] in every layer; target NO_PAGE = no copy.
+    """Copy page sources[i] to targets[i] in every layer; target NO_PAGE = no copy. `cache` is without states.
 
     X = num_shards N: the first N copies belong to the first shard; page numbers count within a shard.
     """
@@ -192,19 +232,19 @@ def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, w
 
 
 def _write(c, cache: PagedCache, new, tables):
-    layers = jnp.arange(c.num_layers)[:, None, None] * _pages_per_layer(c, cache)
+    layers = jnp.arange(c.num_attention_layers)[:, None, None] * _pages_per_layer(c, cache)
     return jax.tree.map(lambda x, y: x.at[layers + tables].set(y), cache, _to_storage(cache, new))
 
 
 def _copy(c, cache: PagedCache, _, sources, targets):
-    layers = jnp.arange(c.num_layers)[:, None] * _pages_per_layer(c, cache)
+    layers = jnp.arange(c.num_attention_layers)[:, None] * _pages_per_layer(c, cache)
     copy = lambda x: x.at[layers + targets].set(x[layers + sources], mode="drop")
     return jax.tree.map(copy, cache)
 
 
 def _pages_per_layer(c: TransformerConfig, cache: PagedCache) -> int:
     """Return the pages of one layer in one shard."""
-    return cache.k.shape[0] // c.num_layers
+    return cache.k.shape[0] // c.num_attention_layers
 
 
 def _to_storage(cache: PagedCache, new: Sequence[Array]) -> PagedCache:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.models import delta, mamba, short_conv
 from jaxrl_llm.models.config import TransformerConfig
@@ -51,8 +51,20 @@ class RecurrentKind(Protocol):
             strict: the bits are those of steps.
         """
 
-    def make_step_fn(self, c: TransformerConfig, w: Layers, state: State, *, strict: bool = False):
-        """Return the function (*inputs) -> (out, state) for one more token of each sequence."""
+    def make_step_fn(
+        self,
+        c: TransformerConfig,
+        w: Layers,
+        state: State,
+        valid: Bool[Array, "S T"],
+        *,
+        strict: bool = False,
+    ):
+        """Return the function (*inputs) -> (out, state) for the next T tokens of each sequence.
+
+        Args:
+            valid: False = padding, after the tokens of a sequence, which does not change the state.
+        """
 
     def finish_mixed(self, c: TransformerConfig, w: Layers, out: Array, gate: Array) -> Float[Array, "B T D"]:
         """Return the output of the layer's first half, each token separately."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.paths import Paths, conv_state
@@ -36,11 +36,18 @@ def last_inputs(inputs: Float[Array, "B T C"], rows: Packing) -> Float[Array, "B
 
 
 def step_window(
-    kept: Float[Array, "S 1 N C"], inputs: Float[Array, "S 1 C"]
-) -> tuple[Float[Array, "S 1 W C"], Float[Array, "S 1 N C"]]:
-    """Return the inputs of the convolution of one more token, and the inputs to keep."""
-    window = jnp.concatenate([kept[:, 0], inputs.astype(kept.dtype)], axis=1)[:, None]
-    return window, window[:, :, 1:]
+    kept: Float[Array, "S 1 N C"], inputs: Float[Array, "S T C"], valid: Bool[Array, "S T"]
+) -> tuple[Float[Array, "S T W C"], Float[Array, "S 1 N C"]]:
+    """Return the inputs of the convolution of each next token, and the inputs to keep after the valid ones.
+
+    Args:
+        valid: False = padding, after the tokens of a sequence.
+    """
+    (*_, count, _), length = kept.shape, inputs.shape[1]
+    joined = jnp.concatenate([kept[:, 0], inputs.astype(kept.dtype)], axis=1)
+    window = jnp.stack([joined[:, i : i + length] for i in range(count + 1)], axis=2)
+    last = jnp.sum(valid, axis=1)[:, None] + jnp.arange(count)
+    return window, jnp.take_along_axis(joined, last[..., None], axis=1)[:, None]
 
 
 def per_token_call(strict: bool):

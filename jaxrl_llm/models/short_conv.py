@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import Initializer, apply_linear
@@ -74,11 +74,13 @@ def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool
     return apply
 
 
-def make_step_fn(c: TransformerConfig, w: Layers, state: ConvState, *, strict: bool = False):
-    """Return the function (inputs) -> (out, ConvState) for one more token of each sequence."""
+def make_step_fn(
+    c: TransformerConfig, w: Layers, state: ConvState, valid: Bool[Array, "S T"], *, strict: bool = False
+):
+    """Return the function (inputs) -> (out, ConvState) for the next tokens of each sequence."""
 
     def apply(inputs):
-        window, kept = step_window(state.inputs, inputs)
+        window, kept = step_window(state.inputs, inputs, valid)
         return _mix_windows(w, window, inputs.dtype, strict=strict), ConvState(kept)
 
     return apply

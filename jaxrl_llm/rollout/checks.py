@@ -91,8 +91,6 @@ def dynamic_rope_hint(scaling: str) -> str:
 
 def unpaged(model: TransformerConfig) -> str:
     """Return what keeps the cache of a model out of pages; "" = nothing."""
-    if model.layer_kinds:
-        return "the states of the model's recurrent layers are not in pages"
     if model.global_heads:
         return "the model's layers have heads of two sizes, and pages hold heads of one"
     return ""

@@ -112,7 +112,8 @@ class RolloutConfig(PlacementConfig):
     cache: Literal["auto", "ring", "paged"] = "auto"
     """KV cache: for every slot a ring buffer as long as the longest sequence; or pages, allocated as
     sequences grow, with a prompt's pages shared by its responses. auto = paged if a kernel reads pages (TPU,
-    Hopper), else ring, which plain JAX reads faster, with pages for conversations between turns."""
+    Hopper) and the model has no recurrent layers, else ring, which plain JAX reads faster, with pages for
+    conversations between turns."""
     cache_dtype: Literal["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"] | None = None
     """Type of cached keys and values; None = dtype. 8-bit types (one scale per token and head) need the paged
     cache; log-probs then differ more from the trainer's."""

@@ -201,8 +201,9 @@ def test_prompts_that_rows_repeat_have_the_same_bits():
 
 
 @pytest.mark.slow
-def test_text_and_log_probs_do_not_depend_on_the_other_slots():
-    few, many = generated(QWEN, "float32"), generated(QWEN, "float32", slots=12, chunk=5)
+@pytest.mark.parametrize("config", [QWEN, HYBRID, LFM2, MAMBA], ids=["qwen3", "delta", "conv", "mamba"])
+def test_text_and_log_probs_do_not_depend_on_the_other_slots(config):
+    few, many = generated(config, "float32"), generated(config, "float32", slots=12, chunk=5)
     for one, other in zip(few, many, strict=True):
         np.testing.assert_array_equal(one.response_ids, other.response_ids)
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
@@ -246,8 +247,13 @@ of_each_kind = pytest.mark.parametrize(
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
         pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
+        pytest.param(HYBRID, "float32", marks=pytest.mark.slow),
+        pytest.param(MAMBA, "bfloat16", marks=pytest.mark.slow),
     ],
-    ids=["qwen3", "windows, caps, sinks, biases", "gpt-oss bfloat16", "latents"],
+    ids=[
+        *("qwen3", "windows, caps, sinks, biases", "gpt-oss bfloat16", "latents"),
+        *("delta rule", "mamba bfloat16"),
+    ],
 )
 
 

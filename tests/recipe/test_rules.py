@@ -31,7 +31,6 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.models.config import RopeConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
-from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.recipe.checks import apply_all_rules, check_config, check_models, check_on_devices
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.recipe.rules_devices import DEVICES
@@ -44,9 +43,6 @@ RULES = RECIPE + MODEL + DEVICES
 SERVED = RolloutConfig(engine="sglang", launch=1)
 STOPS = RolloutConfig(sampling=SamplingConfig(stop_tokens=(10**6,)))
 EXPERTS = TransformerConfig(max_position=64, moe=MoEConfig(8, 4, expert_size=12))
-RECURRENT = TransformerConfig(
-    num_layers=2, max_position=64, layer_kinds=("delta", "attention"), delta=DeltaConfig()
-)
 TWO_SIZES = TransformerConfig(
     **{"num_layers": 2, "max_position": 64, "window_layers": (True, False), "sliding_window": 8},
     **{"local_rope": RopeConfig(), "global_heads": GlobalHeads(1, 256)},
@@ -81,7 +77,7 @@ CASES = {
     "_has_positions": dict(max_response_tokens=50),
     "_heads_divide": dict(devices="0:6", mesh=MeshConfig(tensor=3, sequence=2, sequence_parallel="ulysses")),
     "_recurrent_layers_fit": dict(
-        model=replace(RANDOM, architecture=RECURRENT), rollout=RolloutConfig(cache="paged")
+        model=replace(RANDOM, architecture=TWO_SIZES), rollout=RolloutConfig(cache="paged")
     ),
     "_stop_tokens_exist": dict(rollout=STOPS),
     "_experts_are_routed": dict(routing=RoutingConfig(balance_coef=0.1)),

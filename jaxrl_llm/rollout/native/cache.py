@@ -1,10 +1,10 @@
 """The cache of all slots behind one manager, whatever its layout.
 
 A slot is allocated; its prompt is inserted, or its kept turn extended; it is decoded in chunks; then it is
-finished. The layout holds the arrays and moves them. Only programs and layouts look into the arrays, so a
-further state of a slot, such as that of recurrent layers, is one more leaf of what prefill returns and
-decoding replaces: `insert` copies it from the prompt's row to each slot that continues the prompt, `reorder`
-picks it by slot, and `finish` and `allocate` keep it with a conversation.
+finished. The layout holds the arrays and moves them. Only programs and layouts look into the arrays, so the
+state of recurrent layers is one more leaf of what prefill returns and decoding replaces: `insert` copies it
+from the prompt's row to each slot that continues the prompt, `reorder` picks it by slot, and `finish` and
+`allocate` keep it with a conversation.
 """
 
 from __future__ import annotations
@@ -70,12 +70,20 @@ class CacheManager:
             return True
         return self.pages.allocate(slot, prompt_key, num_context, max_new_tokens, conversation=conversation)
 
-    def finish(self, slot: int, conversation: Hashable = None, num_tokens: int = 0) -> None:
-        """End a slot; the first `num_tokens` tokens are kept for the next turn of a conversation."""
-        if self.pages and conversation is None:
+    def finish(
+        self, slot: int, conversation: Hashable = None, num_tokens: int = 0, *, num_read: int = 0
+    ) -> None:
+        """End a slot; the tokens of a conversation that it has read are kept for the next turn.
+
+        Args:
+            num_read: tokens that the slot has read, some of them perhaps after the conversation's last one. A
+                state cannot go back to that one: the conversation is then not kept.
+        """
+        is_past = self.layout.programs.has_states and num_read > num_tokens
+        if self.pages and (conversation is None or is_past):
             self.pages.free(slot)
         elif self.pages:
-            (self.turns or self.pages).keep(slot, conversation, num_tokens)
+            (self.turns or self.pages).keep(slot, conversation, min(num_tokens, num_read))
 
     def drop(self, conversation: Hashable) -> None:
         """Forget the kept tokens of a conversation, if there are any."""

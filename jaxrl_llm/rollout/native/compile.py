@@ -15,7 +15,7 @@ from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native.kept import max_copies
 from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.sampling import filters_of, make_params
-from jaxrl_llm.rollout.native.shapes import ProgramShapes, num_copies, pages_for, round_up
+from jaxrl_llm.rollout.native.shapes import ProgramShapes, num_copies, pages_for, round_up, state_rows
 from jaxrl_llm.rollout.native.slots import (
     ChunkInputs,
     RowsToExtend,
@@ -61,15 +61,16 @@ def call_all(
     max_slots = shapes.slot_counts[-1]
     variants = {filters_of(sampling): sampling for sampling in samplings}
 
-    def decode(cache, num_slots, *table):
+    def decode(cache, num_slots, table=None):
         state = empty_slots(num_slots, key)
         uniform = programs.uniforms(state)
         for filters, sampling in variants.items():
             params, stop = make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
-            inputs, static = ChunkInputs(uniform, params, stop, *table), {"filters": filters}
+            inputs, static = ChunkInputs(uniform, params, stop, table), {"filters": filters}
+            inputs = inputs if table is None else inputs._replace(states=_rows(programs, num_slots))
             cache, _ = programs.decode(weights, cache, state, inputs, **static)
             if shapes.has_drafts(num_slots):
-                inputs = inputs._replace(texts=_no_texts(programs, shapes, *table))
+                inputs = inputs._replace(texts=_no_texts(programs, shapes, table))
                 static["num_drafts"] = shapes.draft_tokens
                 cache, _ = programs.decode_drafts(weights, cache, state, inputs, **static)
         return cache
@@ -97,12 +98,12 @@ def call_all(
 
 def _call_kept(programs: Programs | CompiledCalls, shapes: ProgramShapes, weights: DecodeWeights) -> None:
     kept, max_slots = programs.kept, shapes.slot_counts[-1]
-    pages = kept.empty_cache(kept.num_shards * shapes.num_pages, kept.page_size)
+    pages = kept.empty_cache(*_sizes(kept, shapes))
     pages = _call_extend(kept, shapes, weights, pages)
     for length in shapes.cache_lengths:
         ring = programs.empty_cache(max_slots, length)
         slots = _zeros(max_slots, pages_for(length, kept.page_size)), _zeros(max_slots)
-        ring = kept.read(ring, pages, *slots, np.zeros(max_slots, bool))
+        ring = kept.read(ring, pages, *slots, np.zeros(max_slots, bool), _rows(kept, max_slots))
         pages = kept.write(ring, pages, np.int32(0), *_no_copies(kept, shapes))
 
 
@@ -112,7 +113,8 @@ def _call_extend(
     for width, counts in shapes.extend:
         for count in counts:
             table = _zeros(count, _columns(programs, shapes))
-            rows = RowsToExtend(table, _zeros(count, width), _zeros(count), _zeros(count))
+            tokens = _zeros(count, width), _zeros(count), _zeros(count)
+            rows = RowsToExtend(table, *tokens, _rows(programs, count))
             cache, _ = programs.extend(weights, cache, rows)
     return cache
 
@@ -120,13 +122,14 @@ def _call_extend(
 def _call_paged(
     programs: Programs | CompiledCalls, shapes: ProgramShapes, weights: DecodeWeights, decode
 ) -> None:
-    cache = programs.empty_cache(programs.num_shards * shapes.num_pages, programs.page_size)
+    cache = programs.empty_cache(*_sizes(programs, shapes))
     for width, counts in shapes.prefill:
         for count in counts:
             lengths = _zeros(count)
             prompts, _ = programs.prefill(weights, _zeros(count, width), lengths)
             tables = _zeros(programs.num_shards * count, pages_for(width, programs.page_size))
-            cache = programs.write_pages(cache, prompts, lengths, tables)
+            rows = _rows(programs, len(tables))
+            cache = programs.write_pages(cache, prompts, lengths, tables, rows)
     cache = _call_extend(programs, shapes, weights, cache)
     cache = programs.copy_pages(cache, *_null_copies(programs, shapes))
     for columns in {pages_for(length, programs.page_size) for length in shapes.cache_lengths}:
@@ -165,7 +168,8 @@ def largest_calls(
     settings = make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
     inputs, static = ChunkInputs(uniform, *settings), {"filters": filters_of(sampling)}
     if programs.page_size:
-        inputs = inputs._replace(table=_zeros(max_slots, _columns(programs, shapes)))
+        table = _zeros(max_slots, _columns(programs, shapes))
+        inputs = inputs._replace(table=table, states=_rows(programs, max_slots))
         calls |= _largest_extend(programs, shapes, weights, cache)
     elif shapes.extend and programs.kept and shapes.num_pages:
         calls |= _kept_calls(programs.kept, shapes, weights, cache)
@@ -190,7 +194,7 @@ def _largest_extend(
         return {}
     width, (*_, rows) = shapes.extend[-1]
     table = _zeros(rows, _columns(programs, shapes))
-    args = RowsToExtend(table, _zeros(rows, width), _zeros(rows), _zeros(rows))
+    args = RowsToExtend(table, _zeros(rows, width), _zeros(rows), _zeros(rows), _rows(programs, rows))
     return {"extend": Program(programs.extend, (weights, pages, args), {})}
 
 
@@ -198,19 +202,31 @@ def _kept_calls(
     kept: Programs, shapes: ProgramShapes, weights: DecodeWeights, ring: RingCache
 ) -> dict[str, Program]:
     """Return the programs of conversations that are kept beside the ring."""
-    make = partial(kept.empty_cache, kept.num_shards * shapes.num_pages, kept.page_size)
+    make = partial(kept.empty_cache, *_sizes(kept, shapes))
     pages, slots = with_shardings(jax.eval_shape(make), kept.shardings["cache"]), shapes.slot_counts[-1]
-    table = _zeros(slots, _columns(kept, shapes))
+    chosen = _zeros(slots, _columns(kept, shapes)), _zeros(slots), np.zeros(slots, bool), _rows(kept, slots)
     return _largest_extend(kept, shapes, weights, pages) | {
-        "read_kept": Program(kept.read, (ring, pages, table, _zeros(slots), np.zeros(slots, bool)), {}),
+        "read_kept": Program(kept.read, (ring, pages, *chosen), {}),
         "write_kept": Program(kept.write, (ring, pages, np.int32(0), *_no_copies(kept, shapes)), {}),
     }
 
 
-def _no_copies(kept: Programs | CompiledCalls, shapes: ProgramShapes) -> tuple[np.ndarray, np.ndarray]:
+def _no_copies(kept: Programs | CompiledCalls, shapes: ProgramShapes) -> tuple[np.ndarray | None, ...]:
     """Return the copies of `Programs.write`, of no turn."""
-    rows = max_copies(shapes.slot_counts[-1], shapes.cache_lengths, kept.page_size)
-    return _zeros(rows, 3), _zeros(kept.num_shards)
+    slots = shapes.slot_counts[-1]
+    copies = _zeros(max_copies(slots, shapes.cache_lengths, kept.page_size), 3)
+    return copies, _zeros(kept.num_shards), _rows(kept, slots)
+
+
+def _sizes(programs: Programs | CompiledCalls, shapes: ProgramShapes) -> tuple[int, int, int]:
+    """Return the arguments of `Programs.empty_cache` for pages."""
+    rows = state_rows(shapes.slot_counts[-1], programs.num_shards)
+    return programs.num_shards * shapes.num_pages, programs.page_size, rows
+
+
+def _rows(programs: Programs | CompiledCalls, count: int) -> np.ndarray | None:
+    """Return so many null rows of states; None if the model has no states."""
+    return _zeros(count) if programs.has_states else None
 
 
 def _ring_calls(
@@ -239,21 +255,23 @@ def _paged_calls(
     programs: Programs, shapes: ProgramShapes, prompts, lengths
 ) -> tuple[PagedCache, dict[str, Program]]:
     """Return the paged cache and the programs that fill it."""
-    make = partial(programs.empty_cache, programs.num_shards * shapes.num_pages, programs.page_size)
+    make = partial(programs.empty_cache, *_sizes(programs, shapes))
     cache = with_shardings(jax.eval_shape(make), programs.shardings["cache"])
     tables = _zeros(
         programs.num_shards * len(lengths), pages_for(shapes.max_prefill_length, programs.page_size)
     )
     return cache, {
-        "write_pages": Program(programs.write_pages, (cache, prompts, lengths, tables), {}),
+        "write_pages": Program(
+            programs.write_pages, (cache, prompts, lengths, tables, _rows(programs, len(tables))), {}
+        ),
         "copy_pages": Program(programs.copy_pages, (cache, *_null_copies(programs, shapes)), {}),
     }
 
 
-def _null_copies(programs: Programs | CompiledCalls, shapes: ProgramShapes) -> tuple[np.ndarray, np.ndarray]:
-    """Return sources and targets of `Programs.copy_pages`, NULL_PAGE all."""
-    pages = _zeros(num_copies(shapes.slot_counts[-1], programs.num_shards))
-    return pages, pages
+def _null_copies(programs: Programs | CompiledCalls, shapes: ProgramShapes) -> tuple[np.ndarray | None, ...]:
+    """Return sources and targets of `Programs.copy_pages`, of pages and of states, null all."""
+    count = num_copies(shapes.slot_counts[-1], programs.num_shards)
+    return _zeros(count), _zeros(count), _rows(programs, count), _rows(programs, count)
 
 
 def _draft_inputs(
@@ -263,7 +281,8 @@ def _draft_inputs(
     state = empty_slots(num_slots, np.zeros(2, np.uint32))
     table = _zeros(num_slots, _columns(programs, shapes))
     uniform = with_shardings(jax.eval_shape(programs.uniforms, state), programs.shardings["replicated"])
-    return state, ChunkInputs(uniform, *settings, table, _no_texts(programs, shapes, table))
+    texts = _no_texts(programs, shapes, table)
+    return state, ChunkInputs(uniform, *settings, table, texts, _rows(programs, num_slots))
 
 
 def _no_texts(programs: Programs | CompiledCalls, shapes: ProgramShapes, table: np.ndarray) -> np.ndarray:

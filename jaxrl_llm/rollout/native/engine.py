@@ -25,7 +25,7 @@ from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.decode_threads import divide, num_decode_threads, run_decode_threads
 from jaxrl_llm.rollout.native.drafts import DraftMemory
 from jaxrl_llm.rollout.native.kept import kept_programs, make_programs
-from jaxrl_llm.rollout.native.paged_cache import (
+from jaxrl_llm.rollout.native.page_memory import (
     check_pages,
     pages_in_free_memory,
     pages_required,
@@ -277,6 +277,7 @@ class NativeEngine:
         slots = -(-config.slots // decode_threads)
         shapes = make_shapes(max_prompt, max_response, slots, num_shards, turns=turns, **settings)
         shapes = dataclasses.replace(shapes, decode_threads=decode_threads)
+        # Pages: of the cache, or of conversations that wait.
         paged = self.programs if self.programs.page_size else None
         if paged is None and turns:
             paged = kept_programs(self.programs, max_prompt + max_response)
@@ -289,7 +290,7 @@ class NativeEngine:
             reserved = config.max_staleness * self.transfer.bytes_of_version()  # of versions still in use
             reserved += 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
             reserved += 0 if paged is self.programs else ring_bytes(self.programs, shapes)
-            self._pages = config.pages or self.share(pages_in_free_memory(paged, reserved))
+            self._pages = config.pages or self.share(pages_in_free_memory(paged, shapes, reserved))
         return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, self._pages or required))
 
     def _fit_shapes(self, requests: list[Request], turns: bool) -> None:

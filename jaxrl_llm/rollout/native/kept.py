@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.models import TransformerConfig, flops
+from jaxrl_llm.models.slot_states import NULL_ROW
 from jaxrl_llm.rollout.checks import unpaged
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.native.paged_cache import KeptPages, PagedLayout, SlotPages, uses_pages
@@ -63,6 +64,7 @@ class RingTurns:
         self.steps: jax.Array | int = 0  # of the last chunk
         # Of each shard, as `cache_copies.write_pages` takes them.
         self.copies: list[list[tuple[int, int, int]]] = [[] for _ in pages.pools]
+        self.rows = np.full(num_slots, NULL_ROW, np.int32)  # for the states of turns that have ended
 
     def resume(self, slot: int, num_context: int, conversation: Hashable) -> None:
         """Give the slot the pages kept of the conversation, and pages for the rest of its context."""
@@ -80,13 +82,14 @@ class RingTurns:
         """Keep the first `num_tokens` tokens of a slot whose turn has ended, if there are enough pages."""
         pages, shard = self.pages, self.pages.shard_of(slot)
         own = pages.slots[slot].pages
-        missing = pages_for(num_tokens, pages.page_size) - len(own)
-        if not pages.make_room(shard, missing, conversation):
+        missing, row = pages_for(num_tokens, pages.page_size) - len(own), pages.slots[slot].row
+        if not pages.make_room(shard, missing, conversation, rows=row == NULL_ROW):
             pages.free(slot)
             return
         pages.slots[slot] = None
         own = own + pages.pools[shard].allocate(missing)
-        pages.kept[shard][conversation] = KeptPages(own, num_tokens)
+        self.rows[slot] = row = pages.allocate_row(shard) if row == NULL_ROW else row
+        pages.kept[shard][conversation] = KeptPages(own, num_tokens, row)
         first, local = self.written[slot] // pages.page_size, slot % (len(pages.slots) // len(pages.pools))
         for i, page in enumerate(own[first:], first):
             self.copies[shard].append((local, page, i * pages.page_size - self.starts[slot]))
@@ -95,7 +98,7 @@ class RingTurns:
         """Copy the pages of turns that begin into the ring, before a chunk."""
         if self.unread.any():
             self.pages.table_width = pages_for(self.ring.cache.length, self.pages.page_size)
-            slots = self.pages.table(), state.positions.copy(), self.unread.copy()
+            slots = self.pages.table(), state.positions.copy(), self.unread.copy(), self.pages.rows_of_slots()
             self.ring.cache = self.pages.programs.read(self.ring.cache, self.pages.cache, *slots)
             self.unread[:] = False
 
@@ -111,7 +114,9 @@ class RingTurns:
             rows[shard, : len(copies)] = np.reshape(copies, (-1, 3))
             copies.clear()
         start = np.int32((int(ring.cursor) - int(self.steps)) % ring.length)
-        pages.cache = pages.programs.write(ring, pages.cache, start, rows.reshape(-1, 3), counts)
+        states = self.rows.copy() if pages.programs.has_states else None
+        pages.cache = pages.programs.write(ring, pages.cache, start, rows.reshape(-1, 3), counts, states)
+        self.rows[:] = NULL_ROW
 
 
 def max_copies(num_slots: int, lengths: tuple[int, ...], page_size: int) -> int:

@@ -9,6 +9,10 @@ Conversations: the pages of an ended turn are kept while the environment answers
 only new tokens. Kept pages are not reserved: if running responses need pages, pages of unused prompts are
 freed first, then pages of conversations, least recently used first; such a conversation is prefilled from its
 start. A cache serves one call of `generate`, so one version of the weights.
+
+States of recurrent layers are in rows beside the pages: a slot, a prompt and a kept conversation have one
+each. They suffice for all slots and their prompts; unused ones are freed like pages. A state cannot go back
+to an earlier token: if a slot has read tokens after the end of a turn (a stop string), the turn is not kept.
 """
 
 from __future__ import annotations
@@ -23,20 +27,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_kernels.dispatch import choose
-from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.mla import cache_dims
-from jaxrl_llm.models.paged import NO_PAGE, NULL_PAGE, init_paged_cache
+from jaxrl_llm.models.paged import NO_PAGE, NULL_PAGE
+from jaxrl_llm.models.slot_states import NULL_ROW
 from jaxrl_llm.rollout.checks import ring_problem, unpaged
 from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.programs import Programs
-from jaxrl_llm.rollout.native.shapes import ProgramShapes, max_pages_for, num_copies, pages_for, round_up
+from jaxrl_llm.rollout.native.shapes import num_copies, pages_for, round_up, state_rows
 from jaxrl_llm.rollout.native.slots import ChunkInputs, ChunkOutput, PrefillBatch, RowsToExtend, SlotState
-from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
-
-MEMORY_FRACTION = 0.8
-"""Share of the free device memory for pages; prefill and logits take some of the rest."""
 
 
 class PagePool:
@@ -70,6 +70,7 @@ class CachedPrompt:
     """The pages of a prompt that its responses share."""
 
     pages: list[int]
+    row: int = NULL_ROW  # of the state after the prompt
     num_active: int = 0  # its responses that are in slots
     cached: bool = False
 
@@ -81,6 +82,7 @@ class SlotPages(NamedTuple):
     max_pages: int  # reserved for it
     prompt: CachedPrompt | None  # None: kept pages of the turn before
     num_kept: int = 0  # tokens in the kept pages
+    row: int = NULL_ROW  # of its state
 
 
 class KeptPages(NamedTuple):
@@ -88,6 +90,7 @@ class KeptPages(NamedTuple):
 
     pages: list[int]
     num_tokens: int  # in them
+    row: int = NULL_ROW  # of the state after these tokens
 
 
 class PagedLayout:
@@ -101,12 +104,15 @@ class PagedLayout:
 
     def __init__(self, programs: Programs, num_slots: int, num_pages: int, lengths: tuple[int, ...]):
         self.programs, self.page_size, self.lengths = programs, programs.page_size, lengths
-        self.cache = programs.empty_cache(programs.num_shards * num_pages, self.page_size)
-        self.pools = [PagePool(num_pages) for _ in range(programs.num_shards)]
+        num_shards, rows = programs.num_shards, state_rows(num_slots, programs.num_shards)
+        self.cache = programs.empty_cache(num_shards * num_pages, self.page_size, rows)
+        self.pools = [PagePool(num_pages) for _ in range(num_shards)]
+        self.rows = [PagePool(rows // num_shards) for _ in range(num_shards)]  # of states
         self.prompts: list[dict[bytes, CachedPrompt]] = [{} for _ in self.pools]
         self.kept: list[dict[Hashable, KeptPages]] = [{} for _ in self.pools]  # least recently used first
         self.slots: list[SlotPages | None] = [None] * num_slots
-        self.pending_copies: list[tuple[int, int, int]] = []  # (slot, source, target)
+        # (slot, page: source, target, row of the state: source, target)
+        self.pending_copies: list[tuple[int, int, int, int, int]] = []
         self.table_width = 0
 
     def allocate(
@@ -131,18 +137,22 @@ class PagedLayout:
         # Full pages of the prompt are shared; its last page is copied.
         shared = (num_context - 1) // self.page_size
         first = pages_for(num_context - 1, self.page_size)
-        needed = total - shared + (0 if prompt_key in prompts else first)
-        if not self.make_room(shard, needed, prompt_key):
+        is_new = prompt_key not in prompts
+        if not self.make_room(shard, total - shared + first * is_new, prompt_key, rows=1 + is_new):
             return False
         self.drop(conversation)  # its pages are in another shard
-        prompt = prompts.get(prompt_key) or prompts.setdefault(prompt_key, CachedPrompt(pool.allocate(first)))
+        if is_new:
+            prompts[prompt_key] = CachedPrompt(pool.allocate(first), self.allocate_row(shard))
+        prompt, row = prompts[prompt_key], self.allocate_row(shard)
         prompt.num_active += 1
-        pages = prompt.pages[:shared]
+        pages, copy = prompt.pages[:shared], (NULL_PAGE, NO_PAGE)
         pool.share(pages)
         if shared < first:
             pages = [*pages, *pool.allocate(1)]
-            self.pending_copies.append((slot, prompt.pages[-1], pages[-1]))
-        self.slots[slot] = SlotPages(pages, total, prompt)
+            copy = prompt.pages[-1], pages[-1]
+        if shared < first or row:
+            self.pending_copies.append((slot, *copy, prompt.row, row))
+        self.slots[slot] = SlotPages(pages, total, prompt, row=row)
         return True
 
     def resume(self, slot: int, conversation: Hashable, max_pages: int) -> bool:
@@ -155,23 +165,24 @@ class PagedLayout:
         if not self.make_room(shard, max_pages - len(kept.pages), conversation):
             return False
         del self.kept[shard][conversation]
-        self.slots[slot] = SlotPages(kept.pages, max_pages, None, kept.num_tokens)
+        self.slots[slot] = SlotPages(kept.pages, max_pages, None, kept.num_tokens, kept.row)
         return True
 
     def free(self, slot: int) -> None:
-        """Free the pages of a slot whose response has ended."""
+        """Free the pages of a slot whose response has ended, and the row of its state."""
+        self._free_row(self.shard_of(slot), self.slots[slot].row)
         self._free(slot, 0)
 
     def keep(self, slot: int, conversation: Hashable, num_tokens: int) -> None:
         """Keep the pages of a slot whose turn has ended, up to the first `num_tokens` tokens."""
-        pages = self._free(slot, pages_for(num_tokens, self.page_size))
-        self.kept[self.shard_of(slot)][conversation] = KeptPages(pages, num_tokens)
+        row, pages = self.slots[slot].row, self._free(slot, pages_for(num_tokens, self.page_size))
+        self.kept[self.shard_of(slot)][conversation] = KeptPages(pages, num_tokens, row)
 
     def drop(self, conversation: Hashable) -> None:
         """Free the kept pages of a conversation, if any."""
-        for pool, kept in zip(self.pools, self.kept, strict=True):
+        for shard, kept in enumerate(self.kept):
             if conversation in kept:
-                pool.free(kept.pop(conversation).pages)
+                self._release(shard, kept.pop(conversation))
 
     def kept_in(self, conversation: Hashable) -> int | None:
         """Return the shard that keeps pages of the conversation, or None."""
@@ -199,28 +210,35 @@ class PagedLayout:
         if (rows >= 0).any():
             width = pages_for(batch.kv[0][0].shape[-1], self.page_size)
             tables = np.full((len(self.pools), len(batch.lengths), width), NULL_PAGE, np.int32)
+            states = np.full(tables.shape[:2], NULL_ROW, np.int32)
             for slot in np.flatnonzero(rows >= 0):
                 prompt = self.slots[slot].prompt
                 tables[self.shard_of(slot), rows[slot], : len(prompt.pages)] = prompt.pages
+                states[self.shard_of(slot), rows[slot]] = prompt.row
                 prompt.cached = True
-            tables = tables.reshape(-1, width)
-            self.cache = self.programs.write_pages(self.cache, batch.kv, batch.lengths, tables)
+            places = tables.reshape(-1, width), self._of_states(states.ravel())
+            self.cache = self.programs.write_pages(self.cache, batch.kv, batch.lengths, *places)
         ready = [copy for copy in self.pending_copies if self.slots[copy[0]].prompt.cached]
         self._copy_pages(ready)
         self.pending_copies = [copy for copy in self.pending_copies if copy not in ready]
 
-    def _copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy pages, each (slot, source, target), in as many calls as the shard with most of them needs."""
+    def _copy_pages(self, copies: Sequence[tuple[int, ...]]) -> None:
+        """Copy pages and states, in as many calls as the shard with most of them needs.
+
+        Args:
+            copies: some of `pending_copies`.
+        """
         shards = [
-            [pages for slot, *pages in copies if self.shard_of(slot) == i] for i in range(len(self.pools))
+            [places for slot, *places in copies if self.shard_of(slot) == i] for i in range(len(self.pools))
         ]
         rows = num_copies(len(self.slots), len(shards)) // len(shards)
         for start in range(0, max(map(len, shards)), rows):
-            arrays = np.full((len(shards), rows, 2), (NULL_PAGE, NO_PAGE), np.int32)
-            for array, pages in zip(arrays, shards, strict=True):
-                some = pages[start : start + rows]
-                array[: len(some)] = np.reshape(some, (-1, 2))
-            self.cache = self.programs.copy_pages(self.cache, *arrays.reshape(-1, 2).T)
+            arrays = np.full((len(shards), rows, 4), (NULL_PAGE, NO_PAGE, NULL_ROW, NULL_ROW), np.int32)
+            for array, places in zip(arrays, shards, strict=True):
+                some = places[start : start + rows]
+                array[: len(some)] = np.reshape(some, (-1, 4))
+            sources, targets, *states = arrays.reshape(-1, 4).T
+            self.cache = self.programs.copy_pages(self.cache, sources, targets, *map(self._of_states, states))
 
     def extend(
         self, weights, slots: Sequence[int], tokens: np.ndarray, lengths: np.ndarray
@@ -232,14 +250,13 @@ class PagedLayout:
             tokens, lengths: see `Programs.extend`.
         """
         table = np.full((len(slots), pages_for(self.lengths[-1], self.page_size)), NULL_PAGE, np.int32)
-        starts = np.zeros(len(slots), np.int32)
+        starts, states = np.zeros(len(slots), np.int32), np.full(len(slots), NULL_ROW, np.int32)
         for row, slot in enumerate(slots):
             if slot >= 0:
                 own = self.slots[slot]
-                table[row, : len(own.pages)], starts[row] = own.pages, own.num_kept
-        self.cache, routes = self.programs.extend(
-            weights, self.cache, RowsToExtend(table, tokens, lengths, starts)
-        )
+                table[row, : len(own.pages)], starts[row], states[row] = own.pages, own.num_kept, own.row
+        rows = RowsToExtend(table, tokens, lengths, starts, self._of_states(states))
+        self.cache, routes = self.programs.extend(weights, self.cache, rows)
         jax.block_until_ready(self.cache)
         return routes
 
@@ -260,7 +277,7 @@ class PagedLayout:
     def decode(self, weights, state: SlotState, inputs: ChunkInputs, **options) -> ChunkOutput:
         """Generate a chunk, with drafts if texts are given."""
         run = self.programs.decode if inputs.texts is None else self.programs.decode_drafts
-        inputs = inputs._replace(table=self.table())
+        inputs = inputs._replace(table=self.table(), states=self.rows_of_slots())
         self.cache, chunk = run(weights, self.cache, state, inputs, **options)
         return chunk
 
@@ -276,6 +293,10 @@ class PagedLayout:
                 table[slot, : len(own.pages)] = own.pages
         return table
 
+    def rows_of_slots(self) -> np.ndarray | None:
+        """Return the row of each slot's state, int32 [S]; None if the model has no states."""
+        return self._of_states(np.array([own.row if own else NULL_ROW for own in self.slots], np.int32))
+
     def shard_of(self, slot: int) -> int:
         """Return the shard of a slot."""
         return slot * len(self.pools) // len(self.slots)
@@ -289,11 +310,28 @@ class PagedLayout:
         self.slots[slot] = None
         return own.pages[:num_pages]
 
-    def make_room(self, shard: int, needed: int, spared: Hashable) -> bool:
+    def allocate_row(self, shard: int) -> int:
+        """Return a free row for a state; NULL_ROW if the model has no states."""
+        return self.rows[shard].allocate(1)[0] if self.programs.has_states else NULL_ROW
+
+    def _free_row(self, shard: int, row: int) -> None:
+        self.rows[shard].free([row] if row != NULL_ROW else [])
+
+    def _of_states(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return the rows of states that a program is called with: None if the model has no states."""
+        return rows if self.programs.has_states else None
+
+    def _release(self, shard: int, unused: CachedPrompt | KeptPages) -> None:
+        """Free the pages and the row of a prompt or conversation."""
+        self.pools[shard].free(unused.pages)
+        self._free_row(shard, unused.row)
+
+    def make_room(self, shard: int, needed: int, spared: Hashable, rows: int = 0) -> bool:
         """Drop unused prompts and conversations until this many pages are unreserved.
 
         Args:
             spared: prompt or conversation that stays.
+            rows: of states that have to be free, too, if the model has states.
 
         Returns: whether the pages suffice; otherwise nothing is dropped.
         """
@@ -303,12 +341,13 @@ class PagedLayout:
         pages = np.array([page for owner, key in unused for page in owner[key].pages], np.int32)
         references = np.bincount(pages, minlength=len(pool.ref_counts))
         freed = np.sum((references > 0) & (references == pool.ref_counts))
-        if self._unreserved(shard) + freed < needed:
+        free_rows, rows = self.rows[shard].free_pages, rows * self.programs.has_states
+        if self._unreserved(shard) + freed < needed or len(free_rows) + len(unused) < rows:
             return False
         for owner, key in unused:
-            if self._unreserved(shard) >= needed:
+            if self._unreserved(shard) >= needed and len(free_rows) >= rows:
                 break
-            pool.free(owner.pop(key).pages)
+            self._release(shard, owner.pop(key))
         return True
 
     def _unreserved(self, shard: int) -> int:
@@ -320,7 +359,8 @@ class PagedLayout:
 
 
 def uses_pages(config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool = False) -> bool:
-    """Resolve `rollout.cache`: "auto" is paged if a kernel reads pages, for 8 bits and for drafts."""
+    """Resolve `rollout.cache`: "auto" is paged for 8 bits, for drafts, and if a kernel reads pages, but for
+    models with states, of which pages need twice as many."""
     if problem := ring_problem(config, model):
         raise ConfigError(problem)
     if unpaged(model):
@@ -328,70 +368,10 @@ def uses_pages(config: RolloutConfig, model: TransformerConfig, mesh: Mesh, stri
     dtype = jnp.dtype(config.cache_dtype or config.dtype)
     if config.cache != "auto" or dtype.itemsize == 1 or config.draft_tokens:
         return config.cache != "ring"
-    if strict:  # plain JAX
+    if strict or model.recurrent_kind:  # strict: plain JAX
         return False
     heads, size = cache_dims(model)
     pages = jax.ShapeDtypeStruct((1, heads, config.page, size), dtype)
     q = jax.ShapeDtypeStruct((1, model.num_heads, size), jnp.dtype(config.dtype))
     with jax.set_mesh(mesh):
         return choose("decode_attention", q, pages, jax.ShapeDtypeStruct((1, 1), jnp.int32))[0] != "reference"
-
-
-def check_pages(requests: Sequence[Request], page_size: int, num_pages: int) -> None:
-    """Refuse a response that does not fit into the empty cache of a shard.
-
-    Raises:
-        UserError: names the request, the pages it takes, and the fixes.
-    """
-    for request in requests:
-        length = len(request.prompt_ids)
-        needed = max_pages_for(length + request.max_tokens, page_size)
-        if needed >= num_pages:
-            raise UserError(
-                f"prompt {request.prompt_index}: {length} prompt tokens + max_tokens={request.max_tokens} "
-                f"take {needed} pages of {page_size} tokens, and a device has {num_pages - 1}: shorten it, "
-                "raise rollout.pages, take a rollout.cache_dtype of fewer bits, or shard the heads over more "
-                "devices (mesh.tensor)."
-            )
-
-
-def pages_required(shapes: ProgramShapes, num_shards: int, page_size: int) -> int:
-    """Return the pages that the slots of a shard can need: the longest sequences, no two of one prompt."""
-    longest = shapes.max_prompt_tokens + shapes.max_response_tokens
-    return shapes.slot_counts[-1] // num_shards * max_pages_for(longest, page_size)
-
-
-def pages_in_free_memory(programs: Programs, reserved_bytes: int) -> int | None:
-    """Return the pages that each device has memory for; None if the device does not report its memory.
-
-    Args:
-        reserved_bytes: of other things that each device will hold.
-    """
-    free = free_device_bytes(programs)
-    if free is None:
-        return None
-    return max(int(MEMORY_FRACTION * (free - reserved_bytes)) // page_bytes(programs), 1)
-
-
-def rollout_weight_bytes(programs: Programs) -> int:
-    """Return the size of the rollout's copy of the weights on one device."""
-    return bytes_per_device(programs.abstract_weights())
-
-
-def free_device_bytes(programs: Programs) -> int | None:
-    """Return the free memory of one device of this process; None if it does not report its memory."""
-    local = [device for device in jax.local_devices() if device in programs.mesh.devices]
-    stats = local[0].memory_stats() if local else None  # `plan` compiles for devices that are not here
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats["bytes_in_use"]
-
-
-def page_bytes(programs: Programs) -> int:
-    """Return the size of a page in all layers, on one device."""
-    init = lambda: init_paged_cache(
-        programs.config, programs.num_shards, programs.page_size, programs.cache_dtype, strict=programs.strict
-    )
-    with jax.set_mesh(programs.mesh):
-        shapes = jax.eval_shape(init)
-    return bytes_per_device(with_shardings(shapes, programs.page_shardings()))

@@ -13,6 +13,7 @@ from jaxrl_llm.models.cache_copies import pad_widths, roll
 from jaxrl_llm.models.decode import DecodeWeights, PromptCache, RingCache
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.paged import PagedCache
+from jaxrl_llm.models.slot_states import set_rows, take_rows
 from jaxrl_llm.rollout.native.drafts import accept_drafts, propose_drafts
 from jaxrl_llm.rollout.native.sampling import Filters, sample_tokens, uniforms
 from jaxrl_llm.rollout.native.slots import ChunkInputs, ChunkOutput, RowsToExtend, SlotState
@@ -52,6 +53,7 @@ class Programs:
         self.dtype, self.cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
         per_shard = sharding_for(mesh, ("batch",), (mesh.size,), ROLLOUT).shard_shape((mesh.size,))[0]
         self.num_shards = mesh.size // per_shard  # that the slots are divided into
+        self.has_states = config.num_recurrent_layers > 0
         self.compile_count = 0
         replicated = NamedSharding(mesh, PartitionSpec())
         # Every result has an explicit sharding, so that one program's output is the next one's input on
@@ -59,13 +61,13 @@ class Programs:
         shapes = jax.eval_shape(lambda: self._init_ring(self.num_shards, 1))
         of_slots = self._kv_shardings(shapes, "batch")
         ring = RingCache(*of_slots[:2], replicated, of_slots[2])
-        cache = self.page_shardings() if page_size else ring
+        cache = self.page_shardings()._replace(states=of_slots[2]) if page_size else ring
         weights = decode.decode_shardings(config, mesh, ROLLOUT)
         prompts = self._kv_shardings(shapes, None)
         self.shardings = {"weights": weights, "cache": cache, "prompts": prompts, "replicated": replicated}
         self.shardings |= {"ring": ring, "gathered": of_slots}
         self.publish = jax.jit(self._publish, out_shardings=weights)
-        self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1), out_shardings=cache)
+        self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1, 2), out_shardings=cache)
         self.write_pages = jax.jit(self._write_pages, donate_argnums=0, out_shardings=cache)
         self.copy_pages = jax.jit(self._copy_pages, donate_argnums=0, out_shardings=cache)
         options = compiler_options(mesh)
@@ -93,7 +95,7 @@ class Programs:
         return jax.tree.map(sharding, (shapes.k, shapes.v, shapes.states))
 
     def page_shardings(self) -> PagedCache:
-        """Return shardings of the paged cache: pages over the shards of the slots, heads over tensor."""
+        """Return shardings of pages without states: pages over the shards of the slots, heads over tensor."""
         shapes = jax.eval_shape(
             lambda: paged.init_paged_cache(
                 self.config, self.num_shards, self.page_size, self.cache_dtype, strict=self.strict
@@ -111,12 +113,22 @@ class Programs:
         shapes = jax.eval_shape(self._publish, models.abstract(self.config))
         return with_shardings(shapes, self.shardings["weights"])
 
-    def _empty_cache(self, count: int, length: int) -> RingCache | PagedCache:
-        """Return a ring cache of `count` slots, or a paged one of `count` pages, of `length` tokens each."""
+    def _empty_cache(self, count: int, length: int, rows: int = 0) -> RingCache | PagedCache:
+        """Return a ring cache of `count` slots, or a paged one of `count` pages, of `length` tokens each.
+
+        Args:
+            rows: of states beside the pages, of all shards.
+        """
         self.compile_count += 1
-        if self.page_size:
-            return paged.init_paged_cache(self.config, count, length, self.cache_dtype, strict=self.strict)
-        return self._init_ring(count, length)
+        if not self.page_size:
+            return self._init_ring(count, length)
+        pages = paged.init_paged_cache(self.config, count, length, self.cache_dtype, strict=self.strict)
+        return pages._replace(states=decode.empty_states(self.config, rows, self.inputs_dtype))
+
+    @property
+    def inputs_dtype(self) -> jnp.dtype:
+        """Return the type of keys, values and inputs of convolutions between prefill and the cache."""
+        return self.dtype if self.cache_dtype.itemsize == 1 else self.cache_dtype  # pages make 8 bits
 
     def _init_ring(self, slots: int, length: int) -> RingCache:
         return decode.init_ring_cache(self.config, slots, length, self.cache_dtype, strict=self.strict)
@@ -126,40 +138,77 @@ class Programs:
         them."""
         self.compile_count += 1
         kv, routes = decode.prefill(self.config, weights, tokens, lengths, strict=self.strict)
-        quantized = self.cache_dtype.itemsize == 1  # `write_pages` makes the scales
-        cast = lambda x: x.astype(self.dtype if quantized else self.cache_dtype)
+        cast = lambda x: x.astype(self.inputs_dtype)
         states = tuple(state._replace(inputs=cast(state.inputs)) for state in kv[2])
         return (*jax.tree.map(cast, kv[:2]), states), None if self.route is None else routes
 
-    def _write_pages(self, cache: PagedCache, prompts: PromptCache, lengths, tables) -> PagedCache:
-        self.compile_count += 1
-        return paged.write_prompts(self.config, cache, prompts, lengths, tables=tables)
+    def _write_pages(self, cache: PagedCache, prompts: PromptCache, lengths, *places) -> PagedCache:
+        """Write prompts to pages, and their states to rows.
 
-    def _copy_pages(self, cache: PagedCache, sources, targets) -> PagedCache:
+        Args:
+            places: tables of `paged.write_prompts`, and rows of states [R] in the same order; None = none.
+        """
         self.compile_count += 1
-        return paged.copy_pages(self.config, cache, sources, targets)
+        (tables, rows), (k, v, states) = places, prompts
+        pages, of_shard = cache._replace(states=()), (k, v, ())
+        pages = paged.write_prompts(self.config, pages, of_shard, lengths, tables=tables)
+        states = jax.tree.map(lambda x: jnp.concatenate([x] * self.num_shards, axis=-4), states)
+        return pages._replace(states=self._put_states(cache.states, rows, states))
+
+    def _copy_pages(self, cache: PagedCache, *copies) -> PagedCache:
+        """Copy pages, (sources, targets) of `paged.copy_pages`, and rows of states, (sources, targets)."""
+        self.compile_count += 1
+        sources, targets, *rows = copies
+        pages = paged.copy_pages(self.config, cache._replace(states=()), sources, targets)
+        states = self._take_states(cache.states, rows[0])
+        return pages._replace(states=self._put_states(cache.states, rows[1], states))
 
     def _read(self, ring: RingCache, pages: PagedCache, *slots) -> RingCache:
-        """Copy kept turns from pages to the ring; the arguments are those of `cache_copies.read_pages`."""
+        """Copy kept turns from pages to the ring.
+
+        Args:
+            slots: arguments of `cache_copies.read_pages`, and the row of each slot's state.
+        """
         self.compile_count += 1
-        return cache_copies.read_pages(self.config, ring, pages, *slots)
+        (*slots, chosen, rows), (bare, pages_alone) = slots, (x._replace(states=()) for x in (ring, pages))
+        choose = lambda old, new: jnp.where(chosen[:, None, None, None], new, old)
+        states = jax.tree.map(choose, ring.states, self._take_states(pages.states, rows))
+        ring = cache_copies.read_pages(self.config, bare, pages_alone, *slots, chosen)
+        return ring._replace(states=states)
 
     def _write(self, ring: RingCache, pages: PagedCache, *copies) -> PagedCache:
-        """Copy ended turns from the ring to pages; the arguments are those of `cache_copies.write_pages`."""
+        """Copy ended turns from the ring to pages.
+
+        Args:
+            copies: arguments of `cache_copies.write_pages`, and the row for each slot's state.
+        """
         self.compile_count += 1
-        return cache_copies.write_pages(self.config, ring, pages, *copies)
+        (*copies, rows), (bare, pages_alone) = copies, (x._replace(states=()) for x in (ring, pages))
+        states = self._put_states(pages.states, rows, ring.states)
+        return cache_copies.write_pages(self.config, bare, pages_alone, *copies)._replace(states=states)
+
+    def _take_states(self, states, rows):
+        """Return the states of these rows; None = all, as of the ring."""
+        return states if rows is None else jax.tree.map(lambda x: take_rows(x, rows, self.num_shards), states)
+
+    def _put_states(self, states, rows, new):
+        """Return all rows of states, these ones replaced; None = all."""
+        put = lambda x, y: set_rows(x, rows, y, self.num_shards)
+        return new if rows is None else jax.tree.map(put, states, new)
 
     def _extend(
         self, weights: DecodeWeights, cache: PagedCache, rows: RowsToExtend
     ) -> tuple[PagedCache, jax.Array | None]:
         """Prefill tokens after the tokens in the pages; return the cache and the new tokens' routes."""
         self.compile_count += 1
-        table, tokens, lengths, starts = rows
+        table, tokens, lengths, starts, states = rows
         at = jnp.arange(tokens.shape[1])
         positions = jnp.where(at < lengths[:, None], starts[:, None] + at, -1)
-        _, cache, routes = paged.decode_paged(
-            self.config, weights, cache, table, tokens=tokens, positions=positions, strict=self.strict
+        own = cache._replace(states=self._take_states(cache.states, states))
+        _, new, routes, _ = paged.decode_paged(
+            self.config, weights, own, table, tokens=tokens, positions=positions, strict=self.strict
         )
+        cache = new._replace(states=self._put_states(cache.states, states, new.states))
         return cache, None if self.route is None else routes
 
     def _gather(self, prompts: PromptCache, rows, *, length: int) -> PromptCache:
@@ -199,20 +248,14 @@ class Programs:
     def _resize(self, cache: RingCache, old_slots, *, length: int) -> RingCache:
         """Return a longer cache, or one of fewer slots: slot s was old_slots[s] of its shard."""
         self.compile_count += 1
-        index = old_slots.reshape(self.num_shards, -1)
 
-        def move(x, axis=None):
-            *depth, slots, heads, rows, columns = x.shape
-            shards = x.reshape(-1, self.num_shards, slots // self.num_shards, heads, rows, columns)
-            pick = jax.vmap(jax.vmap(lambda shard, i: shard[i]), in_axes=(0, None))  # layers, shards
-            x = pick(shards, index).reshape(*depth, len(old_slots), heads, rows, columns)
-            if axis is None:
-                return x
+        def move(x, axis):
+            x = take_rows(x, old_slots, self.num_shards)
             x = roll(x, cache.length - cache.cursor, axis)  # newest token at the old end
             return jnp.pad(x, pad_widths(x, axis, (0, length - cache.length)))
 
         k, v = tuple(move(x, -1) for x in cache.k), tuple(move(x, -2) for x in cache.v)
-        return RingCache(k, v, jnp.int32(cache.length % length), jax.tree.map(move, cache.states))
+        return RingCache(k, v, jnp.int32(cache.length % length), self._take_states(cache.states, old_slots))
 
     def _uniforms(self, slots: SlotState) -> jax.Array:
         """Return the uniform numbers of a chunk, [chunk, S].
@@ -228,8 +271,9 @@ class Programs:
     ) -> tuple[RingCache | PagedCache, ChunkOutput]:
         """Generate tokens until a condition of `inputs.stop` ends the chunk."""
         self.compile_count += 1
-        uniform, params, stop, table, _ = inputs
-        num_slots = slots.tokens.shape[0]
+        uniform, params, stop, table, _, rows = inputs
+        num_slots, states = slots.tokens.shape[0], cache.states
+        cache = cache._replace(states=self._take_states(states, rows))
 
         def unfinished(carry):
             step, _, state, _ = carry
@@ -238,9 +282,9 @@ class Programs:
         def body(carry):
             # One token for each active slot.
             step, cache, state, out = carry
-            positions = state.positions if table is None else jnp.where(state.active, state.positions, -1)
+            positions = jnp.where(state.active, state.positions, -1)
             tokens = state.tokens[:, None]
-            logits, cache, routes = self._logits(
+            logits, cache, routes, _ = self._logits(
                 weights, cache, table, tokens=tokens, positions=positions[:, None]
             )
             token, *rest = sample_tokens(logits, uniform[step], params, filters, strict=self.strict)
@@ -259,6 +303,7 @@ class Programs:
 
         state, out = slots._replace(keys=jnp.zeros(())), self._empty_output(num_slots, filters)
         step, cache, state, out = jax.lax.while_loop(unfinished, body, (jnp.int32(0), cache, state, out))
+        cache = cache._replace(states=self._put_states(states, rows, cache.states))
         return cache, ChunkOutput(*out, state.counts - slots.counts, state.active, step)
 
     def _decode_drafts(
@@ -270,7 +315,8 @@ class Programs:
         past the slot's length, until other tokens overwrite them.
         """
         self.compile_count += 1
-        uniform, params, stop, table, texts = inputs
+        uniform, params, stop, table, texts, of_states = inputs
+        states, cache = cache.states, cache._replace(states=self._take_states(cache.states, of_states))
         own_start = texts.shape[1] - table.shape[1] * self.page_size  # C - N page
         rows, places = jnp.arange(len(slots.tokens))[:, None], jnp.arange(num_drafts + 1)
 
@@ -289,11 +335,15 @@ class Programs:
             read = state.active[:, None] & (at < end) & (tokens >= 0)
             positions = state.positions[:, None] + places
             reads = {"tokens": jnp.maximum(tokens, 0), "positions": jnp.where(read, positions, -1)}
-            logits, cache, routes = self._logits(weights, cache, table, **reads)
+            logits, new, routes, inputs = self._logits(weights, cache, table, **reads)
             numbers = uniform[jnp.minimum(at, self.chunk - 1), rows].ravel()
             sampled = sample_tokens(logits, numbers, params, filters, strict=self.strict)
             drawn, *rest = jax.tree.map(lambda x: x.reshape(*at.shape, *x.shape[1:]), sampled)
             state, kept = accept_drafts(state, drafts, drawn, read, stop_ids=stop.token_ids)
+            # States cannot go back: they are computed again, for the tokens that are kept.
+            accepted = {"valid": places < kept[:, None], "strict": self.strict}
+            after = paged.states_after(self.config, weights, cache.states, inputs, **accepted)
+            cache = new._replace(states=after)
             to_keep = lambda column: jnp.where(places < kept[:, None], column, FAR)
             texts = texts.at[rows, to_keep(own_start + positions + 1)].set(drawn, mode="drop")
             put = lambda x, y: x.at[to_keep(at), rows].set(y, mode="drop")
@@ -304,23 +354,26 @@ class Programs:
         state, out = slots._replace(keys=jnp.zeros(())), self._empty_output(len(slots.tokens), filters)
         carry = jnp.int32(0), cache, state, texts, jnp.zeros(2, jnp.int32), out
         step, cache, state, _, counted, out = jax.lax.while_loop(unfinished, body, carry)
+        cache = cache._replace(states=self._put_states(states, of_states, cache.states))
         return cache, ChunkOutput(*out, state.counts - slots.counts, state.active, step, counted)
 
     def _logits(self, weights: DecodeWeights, cache, table, *, tokens, positions):
-        """Read tokens [S, T]; return (logits [S T, V] of the tokens that follow, cache, routes [S, T, ...]).
+        """Read tokens [S, T].
+
+        Returns: (logits [S T, V] of the tokens that follow, cache, routes [S, T, ...], recurrences' inputs).
 
         Args:
             table: the page table; None = the ring cache, which reads one token.
         """
         model = self.config, weights
         if table is None:
-            step = decode.decode_ring(*model, cache, tokens[:, 0], positions[:, 0], self.strict)
+            step = *decode.decode_ring(*model, cache, tokens[:, 0], positions[:, 0], self.strict), ()
         else:
             step = paged.decode_paged(*model, cache, table, tokens, positions, self.strict)
-        hidden, cache, routes = step
+        hidden, cache, routes, inputs = step
         hidden = hidden.reshape(-1, hidden.shape[-1])
         logits = decode.next_token_logits(*model, hidden, self.strict)
-        return logits, cache, None if self.route is None else routes
+        return logits, cache, None if self.route is None else routes, inputs
 
     def _busiest(self, state: SlotState) -> jax.Array:
         """Return the largest number of active slots in a shard."""

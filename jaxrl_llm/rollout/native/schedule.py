@@ -321,7 +321,7 @@ class Scheduler:
                 self.running[s] = None
                 if stopped and self.turns:
                     read = len(response.request.prompt_ids) + len(response.ids)
-                    self.cache.finish(s, response, min(int(slots.positions[s]), read))
+                    self.cache.finish(s, response, read, num_read=int(slots.positions[s]))
                     self.turns.send(response)
                 else:
                     self.cache.finish(s)

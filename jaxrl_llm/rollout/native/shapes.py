@@ -118,6 +118,12 @@ def num_copies(num_slots: int, num_shards: int) -> int:
     return num_shards * min(MAX_COPIES, num_slots // num_shards)
 
 
+def state_rows(num_slots: int, num_shards: int) -> int:
+    """Return the states that a paged cache holds, of all shards: one for each slot, one for each of their
+    prompts or for a conversation that waits, and a null row in each shard."""
+    return 2 * num_slots + num_shards
+
+
 def ladder(top: int, lowest: int, factor: float) -> tuple[int, ...]:
     """Return `top`, `top` / factor, ... down to `lowest`, ascending: multiples of MIN_LENGTH, or of half of
     it for short lengths, for which padding matters."""

@@ -60,6 +60,7 @@ class ChunkInputs(NamedTuple):
     stop: StopConditions
     table: np.ndarray | None = None  # int32 [S, N], pages of each slot, of the paged cache
     texts: np.ndarray | None = None  # int32 [S, C], see `propose_drafts`
+    states: np.ndarray | None = None  # int32 [S], row of each slot's state, of the paged cache
 
 
 class RowsToExtend(NamedTuple):
@@ -69,6 +70,7 @@ class RowsToExtend(NamedTuple):
     tokens: np.ndarray  # int32 [R, T], row r has lengths[r] tokens, then padding
     lengths: np.ndarray  # int32 [R]
     starts: np.ndarray  # int32 [R], position of a row's first token
+    states: np.ndarray | None = None  # int32 [R], row of each row's state
 
 
 def empty_slots(num_slots: int, key: np.ndarray) -> SlotState:

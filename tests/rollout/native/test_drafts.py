@@ -122,7 +122,7 @@ def test_the_planned_program_reads_a_draft_in_each_slot():
     """Two slots; 10 columns of 8 tokens, and 8 texts as long as the longest sequence."""
     arguments, sampling = (params(), LIMIT, LIMIT, 5), SamplingConfig()
     program = engine(**DRAFTS).largest_calls(*arguments, sampling=sampling, turns=False)["decode_drafts"]
-    *_, state, (*_, table, texts) = program.args
+    *_, state, (*_, table, texts, _) = program.args
     assert len(state.tokens) == 2 and table.shape == (2, 10) and texts.shape == (2, 8 * 80 + 80)
     assert program.static == {"num_drafts": 4, "filters": (False, 0)}
     plain = engine(cache="paged", page=8).largest_calls(*arguments, sampling=sampling, turns=False)

@@ -102,8 +102,8 @@ def test_pages_of_turns_by_hand():
     assert allocate(0, "a", 4, 12) and allocate(1, "b", 4, 12)
     assert [cache.num_kept(slot) for slot in (0, 1)] == [0, 0] and len(pages.pools[0].free_pages) == 5
     turns.starts = np.array([3, 3], np.int32)
-    cache.finish(0, "a", 6)  # both pages are written: 0 to 3, 4 to 7, relative to position 3
-    assert pages.kept[0]["a"] == ([1, 2], 6) and turns.copies == [[(0, 1, -3), (0, 2, 1)]]
+    cache.finish(0, "a", 9, num_read=6)  # both pages are written: 0 to 3, 4 to 7, relative to position 3
+    assert pages.kept[0]["a"][:2] == ([1, 2], 6) and turns.copies == [[(0, 1, -3), (0, 2, 1)]]
     assert allocate(0, "a", 10, 6)  # 9 tokens to be read take a third page
     assert (
         pages.slots[0].pages == [1, 2, 3]
@@ -112,9 +112,9 @@ def test_pages_of_turns_by_hand():
     )
     turns.copies[0].clear()
     turns.starts = np.array([9, 9], np.int32)
-    cache.finish(0, "a", 12)  # the first 9 are in the pages: the last page alone is written
+    cache.finish(0, "a", 12, num_read=12)  # the first 9 are in the pages: the last page alone is written
     assert turns.copies == [[(0, 3, -1)]]
-    cache.finish(1, "b", 10)  # three pages, and two are free
+    cache.finish(1, "b", 10, num_read=10)  # three pages, and two are free
     assert list(pages.kept[0]) == ["b"] and len(pages.kept[0]["b"].pages) == 3
     assert allocate(0, "a", 13, 3) and cache.num_kept(0) == 0
     cache.drop("b")

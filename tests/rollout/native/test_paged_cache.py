@@ -24,9 +24,11 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import paged
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import Reply
-from jaxrl_llm.rollout.native import paged_cache, shapes
+from jaxrl_llm.rollout.native import page_memory, shapes
+from jaxrl_llm.rollout.native.cache import CacheManager
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.native.paged_cache import PagedLayout, check_pages
+from jaxrl_llm.rollout.native.page_memory import check_pages
+from jaxrl_llm.rollout.native.paged_cache import PagedLayout
 from jaxrl_llm.rollout.native.slots import PrefillBatch
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import Episode
@@ -170,14 +172,16 @@ def test_8_bits_by_hand(dtype, error):
 class FakePrograms(SimpleNamespace):
     """Records the calls of the device functions."""
 
-    def empty_cache(self, pages, page_size):
+    has_states = False
+
+    def empty_cache(self, pages, page_size, rows):
         return (pages, page_size)
 
-    def write_pages(self, cache, prompts, lengths, tables):
-        self.written = tables.tolist()
+    def write_pages(self, cache, prompts, lengths, *places):
+        self.written = places[0].tolist()
         return cache
 
-    def copy_pages(self, cache, sources, targets):
+    def copy_pages(self, cache, sources, targets, *rows):
         pairs = zip(sources.tolist(), targets.tolist(), strict=True)
         self.copied += [pair for pair in pairs if pair[1] != paged.NO_PAGE]
         return cache
@@ -217,7 +221,7 @@ def test_copies_of_two_shards_in_calls_of_two_each(monkeypatch):
     """Three slots of the first shard and one of the second continue a prompt whose last page is not full."""
     monkeypatch.setattr(shapes, "MAX_COPIES", 2)
     programs = FakePrograms(num_shards=2, page_size=4, chunk=8, copied=[], calls=[])
-    programs.copy_pages = lambda cache, *copies: programs.calls.append(np.stack(copies).tolist())
+    programs.copy_pages = lambda cache, *copies: programs.calls.append(np.stack(copies[:2]).tolist())
     cache = PagedLayout(programs, num_slots=6, num_pages=12, lengths=(32,))
     for slot in (0, 1, 2, 4):
         assert cache.allocate(slot, b"a", 6, 2)
@@ -260,6 +264,28 @@ def test_kept_pages_by_hand():
     assert sorted(cache.pools[0].free_pages) == list(range(1, 12))
 
 
+def test_rows_of_states_by_hand():
+    """Two slots have four rows and a null row: of slots and prompts, then of conversations that wait."""
+    programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[], has_states=True, kept=None)
+    cache = CacheManager(programs, SimpleNamespace(slot_counts=(2,), num_pages=20, cache_lengths=(32,)))
+    allocate = lambda slot, prompt, **more: cache.allocate(
+        slot, prompt, num_context=5, max_new_tokens=8, **more
+    )
+    free = lambda: sorted(cache.pages.rows[0].free_pages)
+    assert allocate(0, b"a") and allocate(1, b"a") and free() == [4]
+    assert [copy[3:] for copy in cache.pages.pending_copies] == [(1, 2), (1, 3)]  # without a page to copy
+    cache.finish(0, "one", 9, num_read=9)
+    assert cache.pages.kept[0]["one"].row == 2
+    assert allocate(0, b"b") and free() == []  # prompt and slot took the free row and that of "one"
+    assert not cache.pages.kept[0] and [own.row for own in cache.pages.slots] == [4, 3]
+    cache.finish(0, "two", 9, num_read=8)
+    cache.finish(1, "three", 9, num_read=10)  # its state has a token too many
+    assert list(cache.pages.kept[0]) == ["two"] and free() == [3]
+    assert allocate(1, b"", conversation="two") and cache.num_kept(1) == 8 and cache.pages.slots[1].row == 4
+    cache.finish(1)
+    assert free() == [3, 4]
+
+
 def test_pages_for_a_chunk_are_those_it_can_fill():
     programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[])
     cache = PagedLayout(programs, num_slots=2, num_pages=12, lengths=(16, 32))
@@ -276,8 +302,8 @@ def test_pages_for_a_chunk_are_those_it_can_fill():
 def test_pages_leave_room_for_what_the_trainer_will_hold(monkeypatch):
     """Until the first publish; a page is 2 layers x 2 arrays x 2 heads x 8 tokens x 8 numbers of 4 bytes."""
     weights = sum(x.size * 4 for x in jax.tree.leaves(params()))
-    free = 5_000 + weights + 100 * 2048 / paged_cache.MEMORY_FRACTION
-    monkeypatch.setattr(paged_cache, "free_device_bytes", lambda programs: free)
+    free = 5_000 + weights + 100 * 2048 / page_memory.MEMORY_FRACTION
+    monkeypatch.setattr(page_memory, "free_device_bytes", lambda programs: free)
     config = RolloutConfig(slots=4, cache="paged", page=8)
     narrow = NativeEngine(config, MODEL, make_mesh(MeshConfig(), jax.devices()[:1]), resident=5_000)
     assert narrow._make_shapes(100, 100, False).num_pages == 100 + 1

@@ -14,7 +14,7 @@ from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Reply, Request
 from jaxrl_llm.rollout.native.compile import call_all
 from jaxrl_llm.rollout.native.conversations import TurnQueue
-from jaxrl_llm.rollout.native.paged_cache import pages_required
+from jaxrl_llm.rollout.native.page_memory import pages_required
 from jaxrl_llm.rollout.native.schedule import Scheduler, throughput
 from jaxrl_llm.rollout.native.shapes import make_shapes
 from jaxrl_llm.rollout.native.slots import ChunkOutput
@@ -36,7 +36,7 @@ class FakePrograms:
 
     The route of a token, [1, 1], is the token."""
 
-    route = np.zeros((1, 1), np.uint8)
+    route, has_states = np.zeros((1, 1), np.uint8), False
 
     def __init__(self, num_shards=1, chunk=8, page_size=0, kept_page_size=0):
         self.num_shards, self.chunk, self.page_size = num_shards, chunk, page_size
@@ -51,7 +51,7 @@ class FakePrograms:
     def all_calls(self):
         return set(self.calls) | {f"kept {call}" for call in (self.kept.calls if self.kept else ())}
 
-    def empty_cache(self, count, length):
+    def empty_cache(self, count, length, rows=0):
         self.count("empty_cache", count=count, length=length)
         if self.page_size:
             return PagedCache(zeros(count, length), zeros(count, length), None, None)
@@ -80,8 +80,8 @@ class FakePrograms:
         self.count("resize", cache, old_slots, length=length)
         return self.ring(len(old_slots), length)
 
-    def write_pages(self, cache, prompts, lengths, tables):
-        self.count("write_pages", cache, prompts, lengths, tables)
+    def write_pages(self, cache, prompts, lengths, *places):
+        self.count("write_pages", cache, prompts, lengths, *places)
         return cache
 
     def extend(self, weights, cache, extended):
@@ -92,7 +92,7 @@ class FakePrograms:
 
     def read(self, ring, pages, *slots):
         """All tokens of a turn that begins are in its pages."""
-        table, lengths, chosen = slots
+        table, lengths, chosen, _ = slots
         self.count("read", ring, pages, table, lengths, chosen)
         for row, n in zip(table[chosen], lengths[chosen], strict=True):
             assert (row[: -(-n // self.page_size)] > 0).all()
@@ -102,7 +102,7 @@ class FakePrograms:
         self.count("write", ring, pages, *copies)
         return pages
 
-    def copy_pages(self, cache, sources, targets):
+    def copy_pages(self, cache, sources, targets, *rows):
         self.count("copy_pages", cache, sources, targets)
         return cache
 
