@@ -64,7 +64,14 @@ CONTRACTS = {
     "vmem_bytes": "of each TPU kernel's shapes.py",
     **dict.fromkeys(
         (
-            *("add_weights", "empty_state", "project_inputs", "make_rows_fn", "make_step_fn"),
+            *(
+                "add_weights",
+                "empty_state",
+                "project_inputs",
+                "split_channels",
+                "make_rows_fn",
+                "make_step_fn",
+            ),
             *("finish_mixed", "mixer_weights", "state_flops"),
         ),
         "of each kind of recurrent layers (models/recurrent.py), or of all layers of a model",

@@ -60,7 +60,7 @@ class QuantizedState(NamedTuple):
 def quantize_moments(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return the transformation with its moments stored in 8 bits, in blocks with a float32 scale each.
 
-    Moments of embeddings, norms, biases and small leaves stay float32.
+    Moments of embeddings, norms, biases, decays and skips of states, and small leaves stay float32.
     """
 
     def init(params):
@@ -293,7 +293,7 @@ def _block_size(dim: int) -> int:
 def _encode(state: Any, count: Int[Array, ""] | int) -> Any:
     def one(path, x):
         names = set(jax.tree_util.keystr(path, simple=True, separator=".").split("."))
-        exempt = any(word in name for name in names for word in ("embed", "norm", "bias"))
+        exempt = any(word in name for name in names for word in ("embed", "norm", "bias", "a_log", "skip"))
         if exempt or x.ndim < 2 or x.size < MIN_SIZE or _block_size(x.shape[-1]) < MIN_BLOCK:
             return x
         if names & SECOND:

@@ -25,7 +25,7 @@ from jaxrl_llm.models.linear import apply_linear, normalize, rms_norm
 from jaxrl_llm.models.mla import DecodeLatents, decode_latents, expand_latents
 from jaxrl_llm.models.recurrent import RECURRENT
 from jaxrl_llm.models.rows import Packing, per_token_call
-from jaxrl_llm.sharding.attention import ContextParallel, sharded_attention
+from jaxrl_llm.sharding.attention import ContextParallel, over_whole_rows, sharded_attention
 from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, constrain_residual, gather_tokens
 
 if TYPE_CHECKING:
@@ -52,17 +52,15 @@ def make_attention_fn(
     the layer's recurrence. None for a layer that does not mix tokens.
 
     Args:
+        rows: in the order of `method` for attention, in natural order for a recurrence.
         window: tokens of its sequence that a token attends to, including itself.
-
-    Raises:
-        ValueError: context parallelism with a recurrence.
     """
     if not c.mixes:
         return None
     if c.kind in RECURRENT:
-        if method != "none":
-            raise ValueError("recurrent layers need whole rows on a device: mesh.sequence must be 1")
-        return RECURRENT[c.kind].make_rows_fn(c, w, rows, strict=strict)
+        recurrent = RECURRENT[c.kind]
+        mix = over_whole_rows(recurrent.make_rows_fn(c, w, rows, strict=strict), method)
+        return lambda inputs, *others: mix(recurrent.split_channels(c, inputs), *others)
     # Attention, by the kernels or batch-invariant.
     settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
 

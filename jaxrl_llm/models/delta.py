@@ -9,6 +9,7 @@ The functions are the functions of `recurrent.RecurrentKind`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -21,9 +22,9 @@ from jaxrl_kernels.gated_delta.reference import delta_step, gated_delta, recurre
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import Initializer, apply_linear, rms_norm
 from jaxrl_llm.models.mixer_config import DeltaConfig
-from jaxrl_llm.models.paths import causal_conv, conv_window, convolve
+from jaxrl_llm.models.paths import conv_window, convolve, convolve_parts
 from jaxrl_llm.models.rows import MAX_LEVELS, Packing, last_inputs, per_token_call, step_window
-from jaxrl_llm.sharding.rules import constrain
+from jaxrl_llm.sharding.attention import divide_heads
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
@@ -117,19 +118,20 @@ def finish_mixed(
 
 
 def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool = False):
-    """Return the function (inputs, g, beta) -> (out, DeltaState after each row).
+    """Return the function ((q, k, v) before the convolution, g, beta) -> (out, DeltaState after each row).
 
     In strict mode tokens are added one by one, as in decoding; the gradient is that of chunks.
     """
     rule = make_rule(strict)
 
-    def apply(inputs, g, beta):
+    def apply(qkv, g, beta):
+        inputs = jnp.concatenate(qkv, axis=-1)
         if strict:
             q, k, v = _mix_windows(c, w, conv_window(inputs, rows.paths), inputs.dtype, strict=strict)
         else:
-            q, k, v = _split_heads(c, causal_conv(inputs, _conv_weight(c, w), rows.paths), inputs.dtype)
-        q, k = (constrain(x, "batch", "sequence", "kv_heads", "head_dim") for x in (q, k))
-        v = constrain(v, "batch", "sequence", "heads", "head_dim")
+            mixed = (jax.nn.silu(x) for x in convolve_parts(qkv, _conv_weight(c, w), rows.paths))
+            q, k, v = _to_heads(c, (x.astype(inputs.dtype) for x in mixed))
+        q, k, v = map(divide_heads, (q, k, v))
         out, state = rule(rows, q, k, v, g, beta)
         return out, DeltaState(state, last_inputs(inputs, rows))
 
@@ -177,13 +179,16 @@ def add_tokens(
 def _mix_windows(
     c: TransformerConfig, w: Layers, window: Float[Array, "B T W C"], dtype: DTypeLike, *, strict: bool
 ):
-    """Return `_split_heads` of the convolution of each token's inputs."""
-    mix = lambda weight, window: _split_heads(c, convolve(window, weight), dtype)
+    """Return `_to_heads` of the convolution of each token's inputs."""
+
+    def mix(weight, window):
+        return _to_heads(c, split_channels(c, jax.nn.silu(convolve(window, weight)).astype(dtype)))
+
     return per_token_call(strict)(mix, _conv_weight(c, w), window)
 
 
 def _convolutions(delta: DeltaConfig) -> dict[str, int]:
-    """Return the names of the convolutions -> their channels, in the order of `_split_heads`."""
+    """Return the names of the convolutions -> their channels, in the order of `_to_heads`."""
     if delta.projections != "separate":
         return {"delta_conv": delta.channels}
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
@@ -194,11 +199,16 @@ def _conv_weight(c: TransformerConfig, w: Layers) -> Float[Array, "C W"]:
     return jnp.concatenate([getattr(w, name)[:, 0] for name in _convolutions(c.delta)])
 
 
-def _split_heads(c: TransformerConfig, convolved: Float[Array, "B T C"], dtype: DTypeLike):
+def split_channels(c: TransformerConfig, qkv: Float[Array, "B T C"]) -> tuple[Float[Array, "B T _"], ...]:
+    """Return (q, k, v)."""
+    size = c.delta.key_heads * c.delta.key_dim
+    return tuple(jnp.split(qkv, [size, 2 * size], axis=-1))
+
+
+def _to_heads(c: TransformerConfig, mixed: Iterable[Float[Array, "B T _"]]):
     """Return (q, k [B, T, Hk, K], v [B, T, H, V]); queries and keys have length 1, queries times K^-0.5."""
-    delta, size = c.delta, c.delta.key_heads * c.delta.key_dim
-    mixed = jax.nn.silu(convolved).astype(dtype)
-    q, k, v = jnp.split(mixed, [size, 2 * size], axis=-1)
+    delta = c.delta
+    q, k, v = mixed
     heads = lambda x, dim: x.reshape(*x.shape[:2], -1, dim)
 
     def normed(x, scale):

@@ -10,6 +10,7 @@ The functions are the functions of `recurrent.RecurrentKind`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -20,9 +21,9 @@ from jaxtyping import Array, Bool, Float
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.delta import add_tokens, make_rule
 from jaxrl_llm.models.linear import Initializer, apply_linear, rms_norm
-from jaxrl_llm.models.paths import causal_conv, conv_taps, conv_window, convolve
+from jaxrl_llm.models.paths import conv_taps, conv_window, convolve, convolve_parts
 from jaxrl_llm.models.rows import Packing, last_inputs, per_token_call, step_window
-from jaxrl_llm.sharding.rules import constrain
+from jaxrl_llm.sharding.attention import divide_heads
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
@@ -89,21 +90,21 @@ def finish_mixed(
 
 
 def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool = False):
-    """Return the function (inputs, g, dt) -> ((out, x), MambaState after each row).
+    """Return the function ((x, B, C), g, dt) -> ((out, x), MambaState after each row).
 
     In strict mode tokens are added one by one, as in decoding; the gradient is that of chunks.
     """
     rule = make_rule(strict)
 
-    def apply(inputs, g, dt):
+    def apply(parts, g, dt):
+        inputs = jnp.concatenate(parts, axis=-1)
         if strict:
             q, k, x, v = _mix_windows(c, w, conv_window(inputs, rows.paths), dt, strict=strict)
         else:
             taps, bias = conv_taps(w, "mamba_kernel")
-            mixed = causal_conv(inputs, taps, rows.paths, bias)
-            q, k, x, v = _split_heads(c, mixed, dt, inputs.dtype)
-        q, k = (constrain(x, "batch", "sequence", "kv_heads", "head_dim") for x in (q, k))
-        v = constrain(v, "batch", "sequence", "heads", "head_dim")
+            mixed = (jax.nn.silu(x) for x in convolve_parts(parts, taps, rows.paths, bias))
+            q, k, x, v = _to_heads(c, (x.astype(inputs.dtype) for x in mixed), dt)
+        q, k, v = map(divide_heads, (q, k, v))
         out, state = rule(rows, q, k, v, g)
         return (out, x), MambaState(state, last_inputs(inputs, rows))
 
@@ -127,19 +128,24 @@ def make_step_fn(
 def _mix_windows(
     c: TransformerConfig, w: Layers, window: Float[Array, "B T W C"], dt: Float[Array, "B T H"], *, strict
 ):
-    """Return `_split_heads` of the convolution of each token's inputs."""
-    mix = lambda taps, window, dt: _split_heads(c, convolve(window, *taps), dt, window.dtype)
+    """Return `_to_heads` of the convolution of each token's inputs."""
+
+    def mix(taps, window, dt):
+        mixed = jax.nn.silu(convolve(window, *taps)).astype(window.dtype)
+        return _to_heads(c, split_channels(c, mixed), dt)
+
     return per_token_call(strict)(mix, conv_taps(w, "mamba_kernel"), window, dt)
 
 
-def _split_heads(
-    c: TransformerConfig, convolved: Float[Array, "B T C"], dt: Float[Array, "B T H"], dtype: DTypeLike
-):
+def split_channels(c: TransformerConfig, x: Float[Array, "B T C"]) -> tuple[Float[Array, "B T _"], ...]:
+    """Return (x, B, C)."""
+    return tuple(jnp.split(x, [c.mamba.inner, c.mamba.inner + c.mamba.groups * c.mamba.state_size], axis=-1))
+
+
+def _to_heads(c: TransformerConfig, mixed: Iterable[Float[Array, "B T _"]], dt: Float[Array, "B T H"]):
     """Return (C, B [B, T, G, N], x, dt x [B, T, H, P]), the last two float32."""
     mamba = c.mamba
-    mixed = jax.nn.silu(convolved).astype(dtype)
-    size = mamba.groups * mamba.state_size
-    x, b, read = jnp.split(mixed, [mamba.inner, mamba.inner + size], axis=-1)
+    x, b, read = mixed
     heads = lambda x, count: x.reshape(*x.shape[:2], count, -1)
     x = heads(x, mamba.heads).astype(jnp.float32)
     return heads(read, mamba.groups), heads(b, mamba.groups), x, x * dt[..., None]

@@ -7,6 +7,7 @@ left, at the end of the prompt.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,6 +83,19 @@ def causal_conv(
     """
     before = (_step_back(x, paths, n) for n in range(1, weight.shape[1]))
     return _weighted_sum((x, *before), weight, bias)
+
+
+def convolve_parts(
+    parts: tuple[Float[Array, "B T _"], ...],
+    weight: Float[Array, "D width"],
+    paths: Paths,
+    bias: Float[Array, "D"] | None = None,
+) -> list[Float[Array, "B T _"]]:
+    """Compute `causal_conv` of each part of the D channels, as devices divide each part evenly."""
+    ends = list(itertools.accumulate(x.shape[2] for x in parts))[:-1]
+    biases = [None] * len(parts) if bias is None else jnp.split(bias, ends)
+    weights = jnp.split(weight, ends)
+    return [causal_conv(x, w, paths, b) for x, w, b in zip(parts, weights, biases, strict=True)]
 
 
 def conv_window(x: Float[Array, "B T D"], paths: Paths) -> Float[Array, "B T width D"]:

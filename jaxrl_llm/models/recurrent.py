@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -17,6 +18,7 @@ from jaxrl_llm.models.linear import Initializer
 from jaxrl_llm.models.mixer_config import LayerKind
 from jaxrl_llm.models.paths import find_paths
 from jaxrl_llm.models.rows import Packing
+from jaxrl_llm.sharding.rules import constrain
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
@@ -41,10 +43,14 @@ class RecurrentKind(Protocol):
         """
 
     def project_inputs(self, c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> tuple[Any, ...]:
-        """Return (*inputs of the recurrence, gate), each token separately."""
+        """Return (inputs of the convolution, *others, gate), each token separately; dim 2 of the others are
+        heads."""
+
+    def split_channels(self, c: TransformerConfig, x: Float[Array, "B T C"]) -> tuple[Array, ...]:
+        """Return the parts of the channels of the convolution that devices divide, each in order of heads."""
 
     def make_rows_fn(self, c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool = False):
-        """Return the function (*inputs) -> (out, state after each row) for whole rows.
+        """Return the function (parts, *others) -> (out, state after each row) for whole rows.
 
         Args:
             rows: `with_paths`.
@@ -60,7 +66,7 @@ class RecurrentKind(Protocol):
         *,
         strict: bool = False,
     ):
-        """Return the function (*inputs) -> (out, state) for the next T tokens of each sequence.
+        """Return the function (inputs, *others) -> (out, state) for the next T tokens of each sequence.
 
         Args:
             valid: False = padding, after the tokens of a sequence, which does not change the state.
@@ -84,5 +90,6 @@ def with_paths(c: TransformerConfig, rows: Packing) -> Packing:
     """Return the rows with the tokens that the convolution of each token reads, if the model has one."""
     if not c.recurrent_kind:
         return rows
+    rows = jax.tree.map(lambda x: constrain(x, "batch", None), rows)
     width = getattr(c, c.recurrent_kind).conv_width
     return rows._replace(paths=find_paths(rows.segments, rows.last, positions=rows.positions, width=width))

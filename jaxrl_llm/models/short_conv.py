@@ -61,9 +61,10 @@ def finish_mixed(
 
 
 def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool = False):
-    """Return the function (inputs) -> (out, ConvState after each row)."""
+    """Return the function ((inputs,)) -> (out, ConvState after each row)."""
 
-    def apply(inputs):
+    def apply(parts):
+        (inputs,) = parts
         if strict:
             out = _mix_windows(w, conv_window(inputs, rows.paths), inputs.dtype, strict=strict)
         else:
@@ -84,6 +85,11 @@ def make_step_fn(
         return _mix_windows(w, window, inputs.dtype, strict=strict), ConvState(kept)
 
     return apply
+
+
+def split_channels(c: TransformerConfig, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"]]:
+    """Return (x,)."""
+    return (x,)
 
 
 def _mix_windows(w: Layers, window: Float[Array, "B T W D"], dtype: DTypeLike, *, strict: bool):

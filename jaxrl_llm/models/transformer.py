@@ -240,22 +240,22 @@ class Transformer(nnx.Module):
         segments = jnp.ones_like(tokens) if segments is None else segments
         # Context parallelism may reorder the tokens of a row, so that devices have equal work.
         method = context_parallel(tokens.shape[1], sequence_parallel)
-        spans = window_spans(c, segments, last, positions)
-        rows = with_paths(c, Packing(segments, positions, last, spans))
+        rows = Packing(segments, positions, last, window_spans(c, segments, last, positions))
+        whole = with_paths(c, rows)
         tokens, rows = jax.tree.map(lambda x: reorder_tokens(x, method), (tokens, rows))
         readers = jnp.where(rows.segments > 0, 1 if last is None else rows.last - rows.segments + 1, 0)
         per_token = per_token_call(strict)
         lengths = trajectory_lengths(c, rows.positions, rows.segments)
         tables = per_token(rope_fn(c), None, rows.positions, lengths)
         x = constrain_residual(scale_embeddings(c, look_up(fetch(self.embed[...]), tokens, dtype)))
-
         if routes is not None:
             routes = jnp.moveaxis(reorder_tokens(routes, method), 2, 0)
 
         def layer(c, x, layer, numbers):
             numbers, routes = numbers
             x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(layer, dtype)
-            mix = make_attention_fn(c, w, rows, window=numbers.window, method=method, strict=strict)
+            of_kind = whole if c.kind in RECURRENT else rows
+            mix = make_attention_fn(c, w, of_kind, window=numbers.window, method=method, strict=strict)
             settings = {"strict": strict, "valid": rows.segments > 0, "routes": routes}
             x, _, routing = block(c, w, x, layer_rope(c, tables, numbers), attention_fn=mix, **settings)
             return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)

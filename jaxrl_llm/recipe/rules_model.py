@@ -49,15 +49,28 @@ def _has_positions(config: TrainConfig, models: Models) -> Iterator[str]:
 def _heads_divide(config: TrainConfig, models: Models) -> Iterator[str]:
     heads, sizes = models[POLICY].num_heads, config.mesh.sizes
     tensor, sequence = num_shards("heads", sizes), num_shards("sequence", sizes)
-    ulysses = config.mesh.sequence_parallel == "ulysses"
-    if ulysses and tensor > 0 and sequence > 1 and heads % (tensor * sequence):
-        yield heads_problem(heads, tensor * sequence)
+    if tensor < 1 or sequence < 2:
+        return
+    parts = tensor * sequence
+    if config.mesh.sequence_parallel == "ulysses" and heads % parts:
+        yield heads_problem(heads, parts)
+    for heads in dict.fromkeys(_state_heads(model) for model in models.values() if model.recurrent_kind):
+        if heads % parts:
+            yield (
+                f"--mesh.sequence divides the {heads} heads of recurrent layers among tensor x sequence = "
+                f"{parts} devices, and {heads} is not a multiple of {parts}. Set a smaller --mesh.sequence "
+                "or --mesh.tensor."
+            )
+
+
+def _state_heads(model: TransformerConfig) -> int:
+    """Return the heads of a recurrent layer, or its channels if it has no heads."""
+    if model.delta:
+        return model.delta.value_heads
+    return model.mamba.heads if model.mamba else model.hidden_size
 
 
 def _recurrent_layers_fit(config: TrainConfig, models: Models) -> Iterator[str]:
-    is_recurrent = any(model.layer_kinds for model in models.values())
-    if is_recurrent and (shards := num_shards("sequence", config.mesh.sizes)) > 1:
-        yield f"--mesh.sequence is {shards}: recurrent layers need whole rows on a device. Set it to 1."
     if problem := ring_problem(config.rollout, models[POLICY]):
         yield f"--{problem}"
 
@@ -193,9 +206,8 @@ MODEL = (
     Rule("model", "mesh.sequence_parallel mesh.sequence mesh.tensor", _heads_divide, sized=True),
     Rule(
         "model",
-        "mesh.sequence rollout.cache rollout.cache_dtype rollout.draft_tokens",
+        "rollout.cache rollout.cache_dtype rollout.draft_tokens",
         _recurrent_layers_fit,
-        sized=True,
     ),
     Rule("model", "rollout.sampling.stop_tokens eval.sampling.stop_tokens", _stop_tokens_exist),
     Rule("model", "routing.balance_coef routing.bias_rate routing.replay lora.rank", _experts_are_routed),

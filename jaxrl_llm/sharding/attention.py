@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from jaxrl_kernels.flash_attention.sinks import add_sinks, d_sinks
 from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding.ring import RingAttention, from_zigzag, to_zigzag
-from jaxrl_llm.sharding.rules import TRAIN, Rules, current_spec, num_shards
+from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, current_spec, num_shards
 
 
 class UlyssesAttention(NamedTuple):
@@ -102,6 +103,8 @@ def _sum_repeated(d, x):
 ContextParallel = Literal["none", "ring", "ulysses"]
 """Method of attention over a row whose tokens are sharded; "none" = each device has whole rows."""
 REPLICATED_SEQUENCE: Rules = {**TRAIN, "sequence": None}
+DIVIDED_HEADS: Rules = {**TRAIN, "heads": ("tensor", "sequence")}
+"""Recurrent layers: the devices of a row divide its heads, not its tokens."""
 METHODS = {"ring": RingAttention, "ulysses": UlyssesAttention}
 AXIS = TRAIN["sequence"]
 QUERY_AXES = ("batch", "sequence", "heads", "head_dim")
@@ -124,6 +127,58 @@ def reorder_tokens(x: Shaped[Array, "B T ..."], method: ContextParallel) -> Shap
 def restore_tokens(x: Shaped[Array, "B T ..."], method: ContextParallel) -> Shaped[Array, "B T ..."]:
     """Invert `reorder_tokens`."""
     return _permute(from_zigzag, x) if method == "ring" else x
+
+
+def over_whole_rows(mix: Callable[..., Any], method: ContextParallel) -> Callable[..., Any]:
+    """Return mix(*inputs) -> (out, state) for arrays of tokens in the order of `reorder_tokens`.
+
+    mix reads and writes whole rows in natural order. As in Ulysses, an all-to-all gives each device all
+    tokens of a part of the heads or channels, dim 2 of each array, and a second one returns the results.
+    """
+
+    def apply(*inputs):
+        out, state = mix(*jax.tree.map(lambda x: _gather_rows(x, method), inputs))
+        return jax.tree.map(lambda x: _scatter_rows(x, method), out), state
+
+    return apply
+
+
+def divide_heads(x: Shaped[Array, "B T H ..."]) -> Shaped[Array, "B T H ..."]:
+    """Constrain whole rows to be sharded by heads over tensor and sequence, if these divide the heads."""
+    return constrain(x, "batch", None, "heads", *(None,) * (x.ndim - 3), rules=DIVIDED_HEADS)
+
+
+def _gather_rows(x: Shaped[Array, "B T H ..."], method: ContextParallel) -> Shaped[Array, "B T H ..."]:
+    """Return the tokens of whole rows in natural order.
+
+    Constraints on both sides keep the change of order, and its gradient, within a device. Without the first
+    constraint, XLA may gather what x is computed from instead.
+    """
+    x = _divide_tokens(x)
+    if method != "ring":
+        return divide_heads(x)
+    early, late = jnp.moveaxis(_chunks(divide_heads(x), (-1, 2)), 2, 0)
+    return divide_heads(jnp.concatenate([early, late[:, ::-1]], axis=1).reshape(x.shape))
+
+
+def _scatter_rows(x: Shaped[Array, "B T H ..."], method: ContextParallel) -> Shaped[Array, "B T H ..."]:
+    """Invert `_gather_rows`."""
+    x = divide_heads(x)
+    if method == "ring":
+        early, late = jnp.moveaxis(_chunks(x, (2, -1)), 1, 0)
+        x = divide_heads(jnp.stack([early, late[:, ::-1]], axis=2).reshape(x.shape))
+    return _divide_tokens(x)
+
+
+def _divide_tokens(x: Shaped[Array, "B T H ..."]) -> Shaped[Array, "B T H ..."]:
+    return constrain(x, "batch", "sequence", "heads", *(None,) * (x.ndim - 3))
+
+
+def _chunks(x: Shaped[Array, "B T ..."], parts: tuple[int, int]) -> Shaped[Array, "B _ _ t ..."]:
+    """Return the chunks of the ring in a grid, which is two wide."""
+    devices = num_shards("sequence", jax.sharding.get_abstract_mesh().shape)
+    grid = tuple(devices if n < 0 else n for n in parts)
+    return x.reshape(x.shape[0], *grid, x.shape[1] // (2 * devices), *x.shape[2:])
 
 
 def sharded_attention(  # noqa: PLR0917 - in the order of `flash_attention`

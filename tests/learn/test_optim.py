@@ -15,9 +15,10 @@ from jaxrl_llm.hf.layouts import parse_layout
 from jaxrl_llm.hf.names import MARK, tensor_layout
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.optim import make_optimizer, make_schedule
+from jaxrl_llm.learn.optim import decayed, make_optimizer, make_schedule
 from jaxrl_llm.learn.update import StepConfig, apply
 from jaxrl_llm.models import LoraConfig, lora
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import TrainState
@@ -209,6 +210,27 @@ def test_decay_spares_norms_biases_and_sinks():
 
 
 # -- Muon
+
+STATES = {
+    "delta": (DeltaConfig(2, 4, 8, 8), {"qkv", "z", "b", "a", "o"}, "conv"),
+    "conv": (ConvConfig(conv_bias=True), {"in", "out"}, "kernel"),
+    "mamba": (MambaConfig(4, 8, 8, 2), {"in", "out"}, "kernel"),
+}
+"""Kind -> its sizes, the names of its matrices, and of its convolution."""
+
+
+@pytest.mark.parametrize(("kind", "of_kind"), STATES.items())
+def test_convolutions_and_decays_of_states_are_no_matrices(kind, of_kind):
+    """Muon takes the projections; weight decay takes the convolution, too, but neither decays nor skips."""
+    sizes, matrices, convolution = of_kind
+    model = dataclasses.replace(MUON, layer_kinds=(kind, "attention"), **{kind: sizes})
+    params, stack = models.abstract(model), f"{kind}_layers."
+    names = [name for name, _ in models.named_leaves(params)]
+    of_stack = lambda on: {n.removeprefix(stack) for n, x in zip(names, on, strict=True) if x and stack in n}
+    matrices = {"gate", "up", "down", *(f"{kind}_{name}" for name in matrices)}
+    assert of_stack(models.layer_matrices(params)) == matrices
+    assert of_stack(jax.tree.leaves(decayed(params))) == matrices | {f"{kind}_{convolution}"}
+
 
 MUON = models.TransformerConfig(
     vocab_size=16,

@@ -166,7 +166,8 @@ def test_steps_of_1e_6_are_not_lost():
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_the_first_step_is_that_of_float32_and_then_moments_are_codes(name):
     """Moments are rounded after they were used. Adam's and Lion's first direction is the sign."""
-    weights = {"matrix": jnp.ones((64, 64)), "embed": jnp.ones((64, 64)), "norm": jnp.ones(64)}
+    weights = {name: jnp.ones((64, 64)) for name in ("matrix", "embed", "mamba_a_log", "mamba_skip")}
+    weights["norm"] = jnp.ones(64)
     gradient = jax.tree.map(lambda w: jnp.linspace(-1.0, 2.0, w.size).reshape(w.shape), weights)
     plain, short = (
         make_optimizer(OptimConfig(name=name, learning_rate=0.1, weight_decay=0.01, moments=moments), 10)
@@ -178,7 +179,7 @@ def test_the_first_step_is_that_of_float32_and_then_moments_are_codes(name):
         np.testing.assert_array_equal(one, other)
     moments = getattr(state[0].inner[0], "mu", None) or state[0].inner[0].trace
     assert isinstance(moments["matrix"], Quantized)
-    assert {moments[name].dtype for name in ("embed", "norm")} == {jnp.dtype("float32")}
+    assert {moments[name].dtype for name in weights if name != "matrix"} == {jnp.dtype("float32")}
 
 
 def test_a_regression_ends_where_adamw_ends():

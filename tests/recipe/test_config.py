@@ -34,8 +34,18 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
-from jaxrl_llm.models import LoraConfig
+from jaxrl_llm.models import LoraConfig, RopeConfig
+from jaxrl_llm.models.mixer_config import MambaConfig
 from jaxrl_llm.recipe.checks import check_config
+
+HYBRID = ModelConfig(
+    architecture=TransformerConfig(
+        family="nemotron_h", num_layers=3, max_position=64, qk_norm=False, tie_embeddings=False,
+        mlp_gate=False, activation="relu2", layer_kinds=("mamba", "attention", "mlp"), one_branch=True,
+        rope_layers=(False,) * 3, rope=RopeConfig(theta=1e4), norm_eps=1e-5, mamba=MambaConfig(heads=24),
+    ),
+    tokenizer="tiny",
+)  # fmt: skip
 
 
 def test_a_sound_config_passes_and_its_folder_is_made(config):
@@ -179,6 +189,11 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             "--mesh.sequence_parallel ulysses divides the 16 query heads among tensor x sequence = 12 "
             "devices, and 16 is not a multiple of 12. Set --mesh.sequence_parallel ring, or a smaller "
             "--mesh.sequence.",
+        ),
+        (
+            dict(model=HYBRID, mesh=MeshConfig(tensor=2, sequence=8)),
+            "--mesh.sequence divides the 24 heads of recurrent layers among tensor x sequence = 16 devices, "
+            "and 24 is not a multiple of 16. Set a smaller --mesh.sequence or --mesh.tensor.",
         ),
         (
             dict(model=ModelConfig()),

@@ -1,5 +1,6 @@
 """Context parallelism: rows sharded over devices give the loss and the gradients of whole rows."""
 
+import dataclasses
 import functools
 import re
 
@@ -15,6 +16,7 @@ from tiny_models import random_params
 from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask, row_windows
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm import models
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig
 from jaxrl_llm.sharding import attention as sharded
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.ring import RingAttention
@@ -32,6 +34,13 @@ MODEL = models.TransformerConfig(
     sliding_window=24,
     window_layers=(True, False),
 )
+HYBRIDS = {
+    "delta, ring of 4": ("delta", DeltaConfig(4, 8, 8, 8), MeshConfig(sequence=4)),
+    "conv, ring of 2 x tensor 2": ("conv", ConvConfig(), MeshConfig(sequence=2, tensor=2)),
+    "mamba, ulysses of 4, more than groups": (
+        "mamba", MambaConfig(4, 8, 8, 2), MeshConfig(sequence=4, sequence_parallel="ulysses")
+    ),
+}  # fmt: skip
 ROW = 96
 MESHES = {
     "ring of 2 x fsdp 2 x tensor 2": MeshConfig(sequence=2, tensor=2),
@@ -53,7 +62,8 @@ def rows():
     for row, lengths in enumerate([(96,), (50, 30, 16), (70, 20), (61,)]):
         start = 0
         for segment, length in enumerate(lengths, 1):
-            positions[row, start : start + length] = np.arange(length)
+            shared = 50 if row == 1 and segment > 1 else 0
+            positions[row, start : start + length] = shared + np.arange(length)
             segments[row, start : start + length] = segment
             start += length
     mask = ((positions > 3) * rng.normal(size=positions.shape)).astype(np.float32)
@@ -61,10 +71,10 @@ def rows():
     return tokens, positions, segments, last, mask
 
 
-def loss_and_gradient(config: MeshConfig, devices: int):
+def loss_and_gradient(config: MeshConfig, devices: int, model=MODEL):
     """Of a weighted sum of log-probs and entropies."""
     mesh = make_mesh(config, jax.devices()[:devices])
-    shardings = models.shardings(MODEL, mesh, TRAIN)
+    shardings = models.shardings(model, mesh, TRAIN)
 
     def loss(params, tokens, positions, *others):
         segments, last, weights = others
@@ -77,23 +87,32 @@ def loss_and_gradient(config: MeshConfig, devices: int):
         return jnp.sum(weights * (logprob + 0.1 * entropy))
 
     with jax.set_mesh(mesh):
-        params = jax.device_put(random_params(MODEL), shardings)
+        params = jax.device_put(random_params(model), shardings)
         run = quick(jax.value_and_grad(loss), out_shardings=(None, shardings))
         value, gradient = run(params, *put_rows(mesh, rows()))
     return float(value), jax.tree.map(np.asarray, gradient)
 
 
 @functools.cache
-def on_one_device():
-    return loss_and_gradient(MeshConfig(fsdp=1), 1)
+def on_one_device(model=MODEL):
+    return loss_and_gradient(MeshConfig(fsdp=1), 1, model)
 
 
 @pytest.mark.parametrize("config", MESHES.values(), ids=MESHES)
-def test_sharded_rows_give_the_loss_and_gradients_of_whole_ones(config):
-    (loss, gradient), (loss_0, gradient_0) = loss_and_gradient(config, 8), on_one_device()
+def test_sharded_rows_give_the_loss_and_gradients_of_whole_ones(config, model=MODEL):
+    (loss, gradient), (loss_0, gradient_0) = loss_and_gradient(config, 8, model), on_one_device(model)
     assert loss == pytest.approx(loss_0, rel=1e-5)
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(gradient_0), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max(), rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "sizes", "config"), HYBRIDS.values(), ids=HYBRIDS)
+def test_recurrent_layers_of_sharded_rows_are_those_of_whole_ones(kind, sizes, config):
+    """States and convolutions pass over borders of shards, end at borders of packed rows, and branch."""
+    kinds = {"num_layers": 2, "window_layers": None, "layer_kinds": (kind, "attention"), kind: sizes}
+    model = dataclasses.replace(MODEL, **kinds)
+    test_sharded_rows_give_the_loss_and_gradients_of_whole_ones(config, model)
 
 
 ATTENTION = {
@@ -211,6 +230,34 @@ def test_no_device_gathers_a_row_and_keys_rotate_once():
     assert count(ring, "collective-permute") == 3  # k, v and segments, in the loop of 7 steps only
     assert count(ulysses, "all-to-all") == 4  # q, k, v, out
     assert count(ulysses, "all-gather") == 1  # segments
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_devices_exchange_tokens_for_heads_and_back(method):
+    """A running sum along rows in natural order, and its gradient, with two all-to-alls each."""
+    mesh, rng = make_mesh(MeshConfig(fsdp=1, sequence=8)), np.random.default_rng(2)
+    x, w, d_out = (rng.normal(size=s).astype(np.float32) for s in ((1, 48, 8), (8, 16), (1, 48, 16)))
+
+    def run(x, w, d_out, mix):
+        out, pull = jax.vjp(lambda x, w: mix(x @ w), x, w)
+        return out, *pull(d_out)
+
+    def shard(x, w, d_out):
+        x, d_out = (sharded.reorder_tokens(x, method) for x in (x, d_out))
+        mix = sharded.over_whole_rows(lambda x: (jnp.cumsum(x, axis=1), None), method)
+        out, d_x, d_w = run(x, w, d_out, lambda x: mix(x)[0])
+        return *(sharded.restore_tokens(x, method) for x in (out, d_x)), d_w
+
+    expected = run(x, w, d_out, lambda x: jnp.cumsum(x, axis=1))
+    with jax.set_mesh(mesh):
+        tokens = [put_rows(mesh, x) for x in (x, d_out)]
+        compiled = quick(shard).lower(tokens[0], w, tokens[1]).compile()
+        got = compiled(tokens[0], w, tokens[1])
+    for one, other in zip(got, expected, strict=True):
+        assert_close(one, other)
+    text = compiled.as_text()
+    assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == 4
+    assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 0
 
 
 def test_rows_that_do_not_divide_are_not_sharded():
