@@ -40,6 +40,14 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu2": "relu2",
 }
+CODE = {"baichuan": "BaichuanConfig", "qwen": "QWenConfig"}
+"""Families that other programs run with the code of their published folders -> class of the config in
+configuration_<family>.py. Each head has its own keys, and config.json no num_key_value_heads."""
+POSITIONS = "max_position_embeddings"
+ALIBI_KEYS = {POSITIONS: "model_max_length"}
+QWEN1_KEYS = {POSITIONS: "seq_length", "rope_theta": "rotary_emb_base", "head_dim": "kv_channels"}
+"""Usual keys -> keys of a model with ALiBi, Baichuan 13B, and of Qwen 1."""
+Z_LOSS, BAICHUAN2_VOCABULARY = "z_loss_weight", 125_696
 SAME = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -84,7 +92,20 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
 
 def _family_keys(raw: dict[str, Any], file: str) -> JsonKeys:
     """Return the keys of a config.json of a supported family, with its defaults."""
-    return JsonKeys(with_layer_types(raw), file, FAMILIES[raw["model_type"]].defaults)
+    family = raw["model_type"]
+    return JsonKeys(
+        with_layer_types(raw), file, FAMILIES[family].defaults, _key_names(family, _is_alibi(raw))
+    )
+
+
+def _key_names(family: str, has_alibi: bool) -> dict[str, str]:
+    """Return usual keys -> the family's keys, where they differ."""
+    return ALIBI_KEYS if has_alibi else QWEN1_KEYS if family == "qwen" else {}
+
+
+def _is_alibi(raw: dict[str, Any]) -> bool:
+    """Return whether a model has ALiBi: Baichuan 13B, whose config.json has no max_position_embeddings."""
+    return raw.get("model_type") == "baichuan" and raw.get(POSITIONS) is None
 
 
 def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
@@ -104,6 +125,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         **_read_heads(keys, family, sizes, mla),
         **_read_multipliers(keys, family, sizes["hidden_size"]),
         **{"qk_norm": family == "glm4_moe" and keys.flag("use_qk_norm"), **facts.fields},
+        **{"alibi": _is_alibi(keys.raw), "normalize_head": _normalizes_head(keys, family) and not has_head},
         **read_global_heads(keys, family, window_layers, has_window=window is not None),
     }
     config = TransformerConfig(
@@ -143,7 +165,8 @@ def _unknown_family(raw: dict[str, Any], file: str) -> UserError:
     """Return the error for another `model_type`: the nearest family, what it lacks, and how to add one."""
     name, keys = raw.get("model_type"), JsonKeys(raw, file, {})
     problem = f"is not supported; supported: {', '.join(FAMILIES)}"
-    near = difflib.get_close_matches(name, FAMILIES, 1, cutoff=0.1) if isinstance(name, str) else []
+    known = [family for family in FAMILIES if family not in CODE]
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.1) if isinstance(name, str) else []
     if not near:
         return keys.wrong("model_type", name, problem)
     (nearest,) = near
@@ -211,13 +234,26 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
     if facts.multipliers:
         raw |= {key: getattr(config, key) for key in MULTIPLIERS}
         raw["attention_multiplier"] = config.attention_multiplier or config.head_dim**-0.5
+    raw |= _write_code(config)
     if config.attention_softcap is not None:
         raw["attn_logit_softcapping"] = config.attention_softcap
     if config.logit_softcap is not None:
         raw["final_logit_softcapping"] = config.logit_softcap
+    names = _key_names(family, config.alibi)
+    raw = {names.get(key, key): value for key, value in raw.items()}
     raw = _as_classifier(raw) if config.value_head else raw
     check_round_trip(config, raw, f"a {config.family} config.json")
     return raw
+
+
+def _write_code(config: TransformerConfig) -> dict[str, Any]:
+    """Return the keys of a family that other programs run with the code of its published folders."""
+    family = config.family
+    if family not in CODE:
+        return {}
+    names = {"AutoConfig": f"configuration_{family}.{CODE[family]}"}
+    names["AutoModelForCausalLM"] = f"modeling_{family}.{FAMILIES[family].architecture}"
+    return {"auto_map": names} | ({Z_LOSS: 0} if config.normalize_head else {})
 
 
 def _check_supported(keys: JsonKeys, family: str) -> None:
@@ -228,16 +264,13 @@ def _check_supported(keys: JsonKeys, family: str) -> None:
     for key, supported in fixed.items():
         if keys.get(key) not in (None, supported):
             raise keys.wrong(key, keys.get(key), f"is not supported; supported: {json.dumps(supported)}")
-    if family == "baichuan" and keys.get("max_position_embeddings") is None:
-        raise UserError(
-            f"{keys.file}: baichuan without max_position_embeddings is the 13B model, which uses ALiBi; "
-            "supported: the RoPE models (7B)"
-        )
-    if family == "baichuan" and keys.get("vocab_size") == 125_696:
-        raise UserError(
-            f"{keys.file}: vocab_size=125696 is Baichuan 2, whose head normalises its rows; supported: "
-            "Baichuan 1. Normalise the rows of lm_head once and save it as model_type=llama to use it"
-        )
+
+
+def _normalizes_head(keys: JsonKeys, family: str) -> bool:
+    """Return whether the rows of the head are normalised: in Baichuan 2, whose config.json has another
+    vocabulary than Baichuan 1, and a key for the loss of its training."""
+    is_second = Z_LOSS in keys.raw or keys.get("vocab_size") == BAICHUAN2_VOCABULARY
+    return family == "baichuan" and is_second
 
 
 def _tied_key(keys: JsonKeys, family: str) -> str:
@@ -248,14 +281,15 @@ def _tied_key(keys: JsonKeys, family: str) -> str:
 
 def _read_heads(keys: JsonKeys, family: str, sizes: dict[str, int], mla: MLAConfig | None) -> dict[str, int]:
     """Return num_kv_heads and head_dim of TransformerConfig."""
-    own_kv = (
-        None if family == "baichuan" else keys.optional("num_key_value_heads", LARGEST["num_attention_heads"])
-    )
+    largest = LARGEST["num_attention_heads"]
+    own_kv = None if family in CODE else keys.optional("num_key_value_heads", largest)
     head_dim = keys.optional("head_dim", 1 << 16) or sizes["hidden_size"] // sizes["num_heads"]
     head_dim = mla.nope_dim + mla.rope_dim if mla else head_dim
     if not head_dim:
         few = f"is less than num_attention_heads={sizes['num_heads']}"
         raise keys.wrong("hidden_size", sizes["hidden_size"], few)
+    if family == "qwen" and head_dim * sizes["num_heads"] != sizes["hidden_size"]:
+        raise keys.wrong("head_dim", head_dim, "must be hidden_size / num_attention_heads")
     return {"num_kv_heads": own_kv or sizes["num_heads"], "head_dim": head_dim}
 
 

@@ -64,8 +64,9 @@ def save_model(
     The folder is written under another name and then renamed, so it is never incomplete. In a multi-process
     run every process calls this and process 0 writes.
 
-    Baichuan is written as Llama, with separate q, k and v: the decoder is the same, and the folder needs no
-    custom code.
+    Baichuan 1 (7B) is written as Llama, with separate q, k and v: the decoder is the same, and the folder
+    needs no custom code. For Baichuan 2, the 13B models and Qwen 1, transformers needs the *.py files of the
+    published folders, which are not written.
 
     Args:
         params: of any sharding; adapters are merged, quantized weights dequantized (`hf.gather`).
@@ -166,8 +167,9 @@ def save_description(
 
 
 def export_config(config: TransformerConfig) -> TransformerConfig:
-    """Return the config of the folder: Baichuan becomes Llama, with separate q, k and v."""
-    return dataclasses.replace(config, family="llama") if config.family == "baichuan" else config
+    """Return the config of the folder: Baichuan 1 (7B) becomes Llama, with separate q, k and v."""
+    is_llama = config.family == "baichuan" and not (config.alibi or config.normalize_head)
+    return dataclasses.replace(config, family="llama") if is_llama else config
 
 
 def export_tensors(config: TransformerConfig, encode: Encode | None = None) -> list[HFTensor]:

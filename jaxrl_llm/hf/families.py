@@ -299,6 +299,14 @@ FAMILIES: dict[str, Family] = {
     "baichuan": Family(
         "BaichuanForCausalLM", {**_LLAMA, "vocab_size": 64_000, "max_position_embeddings": None}
     ),
+    "qwen": Family(
+        "QWenLMHeadModel",
+        {**_QWEN, "max_position_embeddings": None},
+        bias="qkv_bias",
+        out_bias=False,
+        norm_eps="layer_norm_epsilon",
+        fixed={"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True},
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _GEMMA3,

@@ -55,6 +55,20 @@ LFM2 = {
     "layers.expert_up": "model.layers.{}.feed_forward.experts.{}.w3.weight",
     "layers.expert_down": "model.layers.{}.feed_forward.experts.{}.w2.weight",
 }
+QWEN1 = {
+    "embed": "transformer.wte.weight",
+    "norm": "transformer.ln_f.weight",
+    "layers.attention_norm": "transformer.h.{}.ln_1.weight",
+    "layers.mlp_norm": "transformer.h.{}.ln_2.weight",
+    "layers.o": "transformer.h.{}.attn.c_proj.weight",
+    "layers.up": "transformer.h.{}.mlp.w1.weight",
+    "layers.gate": "transformer.h.{}.mlp.w2.weight",
+    "layers.down": "transformer.h.{}.mlp.c_proj.weight",
+}
+QWEN1_JOINED = {
+    "transformer.h.{}.attn.c_attn.weight": ("layers.q", "layers.k", "layers.v"),
+    "transformer.h.{}.attn.c_attn.bias": ("layers.q_bias", "layers.k_bias", "layers.v_bias"),
+}
 MIXER = "backbone.layers.{}.mixer"
 NEMOTRON = {
     "embed": "backbone.embeddings.weight",

@@ -199,12 +199,16 @@ def write_layer_kinds(config: TransformerConfig) -> dict[str, Any]:
 
 def read_mlp_size(keys: JsonKeys, family: str) -> int:
     """Return the width of the dense feed-forward. For LFM2 it is two thirds of the key, times a factor, and
-    rounded up to a multiple. Granite 4 has another key for it."""
+    rounded up to a multiple. Granite 4 has another key for it, and for Qwen 1 it is half the key."""
     largest = LARGEST["intermediate_size"]
     if family == "granitemoehybrid":
         return keys.integer(SHARED_SIZE, largest)
     old = family == "lfm2" and OLD_SIZE in keys.raw
     size = keys.integer(OLD_SIZE if old else "intermediate_size", largest)
+    if family == "qwen":
+        if size % 2:
+            raise keys.wrong("intermediate_size", size, "must be even: it counts w1 and w2")
+        return size // 2
     if family != "lfm2" or not keys.flag(ADJUST, True):
         return size
     size, factor = int(2 * size / 3), keys.number("block_ffn_dim_multiplier", None, high=1e6)
@@ -219,4 +223,6 @@ def write_mlp_size(config: TransformerConfig) -> dict[str, Any]:
     if config.family == "granitemoehybrid":
         size = config.moe.shared_size if config.moe else config.mlp_size
         return {SHARED_SIZE: size, "num_local_experts": 0}
+    if config.family == "qwen":
+        return {"intermediate_size": 2 * config.mlp_size}
     return {ADJUST: False} if config.family == "lfm2" else {}

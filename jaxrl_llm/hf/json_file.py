@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,25 @@ class JsonKeys:
         raw: the object.
         file: name of the file, for messages.
         defaults: values of absent keys.
+        names: usual key -> key in this file, for files with other keys.
     """
 
-    def __init__(self, raw: dict[str, Any], file: str, defaults: dict[str, Any]):
-        self.raw, self.file, self.defaults = raw, file, defaults
+    def __init__(
+        self,
+        raw: dict[str, Any],
+        file: str,
+        defaults: dict[str, Any],
+        names: Mapping[str, str] | None = None,
+    ):
+        self.raw, self.file, self.defaults, self.names = raw, file, defaults, names or {}
         self.seen: set[str] = set()
         """Keys that were read."""
 
     def get(self, key: str) -> Any:
         """Return the unchecked value; None = absent without a default, or null."""
-        self.seen.add(key)
-        return self.raw.get(key, self.defaults.get(key))
+        name = self.names.get(key, key)
+        self.seen.add(name)
+        return self.raw.get(name, self.defaults.get(key))
 
     def integer(self, key: str, high: int, low: int = 1) -> int:
         """Return a whole number in [low, high]."""
@@ -103,4 +111,4 @@ class JsonKeys:
 
     def wrong(self, key: str, value: Any, requirement: str) -> UserError:
         """Return the error that names the file, the key and its value."""
-        return UserError(f"{self.file}: {key}={_shorten.repr(value)} {requirement}")
+        return UserError(f"{self.file}: {self.names.get(key, key)}={_shorten.repr(value)} {requirement}")

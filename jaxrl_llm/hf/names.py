@@ -27,6 +27,8 @@ from jaxrl_llm.hf.family_names import (
     MODULES,
     NEMOTRON,
     OLMO_HYBRID,
+    QWEN1,
+    QWEN1_JOINED,
     SHARED_EXPERT,
     SHARED_EXPERTS,
     STACKED_ROWS,
@@ -112,6 +114,7 @@ TABLE: dict[str, tuple[str, str]] = {
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "nemotron_h": NEMOTRON,
     "granitemoehybrid": GRANITE_HYBRID,
+    "qwen": QWEN1,
     **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
     "gemma3_text": FOUR_NORMS,
     "gemma4_text": GEMMA4,
@@ -147,6 +150,7 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
     "mistral4": {"model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up")},
     "gemma4_text": {"model.layers.{}.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up")},
+    "qwen": QWEN1_JOINED,
     "phi3": {
         "model.layers.{}.self_attn.qkv_proj.weight": ("layers.q", "layers.k", "layers.v"),
         "model.layers.{}.mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),

@@ -143,7 +143,7 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
         hub = None
     # Which layers are modules, and which are parameters.
     excluded = [name.removesuffix(PARAMETER) for name in parameters if name not in STACKED]
-    modules = [_leaf(pattern) for pattern in names.values() if pattern not in STACKED]
+    modules = [p if not _is_parameter(p) else _leaf(p) for p in names.values() if p not in STACKED]
     optional = {"target_parameters": parameters, "exclude_modules": excluded}
     return {
         "peft_type": "LORA",
@@ -194,6 +194,8 @@ def _pattern(config: AdaptedConfig, name: str) -> str:
     end = MODULES.get(hf, hf).rpartition("{}.")[2].split(".")[-3:]
     if is_stacked(config, name):
         return ".".join(end)
+    if end[-2] == "c_proj":  # in Qwen 1, of attention or of the feed-forward
+        return ".".join(end[:2])
     is_dense = rank_of_experts(config) and name.rpartition(".")[2] in MLP and end[-2] not in _LINEAR
     return ".".join(end) if is_dense else end[-2]
 

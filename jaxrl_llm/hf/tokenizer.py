@@ -54,10 +54,7 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
 
     folder = Path(folder)
     if not has_tokenizer(folder):
-        raise UserError(
-            f"{folder}: no tokenizer; looked for {', '.join(_FILES)}. Copy the base model's files here, or "
-            "name another tokenizer."
-        )
+        raise _no_tokenizer(folder)
     # A tokenizer that needs custom code is refused, unless tokenizer.json is there.
     settings = folder / "tokenizer_config.json"
     raw = read_json(settings) if settings.is_file() else {}
@@ -65,7 +62,8 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
     if own_code and not (folder / "tokenizer.json").is_file():
         raise UserError(
             f"{settings}: auto_map asks for the folder's own code, which is never run. Put a tokenizer.json "
-            "here (save the tokenizer as a fast one with transformers): it needs no code."
+            "here (save the tokenizer as a fast one with transformers): it needs no code. Or, for Baichuan's "
+            "tokenizer.model, remove auto_map."
         )
     # Any exception means a damaged tokenizer: the library raises all kinds.
     is_complete = any((folder / name).is_file() for name in _COMPLETE)
@@ -96,6 +94,19 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
         )
     tokenizer.end_ids = generation_end_ids(folder)
     return tokenizer
+
+
+def _no_tokenizer(folder: Path) -> UserError:
+    """Return the error for a folder without a tokenizer, or with one that only its own code reads."""
+    if ranks := next(folder.glob("*.tiktoken"), None):
+        return UserError(
+            f"{ranks}: only the folder's own code, which is never run, reads this tokenizer. Convert it to "
+            "tokenizer.json (docs/recipes.md, Qwen 1 and Baichuan)."
+        )
+    return UserError(
+        f"{folder}: no tokenizer; looked for {', '.join(_FILES)}. Copy the base model's files here, or "
+        "name another tokenizer."
+    )
 
 
 def _compare_with_class(folder: Path, tokenizer: Any) -> None:

@@ -19,6 +19,8 @@ from jaxrl_llm.models.mixer_config import ATTENTION
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
 
+ALIBI_DIMS = 8
+
 
 class RopeTables(NamedTuple):
     """cos and sin of every position, float32, times yarn's attention factor.
@@ -30,6 +32,7 @@ class RopeTables(NamedTuple):
     cos: Float[Array, "B T *R half"]
     sin: Float[Array, "B T *R half"]
     growth: Float[Array, "B T"] | None  # factor of queries (`query_growth`), None = 1
+    places: Float[Array, "B T 8"] | None = None  # `alibi_places`
 
 
 class LayerNumbers(NamedTuple):
@@ -40,7 +43,8 @@ class LayerNumbers(NamedTuple):
 
 
 def rope_configs(c: TransformerConfig) -> list[TransformerConfig | None]:
-    """Return the architectures of layers by their `rope`, the global one first; None = no rotation, last."""
+    """Return the architectures of layers by their `rope`, the global one first; None = no rotation, last.
+    ALiBi's layers read none of them."""
     has_plain_layers = c.rope_layers is not None and not all(c.rope_layers)
     local = [config_of_layers(c, has_window=True)] if c.local_rope else []
     return [config_of_layers(c, has_window=False), *local, *([None] if has_plain_layers else [])]
@@ -100,7 +104,7 @@ def rope_tables(
     if c.rope.query_growth:
         original = c.rope.original_max_position or c.max_position
         growth = 1 + c.rope.query_growth * jnp.log1p((positions // original).astype(jnp.float32))
-    return RopeTables(*stacked, growth)
+    return RopeTables(*stacked, growth, alibi_places(positions) if c.alibi else None)
 
 
 def _cos_and_sin(
@@ -254,6 +258,48 @@ def _dynamic_stretch(config: TransformerConfig, lengths: Int[Array, "B T"]) -> F
     s."""
     excess = jnp.maximum(lengths.astype(jnp.float32) / config.max_position, 1.0) - 1
     return 1 + config.rope.factor * excess
+
+
+def key_dim(c: TransformerConfig) -> int:
+    """Return the size of one head of queries and keys in attention: ALiBi adds dims (`add_alibi`)."""
+    return c.head_dim + ALIBI_DIMS * c.alibi
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """Return the slope of each head (Press et al. 2022, arXiv 2108.12409): 2^(-8 i / n) for i = 1 ... n, n
+    being the largest power of 2 up to `num_heads`; further heads have every second slope of 2 n heads."""
+    power = 2 ** int(math.log2(num_heads))
+    first, between = (2.0 ** (-8 * np.arange(1, n + 1) / n) for n in (power, 2 * power))
+    return np.concatenate([first, between[::2]])[:num_heads]
+
+
+def alibi_places(positions: Int[Array, "B T"]) -> Float[Array, "B T 8"]:
+    """Return four times two numbers whose sum is the position. bfloat16 represents them for positions below
+    65,536."""
+    low = positions % 256
+    return jnp.stack([positions - low, low] * (ALIBI_DIMS // 2), axis=-1).astype(jnp.float32)
+
+
+def add_alibi(
+    c: TransformerConfig, q: Float[Array, "B T H E"], k, v, places: Float[Array, "B T 8"]
+) -> tuple[Float[Array, "B T H R"], Float[Array, "B T K R"], Float[Array, "B T K R"]]:
+    """Add dims to queries and keys whose product is the head's slope times the key's position, R =
+    `key_dim`.
+
+    ALiBi adds slope (j - i) to the score of query i and key j. All keys of a query share the part - slope i,
+    which softmax ignores. So every implementation of attention, and every cache, supports ALiBi. A slope is
+    the sum of four numbers of bfloat16. The values' further dims are 0.
+    """
+    rest, parts = alibi_slopes(c.num_heads) / attention_scale(c), []
+    for _ in range(ALIBI_DIMS // 2):
+        part = rest.astype(jnp.bfloat16).astype(np.float64)
+        parts += [part, part]
+        rest = rest - part
+    of_heads = jnp.asarray(np.stack(parts, axis=-1), q.dtype)
+    of_heads = jnp.broadcast_to(of_heads, (*q.shape[:3], ALIBI_DIMS))
+    of_keys = jnp.broadcast_to(places[:, :, None].astype(k.dtype), (*k.shape[:3], ALIBI_DIMS))
+    join = lambda x, more: jnp.concatenate([x, more], axis=-1)
+    return join(q, of_heads), join(k, of_keys), join(v, jnp.zeros_like(of_keys))
 
 
 def rope_fn(c: TransformerConfig):

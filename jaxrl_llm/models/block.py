@@ -13,6 +13,7 @@ from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.attention import (
     RopeTables,
+    add_alibi,
     apply_rope,
     attention_scale,
     grow_queries,
@@ -121,7 +122,7 @@ def block(
     def add_mixed(w, x, out, gate):
         if recurrent:
             return add_to_stream(w, x, recurrent.finish_mixed(c, w, out, gate), "attention")
-        out = out if gate is None else out * jax.nn.sigmoid(gate)
+        out = out[..., : c.head_dim] if gate is None else out * jax.nn.sigmoid(gate)
         return add_to_stream(w, x, apply_linear(c, w, "o", out), "attention")
 
     def after(w, x, out, gate):
@@ -202,6 +203,8 @@ def project_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rop
     q, gate = jnp.split(q, 2, axis=-1) if c.attention_gate else (q, None)
     if c.qk_norm:
         q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
+    if c.alibi:
+        return *add_alibi(c, q, k, v, rope.places), gate
     return grow_queries(apply_rope(q, rope), rope), apply_rope(k, rope), v, gate
 
 

@@ -227,6 +227,8 @@ class TransformerConfig:
     """Multiply the residual stream after each layer by a stored number, which is not trained (Gemma 4)."""
     tie_embeddings: bool = True
     """The LM head is the embedding."""
+    normalize_head: bool = False
+    """Divide each row of the LM head by its length (Baichuan 2)."""
     rope: RopeConfig = RopeConfig(theta=1_000_000.0)
     """Rotary position embedding."""
     local_rope: RopeConfig | None = None
@@ -239,6 +241,8 @@ class TransformerConfig:
     """Tokens that a token attends to, including itself; None = all earlier tokens."""
     window_layers: tuple[bool, ...] | None = None
     """True for each layer that uses the sliding window; None = all layers."""
+    alibi: bool = False
+    """Scores fall with distance, by a slope of the head (ALiBi, arXiv 2108.12409), instead of RoPE."""
     attention_sinks: bool = False
     """A learnt score per head in the denominator of attention's softmax (gpt-oss)."""
     attention_multiplier: Factor | None = None
@@ -337,6 +341,10 @@ class TransformerConfig:
             )
         if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
+        if self.alibi and (self.mla or self.local_rope or self.global_heads or self.attention_gate):
+            yield "alibi", "is True: with mla, local_rope, global_heads, attention_gate it must be False."
+        if self.normalize_head and self.tie_embeddings:
+            yield "normalize_head", "is True: with tie_embeddings it must be False."
         # Layers of other kinds than attention.
         yield from self._kind_problems({*(self.layer_kinds or ())})
         if self.mla and (self.layer_kinds or self.attention_gate):
@@ -344,11 +352,8 @@ class TransformerConfig:
         # Experts.
         if self.moe and self.mlp_bias:
             yield "mlp_bias", "is true: with moe it must be false; the biases of experts are moe.bias."
-        if self.moe and self.moe.dense_layers >= self.num_layers:
-            yield (
-                "num_layers",
-                f"is {self.num_layers}: it must be above moe.dense_layers, {self.moe.dense_layers}.",
-            )
+        if self.moe and (dense := self.moe.dense_layers) >= self.num_layers:
+            yield "num_layers", f"is {self.num_layers}: it must be above moe.dense_layers, {dense}."
 
     def _kind_problems(self, kinds: set[LayerKind]) -> Iterator[tuple[str, str]]:
         for kind in RECURRENT_KINDS:

@@ -97,8 +97,9 @@ def decode_weights(
         out_shardings: `decode_shardings` of the copy. Stacked layers are then resharded one at a time:
             all at once, a TPU would hold the gathered stack and the copy of it.
     """
-    params = jax.tree.map(jnp.copy, cast_weights(params, dtype))
     c = params.config
+    head = None if c.tie_embeddings else jnp.copy(batch_invariant.rounded(params.head, dtype))
+    params = jax.tree.map(jnp.copy, cast_weights(params, dtype))
     layers = [getattr(params, name) for name in layer_stacks(c)]
     if is_unrolled(c):
         layers = [jax.tree.map(lambda w, i=i: w[i], getattr(params, name)) for name, i in layer_places(c)]
@@ -109,7 +110,6 @@ def decode_weights(
             jax.lax.map(lambda layer, target=target: reshard(layer, target), stack)
             for stack, target in zip(layers, of_layer, strict=True)
         ]
-    head = None if c.tie_embeddings else params.lm_head[...]
     return DecodeWeights(params.embed[...], params.norm[...], head, tuple(layers))
 
 

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jaxrl_kernels.chips import lacks_bfloat16
 from jaxrl_kernels.dispatch import choose, device, kernels_setting
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.attention import key_dim
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.global_heads import config_of_layers
 from jaxrl_llm.structs import Sharing
@@ -54,7 +55,7 @@ def prefix_sharing(config: TransformerConfig, dtype: str, mesh: Mesh) -> Sharing
 def _attention_choices(config: TransformerConfig, dtype: str) -> list[tuple[str, str]]:
     """Return (implementation, reason) for the layers with a window, or all, and for global heads."""
     views = [config, *([config_of_layers(config, has_window=False)] if config.global_heads else [])]
-    return [choose("flash_attention", of.head_dim, dtype, of.attention_softcap) for of in views]
+    return [choose("flash_attention", key_dim(of), dtype, of.attention_softcap) for of in views]
 
 
 def turing_warning(dtypes: dict[str, str], mesh: Mesh) -> str:

@@ -94,6 +94,11 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> 
     return (x32 * weight).astype(x.dtype)
 
 
+def normalize_rows(x: Float[Array, "V D"]) -> Float[Array, "V D"]:
+    """Divide rows by their lengths, at least 1e-12, as torch does."""
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
 def normalize(
     c: TransformerConfig, x: Float[Array, "*B D"], weight: Float[Array, "D"], divisor: float = 1.0
 ) -> Float[Array, "*B D"]:

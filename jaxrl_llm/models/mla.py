@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.models.attention import RopeTables, apply_rope, grow_queries
+from jaxrl_llm.models.attention import RopeTables, apply_rope, grow_queries, key_dim
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import Initializer, adapter_of, apply_linear, read_weight, rms_norm
 from jaxrl_llm.sharding.rules import constrain
@@ -36,7 +36,7 @@ def cache_dims(c: TransformerConfig, strict: bool = False) -> tuple[int, int]:
     """Return (heads, size) of a token's entry in the KV cache: its keys, or its latent and rotated key."""
     if c.mla and not strict:
         return 1, c.mla.kv_rank + c.mla.rope_dim
-    return c.num_kv_heads, c.head_dim
+    return c.num_kv_heads, key_dim(c)
 
 
 def add_latent_weights(layers: Layers, c: TransformerConfig, init: Initializer) -> None:

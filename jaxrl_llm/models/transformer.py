@@ -25,7 +25,7 @@ from jaxrl_llm.models.attention import (
 from jaxrl_llm.models.block import block, final_norm_fn, make_attention_fn
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import RoutingSums, join_routes, reads_float32, routing_sums
-from jaxrl_llm.models.linear import Initializer, matrix_dims, scale_embeddings
+from jaxrl_llm.models.linear import Initializer, matrix_dims, normalize_rows, scale_embeddings
 from jaxrl_llm.models.lora_config import MLP, linear_layers
 from jaxrl_llm.models.mixer_config import ATTENTION
 from jaxrl_llm.models.mla import add_latent_weights
@@ -185,7 +185,8 @@ class Transformer(nnx.Module):
     @property
     def head(self) -> Float[Array, "V D"]:
         """The LM head: the embedding itself when tied."""
-        return fetch((self.embed if self.config.tie_embeddings else self.lm_head)[...])
+        head = fetch((self.embed if self.config.tie_embeddings else self.lm_head)[...])
+        return normalize_rows(head) if self.config.normalize_head else head
 
     def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
         """Apply the value head to final hidden states, in float32; `logits_scaling` is for logits only."""

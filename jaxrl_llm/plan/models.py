@@ -136,6 +136,16 @@ _OLMO_HYBRID = TransformerConfig(
     rope_layers=(False,) * 32,
     max_position=65_536,
 )
+_QWEN_7B = replace(
+    _qwen3(4096, 11_008, 32, 32, tied=False), family="qwen", num_kv_heads=32, qkv_bias=True, qk_norm=False,
+    rope=RopeConfig(), max_position=8192,
+)  # fmt: skip
+_BAICHUAN2_7B = replace(
+    _QWEN_7B, family="baichuan", qkv_bias=False, vocab_size=125_696, normalize_head=True, max_position=4096
+)
+_BAICHUAN2_13B = replace(
+    _BAICHUAN2_7B, hidden_size=5120, mlp_size=13_696, num_layers=40, num_heads=40, num_kv_heads=40, alibi=True
+)
 _LLAMA_8B, _LLAMA_70B = _llama3(4096, 14_336, 32, 32), _llama3(8192, 28_672, 80, 64)
 _LONG = {
     "rope": RopeConfig(500_000.0, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
@@ -143,6 +153,9 @@ _LONG = {
 }
 PRESETS: dict[str, TransformerConfig] = {
     "HuggingFaceTB/SmolLM2-135M": _SMOLLM2_135M,
+    "Qwen/Qwen-7B": _QWEN_7B,
+    "baichuan-inc/Baichuan2-7B": _BAICHUAN2_7B,
+    "baichuan-inc/Baichuan2-13B": _BAICHUAN2_13B,
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
     "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),

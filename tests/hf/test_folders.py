@@ -563,6 +563,9 @@ def test_resolve(tmp_path, monkeypatch):
 def test_tokenizers_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match=r"no tokenizer; looked for tokenizer\.json, tokenizer\.model"):
         load_tokenizer(tmp_path)
+    (tmp_path / "qwen.tiktoken").write_text("IQ== 0")
+    with pytest.raises(ValueError, match=r"qwen\.tiktoken: only the folder's own code.* Convert it to tok"):
+        load_tokenizer(tmp_path)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path, tiny()).get_vocab() == tokenizer.get_vocab()

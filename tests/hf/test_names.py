@@ -399,7 +399,10 @@ CASES = [
         (family, {})
         for family in FAMILIES
         if family
-        not in ("baichuan", "gemma4_text", "lfm2_moe", "nemotron_h", "granitemoehybrid", *LATENT, *QWEN35)
+        not in (
+            *("baichuan", "qwen", "gemma4_text", "lfm2_moe", "nemotron_h", "granitemoehybrid", *LATENT),
+            *QWEN35,
+        )
     ],
     *[(family, {"num_hidden_layers": 4}) for family in QWEN35],
     ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
@@ -426,6 +429,9 @@ CASES = [
         },
     ),
     ("baichuan", {"max_position_embeddings": 4096, "num_key_value_heads": 4}),
+    ("baichuan", {"max_position_embeddings": 4096, "vocab_size": 125_696}),
+    ("baichuan", {"model_max_length": 4096, "z_loss_weight": 0}),
+    ("qwen", {"seq_length": 2048, "kv_channels": 8, "rotary_emb_base": 5e4, "no_bias": True}),
     ("qwen3", {"attention_bias": True, "rope_scaling": YARN, "rope_theta": 1e6, "hidden_act": "gelu"}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     ("llama", {"rope_scaling": LLAMA3, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}),
@@ -444,7 +450,7 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
     for version, keys in spellings.items():  # each alone says all that the other does
         other = {key for keys_of in (spellings.keys() - {version}) for key in spellings[keys_of]}
         assert keys and read_config({k: v for k, v in raw.items() if k not in other}) == config
-    if family == "baichuan":
+    if family in ("baichuan", "qwen"):
         return
     theirs = HF_CLASSES[family](**{key: value for key, value in raw.items() if key != "model_type"})
     assert read_config(json.loads(json.dumps(theirs.to_dict() | {"model_type": family}))) == config
@@ -494,8 +500,14 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
             tiny(use_sliding_window=True, layer_types=["chunked_attention"] * 2),
             r"layer_types=\['chunked_attention', .* must be a list of full_att",
         ),
-        (tiny("baichuan"), r"13B model, which uses ALiBi"),
-        (tiny("baichuan", max_position_embeddings=64, vocab_size=125_696), r"Baichuan 2, whose head normal"),
+        (tiny("baichuan"), r"model_max_length=None must be a whole number"),
+        (tiny("qwen", max_position_embeddings=64), r"seq_length=None must be a whole number"),
+        (tiny("qwen", seq_length=64, no_bias=False), r"no_bias=False is not supported; supported: true"),
+        (
+            tiny("qwen", seq_length=64, kv_channels=16),
+            r"kv_channels=16 must be hidden_size / num_att",
+        ),
+        (tiny("qwen", seq_length=64, intermediate_size=47), r"intermediate_size=47 must be even"),
     ],
 )
 def test_what_the_decoder_lacks_is_refused_by_name(raw, message):

@@ -95,7 +95,8 @@ def test_special_tokens_that_the_class_has_by_default(tmp_path):
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<s>", "</s>", "<unk>")
 
 
-def test_a_sentencepiece_model_alone_is_read_as_sentencepiece_reads_it(tmp_path):
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "BaichuanTokenizer"])
+def test_a_sentencepiece_model_alone_is_read_as_sentencepiece_reads_it(name, tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     (tmp_path / "text").write_text("hello world\nthe quick brown fox  jumps\n[INST] hi [/INST]\n" * 50)
     options = {"vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "bos_id": 1, "eos_id": 2}
@@ -106,7 +107,7 @@ def test_a_sentencepiece_model_alone_is_read_as_sentencepiece_reads_it(tmp_path)
         "bos_token": "<s>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
-        "tokenizer_class": "LlamaTokenizer",
+        "tokenizer_class": name,
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
