@@ -22,7 +22,7 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig, decode, lora
 from jaxrl_llm.models.config import MoEConfig
-from jaxrl_llm.models.mixer_config import MLAConfig
+from jaxrl_llm.models.mixer_config import DeltaConfig, MLAConfig
 from jaxrl_llm.models.quantize import dequantize_weight, quantize_weight, tile_size
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -48,23 +48,25 @@ def adapted(kind):
     return lora.with_lora(BASE, LoraConfig(rank=4, alpha=8.0, quantize=kind))
 
 
-def quantized(kind):
-    """The model of `random_params(BASE)`, quantized, with adapters whose B is not zero."""
-    weights, shapes = dict(models.named_leaves(random_params(BASE))), models.abstract(adapted(kind))
-    dims = {name: {"o": 2}.get(name, 1) for name in MATRICES}
-    for name, dim in dims.items():
-        name = f"layers.{name}"
-        weights[name], weights[f"{name}_scale"] = quantize_weight(jnp.asarray(weights[name]), kind, dim)
+def quantized(kind, base=BASE):
+    """The model of `random_params(base)`, quantized, with adapters whose B is not zero."""
+    shapes = models.abstract(lora.with_lora(base, dataclasses.replace(ADAPTED, quantize=kind)))
+    weights = dict(models.named_leaves(random_params(base)))
+    for name, _ in models.named_leaves(shapes):
+        if name.endswith("_scale"):
+            name = name.removesuffix("_scale")
+            dim = 2 if name.endswith(("layers.o", "delta_o")) else 1
+            weights[name], weights[f"{name}_scale"] = quantize_weight(jnp.asarray(weights[name]), kind, dim)
     rng = np.random.default_rng(5)
     noise = lambda x: 0.1 * rng.standard_normal(x.shape, np.float32)
     leaves = [weights[n] if n in weights else noise(x) for n, x in models.named_leaves(shapes)]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def dequantized(params):
+def dequantized(params, base=BASE):
     """The same model with plain weights and the same adapters."""
     weights = dict(models.named_leaves(params))
-    shapes = models.abstract(lora.with_lora(BASE, ADAPTED))
+    shapes = models.abstract(lora.with_lora(base, ADAPTED))
     plain = lambda n: (
         dequantize_weight(weights[n], weights[f"{n}_scale"], jnp.float32)
         if f"{n}_scale" in weights
@@ -191,6 +193,19 @@ def check_equal(result, expected):
 
 def test_gradients_are_those_of_the_dequantized_model(on_one_device):
     check_equal(on_one_device, gradients(dequantized(quantized("nf4"))))
+
+
+@pytest.mark.slow
+def test_all_linear_layers_of_the_delta_rule_are_quantized_and_adapted():
+    """The gradients of all adapters are those of the dequantized model."""
+    kinds = {"layer_kinds": ("delta", "attention"), "attention_gate": True, "delta": DeltaConfig(2, 4, 8, 8)}
+    base = dataclasses.replace(BASE, **kinds)
+    params = quantized("nf4", base)
+    loss, changes = gradients(params)
+    projections = {name.split("_lora_")[0] for name in changes if "delta_layers.delta_" in name}
+    assert projections == {f"delta_layers.delta_{name}" for name in ("qkv", "z", "b", "a", "o")}
+    assert all(x.any() for x in changes.values())
+    check_equal((loss, changes), gradients(dequantized(params, base)))
 
 
 def test_a_mesh_gives_the_update_of_one_device(on_one_device):
