@@ -53,6 +53,7 @@ def save_model(
     config: TransformerConfig,
     folder: Path | str,
     tokenizer: Any = None,
+    *,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 4 * 2**30,
     encode: Encode | None = None,

@@ -94,7 +94,7 @@ def gather_checked(
 
 
 def _start(
-    run: list[HFTensor], leaves: dict, scale: float, form: Encoding | str, replicated: bool
+    run: list[HFTensor], leaves: dict, scale: float, form: Encoding | str, *, replicated: bool
 ) -> tuple[Any, Any]:
     """Dispatch the work for the tensors of a run to the devices, while the host continues.
 

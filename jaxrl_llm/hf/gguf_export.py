@@ -76,7 +76,7 @@ def _is_gguf(file: Path) -> bool:
 
 
 def save_gguf(
-    params: Params, config: TransformerConfig, file: Path, tokenizer: Any, dtype: str = "bfloat16"
+    params: Params, config: TransformerConfig, file: Path, tokenizer: Any, *, dtype: str = "bfloat16"
 ) -> Path:
     """Write a GGUF file that llama.cpp and this project read; replaces an earlier file.
 

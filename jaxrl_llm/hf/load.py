@@ -178,6 +178,7 @@ def read_slice(
     part: TensorRows,
     shape: tuple[int, ...],
     bounds: tuple[tuple[int, int], ...],
+    *,
     dtype: jnp.dtype,
 ) -> np.ndarray:
     """Read part of one layer of a weight, [start, stop) of each of our dims, from its HF tensor's file.

@@ -281,7 +281,7 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
     def numbers_of(run):
         return jax.tree.map(lambda x: x[run.layers], (stacked_numbers(c), jnp.asarray(at)))
 
-    carry, outs = scan_layers(c, dict(zip(stacks, layers, strict=True)), numbers_of, step, carry)
+    carry, outs = scan_layers(c, dict(zip(stacks, layers, strict=True)), numbers_of, step, carry=carry)
     part = lambda i: [(run, tuple(x[i] for x in out)) for run, out in outs]
     of_array = lambda i: lambda name: attends[name] and arrays[stacks[name]] == i
     kept = [collect_layers(part(0), of_array(i)) for i in range(max(arrays.values()) + 1)]

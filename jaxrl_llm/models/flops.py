@@ -100,7 +100,7 @@ recomputes elementwise operations only; all except attention for "attention"."""
 
 
 def update_flops(
-    c: TransformerConfig, tokens: Number, context: Number, remat: str, with_logits: bool
+    c: TransformerConfig, tokens: Number, context: Number, remat: str, *, with_logits: bool
 ) -> float:
     """Return the FLOPs of forward, backward (twice the forward) and recomputation.
 

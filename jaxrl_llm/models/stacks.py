@@ -94,6 +94,7 @@ def scan_layers(
     weights: dict[str, Any],
     numbers: Callable[[LayerRun], Any],
     step: Callable[..., tuple[Any, Any]],
+    *,
     carry: Any,
 ) -> tuple[Any, list[tuple[LayerRun, tuple]]]:
     """Apply `step(stack config, carry, weights, numbers) -> (carry, out)` to all layers, a scan for each run.

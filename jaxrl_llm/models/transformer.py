@@ -268,7 +268,7 @@ class Transformer(nnx.Module):
             return run(*args)
 
         weights = {name: getattr(self, name) for name in layer_stacks(c)}
-        x, outs = scan_layers(c, weights, lambda run: numbers_of(c, run, routes), step, x)
+        x, outs = scan_layers(c, weights, lambda run: numbers_of(c, run, routes), step, carry=x)
         x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
         hidden = restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
         sums, chosen = collect_layers(outs, lambda name: bool(layer_stacks(c)[name].moe)) or (None, None)

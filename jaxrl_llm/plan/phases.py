@@ -196,7 +196,7 @@ def _update(
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
     counted = Rows(rows * config.row_tokens, mean_context(config), algos.requirements(learner.algo).logprobs)
     remat, mesh = config.model.remat, learner.mesh
-    work = flops.update_flops(learner.model, *counted[:2], remat, counted.logits)
+    work = flops.update_flops(learner.model, *counted[:2], remat, with_logits=counted.logits)
     results = grads if per_minibatch == 1 else None  # otherwise they replace an argument
     accumulate, times = calls["accumulate"], times * config.ppo_epochs
     size, state = bytes_per_device(grads), bytes_per_device(calls["apply"].args[0])

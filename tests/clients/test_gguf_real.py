@@ -96,7 +96,9 @@ def test_llama_cpp_computes_our_tokens_and_logprobs(tmp_path):
     models, files = [], []
     for name, (config, rules) in MODELS.items():
         models.append((name, ascii_params(config, rules), tokenizer_of(rules)))
-        files.append(save_gguf(*(models[-1][1], config), tmp_path / f"{name}.gguf", models[-1][2], "float32"))
+        files.append(
+            save_gguf(*(models[-1][1], config), tmp_path / f"{name}.gguf", models[-1][2], dtype="float32")
+        )
     seen = set()
     for (name, params, tokenizer), responses in zip(models, run_llama_cpp(tmp_path, files), strict=True):
         for chat, response in zip(CHATS, responses, strict=True):
@@ -117,7 +119,9 @@ def test_llama_cpp_generates_our_text_with_smollm2(tmp_path):
     folder = resolve_model(SMOLLM2)
     config = read_config(folder)
     params, tokenizer = load_params(folder, config), load_tokenizer(folder, config)
-    files = [save_gguf(params, config, tmp_path / f"{t}.gguf", tokenizer, t) for t in ("float32", "q8_0")]
+    files = [
+        save_gguf(params, config, tmp_path / f"{t}.gguf", tokenizer, dtype=t) for t in ("float32", "q8_0")
+    ]
     exact, quantized = run_llama_cpp(tmp_path, files)
     ours = jaxrl_llm.generate(folder, CHATS, temperature=0.0, max_tokens=MAX_TOKENS)
     for response, (expected,) in zip(exact, ours, strict=True):

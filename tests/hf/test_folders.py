@@ -131,8 +131,8 @@ def test_each_shard_reads_its_own_part_and_copies_share_one_reading(tmp_path, mo
     theirs = write_folder(tmp_path, config)
     read = {}
 
-    def counting(stored, place, shape, bounds, dtype, original=read_slice):
-        part = original(stored, place, shape, bounds, dtype)
+    def counting(stored, place, shape, bounds, *, dtype, original=read_slice):
+        part = original(stored, place, shape, bounds, dtype=dtype)
         read[place.name] = read.get(place.name, 0) + part.size
         return part
 

@@ -83,7 +83,7 @@ def test_files_read_back(config, tmp_path):
     expected = tensors_of(config, params)
     same = dataclasses.replace(config, family={"mistral": "llama"}.get(config.family, config.family))
     for dtype in ("float32", "bfloat16", "float16", "q8_0") if config is MODELS[0] else ("float32",):
-        file = save_gguf(params, config, tmp_path / f"{dtype}.gguf", byte_level(), dtype)
+        file = save_gguf(params, config, tmp_path / f"{dtype}.gguf", byte_level(), dtype=dtype)
         found, tensors = read_back(file)
         assert dataclasses.replace(found, initializer_range=0.3) == same
         assert tensors.keys() == expected.keys()
@@ -104,7 +104,7 @@ def test_logits_of_transformers(family, tmp_path):
 
     config = of_family(family, head_dim=128 if family == "qwen3" else 8, tie_embeddings=family == "qwen3")
     params = random_params(config)
-    save_gguf(params, config, tmp_path / "m.gguf", byte_level(), "float32")
+    save_gguf(params, config, tmp_path / "m.gguf", byte_level(), dtype="float32")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
     ids = random_tokens(2, 9)
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_merges_that_scores_cannot_order_are_refused():
 )  # fmt: skip
 def test_refused_models(config, dtype, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        save_gguf(None, config, tmp_path / "m.gguf", byte_level(), dtype)
+        save_gguf(None, config, tmp_path / "m.gguf", byte_level(), dtype=dtype)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,7 +232,7 @@ def test_weights_that_are_not_finite_leave_an_earlier_file(dtype, tmp_path):
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF of before")
     with pytest.raises(RunError, match=f"1 of .* NaN or Inf as {dtype}: model.layers.1.mlp.up_proj.weight"):
-        save_gguf(params, config, file, byte_level(), dtype)
+        save_gguf(params, config, file, byte_level(), dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"] and file.read_bytes() == b"GGUF of before"
 
 

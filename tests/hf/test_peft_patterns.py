@@ -42,7 +42,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("settings", "rank", "targets", "untrained"), CASES.values(), ids=CASES)
-def test_logits_are_pefts_and_training_is_pefts_or_refused(tmp_path, settings, rank, targets, untrained):
+def test_logits_are_pefts_and_training_is_pefts_or_refused(tmp_path, *, settings, rank, targets, untrained):
     """A and B are 0 where peft has none: both gradients are 0, and the run trains what peft would."""
     model, tokens = peft_folder(tmp_path / "theirs", **settings), random_tokens()
     base, read = our_base(), read_adapter_config(tmp_path / "theirs", our_base().config)

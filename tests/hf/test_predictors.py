@@ -56,7 +56,7 @@ GLM = {
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 24]}
 
 
-def write_base(folder, raw, keys, predictors, rename=lambda name: name):
+def write_base(folder, raw, keys, predictors, *, rename=lambda name: name):
     """A published folder: random bfloat16 weights and layers of multi-token prediction."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +79,7 @@ def write_qwen(folder):
     keys = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
     tower = {"model.visual.blocks.0.norm1.weight": torch.ones(8)}
     rename = lambda name: name.replace("model.", "model.language_model.", 1)
-    write_base(folder, QWEN, keys, {**mtp, **tower}, rename)
+    write_base(folder, QWEN, keys, {**mtp, **tower}, rename=rename)
     text = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
     return mtp, keys

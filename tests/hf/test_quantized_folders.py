@@ -60,7 +60,7 @@ def fp8_tensors(config, block, scale_dtype=torch.float32, plain=("embed", "lm_he
     return tensors
 
 
-def write_quantized(folder, raw, tensors, quantization, files=2):
+def write_quantized(folder, raw, tensors, quantization, *, files=2):
     """A folder whose weights and scales are not in the same file."""
     folder.mkdir(parents=True, exist_ok=True)
     config = to_hf_config(read_config(raw))

@@ -497,7 +497,7 @@ def test_dense_layers_after_sparse_ones_are_refused(types, found):
     ],
 )
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_language_model_of_one_that_sees_images(kind, case, modules, prefix, tmp_path, capsys):
+def test_the_language_model_of_one_that_sees_images(kind, case, *, modules, prefix, tmp_path, capsys):
     """Both layouts of the folder; what is exported is a language model of its own."""
     model = oracle(case)
     tensors = {name.replace("model.", prefix, 1): x.contiguous() for name, x in model.state_dict().items()}
