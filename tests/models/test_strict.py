@@ -78,6 +78,9 @@ NO_ROPE = dataclasses.replace(
     QWEN, norms="after", qk_norm_over_heads=True, rope_layers=(False, True),
     rope=models.RopeConfig(original_max_position=8, query_growth=0.4),
 )  # fmt: skip
+ALIBI = dataclasses.replace(
+    QWEN, alibi=True, rope_layers=(False, False), normalize_head=True, tie_embeddings=False
+)
 ADAPTED = lora.with_lora(dataclasses.replace(QWEN, attention_sinks=True), models.LoraConfig(rank=4))
 ADAPTED_LATENTS = lora.with_lora(LATENTS, models.LoraConfig(rank=4))
 ADAPTED_GPT_OSS = lora.with_lora(GPT_OSS, models.LoraConfig(rank=4))
@@ -142,6 +145,7 @@ def one_update(config, dtype, strict=True, share=True):
         pytest.param(GEMMA, "bfloat16", marks=pytest.mark.slow),
         pytest.param(GEMMA4, "bfloat16", marks=pytest.mark.slow),
         pytest.param(NO_ROPE, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(ALIBI, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
         pytest.param(ADAPTED, "float32", marks=pytest.mark.slow),
         pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
@@ -167,6 +171,7 @@ def one_update(config, dtype, strict=True, share=True):
         "four norms, two ropes bfloat16",
         "heads of two sizes bfloat16",
         "norms after, a layer without rope bfloat16",
+        "alibi, normalised head bfloat16",
         "latents",
         "adapters",
         "adapters bfloat16",

@@ -115,6 +115,13 @@ def test_recurrent_layers_of_sharded_rows_are_those_of_whole_ones(kind, sizes, c
     test_sharded_rows_give_the_loss_and_gradients_of_whole_ones(config, model)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("config", MESHES.values(), ids=MESHES)
+def test_alibi_of_sharded_rows_is_that_of_whole_ones(config):
+    model = dataclasses.replace(MODEL, alibi=True, rope_layers=(False, False))
+    test_sharded_rows_give_the_loss_and_gradients_of_whole_ones(config, model)
+
+
 ATTENTION = {
     "ring of 4 x tensor 2": ("ring", MeshConfig(sequence=4, tensor=2)),
     "ulysses of 8, more than kv heads": ("ulysses", MeshConfig(sequence=8)),
