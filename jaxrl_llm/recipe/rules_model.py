@@ -17,7 +17,7 @@ from jaxrl_llm.models.lora_config import TARGETS, LoraConfig, linear_layers
 from jaxrl_llm.recipe.rule import Rule
 from jaxrl_llm.rollout.checks import dynamic_rope_hint, ring_problem, token_problems
 from jaxrl_llm.sharding.attention import heads_problem
-from jaxrl_llm.sharding.config import CRITIC, POLICY, reward_role
+from jaxrl_llm.sharding.config import CRITIC, POLICY, MeshConfig, reward_role
 from jaxrl_llm.sharding.rules import num_shards
 
 WITHOUT_SERVED_ROUTES = ("mixtral", "olmoe")
@@ -47,20 +47,25 @@ def _has_positions(config: TrainConfig, models: Models) -> Iterator[str]:
 
 
 def _heads_divide(config: TrainConfig, models: Models) -> Iterator[str]:
-    heads, sizes = models[POLICY].num_heads, config.mesh.sizes
-    tensor, sequence = num_shards("heads", sizes), num_shards("sequence", sizes)
-    if tensor < 1 or sequence < 2:
-        return
-    parts = tensor * sequence
+    heads, parts = models[POLICY].num_heads, _parts_of_heads(config.mesh)
     if config.mesh.sequence_parallel == "ulysses" and heads % parts:
         yield heads_problem(heads, parts)
-    for heads in dict.fromkeys(_state_heads(model) for model in models.values() if model.recurrent_kind):
-        if heads % parts:
+    for role, model in models.items():
+        heads, parts = _state_heads(model), _parts_of_heads(config.mesh_of(role))
+        if model.recurrent_kind and heads % parts:
+            mesh = f"--{role if config.placements[role].mesh else ''}mesh"
             yield (
-                f"--mesh.sequence divides the {heads} heads of recurrent layers among tensor x sequence = "
-                f"{parts} devices, and {heads} is not a multiple of {parts}. Set a smaller --mesh.sequence "
-                "or --mesh.tensor."
+                f"{mesh}.sequence divides the {heads} heads of recurrent layers among tensor x sequence = "
+                f"{parts} devices, and {heads} is not a multiple of {parts}. Set a smaller {mesh}.sequence "
+                f"or {mesh}.tensor."
             )
+
+
+def _parts_of_heads(mesh: MeshConfig) -> int:
+    """Return the devices that divide the heads with context parallelism; 1 without, or if a size is not known
+    yet."""
+    tensor, sequence = num_shards("heads", mesh.sizes), num_shards("sequence", mesh.sizes)
+    return tensor * sequence if tensor >= 1 and sequence >= 2 else 1
 
 
 def _state_heads(model: TransformerConfig) -> int:

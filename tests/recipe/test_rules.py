@@ -36,7 +36,7 @@ from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.recipe.rules_devices import DEVICES
 from jaxrl_llm.recipe.rules_model import MODEL
 from jaxrl_llm.recipe.rules_recipe import RECIPE
-from jaxrl_llm.sharding.config import POLICY
+from jaxrl_llm.sharding.config import POLICY, reward_role
 from jaxrl_llm.tools.devices import SeenDevice
 
 RULES = RECIPE + MODEL + DEVICES
@@ -153,6 +153,17 @@ def test_each_rule_can_fire(rule, config):
 def test_what_heads_of_two_sizes_exclude(changes, line, config):
     config = replace(config, model=replace(RANDOM, architecture=TWO_SIZES), **changes)
     assert any(line in found for _, lines in asked(config, ()) for found in lines)
+
+
+def test_recurrent_heads_divide_on_each_models_own_mesh(config):
+    """The policy has 6 heads on a mesh of one, a reward model on a mesh of four."""
+    [rule] = [rule for rule in MODEL if name_of(rule) == "_heads_divide"]
+    hybrid = replace(config.model.architecture, layer_kinds=("conv",), num_layers=1, hidden_size=6)
+    reward = RewardModelConfig(path="x", mesh=MeshConfig(sequence=4))
+    config = replace(config, reward=RewardConfig(models=(reward,)))
+    assert not list(rule.problems(config, {POLICY: hybrid, reward_role(0): config.model.architecture}))
+    [line] = rule.problems(config, {POLICY: hybrid, reward_role(0): hybrid})
+    assert line.startswith("--reward.models.0.mesh.sequence divides the 6 heads of recurrent layers among")
 
 
 def test_each_key_exists():

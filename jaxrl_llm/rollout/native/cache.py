@@ -76,10 +76,11 @@ class CacheManager:
         """End a slot; the tokens of a conversation that it has read are kept for the next turn.
 
         Args:
-            num_read: tokens that the slot has read, some of them perhaps after the conversation's last one. A
-                state cannot go back to that one: the conversation is then not kept.
+            num_read: tokens that the slot has read: if a stop string has ended the turn, perhaps its last
+                token and others. Decoding reads the last token again if the observation is empty, and a state
+                cannot go back: such a conversation is not kept.
         """
-        is_past = self.layout.programs.has_states and num_read > num_tokens
+        is_past = self.layout.programs.has_states and num_read >= num_tokens
         if self.pages and (conversation is None or is_past):
             self.pages.free(slot)
         elif self.pages:

@@ -88,7 +88,10 @@ class RingTurns:
             return
         pages.slots[slot] = None
         own = own + pages.pools[shard].allocate(missing)
-        self.rows[slot] = row = pages.allocate_row(shard) if row == NULL_ROW else row
+        row = pages.allocate_row(shard) if row == NULL_ROW else row
+        of_shard = self.rows.reshape(len(pages.pools), -1)[shard]  # a view
+        of_shard[of_shard == row] = NULL_ROW  # of a turn of this chunk that `make_room` has dropped
+        self.rows[slot] = row
         pages.kept[shard][conversation] = KeptPages(own, num_tokens, row)
         first, local = self.written[slot] // pages.page_size, slot % (len(pages.slots) // len(pages.pools))
         for i, page in enumerate(own[first:], first):

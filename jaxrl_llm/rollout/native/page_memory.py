@@ -31,8 +31,8 @@ def check_pages(requests: Sequence[Request], page_size: int, num_pages: int) -> 
             raise UserError(
                 f"prompt {request.prompt_index}: {length} prompt tokens + max_tokens={request.max_tokens} "
                 f"take {needed} pages of {page_size} tokens, and a device has {num_pages - 1}: shorten it, "
-                "raise rollout.pages, take a rollout.cache_dtype of fewer bits, or shard the heads over more "
-                "devices (mesh.tensor)."
+                "raise rollout.pages, take a rollout.cache_dtype of fewer bits, lower rollout.slots (with "
+                "recurrent layers), or shard the heads over more devices (mesh.tensor)."
             )
 
 
@@ -52,7 +52,8 @@ def pages_in_free_memory(programs: Programs, shapes: ProgramShapes, reserved_byt
     free = free_device_bytes(programs)
     if free is None:
         return None
-    free -= reserved_bytes + cached_state_bytes(programs, shapes.slot_counts[-1])
+    # Decoding gathers the states of the slots and replaces them: as much again as the rows of states.
+    free -= reserved_bytes + 2 * cached_state_bytes(programs, shapes.slot_counts[-1])
     return max(int(MEMORY_FRACTION * free) // page_bytes(programs), 1)
 
 

@@ -33,7 +33,8 @@ def params():
 
 
 def new_engine(mesh=(1, 1, 1), **settings):
-    mesh = make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))])
+    data, fsdp, tensor = mesh
+    mesh = make_mesh(MeshConfig(data, fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
     return NativeEngine(RolloutConfig(**settings), MODEL, mesh, make_tokenizer())
 
 

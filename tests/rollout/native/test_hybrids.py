@@ -39,7 +39,8 @@ def keep_all(monkeypatch):
 
 @functools.cache
 def engine(kind, mesh=(1, 1, 1), **settings):
-    mesh = make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))])
+    data, fsdp, tensor = mesh
+    mesh = make_mesh(MeshConfig(data, fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
     built = NativeEngine(RolloutConfig(**settings), MODELS[kind], mesh, make_tokenizer())
     built.publish(random_params(MODELS[kind]), VERSION)
     return built
@@ -48,22 +49,22 @@ def engine(kind, mesh=(1, 1, 1), **settings):
 ENDS = {"stop_tokens": tuple(range(1, 128, 4))}
 
 
-def talk(reader, **ends):
+def talk(reader, observation=(5, 6, 7), **ends):
     """(trajectories, tokens of earlier turns that were not read again, tokens of all earlier turns)"""
-    turned = reader.generate(requests(), SamplingConfig(**(ends or ENDS)), KEY, Echo())
+    turned = reader.generate(requests(), SamplingConfig(**(ends or ENDS)), KEY, Echo(observation))
     turns = [(t, end) for t in turned for end in np.flatnonzero(np.diff(t.mask) < 0) + 1]
     earlier = sum(len(t.prompt_ids) + end - 1 for t, end in turns)  # the last one was not read in its turn
     return turned, reader.metrics["rollout/reused_tokens"], earlier
 
 
-def read_again(kind, **ends):
+def read_again(kind, observation=(5, 6, 7), **ends):
     """Conversations of which each turn is prefilled from its start, by the programs that could keep them."""
     reader = engine(kind, cache="auto", **ROOMY)
     again = NativeEngine(reader.config, reader.model, reader.mesh, reader.tokenizer)
     again.programs, again._published = reader.programs, reader.published
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept, "MIN_PREFILL_FLOPS", np.inf)
-        turned, reused, _ = talk(again, **ends)
+        turned, reused, _ = talk(again, observation, **ends)
     assert reused == 0
     return turned
 
@@ -89,6 +90,15 @@ def test_a_state_that_has_read_tokens_after_its_turn_is_not_kept():
     turned, reused, earlier = talk(engine("conv", cache="auto", **ROOMY), **ends)
     assert_same(turned, read_again("conv", **ends), atol=3e-5)
     assert 0 < reused < earlier
+
+
+@pytest.mark.slow
+def test_a_state_reads_no_token_twice_after_an_empty_observation():
+    """Strings end turns at tokens that the slot has read, and the next turn begins with that token."""
+    ends = {"stop": ("e", "a")}
+    turned, reused, _ = talk(engine("delta", cache="auto", **ROOMY), (), **ends)
+    assert_same(turned, read_again("delta", (), **ends), atol=3e-5)
+    assert reused > 0
 
 
 @pytest.mark.slow

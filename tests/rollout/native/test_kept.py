@@ -57,7 +57,7 @@ def test_more_pages_than_slots_need_keep_the_conversations_that_wait_for_a_slot(
 
 def test_eight_devices_keep_turns_and_compile_nothing_after_warm_up():
     """Slots over data and fsdp, each shard with its own pages; kv heads over tensor."""
-    mesh = make_mesh(MeshConfig(2, 2, 2), jax.devices()[:8])
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])
     sharded = NativeEngine(RolloutConfig(page=8, slots=4, chunk=16, prefill_tokens=64), MODEL, mesh)
     sampling = SamplingConfig(stop_tokens=tuple(range(1, 128, 4)))
     sharded.warm_up(40, 40, [sampling], turns=True)

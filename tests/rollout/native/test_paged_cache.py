@@ -46,14 +46,17 @@ def test_the_text_is_that_of_the_ring(temperature):
 
 
 class Echo:
-    """Replies to the first two turns with three tokens."""
+    """Replies to the first two turns with three tokens, or `ids`."""
 
     patience = 10.0
+
+    def __init__(self, ids=(5, 6, 7)):
+        self.ids = list(ids)
 
     def reply(self, prompt_index, response_index, conversation, ids, *, start):
         future = Future()
         turn = (conversation or 0) + 1
-        future.set_result(Reply([5, 6, 7], turn == 3, Episode(), turn))
+        future.set_result(Reply(self.ids, turn == 3, Episode(), turn))
         return future
 
 
