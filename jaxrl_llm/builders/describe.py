@@ -89,9 +89,10 @@ def frequencies_line(model: TransformerConfig, longest: int) -> str:
     if model.rope.scaling != "longrope":
         return ""
     name, relation = ("long_factor", "above") if model.rope.is_long else ("short_factor", "up to")
+    original = model.rope.original_max_position or model.max_position
     return (
         f"longrope: {name} for the whole run, whose sequences of at most {longest:,} tokens are {relation} "
-        f"the model's original length, {model.rope.original_max_position:,}"
+        f"the model's original length, {original:,}"
     )
 
 

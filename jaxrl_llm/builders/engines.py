@@ -145,8 +145,11 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, st
 def _with_room(model: TransformerConfig) -> TransformerConfig:
     """Return the architecture that servers read, with two more positions.
 
-    SGLang ends a response two tokens before its context does, though it takes requests for all of it.
+    SGLang ends a response two tokens before its context does, though it takes requests for all of it. With
+    longrope the positions decide a factor, so they stay.
     """
+    if model.rope.scaling == "longrope":
+        return model
     rope = dataclasses.replace(
         model.rope, original_max_position=model.rope.original_max_position or model.max_position
     )

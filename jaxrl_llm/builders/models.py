@@ -199,7 +199,8 @@ def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> Transformer
     """
     requires = algos.requirements(algo)
     tied = model.tie_embeddings or not requires.logprobs
-    return replace(model, value_head=requires.values, tie_embeddings=tied)
+    head = {"tie_embeddings": tied, "normalize_head": model.normalize_head and not tied}
+    return replace(model, value_head=requires.values, **head)
 
 
 def make_replay(config: TrainConfig, algo: AlgoConfig, model: TransformerConfig) -> Replay | None:

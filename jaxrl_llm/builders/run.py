@@ -278,7 +278,7 @@ def load_reward_models(
         compares = config.eval.judge == GENERATIVE and model.kind == GENERATIVE
         if model.weight or config.eval.every:
             role_step = step_of(config, step, role, meshes[role])
-            texts = {"chat": config.data.chat, "responses": 1 + compares}
+            texts = {"chat": config.data.chat, "responses": 1 + compares, "longest": config.max_tokens}
             loaded.append(load_reward_model(model, role_step, meshes[role], tokenizer, **texts))
     return loaded
 

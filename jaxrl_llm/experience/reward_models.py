@@ -187,6 +187,7 @@ def load_reward_model(
     *,
     chat: ChatConfig,
     responses: int = 1,
+    longest: int = 0,
 ) -> RewardModel:
     """Return the model of a folder, in the compute type, sharded over the mesh.
 
@@ -194,6 +195,7 @@ def load_reward_model(
         policy_tokenizer: of the trajectories that it gets; None = its own.
         chat: chat settings of the policy.
         responses: in a prompt of the model; 2 = it also compares two.
+        longest: tokens of the longest prompt and response, by which `for_length` chooses; 0 = of a row.
 
     Raises:
         UserError: no such folder, no value head in it, a process model that reads other tokens, or a template
@@ -219,7 +221,7 @@ def load_reward_model(
     # Weights, and the settings of its forward pass.
     shardings = models.shardings(model, mesh, TRAIN)
     step = replace(step, row_tokens=responses * step.row_tokens + EXTRA_TOKENS, temperature=1.0)
-    model = for_length(model, step.row_tokens)
+    model = for_length(model, responses * longest + EXTRA_TOKENS if longest else step.row_tokens)
     params = load_params(folder, model, shardings, jnp.dtype(step.dtype))
     shares = step.share_prefixes and prefix_sharing(model, step.dtype, mesh)
     step = replace(step, share_prefixes=shares)

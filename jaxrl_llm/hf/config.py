@@ -252,7 +252,8 @@ def _write_code(config: TransformerConfig) -> dict[str, Any]:
     if family not in CODE:
         return {}
     names = {"AutoConfig": f"configuration_{family}.{CODE[family]}"}
-    names["AutoModelForCausalLM"] = f"modeling_{family}.{FAMILIES[family].architecture}"
+    if not config.value_head:  # the published folders have no code of classifiers
+        names["AutoModelForCausalLM"] = f"modeling_{family}.{FAMILIES[family].architecture}"
     return {"auto_map": names} | ({Z_LOSS: 0} if config.normalize_head else {})
 
 

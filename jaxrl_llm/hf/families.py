@@ -302,6 +302,7 @@ FAMILIES: dict[str, Family] = {
     "qwen": Family(
         "QWenLMHeadModel",
         {**_QWEN, "max_position_embeddings": None},
+        classifier="QWenForSequenceClassification",
         bias="qkv_bias",
         out_bias=False,
         norm_eps="layer_norm_epsilon",

@@ -246,14 +246,15 @@ def list_mismatches(
 def refuse_remote_code(folder: Path) -> None:
     """Refuse a folder whose config.json names custom Python code, which is never run.
 
-    Baichuan, Qwen 1, DeepSeek-V3 and MiniMax-M2 always name code; it is not needed here, since their decoders
-    are built in.
+    Baichuan, Qwen 1, DeepSeek-V3, MiniMax-M2 and Phi-3.5 always name code; it is not needed here, since their
+    decoders are built in.
 
     Raises:
         UserError: config.json names classes of Python files in the folder.
     """
     raw = read_json(folder / "config.json")
-    if raw.get("auto_map") and raw.get("model_type") not in ("baichuan", "qwen", "deepseek_v3", "minimax_m2"):
+    built_in = ("baichuan", "qwen", "deepseek_v3", "minimax_m2", "phi3")
+    if raw.get("auto_map") and raw.get("model_type") not in built_in:
         raise UserError(
             f"{folder / 'config.json'}: auto_map={raw['auto_map']} asks for the folder's own code, which is "
             f"never run. If the model is a plain {raw.get('model_type')}, remove auto_map to use it."

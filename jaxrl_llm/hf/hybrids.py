@@ -106,7 +106,8 @@ def with_layer_types(raw: dict[str, Any]) -> dict[str, Any]:
         types = raw.get("layer_types", raw.get("layers_block_type"))
         older = {new: old for old, new in OLD_TYPES.items()}
         layers = raw.get("num_hidden_layers", FAMILIES["granitemoehybrid"].defaults["num_hidden_layers"])
-        types = ["mamba"] * layers if types is None and isinstance(layers, int) else types
+        is_size = isinstance(layers, int) and layers <= LARGEST["num_hidden_layers"]
+        types = ["mamba"] * layers if types is None and is_size else types
         if isinstance(types, list):
             types = [older.get(name, name) if isinstance(name, str) else name for name in types]
         return {**raw, "layer_types": types}

@@ -115,13 +115,15 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
     modules, saved = {} if config.moe else adapted_modules(keys, config), saved_weights(keys, config)
     factors = {name: module.scale / config.lora.scale for name, module in modules.items()}
+    expert_factors = stored_factors(keys, config) if config.moe else {}
     if trains:
         check_trainable(keys, factors, saved)
     # The tensors that the file must have: one per matrix, or one for all experts of a layer.
     stored, shared = read_header(file), shares_a(keys, modules or keys.get("target_modules") or ())
     stacked = expert_parts(tensors, config, keys) if stacks_experts(keys) and not has_stacked(config) else {}
     trained = {ours for tensor in tensors for ours, _ in tensor.parts}
-    tensors = [t for t in tensors if not stacked or t.name in stored or not is_plain_mlp(t)]  # others stay 0
+    # PEFT adapts the experts' parameters alone, unless the file names the dense layers, too; those stay 0.
+    tensors = [t for t in tensors if not stacks_experts(keys) or t.name in stored or not is_plain_mlp(t)]
     tensors = [t for t in tensors if not modules or module_of(t.name) in {*modules, ""}]
     expected = {t.name: _stored_shape(t, shared, modules) for t in tensors if t.name not in stacked}
     expected |= {source.name: source.shape for source in stacked.values()}
@@ -147,7 +149,7 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
             parts = [x * np.float32(factor) for x in parts] if matrix == "b" else parts
         for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
             adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])
-    for name, factor in stored_factors(keys, config).items() if config.moe else ():
+    for name, factor in expert_factors.items():
         adapter[f"{name}{MARK}b"] *= np.float32(factor)
     return adapter | {ours: read(name) for name, ours in saved.items()}
 

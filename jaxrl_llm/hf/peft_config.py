@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.family_names import MODULES
 from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
@@ -72,7 +73,7 @@ def read_adapter_config(folder: Path | str, config: TransformerConfig) -> LoraCo
         UserError: adapter_config.json is missing or broken, or the decoder does not support the adapters
             (DoRA, a base changed by PiSSA ...). The message names the file, the key and the supported values.
     """
-    file = Path(folder) / CONFIG
+    file, config = Path(folder) / CONFIG, export_config(config)
     if not file.is_file():
         raise UserError(f"{file}: no such file; a PEFT adapter has one. Give the folder that holds it.")
     keys = read_adapter_keys(file)
@@ -92,6 +93,11 @@ def _read_lora(keys: JsonKeys, config: TransformerConfig) -> LoraConfig:
     modules, is_stabilized = adapted_modules(keys, config), keys.flag("use_rslora")
     shared, known = shares_a(keys, modules), linear_layers(config)
     names = {known[ours] for adapter in modules.values() for ours in adapter.weights}
+    for name, adapter in modules.items():
+        parts = len(adapter.weights)
+        if not shared and adapter.rank % parts:
+            fault = f"must be a multiple of {parts}: each part of {name} has a separate A"
+            raise keys.wrong("rank_pattern", adapter.rank, fault)
     ranks = {adapter.rank_of_weight(shared): adapter.scale for adapter in reversed(modules.values())}
     rank = max(ranks)
     return LoraConfig(

@@ -115,6 +115,8 @@ def _read_rope(
         own = keys.optional(ORIGINAL, longest) or rope.optional(ORIGINAL, longest)
         fields["original_max_position"] = own or max_position
     if kind == "longrope":
+        if fields["original_max_position"] < 2:
+            raise rope.wrong(ORIGINAL, 1, "must be at least 2")
         fields["factor"] = fields.get("factor") or max_position / fields["original_max_position"]
     base = rope.number("rope_theta", None, low=1e-9) or keys.number(theta, None, low=1e-9)
     return RopeConfig(base or 10_000.0, kind, **fields, query_growth=growth)
@@ -123,9 +125,9 @@ def _read_rope(
 def _read_factors(rope: JsonKeys, field: str) -> tuple[float, ...]:
     """Return a list of positive numbers."""
     values = rope.get(field)
-    is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and x > 0
+    is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= 1e6
     if not isinstance(values, list) or not all(map(is_number, values)):
-        raise rope.wrong(field, values, "must be a list of numbers above 0")
+        raise rope.wrong(field, values, "must be a list of numbers above 0, at most 1e6")
     return tuple(map(float, values))
 
 

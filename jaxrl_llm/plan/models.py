@@ -183,7 +183,7 @@ refuses."""
 
 def preset(name: str) -> TransformerConfig | None:
     """Return the architecture of a known model, or None."""
-    known = PRESETS.get(name.removesuffix("-Instruct").removesuffix("-Base"))
+    known = PRESETS.get(name.removesuffix("-Instruct").removesuffix("-Base").removesuffix("-Chat"))
     if known and known.family.startswith("qwen3") and name.endswith("-Base"):
         return replace(known, max_position=QWEN3_BASE)
     return known

@@ -8,7 +8,7 @@ from dataclasses import fields
 from jaxrl_llm.bridge import fp8
 from jaxrl_llm.config import RoutingConfig, TrainConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.config import to_hf_config
+from jaxrl_llm.hf.config import CODE, to_hf_config
 from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.names import joined_weights
 from jaxrl_llm.models.config import TransformerConfig
@@ -115,12 +115,14 @@ def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
         unsent = "models with recurrent layers (Qwen3.5, LFM2)"
     elif model.global_heads:
         unsent = "models whose layers have heads of two sizes (Gemma 4)"
+    elif (family := export_config(model).family) in CODE:
+        unsent = "models that other programs run with the code of their folder (Qwen 1, Baichuan 2)"
     elif model.attention_sinks:
         unsent = "models with attention sinks (gpt-oss)"
     elif model.moe and model.tie_embeddings:  # SGLang computes with a separate LM head
         unsent = "mixtures of experts with tied embeddings"
         fix = "Set --model.architecture.tie_embeddings false for random weights, or --rollout.engine native."
-    elif config.lora.rank and joined_weights(export_config(model).family):
+    elif config.lora.rank and joined_weights(family):
         unsent = "adapters of layers that are stored as one (Phi-3)"
     elif rank_of_experts(with_lora(model, config.lora)):
         unsent = "adapters of experts"

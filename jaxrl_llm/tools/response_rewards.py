@@ -18,7 +18,7 @@ from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rewards import reward_sample
-from jaxrl_llm.host.processes import on_first
+from jaxrl_llm.host.processes import on_first, print_on_first
 from jaxrl_llm.learn.scoring import SHORTEST_ROW, BucketedScorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.outcome import Outcome
@@ -80,8 +80,12 @@ class ResponseRewarder:
         mesh = place(reward_role(i), config, self.mesh, jax.devices())
         step = StepConfig(row_tokens=SHORTEST_ROW, rows=1, dtype=self.dtype, share_prefixes=True)
         model = load_reward_model(config, step, mesh, self.policy_tokenizer, chat=self.chat)
-        scorer = BucketedScorer(model.scorer.config, mesh, self.batch_tokens)
-        return replace(model, scorer=scorer, max_tokens=sys.maxsize)
+        scorer, max_tokens = BucketedScorer(model.scorer.config, mesh, self.batch_tokens), sys.maxsize
+        rope = model.params.config.rope
+        if rope.scaling == "longrope":  # texts come later, and one set of frequencies serves them all
+            max_tokens = rope.original_max_position or model.params.config.max_position
+            print_on_first(f"reward model {config.path}: reads the last {max_tokens:,} tokens (longrope)")
+        return replace(model, scorer=scorer, max_tokens=max_tokens)
 
     def score(
         self, examples: Sequence[Example], trajectories: Sequence[Trajectory]

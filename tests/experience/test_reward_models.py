@@ -21,7 +21,7 @@ from jaxrl_llm.experience.win_rate import Comparison, model_judge
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.tokenizer import classifier_tokenizer
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import RopeConfig, TransformerConfig
 from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.sharding.placement import MeshConfig, devices_of, make_mesh
 from jaxrl_llm.structs import Episode, Trajectory
@@ -353,3 +353,17 @@ def test_responses_that_share_a_prompt_get_the_scores_of_rows_of_their_own(folde
     for row, expected in zip(shared(batch, [SUM] * 6), alone(batch, [SUM] * 6), strict=True):
         assert np.abs(expected).max() > 0.01
         np.testing.assert_allclose(row, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_longrope_is_chosen_by_the_longest_text_of_the_run(folder, tmp_path):
+    """Not by the row, which holds several texts. A template may add 128 tokens."""
+    factors = {"short_factor": (1.0,) * 4, "long_factor": (4.0,) * 4}
+    rope = RopeConfig(scaling="longrope", factor=2.0, original_max_position=200, **factors)
+    model = dataclasses.replace(MODEL, family="phi3", rope=rope, max_position=400, qk_norm=False)
+    save_model(models.init(model, jax.random.key(0)), model, tmp_path / "hf", TOKENIZER, dtype="float32")
+    step = dataclasses.replace(STEP, row_tokens=1024)
+    for longest, is_long in ((64, False), (80, True)):
+        judge = load_reward_model(
+            RewardModelConfig(path=str(tmp_path / "hf")), step, mesh(), TOKENIZER, chat=CHAT, longest=longest
+        )
+        assert judge.params.config.rope.is_long == is_long

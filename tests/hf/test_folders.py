@@ -24,6 +24,7 @@ from jaxrl_llm.hf import export as hf_export
 from jaxrl_llm.hf import load
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import check_export_folder, save_model
+from jaxrl_llm.hf.folder import refuse_remote_code
 from jaxrl_llm.hf.load import load_params, read_slice
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.hf.resolve import resolve_model
@@ -515,6 +516,8 @@ def test_code_of_a_folder_is_never_run(tmp_path):
     raw = json.loads((tmp_path / "b/config.json").read_text())
     (tmp_path / "b/config.json").write_text(json.dumps(raw | auto_map))
     assert load_params(tmp_path / "b", baichuan).layers.q[...].shape == (2, 32, 4, 8)
+    (tmp_path / "b/config.json").write_text(json.dumps({"model_type": "phi3"} | auto_map))
+    refuse_remote_code(tmp_path / "b")  # Phi-3.5's, too
 
 
 # --- resolve, tokenizer

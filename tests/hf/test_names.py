@@ -72,6 +72,9 @@ LLAMA3 = {
 }
 
 
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
 def tiny(family="qwen3", **extra):
     return {"model_type": family, **TINY, **extra}
 
@@ -508,6 +511,12 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
             r"kv_channels=16 must be hidden_size / num_att",
         ),
         (tiny("qwen", seq_length=64, intermediate_size=47), r"intermediate_size=47 must be even"),
+        (tiny("granitemoehybrid", num_hidden_layers=10**10), r"num_hidden_layers=10000000000 must be"),
+        (tiny("phi3", rope_scaling=LONG | {"long_factor": [10**400] * 4}), r"long_factor=.* at most 1e6"),
+        (
+            tiny("phi3", rope_scaling=LONG, original_max_position_embeddings=1),
+            r"original_max_position_embeddings=1 must be at least 2",
+        ),
     ],
 )
 def test_what_the_decoder_lacks_is_refused_by_name(raw, message):

@@ -235,7 +235,10 @@ GEMMA4 = {
         *("experts.gate_up_proj", "experts.down_proj"),
     ],
 }
-MISTRAL4 = {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+JOINED_EXPERTS = {
+    "target_modules": ["o_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
 
 
 @pytest.mark.parametrize(
@@ -244,9 +247,11 @@ MISTRAL4 = {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up
         ("phi-4", PHI4),
         ("phi-4", {**PHI4, "use_rslora": True}),
         pytest.param("gemma4 moe", GEMMA4, marks=pytest.mark.slow),
-        pytest.param("mistral4", MISTRAL4, marks=pytest.mark.slow),
+        pytest.param("gemma4 moe", JOINED_EXPERTS, marks=pytest.mark.slow),
+        pytest.param("mistral4", JOINED_EXPERTS, marks=pytest.mark.slow),
+        pytest.param("granite-4", JOINED_EXPERTS, marks=pytest.mark.slow),
     ],
-    ids=["phi-4", "phi-4, rank stabilized", "gemma4 moe", "mistral4"],
+    ids=["phi-4", "phi-4, rank stabilized", "gemma4 moe", "gemma4 moe, experts", "mistral4", "granite-4"],
 )
 def test_adapters_of_joined_layers_are_read(case, lora, tmp_path):
     """PEFT's adapter of Phi-3's qkv_proj has one A for q, k and v; ours has one for each."""

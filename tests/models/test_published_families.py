@@ -11,11 +11,14 @@ import torch
 from hf_oracle import TOLERANCE, agree_in_greedy_text, our_logits
 from hf_tensors import params_from_tensors, tensors_of
 from lora_models import with_random_adapters, with_stored_adapters
+from random_weights import random_params
 from safetensors.numpy import load_file
 from slow_cases import with_slow
 from torch import nn
 
-from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.algos import reward_model
+from jaxrl_llm.builders.models import config_with_heads
+from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.peft import save_adapter
@@ -233,3 +236,23 @@ def test_eight_bits_do_not_hold_the_positions_of_alibi():
     rollout = RolloutConfig(cache="paged", cache_dtype="int8")
     assert "rounds the positions that ALiBi" in ring_problem(rollout, read_config(CASES["baichuan 13b"]))
     assert not ring_problem(rollout, read_config(CASES["baichuan2 7b"]))
+
+
+@pytest.mark.parametrize("case", ["qwen", "baichuan2 7b"])
+def test_a_reward_model_can_be_exported(case):
+    """It has another head, whose rows are not normalised, and no code in the published folder."""
+    model = config_with_heads(read_config(CASES[case]), reward_model.Config())
+    raw = to_hf_config(model)
+    assert model.value_head and read_config(raw) == model
+    assert raw["architectures"][0].endswith("ForSequenceClassification")
+    assert "AutoModelForCausalLM" not in raw["auto_map"]
+
+
+def test_adapters_of_baichuan_1_come_back(tmp_path):
+    """The folder packs queries, keys and values; the model is exported as Llama, and so are its adapters."""
+    base = random_params(read_config(BAICHUAN))
+    adapted = with_random_adapters(base, LoraConfig(rank=2))
+    save_adapter(adapted, tmp_path, "org/base")
+    again = with_stored_adapters(base, tmp_path)
+    for (name, one), (_, other) in zip(named_leaves(adapted), named_leaves(again), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, err_msg=name)

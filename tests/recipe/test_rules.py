@@ -47,6 +47,7 @@ TWO_SIZES = TransformerConfig(
     **{"num_layers": 2, "max_position": 64, "window_layers": (True, False), "sliding_window": 8},
     **{"local_rope": RopeConfig(), "global_heads": GlobalHeads(1, 256)},
 )
+QWEN_1 = TransformerConfig(family="qwen", max_position=64, tie_embeddings=False)
 RANDOM = ModelConfig(architecture=EXPERTS, tokenizer="tiny")
 CASES = {
     "field_problems": dict(steps=-1),
@@ -153,6 +154,12 @@ def test_each_rule_can_fire(rule, config):
 def test_what_heads_of_two_sizes_exclude(changes, line, config):
     config = replace(config, model=replace(RANDOM, architecture=TWO_SIZES), **changes)
     assert any(line in found for _, lines in asked(config, ()) for found in lines)
+
+
+def test_servers_get_no_model_with_code_of_its_own(config):
+    config = replace(config, model=replace(RANDOM, architecture=QWEN_1), rollout=SERVED)
+    found = [line for _, lines in asked(config, ()) for line in lines]
+    assert any("models that other programs run with the code of their folder" in line for line in found)
 
 
 def test_recurrent_heads_divide_on_each_models_own_mesh(config):
