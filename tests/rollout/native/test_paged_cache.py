@@ -50,13 +50,15 @@ class Echo:
 
     patience = 10.0
 
-    def __init__(self, ids=(5, 6, 7)):
-        self.ids = list(ids)
+    ids = (5, 6, 7)
+
+    def __init__(self, ids=ids):
+        self.ids = ids
 
     def reply(self, prompt_index, response_index, conversation, ids, *, start):
         future = Future()
         turn = (conversation or 0) + 1
-        future.set_result(Reply(self.ids, turn == 3, Episode(), turn))
+        future.set_result(Reply(list(self.ids), turn == 3, Episode(), turn))
         return future
 
 
@@ -277,12 +279,12 @@ def test_rows_of_states_by_hand():
     free = lambda: sorted(cache.pages.rows[0].free_pages)
     assert allocate(0, b"a") and allocate(1, b"a") and free() == [4]
     assert [copy[3:] for copy in cache.pages.pending_copies] == [(1, 2), (1, 3)]  # without a page to copy
-    cache.finish(0, "one", 9, num_read=9)
+    cache.finish(0, "one", 9, num_read=8)
     assert cache.pages.kept[0]["one"].row == 2
     assert allocate(0, b"b") and free() == []  # prompt and slot took the free row and that of "one"
     assert not cache.pages.kept[0] and [own.row for own in cache.pages.slots] == [4, 3]
     cache.finish(0, "two", 9, num_read=8)
-    cache.finish(1, "three", 9, num_read=10)  # its state has a token too many
+    cache.finish(1, "three", 9, num_read=9)  # its state has a token too many
     assert list(cache.pages.kept[0]) == ["two"] and free() == [3]
     assert allocate(1, b"", conversation="two") and cache.num_kept(1) == 8 and cache.pages.slots[1].row == 4
     cache.finish(1)
