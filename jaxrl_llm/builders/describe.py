@@ -23,6 +23,7 @@ from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.models import TransformerConfig, named_leaves
+from jaxrl_llm.models.attention import original_length
 from jaxrl_llm.models.kernels import describe_kernels, turing_warning
 from jaxrl_llm.models.lora import rank_of_experts, trained_state
 from jaxrl_llm.models.quantize import SCALE
@@ -89,10 +90,9 @@ def frequencies_line(model: TransformerConfig, longest: int) -> str:
     if model.rope.scaling != "longrope":
         return ""
     name, relation = ("long_factor", "above") if model.rope.is_long else ("short_factor", "up to")
-    original = model.rope.original_max_position or model.max_position
     return (
         f"longrope: {name} for the whole run, whose sequences of at most {longest:,} tokens are {relation} "
-        f"the model's original length, {original:,}"
+        f"the model's original length, {original_length(model):,}"
     )
 
 

@@ -27,7 +27,7 @@ from jaxrl_llm.hf.folder import read_headers
 from jaxrl_llm.host.processes import on_first, print_on_first, share
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.models.attention import for_length
+from jaxrl_llm.models.attention import for_length, original_length
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
@@ -150,9 +150,7 @@ def _with_room(model: TransformerConfig) -> TransformerConfig:
     """
     if model.rope.scaling == "longrope":
         return model
-    rope = dataclasses.replace(
-        model.rope, original_max_position=model.rope.original_max_position or model.max_position
-    )
+    rope = dataclasses.replace(model.rope, original_max_position=original_length(model))
     return dataclasses.replace(model, rope=rope, max_position=model.max_position + 2)
 
 

@@ -102,7 +102,7 @@ def rope_tables(
     )
     growth = None
     if c.rope.query_growth:
-        original = c.rope.original_max_position or c.max_position
+        original = original_length(c)
         growth = 1 + c.rope.query_growth * jnp.log1p((positions // original).astype(jnp.float32))
     return RopeTables(*stacked, growth, alibi_places(positions) if c.alibi else None)
 
@@ -237,8 +237,13 @@ def for_length(c: TransformerConfig, longest: int) -> TransformerConfig:
     """
     if c.rope.scaling != "longrope":
         return c
-    is_long = longest > (c.rope.original_max_position or c.max_position)
+    is_long = longest > original_length(c)
     return dataclasses.replace(c, rope=dataclasses.replace(c.rope, is_long=is_long))
+
+
+def original_length(c: TransformerConfig) -> int:
+    """Return the length that a model was trained at before its RoPE was stretched, in tokens."""
+    return c.rope.original_max_position or c.max_position
 
 
 def _yarn_magnitude(rope: RopeConfig, weight: float) -> float:

@@ -21,6 +21,7 @@ from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.processes import on_first, print_on_first
 from jaxrl_llm.learn.scoring import SHORTEST_ROW, BucketedScorer
 from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.models.attention import original_length
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rewards.gold import has_answer
@@ -81,9 +82,10 @@ class ResponseRewarder:
         step = StepConfig(row_tokens=SHORTEST_ROW, rows=1, dtype=self.dtype, share_prefixes=True)
         model = load_reward_model(config, step, mesh, self.policy_tokenizer, chat=self.chat)
         scorer, max_tokens = BucketedScorer(model.scorer.config, mesh, self.batch_tokens), sys.maxsize
-        rope = model.params.config.rope
-        if rope.scaling == "longrope":  # texts come later, and one set of frequencies serves them all
-            max_tokens = rope.original_max_position or model.params.config.max_position
+        if (
+            model.params.config.rope.scaling == "longrope"
+        ):  # texts come later, and one set of frequencies serves them all
+            max_tokens = original_length(model.params.config)
             print_on_first(f"reward model {config.path}: reads the last {max_tokens:,} tokens (longrope)")
         return replace(model, scorer=scorer, max_tokens=max_tokens)
 
