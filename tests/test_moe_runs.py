@@ -25,6 +25,13 @@ LATENTS = {
     "import MoEConfig": "import MLAConfig, MoEConfig",
     "glm4_moe": "deepseek_v3",
 }
+HYBRID = {
+    'score="sigmoid", shared_size=16, shared_gate=False, selection_bias=True': "shared_size=16",
+    "num_kv_heads=1": "num_kv_heads=1, attention_gate=True, norm_offset=1.0, **DELTA",
+    "import MoEConfig": """import DeltaConfig, MoEConfig
+DELTA = {"layer_kinds": ("delta", "attention"), "delta": DeltaConfig(2, 4, 8, 8)}""",
+    "glm4_moe": "qwen3_5_moe_text",
+}
 TINY = (
     *("--prompts_per_step", "4", "--responses_per_prompt", "4", "--rollout.slots", "16", "--seed", "1"),
     *("--eval.every", "0", "--reward.workers", "1", "--tokens_per_device", "144", "--devices", "0:1"),
@@ -54,6 +61,17 @@ def test_rollout_and_trainer_are_bit_equal_over_20_steps(tmp_path):
     assert all(
         0.8 < step["moe/route_agreement"] <= 1 for step in steps
     )  # of the second update, other weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hybrid_is_bit_equal_over_20_steps(tmp_path, dtype):
+    """Log-probs and routes of delta rule and attention layers, over two updates a step."""
+    words = ("--strict", "true", "--steps", "20", "--minibatches_per_step", "2", "--routing.bias_rate", "0")
+    for name in ("model.dtype", "rollout.dtype", "rollout.cache_dtype"):
+        words += (f"--{name}", dtype)
+    steps = train(tmp_path, *words, "--routing.replay", "rollout", changes=HYBRID)
+    assert len(steps) == 20 and [step["mismatch/max_abs"] for step in steps] == [0.0] * 20
+    assert all(0.8 < step["moe/route_agreement"] <= 1 for step in steps)
 
 
 def test_adapters_of_latent_attention_are_strict(tmp_path):

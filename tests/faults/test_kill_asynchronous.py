@@ -5,6 +5,7 @@ import re
 import signal
 
 import pytest
+import test_kill
 from distributed import Running
 from test_kill import SIGNALLER, assert_same_run, command, lines
 
@@ -82,3 +83,30 @@ def test_killed_with_adapters_and_dynamic_sampling(tmp_path):
         assert end.code == code, f"{end.stdout}{end.stderr}"
     train(killed, *more)
     assert_same_run(killed, whole, STEPS, untimed)
+
+
+HYBRID = {
+    "max_position=64,": """max_position=64, norm_offset=1.0, attention_gate=True, qk_norm=True,
+                layer_kinds=("delta", "attention"), delta=DeltaConfig(2, 4, 8, 8), family="qwen3_5_text",""",
+    "CheckpointConfig,": "CheckpointConfig, DeltaConfig,",
+    "optim=OptimConfig(": 'optim=OptimConfig(moments="int8", ',
+}
+
+
+@pytest.mark.slow
+def test_a_hybrid_killed_ahead_of_training(tmp_path, monkeypatch):
+    """States of recurrent layers are made again for responses that a checkpoint has in part; 8-bit moments."""
+    recipe = test_kill.RECIPE
+    for old, new in HYBRID.items():
+        assert old in recipe
+        recipe = recipe.replace(old, new)
+    monkeypatch.setattr(test_kill, "RECIPE", recipe)
+    whole, killed, more = tmp_path / "whole", tmp_path / "killed", ("--steps", "4")
+    train(whole, *more)
+    rows = lines(whole / "run/metrics.jsonl")
+    assert all(row["reward/std"] > 0 and row["grad_norm"] > 0 for row in rows[2:])
+    place, count, number, code = KILLS[1]
+    end = run(killed, "-c", SIGNALLER, place, str(count), str(int(number)), more=more)
+    assert end.code == code, f"{end.stdout}{end.stderr}"
+    train(killed, *more)
+    assert_same_run(killed, whole, STEPS[:6], untimed)
