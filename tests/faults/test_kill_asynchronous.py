@@ -95,7 +95,7 @@ HYBRID = {
 
 @pytest.mark.slow
 def test_a_hybrid_killed_ahead_of_training(tmp_path, monkeypatch):
-    """States of recurrent layers are made again for responses that a checkpoint has in part; 8-bit moments."""
+    """Its checkpoint has parts of responses, whose states are computed again, and 8-bit moments."""
     recipe = test_kill.RECIPE
     for old, new in HYBRID.items():
         assert old in recipe
