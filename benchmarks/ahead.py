@@ -28,8 +28,8 @@ from machine import report_head
 from jaxrl_llm.configs import grpo_async
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_description
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.sglang.launch import ServerProcesses
+from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
+from jaxrl_llm.rollout.servers.launch import ServerProcesses
 
 ROOT = Path(__file__).parents[1]
 OUT, RESULTS = Path("runs/ahead"), ROOT / "benchmarks/results"
@@ -51,7 +51,7 @@ def train_async(run_dir: Path, *arguments: str) -> list[dict]:
     """Run grpo_async.py and return the rows of its metrics.jsonl."""
     common = ("--log.progress", "none", "--log.tensorboard", "false", "--run_dir", str(run_dir))
     words = [sys.executable, "-m", "jaxrl_llm.train", "--config", "grpo_async.py", *common, *arguments]
-    path = os.pathsep.join([str(ROOT / "tests/rollout/sglang/stub"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "tests/rollout/servers/stub"), os.environ.get("PYTHONPATH", "")])
     subprocess.run(
         words, check=True, env={**os.environ, "PYTHONPATH": path, "FAKE_SGLANG_PACE": TOKEN_SECONDS}
     )
@@ -79,7 +79,7 @@ def pinned_servers(python: str) -> Iterator[tuple[str, ...]]:
         shell = save_description(
             config.model.architecture, Path(folder) / "shell", make_tokenizer(), config.rollout.dtype
         )
-        settings = SGLangConfig(python=python, flags=config.sglang.flags)
+        settings = ServersConfig(python=python, flags=config.servers.flags)
         os.sched_setaffinity(0, {second})
         launched = ServerProcesses(RolloutConfig(engine="sglang", launch=2), settings, shell, Path(folder))
         os.sched_setaffinity(0, {first})
@@ -119,7 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     head = report_head(computes=False)
     real = options.sglang
-    fake = contextlib.nullcontext(("--sglang.python", sys.executable))
+    fake = contextlib.nullcontext(("--servers.python", sys.executable))
     with pinned_servers(real) if real else fake as servers:
         results = compare_rollouts(servers, options.window)
     seconds = {label: [run[TOTAL_SECONDS] for run in runs] for label, runs in results.items()}

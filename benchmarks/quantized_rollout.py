@@ -4,7 +4,7 @@
 
 writes benchmarks/results/quantized_rollout.json, in about 15 minutes on 2 quiet cores. Everything is computed
 in float32 after rounding to 8 bits: the error is that of 8 bits, the speed is not. "fp8
-weights" are those that `--sglang.quantization fp8` sends, in the native engine. "fp8 activations" rounds the
+weights" are those that `--servers.quantization fp8` sends, in the native engine. "fp8 activations" rounds the
 inputs of linear layers as SGLang does on a GPU, in groups of 128 with a scale each. Every case has the same
 prompts (sums of two numbers) and keys; its log-probs are compared with those of the weights as they are.
 

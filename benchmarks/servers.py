@@ -40,12 +40,12 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
 from jaxrl_llm.rollout.engine import Engine, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.launch import ServerProcesses
-from jaxrl_llm.rollout.sglang.pool import ServerPool
+from jaxrl_llm.rollout.servers.engine import ServerEngine
+from jaxrl_llm.rollout.servers.launch import ServerProcesses
+from jaxrl_llm.rollout.servers.pool import ServerPool
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 MODEL = TransformerConfig(
@@ -92,26 +92,26 @@ def measure_servers(
 ) -> tuple[dict, dict[str, float]]:
     """Return (transport -> medians of SHOWN, engine -> tokens a second)."""
     folder = Path(closing.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-    sglang = SGLangConfig(python=options.sglang, flags=FLAGS)
+    servers = ServersConfig(python=options.sglang, flags=FLAGS)
     shell = save_description(MODEL, folder / "shell", make_tokenizer(), DTYPE)
     rollout = RolloutConfig(engine="sglang", launch=options.servers, dtype=DTYPE, slots=RESPONSES)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     params = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
     native = NativeEngine(dataclasses.replace(rollout, engine="native"), MODEL, mesh, make_tokenizer())
     speeds = {"native": tokens_per_second(native, params, options.repetitions)}  # idle servers would poll
-    launched = ServerProcesses(rollout, sglang, shell, folder)
+    launched = ServerProcesses(rollout, servers, shell, folder)
     closing.callback(launched.close)
-    pool = ServerPool(launched.urls, sglang.timeout, sglang.retries, slots=RESPONSES)
+    pool = ServerPool(launched.urls, servers.timeout, servers.retries, slots=RESPONSES)
     closing.callback(pool.close)
     source = WeightSource(MODEL, DTYPE, options.bucket_mb << 20)
-    group = GroupTransport(source, sys.executable, sglang.timeout)
+    group = GroupTransport(source, sys.executable, servers.timeout)
     closing.callback(group.close)
     disk = DiskTransport(folder / "weights", DTYPE, make_tokenizer())
     on_first = lambda work: work()
     publisher_of = lambda transport: Publisher(
         pool,
         transport,
-        sglang.pause,
+        servers.pause,
         MODEL,
         tolerance=tolerance_of(DTYPE, None),
         score=sequence_scorer(DTYPE, mesh),
@@ -125,16 +125,16 @@ def measure_servers(
         assert all(push["servers/usable"] == options.servers for push in pushes), pool.describe()
         medians[name] = {key: statistics.median(push[m] for push in pushes) for key, m in SHOWN.items()}
         medians[name]["MB"] = pushes[0]["rollout/publish_bytes"] / 1e6
-    servers = SGLangEngine(
+    engine = ServerEngine(
         rollout,
-        sglang,
+        servers,
         MODEL,
         pool,
         publisher=publisher_of(disk),
         on_first=on_first,
         tokenizer=make_tokenizer(),
     )
-    return medians, speeds | {"sglang": tokens_per_second(servers, params, options.repetitions)}
+    return medians, speeds | {"sglang": tokens_per_second(engine, params, options.repetitions)}
 
 
 def tokens_per_second(engine: Engine, params: models.Transformer, repetitions: int) -> float:

@@ -38,8 +38,8 @@ def held_out_accuracies(python: str, mode: str, seed: int) -> list[float]:
     """Run one training and return held-out accuracy at each evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jaxrl_llm.train", *COMMON.split(), *MODES[mode].split()]
-        command += ["--seed", str(seed), "--run_dir", f"{folder}/run", "--sglang.python", python]
-        subprocess.run([*command, "--sglang.flags", FLAGS], check=True, stdout=subprocess.DEVNULL)
+        command += ["--seed", str(seed), "--run_dir", f"{folder}/run", "--servers.python", python]
+        subprocess.run([*command, "--servers.flags", FLAGS], check=True, stdout=subprocess.DEVNULL)
         rows = map(json.loads, Path(folder, "run/metrics.jsonl").read_text().splitlines())
         return [row["eval/pass@1"] for row in rows if row.get("eval/pass@1") is not None]
 

@@ -1,9 +1,9 @@
 """Asynchronous GRPO on two SGLang servers with bounded staleness; few responses are long.
 
 Command:   python -m jaxrl_llm.train --config grpo_async.py \\
-               --sglang.python .venv-sglang/bin/python
-           (scripts/sglang_cpu/install.sh .venv-sglang makes that environment; docs/sglang.md)
-Hardware:  any CPU with 2 cores and 8 GB for the two servers (on GPUs: --sglang.flags "")
+               --servers.python .venv-sglang/bin/python
+           (scripts/sglang_cpu/install.sh .venv-sglang makes that environment; docs/servers.md)
+Hardware:  any CPU with 2 cores and 8 GB for the two servers (on GPUs: --servers.flags "")
 Time:      51 s for 15 steps on two CPU cores, 81 to 93 s with --rollout.max_staleness 0
 Expected:  the held-out accuracy of the synchronous run: after 16 steps 0.93, 0.73, 0.96 with seeds 0, 1, 2
            on two SGLang servers, synchronous 0.98, 0.81, 0.88 (benchmarks/README.md)
@@ -22,7 +22,7 @@ from jaxrl_llm.config import (
     DataConfig,
     EvalConfig,
     RolloutConfig,
-    SGLangConfig,
+    ServersConfig,
     SourceConfig,
     TrainConfig,
 )
@@ -46,7 +46,7 @@ def get_config() -> TrainConfig:
         max_response_tokens=216,
         model=dataclasses.replace(base.model, architecture=longer),
         rollout=RolloutConfig(engine="sglang", launch=2, slots=16, max_staleness=2),
-        sglang=SGLangConfig(flags=f"{CPU} --disable-overlap-schedule"),
+        servers=ServersConfig(flags=f"{CPU} --disable-overlap-schedule"),
         data=DataConfig(train=(short, long), eval=(short,)),
         eval=EvalConfig(every=20, prompts=128),
         checkpoint=CheckpointConfig(every=60),

@@ -1,8 +1,8 @@
 """GRPO on grade-school maths with responses from SGLang servers: grpo_qwen.py on two kinds of devices.
 
-Command:   CUDA_VISIBLE_DEVICES=0 python -m jaxrl_llm.train --config grpo_qwen_sglang.py --sglang.devices 1
+Command:   CUDA_VISIBLE_DEVICES=0 python -m jaxrl_llm.train --config grpo_qwen_sglang.py --servers.devices 1
            python -m jaxrl_llm.train --config grpo_qwen_sglang.py --rollout.launch 0 \\
-               --rollout.servers http://gpu1:30000 http://gpu2:30000 --sglang.transport http
+               --rollout.servers http://gpu1:30000 http://gpu2:30000 --servers.transport http
 Hardware:  meant for two GPUs with 80 GB, one for the trainer; or a TPU slice with servers on GPUs elsewhere
            (the second command: weights go over the network)
 Time:      not measured: this recipe has not been run yet
@@ -15,7 +15,7 @@ kernels, so tokens are weighed by truncated importance sampling, which also cove
 import dataclasses
 
 from jaxrl_llm.algos.config import Correction
-from jaxrl_llm.config import RolloutConfig, SGLangConfig, TrainConfig
+from jaxrl_llm.config import RolloutConfig, ServersConfig, TrainConfig
 from jaxrl_llm.configs import grpo_qwen
 
 
@@ -26,5 +26,5 @@ def get_config() -> TrainConfig:
         run_dir="runs/grpo_qwen_sglang",
         algo=dataclasses.replace(base.algo, correction=Correction(weight="token")),
         rollout=RolloutConfig(engine="sglang", launch=1, slots=256, dtype="bfloat16", max_staleness=1),
-        sglang=SGLangConfig(flags="--mem-fraction-static 0.8"),
+        servers=ServersConfig(flags="--mem-fraction-static 0.8"),
     )

@@ -7,7 +7,7 @@ Expected:  held-out accuracy 0 after the SFT warm-up, at least 0.9 at the end (s
            after 10 steps and at the end); calls a response rise from about 0.4 to 0.8
 
 With `--rollout.engine sglang --rollout.launch 1` the same, on servers (seed 0: 1.00 within 10 steps too):
-docs/sglang.md explains it for a CPU.
+docs/servers.md explains it for a CPU.
 
 Products of two numbers of three digits are beyond this model: it must write a call, read the result and copy
 it. The SFT warm-up shows that in 30% of its demonstrations; the others give up. With 500 steps of it in

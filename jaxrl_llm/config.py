@@ -21,7 +21,7 @@ from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.config import LogConfig, profiled_steps
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig, name_problem
-from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
 from jaxrl_llm.sharding.config import (
     ALL_DEVICES,
     CRITIC,
@@ -59,9 +59,9 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "RolloutConfig",
     "RopeConfig",
     "RoutingConfig",
-    "SGLangConfig",
     "SamplingConfig",
     "ScoreConfig",
+    "ServersConfig",
     "SourceConfig",
     "TrainConfig",
     "TransformerConfig",
@@ -265,7 +265,7 @@ class TrainConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    servers: ServersConfig = field(default_factory=ServersConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -73,17 +72,10 @@ REMOVED = (
     ),
     Removed("RewardModelConfig", "reward.models.scale", 1.0, "Divide the weight of the reward model by it."),
     Removed(
-        "SGLangConfig",
-        "sglang.group_backend",
-        "gloo",
-        "Groups are gloo; on the servers' own machine --sglang.transport ipc is the fastest.",
-        continues=True,
-    ),
-    Removed(
-        "SGLangConfig",
-        "sglang.relay_python",
-        sys.executable,
-        "Set --sglang.python to an interpreter that has torch.",
+        "TrainConfig",
+        "sglang",
+        {},
+        "Its keys are those of any server now: --servers.flags, --servers.transport and so on.",
         continues=True,
     ),
     Removed(
@@ -128,5 +120,5 @@ def removed_key(key: str) -> Removed | None:
 def removed_field(classes: Iterable[str], field: str) -> Removed | None:
     """Return the row of a field of a Config, given by the names of its class and base classes."""
     owners = set(classes)
-    found = (row for row in REMOVED if row.owner in owners and row.keys.endswith(f".{field}"))
+    found = (row for row in REMOVED if row.owner in owners and f".{row.keys}".endswith(f".{field}"))
     return next(found, None)

@@ -55,7 +55,7 @@ from jaxrl_llm.recipe.dump import describe_run, dump
 from jaxrl_llm.recipe.load import ResolvedRecipe
 from jaxrl_llm.report.goodput import PhaseClock
 from jaxrl_llm.report.log import RunLog
-from jaxrl_llm.rollout.sglang.server import Outage
+from jaxrl_llm.rollout.servers.server import Outage
 from jaxrl_llm.structs import Metrics, Params, TrainState
 
 

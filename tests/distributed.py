@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxrl_llm.rollout.sglang.launch import free_ports
+from jaxrl_llm.rollout.servers.launch import free_ports
 
 DEVICE_COUNT = re.compile(r"(--xla_force_host_platform_device_count=)\d+")
 # C++ (Gloo) writes to descriptor 1 from several threads, its lines torn apart: stdout is Python's alone.

@@ -300,7 +300,7 @@ def test_every_flag_exists(page):
 @each_page
 def test_every_command_is_accepted(page, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("JAXRL_SGLANG_API_KEY", "key")  # servers over plain http are refused without one
+    monkeypatch.setenv("JAXRL_SERVER_API_KEY", "key")  # servers over plain http are refused without one
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     for line in commands_of(page):
         if line[0] == "make":

@@ -304,7 +304,7 @@ class Conversion:
             return
         self.put("rollout.engine", "sglang", note=f"--engine sglang, in place of {name}")
         self.put("rollout.launch", max((self.devices or tensor) // tensor, 1), note=f"tp {tensor}")
-        self.put("sglang.flags", f"--tp {tensor} --mem-fraction-static {memory or 0.5:g}", note="as there")
+        self.put("servers.flags", f"--tp {tensor} --mem-fraction-static {memory or 0.5:g}", note="as there")
 
     def fraction(self, key: str, of: str) -> float:
         """Return the value of a key as a fraction of another's, at most 1; 1 of 0."""

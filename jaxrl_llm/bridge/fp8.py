@@ -140,6 +140,6 @@ def quantization_problem(info: Json) -> str:
     except (ValueError, TypeError, LookupError):
         pass
     return (
-        "does not compute with weights in fp8 blocks (--sglang.quantization fp8). Start it with "
+        "does not compute with weights in fp8 blocks (--servers.quantization fp8). Start it with "
         f"{shlex.join(FLAGS)} --load-format dummy"
     )

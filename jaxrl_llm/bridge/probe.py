@@ -18,7 +18,7 @@ from jaxrl_llm.structs import Params
 NUM_TOKENS = 24
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "fp8": 0.4}
 """Largest mean difference of log-probs, nats, by the type in which they are computed. fp8: servers round
-activations, too, and the trainer does not; docs/sglang.md has the measurement."""
+activations, too, and the trainer does not; docs/servers.md has the measurement."""
 
 
 class SequenceScorer(Protocol):
@@ -93,7 +93,7 @@ class Probe:
         if not difference <= self.tolerance:
             raise ServerError(
                 f"{url}: log-probs differ from the trainer's by {difference:.3g} on average, more "
-                f"than {self.tolerance:g} (--sglang.probe_tolerance): other weights, type or model code"
+                f"than {self.tolerance:g} (--servers.probe_tolerance): other weights, type or model code"
                 + " or adapters"
                 * bool(self.adapter)
             )

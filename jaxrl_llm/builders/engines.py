@@ -28,14 +28,14 @@ from jaxrl_llm.host.processes import on_first, print_on_first, share
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.attention import for_length, original_length
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
-from jaxrl_llm.rollout.sglang.launch import ROUTES_FLAG, ServerProcesses, routes_problem
-from jaxrl_llm.rollout.sglang.pool import ServerPool
+from jaxrl_llm.rollout.servers.engine import ServerEngine
+from jaxrl_llm.rollout.servers.health import ServerList, run_health_checks
+from jaxrl_llm.rollout.servers.launch import ROUTES_FLAG, ServerProcesses, routes_problem
+from jaxrl_llm.rollout.servers.pool import ServerPool
 from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE
 
 
@@ -87,20 +87,20 @@ def make_engine(
     return engine
 
 
-def _sglang(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, stored) -> SGLangEngine:
+def _sglang(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, stored) -> ServerEngine:
     model = dataclasses.replace(model, value_head=False)  # servers do not use it
     base = lora.base_config(model)
-    rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
+    rollout, servers, run_dir = config.rollout, config.servers, Path(config.run_dir)
     if stored is not None:
-        _check_names(WeightSource(base, rollout.dtype, sglang.bucket_bytes), base, stored)
+        _check_names(WeightSource(base, rollout.dtype, servers.bucket_bytes), base, stored)
     # The tensors to send, and the way to the servers.
-    eight_bits, encode, served_params = sglang.quantization == "fp8", None, lambda params: params
+    eight_bits, encode, served_params = servers.quantization == "fp8", None, lambda params: params
     if eight_bits:
         encode, served_params = fp8.quantized_tensors, partial(fp8.rounded_params, dtype=rollout.dtype)
-    source = WeightSource(base, rollout.dtype, sglang.bucket_bytes, encode)
+    source = WeightSource(base, rollout.dtype, servers.bucket_bytes, encode)
     local = rollout.launch > 0
-    folder = closing.enter_context(weight_folder(run_dir, sglang.folder, local, source.num_bytes))
-    transport = _transport(sglang, source, DiskTransport(folder, rollout.dtype, tokenizer, encode))
+    folder = closing.enter_context(weight_folder(run_dir, servers.folder, local, source.num_bytes))
+    transport = _transport(servers, source, DiskTransport(folder, rollout.dtype, tokenizer, encode))
     # Process 0 starts the servers, or connects to running ones.
     pool, wait_until_ready, routes = None, lambda: None, config.routing.replay == "rollout"
     flags, problem = _requirements(model, rollout, routes, eight_bits)
@@ -108,19 +108,19 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, st
         processes = None
         if rollout.launch:
             shell = save_description(_with_room(base), folder / "shell", tokenizer, rollout.dtype)
-            processes = ServerProcesses(rollout, sglang, shell, run_dir, flags=flags)
+            processes = ServerProcesses(rollout, servers, shell, run_dir, flags=flags)
             closing.callback(processes.close)
             wait_until_ready = processes.wait
-        pool = _pool(rollout, sglang, processes, closing, problem=problem)
+        pool = _pool(rollout, servers, processes, closing, problem=problem)
         if isinstance(transport, GroupTransport):
             closing.callback(transport.close)
     # With adapters the base is pushed once, and then adapters alone.
     publisher = Publisher(
         pool,
         transport,
-        sglang.pause,
+        servers.pause,
         model,
-        tolerance=tolerance_of("fp8" if eight_bits else rollout.dtype, sglang.probe_tolerance),
+        tolerance=tolerance_of("fp8" if eight_bits else rollout.dtype, servers.probe_tolerance),
         score=sequence_scorer(rollout.dtype, mesh),
         on_first=on_first,
         wait_for_servers=wait_until_ready,
@@ -129,9 +129,9 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, st
     )
     if model.lora:
         publisher = adapters.AdapterPublisher(publisher, rollout.dtype)
-    return SGLangEngine(
+    return ServerEngine(
         rollout,
-        sglang,
+        servers,
         model,
         pool,
         publisher=publisher,
@@ -180,20 +180,26 @@ def max_adapter_versions(rollout: RolloutConfig) -> int:
 
 def _pool(
     rollout: RolloutConfig,
-    sglang: SGLangConfig,
+    servers: ServersConfig,
     processes: ServerProcesses | None,
     closing: contextlib.ExitStack,
     *,
     problem: Problem,
 ) -> ServerPool:
     """Return the pool of running or starting servers, with its health checks; see `check_reachable`."""
+    # Addresses: of started servers, of the recipe, or of a file.
     members = None
     urls: Sequence[str] = processes.urls if processes else rollout.servers
     if urls[0].startswith("@"):
         members = ServerList(Path(urls[0][1:]))
         urls = members()
     pool = ServerPool(
-        urls, sglang.timeout, sglang.retries, rollout.slots, patience=sglang.patience, router=sglang.router
+        urls,
+        servers.timeout,
+        servers.retries,
+        rollout.slots,
+        patience=servers.patience,
+        router=servers.router,
     )
     closing.callback(pool.close)
     if not processes and not members:
@@ -202,19 +208,19 @@ def _pool(
     return pool
 
 
-def _transport(sglang: SGLangConfig, source: WeightSource, disk: DiskTransport) -> WeightTransport:
+def _transport(servers: ServersConfig, source: WeightSource, disk: DiskTransport) -> WeightTransport:
     """Return the transport that the config names."""
-    if sglang.transport == "disk":
+    if servers.transport == "disk":
         return disk
-    if sglang.transport == "group":
-        return GroupTransport(source, sglang.python, sglang.timeout)
+    if servers.transport == "group":
+        return GroupTransport(source, servers.python, servers.timeout)
     print_on_first(
-        f"--sglang.transport {sglang.transport}: weights are sent to the servers as pickles. A pickle can "
+        f"--servers.transport {servers.transport}: weights are sent to the servers as pickles. A pickle can "
         "run code, and anyone who can reach a server can send one: keep it on a private network."
     )
-    if sglang.transport == "http":
+    if servers.transport == "http":
         return HttpTransport(source)
-    return IpcTransport(source, sglang.devices)
+    return IpcTransport(source, servers.devices)
 
 
 def _check_names(source: WeightSource, model: TransformerConfig, folder: Path) -> None:

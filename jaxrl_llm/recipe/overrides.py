@@ -36,7 +36,7 @@ MIN_LIKENESS = 0.6  # of a key that is suggested: "gguf_file" and "profile" have
 def split_arguments(argv: Sequence[str]) -> list[Pair]:
     """Return (key, words) pairs: ["--a.b", "1", "--c=2"] -> [("a.b", ["1"]), ("c", ["2"])].
 
-    A negative number is a value, and so is a word with a space in its key: --sglang.flags "--tp 2".
+    A negative number is a value, and so is a word with a space in its key: --servers.flags "--tp 2".
 
     Raises:
         ConfigError: a value without a key before it.

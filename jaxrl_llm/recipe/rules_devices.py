@@ -81,19 +81,19 @@ def _rollout_is_apart(config: TrainConfig, devices: Sequence[Device]) -> Iterato
 
 
 def _memory_is_shared(config: TrainConfig, devices: Sequence[Device]) -> Iterator[str]:
-    if config.rollout.engine != "sglang" or config.sglang.transport != "ipc":
+    if config.rollout.engine != "sglang" or config.servers.transport != "ipc":
         return
     processes = len({device.process_index for device in devices})
     if processes > 1 or devices[0].platform not in ("gpu", "cuda"):
         run = f"this run is {processes} process(es) on {devices[0].platform}"
         yield (
-            f"--sglang.transport ipc: trainer and servers share GPUs of one machine, in one process; {run}. "
-            "Use --sglang.transport disk, http or group."
+            f"--servers.transport ipc: trainer and servers share GPUs of one machine, in one process; {run}. "
+            "Use --servers.transport disk, http or group."
         )
 
 
 DEVICES = (
     Rule("devices", "devices mesh rollout.devices rollout.mesh", _meshes_fit, ends=True),
     Rule("devices", "rollout.max_staleness rollout.devices devices", _rollout_is_apart),
-    Rule("devices", "sglang.transport", _memory_is_shared),
+    Rule("devices", "servers.transport", _memory_is_shared),
 )

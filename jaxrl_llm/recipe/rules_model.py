@@ -132,8 +132,8 @@ def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
 
 
 def _fp8_has_blocks(config: TrainConfig, models: Models) -> Iterator[str]:
-    if config.sglang.quantization == "fp8" and (problem := fp8.architecture_problem(models[POLICY])):
-        yield f"--sglang.quantization fp8: {problem}. Set --sglang.quantization none."
+    if config.servers.quantization == "fp8" and (problem := fp8.architecture_problem(models[POLICY])):
+        yield f"--servers.quantization fp8: {problem}. Set --servers.quantization none."
 
 
 def _adapters_fit(config: TrainConfig, models: Models) -> Iterator[str]:
@@ -220,7 +220,7 @@ MODEL = (
     Rule("model", "routing.balance_coef routing.bias_rate routing.replay lora.rank", _experts_are_routed),
     Rule("model", "routing.replay rollout.engine", _routes_are_reported),
     Rule("model", "rollout.engine lora.targets", _is_served),
-    Rule("model", "sglang.quantization", _fp8_has_blocks),
+    Rule("model", "servers.quantization", _fp8_has_blocks),
     Rule("model", "lora.rank lora.targets lora.expert_rank", _adapters_fit),
     Rule("model", "reward.models", _reward_models_have_heads),
 )

@@ -21,8 +21,8 @@ from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.recipe.fields import field_problems
 from jaxrl_llm.recipe.keys import short_repr, shorten
 from jaxrl_llm.recipe.rule import Rule
-from jaxrl_llm.rollout.sglang import auth, launch
-from jaxrl_llm.rollout.sglang.health import read_addresses
+from jaxrl_llm.rollout.servers import auth, launch
+from jaxrl_llm.rollout.servers.health import read_addresses
 from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE
 from jaxrl_llm.sharding.rules import num_shards
 from jaxrl_llm.user_file import expand_home
@@ -283,20 +283,20 @@ def _servers_hold_the_base(config: TrainConfig) -> Iterator[str]:
 
 
 def _fp8_is_served(config: TrainConfig) -> Iterator[str]:
-    key = "--sglang.quantization fp8"
-    if config.sglang.quantization != "fp8":
+    key = "--servers.quantization fp8"
+    if config.servers.quantization != "fp8":
         return
     if config.rollout.engine != "sglang":
-        yield f"{key} is for SGLang servers: add --rollout.engine sglang, or set --sglang.quantization none."
+        yield f"{key} is for SGLang servers: add --rollout.engine sglang, or set --servers.quantization none."
     if config.rollout.dtype != "bfloat16":
         yield f"{key}: SGLang multiplies bfloat16 alone by such weights. Set --rollout.dtype bfloat16."
     if config.lora.rank:
         yield (
-            f"{key}: adapters are trained on a base that is not rounded. Set --sglang.quantization none, or "
+            f"{key}: adapters are trained on a base that is not rounded. Set --servers.quantization none, or "
             "--lora.rank 0."
         )
-    if config.sglang.transport == "ipc":
-        yield f"{key} has no --sglang.transport ipc: set disk, http or group."
+    if config.servers.transport == "ipc":
+        yield f"{key} has no --servers.transport ipc: set disk, http or group."
     if algos.of(config.algo).on_rollouts and not algos.requirements(config.algo).corrected:
         yield (
             f"{key}: responses are of rounded weights, and without a correction the policy learns as if they "
@@ -320,25 +320,25 @@ def _addresses_are_right(config: TrainConfig) -> Iterator[str]:
 
 
 def _gpus_are_shared(config: TrainConfig) -> Iterator[str]:
-    if not config.sglang.colocated:
+    if not config.servers.colocated:
         return
     if config.rollout.max_staleness:
         yield (
-            "--sglang.colocated and --rollout.max_staleness exclude each other: servers that give their GPUs "
-            "to the trainer generate nothing meanwhile. Set --rollout.max_staleness 0."
+            "--servers.colocated and --rollout.max_staleness exclude each other: servers that give their "
+            "GPUs to the trainer generate nothing meanwhile. Set --rollout.max_staleness 0."
         )
-    yield from launch.colocated_problems(config.sglang, config.rollout.launch, os.environ)
+    yield from launch.colocated_problems(config.servers, config.rollout.launch, os.environ)
 
 
 def _servers_start(config: TrainConfig) -> Iterator[str]:
-    rollout, sglang = config.rollout, config.sglang
-    if sglang.devices and len(sglang.devices) != rollout.launch:
-        yield f"--sglang.devices names {len(sglang.devices)}, --rollout.launch is {rollout.launch}."
-    if rollout.launch and not shutil.which(sglang.python):
-        yield f"--sglang.python is {short_repr(sglang.python)}: no such program."
-    if sglang.transport == "ipc" and rollout.servers:
+    rollout, servers = config.rollout, config.servers
+    if servers.devices and len(servers.devices) != rollout.launch:
+        yield f"--servers.devices names {len(servers.devices)}, --rollout.launch is {rollout.launch}."
+    if rollout.launch and not shutil.which(servers.python):
+        yield f"--servers.python is {short_repr(servers.python)}: no such program."
+    if servers.transport == "ipc" and rollout.servers:
         yield (
-            "--sglang.transport ipc shares the memory of GPUs with servers that are started here "
+            "--servers.transport ipc shares the memory of GPUs with servers that are started here "
             "(--rollout.launch); for --rollout.servers set disk, http or group."
         )
 
@@ -359,9 +359,9 @@ RECIPE = (
     Rule("recipe", "model.adapter lora.rank", _adapter_has_rank),
     Rule("recipe", "routing.replay", _replay_has_rollout),
     Rule("recipe", "lora.quantize rollout.engine rollout.weight_noise", _servers_hold_the_base),
-    Rule("recipe", "sglang.quantization rollout.engine rollout.dtype algo.correction", _fp8_is_served),
+    Rule("recipe", "servers.quantization rollout.engine rollout.dtype algo.correction", _fp8_is_served),
     Rule("recipe", "rollout.draft_tokens rollout.slots rollout.draft_slots", _drafts_have_slots),
     Rule("recipe", "rollout.servers", _addresses_are_right),
-    Rule("recipe", "sglang.colocated rollout.max_staleness rollout.launch", _gpus_are_shared),
-    Rule("recipe", "sglang.devices sglang.python sglang.transport rollout.launch", _servers_start),
+    Rule("recipe", "servers.colocated rollout.max_staleness rollout.launch", _gpus_are_shared),
+    Rule("recipe", "servers.devices servers.python servers.transport rollout.launch", _servers_start),
 )

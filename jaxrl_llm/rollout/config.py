@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from jaxrl_llm.bridge.servers import PauseMode
 from jaxrl_llm.ranges import LARGEST, Count, CountOrZero, Fraction, Range, Seconds, SecondsOrZero
-from jaxrl_llm.rollout.sglang import auth
+from jaxrl_llm.rollout.servers import auth
 from jaxrl_llm.sharding.config import PlacementConfig
 
 EIGHT_BITS = ("int8", "float8_e4m3fn")
@@ -148,8 +148,8 @@ class RolloutConfig(PlacementConfig):
         if self.engine == "sglang" and self.is_own:
             yield (
                 "mesh" if self.mesh else "devices",
-                "is for the native engine: SGLang servers have separate devices (--sglang.devices, "
-                "--sglang.flags). Leave it out, or set --rollout.engine native.",
+                "is for the native engine: SGLang servers have separate devices (--servers.devices, "
+                "--servers.flags). Leave it out, or set --rollout.engine native.",
             )
         if self.engine == "sglang" and self.sampling.kept_sets:
             yield (
@@ -163,7 +163,7 @@ class RolloutConfig(PlacementConfig):
             yield (
                 "draft_tokens",
                 f"is {self.draft_tokens}: it is for the native engine. Set it to 0; SGLang servers have "
-                'other drafts, such as --sglang.flags "--speculative-algorithm NGRAM".',
+                'other drafts, such as --servers.flags "--speculative-algorithm NGRAM".',
             )
         if self.draft_tokens and self.cache == "ring":
             yield (
@@ -198,7 +198,7 @@ class RolloutConfig(PlacementConfig):
 
 
 @dataclass(frozen=True)
-class SGLangConfig:
+class ServersConfig:
     """Start, requests and weight updates of SGLang servers."""
 
     python: str = sys.executable

@@ -14,9 +14,9 @@
     |     `- fold_in step                  split over the weights (`weight_noise_key`)
     `- fold_in EVALUATION                  as a draw of ROLLOUT, the same in every evaluation
 
-Numbers below 2^31 are counters; special purposes count down from 2^32 - 1, so no two share a key. SGLang
-takes 31-bit seeds: the last word of a response's key (`sglang/generate.py`). The data order has numpy streams
-of (seed, epoch) and (seed, position) (`data/loader.py`).
+Numbers below 2^31 are counters; special purposes count down from 2^32 - 1, so no two share a key. Servers
+take 31-bit seeds: the last word of a response's key (`servers/generate.py`). The data order has numpy
+streams of (seed, epoch) and (seed, position) (`data/loader.py`).
 """
 
 from __future__ import annotations

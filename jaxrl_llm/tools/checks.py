@@ -41,8 +41,8 @@ from jaxrl_llm.plan.models import UnknownModelError, planned_stage
 from jaxrl_llm.report.loggers import EXTRAS
 from jaxrl_llm.rewards.load import LIBRARIES, resolve_reward
 from jaxrl_llm.rewards.sample import RewardLoadError
-from jaxrl_llm.rollout.sglang.auth import request_headers
-from jaxrl_llm.rollout.sglang.health import read_addresses
+from jaxrl_llm.rollout.servers.auth import request_headers
+from jaxrl_llm.rollout.servers.health import read_addresses
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.tools.devices import GIB, Finding, check_devices, check_versions, run_command_line
 from jaxrl_llm.tools.host_memory import check_run_memory, on_one_cpu
@@ -355,13 +355,13 @@ async def _run_in_sandbox() -> str:
 
 def check_sglang(config: TrainConfig | None) -> Iterator[Finding]:
     """Check the SGLang of the recipe: its interpreter, and servers that run already."""
-    python = config.sglang.python if config else sys.executable
+    python = config.servers.python if config else sys.executable
     needed = config is not None and config.rollout.engine == "sglang"
     if not needed or config.rollout.launch:
         code = "import importlib.metadata as m; print(m.version('sglang'))"
         done = run_command_line([python, "-c", code])
         if isinstance(done, str) or done.returncode:
-            text = f"not installed for {python}: pip install sglang there, or set --sglang.python"
+            text = f"not installed for {python}: pip install sglang there, or set --servers.python"
             yield Finding("sglang", "fix" if needed else "note", text)
         else:
             yield Finding("sglang", "ok", f"{done.stdout.strip()} in {python}")

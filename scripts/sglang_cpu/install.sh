@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A virtual environment with SGLang that runs on a CPU, for trying and testing the bridge (2.7 GB):
 #     scripts/sglang_cpu/install.sh .venv-sglang
-# Its Python is then DIR/bin/python; servers need the flags that docs/sglang.md shows.
+# Its Python is then DIR/bin/python; servers need the flags that docs/servers.md shows.
 set -euo pipefail
 dir=${1:?"give the directory of the virtual environment"}
 here=$(cd "$(dirname "$0")" && pwd)

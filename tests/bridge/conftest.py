@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-for folder in ("rollout", "rollout/sglang", "rollout/native"):
+for folder in ("rollout", "rollout/servers", "rollout/native"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))

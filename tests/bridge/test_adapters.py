@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_sglang import FakeServer
 from lora_models import with_random_adapters
-from sglang_shared import (
+from servers_shared import (
     GREEDY,
     KEY,
     MODEL,
@@ -33,11 +33,11 @@ from jaxrl_llm.hf import export
 from jaxrl_llm.models import LoraConfig, named_leaves
 from jaxrl_llm.models.lora import add_adapters, with_lora
 from jaxrl_llm.models.lora import base as adapter_base
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.sglang import auth
-from jaxrl_llm.rollout.sglang.health import run_health_checks
-from jaxrl_llm.rollout.sglang.launch import server_command
-from jaxrl_llm.rollout.sglang.validate import read_generated
+from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
+from jaxrl_llm.rollout.servers import auth
+from jaxrl_llm.rollout.servers.health import run_health_checks
+from jaxrl_llm.rollout.servers.launch import server_command
+from jaxrl_llm.rollout.servers.validate import read_generated
 
 pytest.importorskip("torch")  # the fake server reads as SGLang does
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -375,9 +375,9 @@ def test_each_route_gets_the_key_that_sglang_demands_there(make, servers, monkey
 @pytest.mark.parametrize(("flags", "more"), [("--device cpu", ["--lora-backend", "torch_native"]), ("", [])])
 def test_launched_servers_get_the_flags(flags, more):
     flags_of_lora = lora_flags(LORA, 4)
-    command = server_command(ROLLOUT, SGLangConfig(flags=flags), Path("m"), 1, flags=flags_of_lora)
+    command = server_command(ROLLOUT, ServersConfig(flags=flags), Path("m"), 1, flags=flags_of_lora)
     assert command[-len([*flags_of_lora, *more, *flags.split()]) :] == [*flags_of_lora, *more, *flags.split()]
-    assert "--lora-backend" not in server_command(ROLLOUT, SGLangConfig(flags=flags), Path("m"), 1)
+    assert "--lora-backend" not in server_command(ROLLOUT, ServersConfig(flags=flags), Path("m"), 1)
     assert (
         max_adapter_versions(RolloutConfig()) == 2
         and max_adapter_versions(dataclasses.replace(ROLLOUT, max_staleness=3)) == 5

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from lora_models import with_random_adapters
 from real_sglang import MODEL, NEEDED, engine_on, started
-from sglang_shared import GREEDY, KEY, ids, native, one_device, requests, until, weights
+from servers_shared import GREEDY, KEY, ids, native, one_device, requests, until, weights
 
 from jaxrl_llm.bridge.adapters import lora_flags
 from jaxrl_llm.bridge.buckets import WeightSource

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from real_sglang import MODEL, NEEDED, engine_on, started
-from sglang_shared import KEY, TOKENIZER, native
+from servers_shared import KEY, TOKENIZER, native
 from test_sglang_real import requests
 
 from jaxrl_llm import models

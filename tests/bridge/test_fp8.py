@@ -13,7 +13,7 @@ import pytest
 from fake_sglang import FakeServer
 from fake_weights import dequantized
 from hf_tensors import tensors_of
-from sglang_shared import TOKENIZER, engine_for, one_device
+from servers_shared import TOKENIZER, engine_for, one_device
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge import fp8
@@ -29,7 +29,7 @@ from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.recipe.checks import check_models
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
 from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
@@ -205,8 +205,8 @@ def test_a_server_without_the_flags_is_refused_with_them():
 
 def test_the_engine_of_a_run_pushes_blocks_and_probes_rounded_weights(server, tmp_path):
     rollout = RolloutConfig(engine="sglang", servers=(server.url,), dtype="bfloat16")
-    sglang = SGLangConfig(quantization="fp8", transport="http")
-    config = TrainConfig(run_dir=str(tmp_path), rollout=rollout, sglang=sglang)
+    servers = ServersConfig(quantization="fp8", transport="http")
+    config = TrainConfig(run_dir=str(tmp_path), rollout=rollout, servers=servers)
     make = lambda closing: engines.make_engine(
         config, SERVED, {POLICY: one_device()}, TOKENIZER, eos_ids=(), closing=closing
     )
@@ -228,7 +228,7 @@ def test_the_engine_of_a_run_pushes_blocks_and_probes_rounded_weights(server, tm
 
 def test_layers_that_are_joined_need_whole_blocks_of_outputs():
     lengths = dict(max_prompt_tokens=8, max_response_tokens=8)
-    config = TrainConfig(sglang=SGLangConfig(quantization="fp8"), **lengths)
+    config = TrainConfig(servers=ServersConfig(quantization="fp8"), **lengths)
     check_models(config, {POLICY: MODEL})
     check_models(config, {POLICY: EXPERTS})
     narrow = dataclasses.replace(MODEL, num_kv_heads=1)

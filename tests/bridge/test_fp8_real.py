@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from real_sglang import FLAGS, NEEDED, engine_on, started
-from sglang_shared import one_device
+from servers_shared import one_device
 from test_bridge_real import TRANSPORTS
 from test_fp8 import EXPERTS, MODEL
 

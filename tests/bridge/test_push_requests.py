@@ -41,7 +41,7 @@ def ask(pool):
 
 
 def test_a_server_that_is_well_has_time_and_one_that_is_not_is_given_up(monkeypatch):
-    """Otherwise a push would wait the ten minutes of --sglang.timeout for a server whose model has ended."""
+    """Otherwise a push would wait the ten minutes of --servers.timeout for a server whose model has ended."""
     monkeypatch.setattr(servers, "QUIET_LIMIT", 0.01)
     slow = Pool(answers=3, ends=9)
     assert ask(slow) == {"text": "well"} and slow.checks == 3

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 from fake_sglang import FakeServer
-from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
+from servers_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
 
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.transports.cuda_ipc import shared_gpus
@@ -19,7 +19,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import RunError, ServerError
 from jaxrl_llm.hf import export
 from jaxrl_llm.recipe.checks import check_on_devices
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_a_relay():
 
 def test_a_group_needs_torch_and_says_so():
     source = WeightSource(MODEL, "float32", 1 << 20)
-    with pytest.raises(ValueError, match=r"--sglang.python /bin/false: it has no torch.*Install torch"):
+    with pytest.raises(ValueError, match=r"--servers.python /bin/false: it has no torch.*Install torch"):
         GroupTransport(source, "/bin/false", 5.0)
 
 
@@ -270,8 +270,10 @@ def test_this_machines_address_is_the_one_that_the_server_sees():
 
 def test_ipc_without_gpus_is_refused():
     rollout = RolloutConfig(engine="sglang", launch=1)
-    with pytest.raises(ValueError, match=r"--sglang.transport ipc: .* 1 process\(es\) on cpu. Use --sglang"):
-        check_on_devices(TrainConfig(rollout=rollout, sglang=SGLangConfig(transport="ipc")), jax.devices())
+    with pytest.raises(
+        ValueError, match=r"--servers.transport ipc: .* 1 process\(es\) on cpu. Use --servers"
+    ):
+        check_on_devices(TrainConfig(rollout=rollout, servers=ServersConfig(transport="ipc")), jax.devices())
 
 
 @pytest.mark.parametrize(
@@ -319,10 +321,10 @@ def test_handles_name_a_gpu_by_its_uuid():
 
 def test_the_transport_of_the_config_and_its_warning(capsys):
     source = WeightSource(MODEL, "float32", 1 << 20)
-    assert isinstance(engines._transport(SGLangConfig(transport="http"), source, None), HttpTransport)
-    assert "--sglang.transport http: weights are sent to the servers as pickles" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"--sglang.transport ipc: trainer and"):
-        engines._transport(SGLangConfig(transport="ipc"), source, None)
+    assert isinstance(engines._transport(ServersConfig(transport="http"), source, None), HttpTransport)
+    assert "--servers.transport http: weights are sent to the servers as pickles" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"--servers.transport ipc: trainer and"):
+        engines._transport(ServersConfig(transport="ipc"), source, None)
 
 
 def test_what_is_sent_is_what_the_models_folder_holds(tmp_path):

@@ -252,7 +252,7 @@ def test_a_script_of_a_megatron_run_with_experts(imported):
     assert run.values("model.path", "model.remat", "mesh.tensor") == ("/models/Experts-30B", "attention", 4)
     assert run.values("steps", "checkpoint.every", "eval.every") == (100, 1_000_000, 1)
     assert run.values("run_dir", "rollout.launch") == ("./output/experts_gspo", 4)  # 16 GPUs / tp 4
-    assert run.values("sglang.flags") == ("--tp 4 --mem-fraction-static 0.75",)
+    assert run.values("servers.flags") == ("--tp 4 --mem-fraction-static 0.75",)
     assert run.config.data.chat.template_options == '{"enable_thinking": true}'
     without = {key.rpartition(".")[2] for key in run.unused}
     assert {"min_lr", "pipeline_model_parallel_size", "expert_tensor_parallel_size"} <= without
@@ -277,7 +277,7 @@ def test_a_template_with_two_sources_and_a_rollout_manager(imported):
     assert run.values("tokens_per_device", "max_response_tokens") == (16384, 1536)
     assert run.values("rollout.sampling.top_p", "eval.sampling.temperature") == (0.95, 0.2)
     assert run.values("reference.offload", "model.remat", "data.shuffle") == (True, "none", False)
-    assert run.values("rollout.launch", "sglang.flags") == (4, "--tp 2 --mem-fraction-static 0.7")
+    assert run.values("rollout.launch", "servers.flags") == (4, "--tp 2 --mem-fraction-static 0.7")
     assert run.values("log.wandb", "log.name", "run_dir") == ("rollouts", "cut_rollouts", "/runs/cut")
     manager = {key: why for key, why in run.unused.items() if "rollout_manager" in key}
     assert set(manager.values()) == {"The engine spreads requests itself"} and len(manager) == 3

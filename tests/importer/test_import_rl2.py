@@ -68,7 +68,7 @@ def test_ppo_on_two_nodes(imported):
         5e-6,
     )
     assert run.values("mesh.sequence", "rollout.launch", "log.wandb") == (2, 16, "")
-    assert run.config.sglang.flags == "--tp 1 --mem-fraction-static 0.6"
+    assert run.config.servers.flags == "--tp 1 --mem-fraction-static 0.6"
 
 
 def test_one_response_a_prompt_has_the_batchs_mean(imported):

@@ -166,7 +166,7 @@ def test_ppo_with_kl_in_the_reward_a_critic_and_a_reward_model(imported):
     assert run.values("data.overlong", "data.cut_side", "steps") == ("cut", "left", 50)
     # 8 GPUs, 2 a server (veRL's default)
     assert run.values("rollout.engine", "rollout.launch") == ("sglang", 4)
-    assert run.config.sglang.flags == "--tp 2 --mem-fraction-static 0.4"
+    assert run.config.servers.flags == "--tp 2 --mem-fraction-static 0.4"
     assert run.values("minibatches_per_step", "ppo_epochs") == (4, 2)  # 128 prompts / 32
 
 

@@ -394,9 +394,9 @@ def test_addresses_in_a_file_are_checked_too(config, tmp_path):
     assert refusal(check_config, chosen) == (
         f"--rollout.servers is @{file}: 'host:1' is no address; write http://host:port."
     )
-    alone = replace(chosen, sglang=replace(chosen.sglang, colocated=True, flags="--device cpu"))
+    alone = replace(chosen, servers=replace(chosen.servers, colocated=True, flags="--device cpu"))
     file.write_text("http://127.0.0.1:1\n")
-    assert refusal(check_config, alone).startswith("--sglang.colocated needs servers that are started here")
+    assert refusal(check_config, alone).startswith("--servers.colocated needs servers that are started here")
 
 
 def test_drafts_for_conversations_need_few_slots(config):
@@ -414,23 +414,23 @@ def test_drafts_for_conversations_need_few_slots(config):
 def test_an_interpreter_for_servers_must_exist(config):
     chosen = replace(config, rollout=replace(config.rollout, engine="sglang", launch=1))
     check_config(chosen)
-    named = replace(chosen, sglang=replace(chosen.sglang, devices=("0", "1")))
-    assert refusal(check_config, named) == "--sglang.devices names 2, --rollout.launch is 1."
-    missing = replace(chosen, sglang=replace(chosen.sglang, python="/no/python"))
-    assert refusal(check_config, missing) == "--sglang.python is '/no/python': no such program."
-    relayed = replace(chosen, sglang=replace(chosen.sglang, transport="group", python="/no/python"))
-    assert refusal(check_config, relayed) == "--sglang.python is '/no/python': no such program."
+    named = replace(chosen, servers=replace(chosen.servers, devices=("0", "1")))
+    assert refusal(check_config, named) == "--servers.devices names 2, --rollout.launch is 1."
+    missing = replace(chosen, servers=replace(chosen.servers, python="/no/python"))
+    assert refusal(check_config, missing) == "--servers.python is '/no/python': no such program."
+    relayed = replace(chosen, servers=replace(chosen.servers, transport="group", python="/no/python"))
+    assert refusal(check_config, relayed) == "--servers.python is '/no/python': no such program."
 
 
 def test_weights_in_8_bits_need_servers_in_bfloat16_and_a_correction(config):
     correction = replace(config.algo.correction, weight="token")
     rollout = replace(config.rollout, engine="sglang", launch=1, dtype="bfloat16")
-    sglang = replace(config.sglang, quantization="fp8")
-    good = replace(config, algo=replace(config.algo, correction=correction), rollout=rollout, sglang=sglang)
+    servers = replace(config.servers, quantization="fp8")
+    good = replace(config, algo=replace(config.algo, correction=correction), rollout=rollout, servers=servers)
     check_config(good)
-    key = "--sglang.quantization fp8"
+    key = "--servers.quantization fp8"
     assert refusal(check_config, replace(good, rollout=replace(config.rollout, dtype="bfloat16"))) == (
-        f"{key} is for SGLang servers: add --rollout.engine sglang, or set --sglang.quantization none."
+        f"{key} is for SGLang servers: add --rollout.engine sglang, or set --servers.quantization none."
     )
     assert refusal(check_config, replace(good, algo=config.algo)) == (
         f"{key}: responses are of rounded weights, and without a correction the policy learns as if they "
@@ -439,10 +439,10 @@ def test_weights_in_8_bits_need_servers_in_bfloat16_and_a_correction(config):
     )
     for change, message in (
         (dict(rollout=replace(rollout, dtype="float32")), "Set --rollout.dtype bfloat16."),
-        (dict(lora=LoraConfig(rank=8)), "Set --sglang.quantization none, or --lora.rank 0."),
+        (dict(lora=LoraConfig(rank=8)), "Set --servers.quantization none, or --lora.rank 0."),
         (
-            dict(sglang=replace(sglang, transport="ipc")),
-            "has no --sglang.transport ipc: set disk, http or group.",
+            dict(servers=replace(servers, transport="ipc")),
+            "has no --servers.transport ipc: set disk, http or group.",
         ),
         (dict(strict=True), "Set --rollout.engine native."),
     ):
@@ -452,9 +452,9 @@ def test_weights_in_8_bits_need_servers_in_bfloat16_and_a_correction(config):
 
 def test_memory_is_shared_with_servers_that_are_started_here_alone(config):
     rollout = replace(config.rollout, engine="sglang", servers=("http://127.0.0.1:1",))
-    shared = replace(config, rollout=rollout, sglang=replace(config.sglang, transport="ipc"))
+    shared = replace(config, rollout=rollout, servers=replace(config.servers, transport="ipc"))
     assert refusal(check_config, shared).startswith(
-        "--sglang.transport ipc shares the memory of GPUs with servers"
+        "--servers.transport ipc shares the memory of GPUs with servers"
     )
 
 

@@ -54,8 +54,8 @@ def test_every_kind_of_field_is_set_from_text(config):
     assert (stops.eval.sampling.stop, stops.eval.sampling.stop_tokens) == (("a b", "c"), (-1, 5))
     assert words(config, ["--eval.sampling.stop"]).eval.sampling.stop == ()
     assert words(config, ["--data.train.0.options=--x 1"]).data.train[0].options == "--x 1"
-    spaced = words(config, ["--sglang.flags", "--tp 2 --device cpu", "--steps", "3"])
-    assert (spaced.sglang.flags, spaced.steps) == ("--tp 2 --device cpu", 3)
+    spaced = words(config, ["--servers.flags", "--tp 2 --device cpu", "--steps", "3"])
+    assert (spaced.servers.flags, spaced.steps) == ("--tp 2 --device cpu", 3)
     assert changed(config, "--model.architecture.rope.theta 5").model.architecture.rope.theta == 5.0
 
 
@@ -202,8 +202,9 @@ def test_a_key_given_twice_is_noted(config):
     [
         ("--steps=", "--steps: expected a whole number, got ''."),
         (
-            "--sglang.flags --tp 2",
-            "--sglang.flags: expected text, got nothing. Text that begins with --: --sglang.flags='--TEXT'.",
+            "--servers.flags --tp 2",
+            "--servers.flags: expected text, got nothing. Text that begins with --: "
+            "--servers.flags='--TEXT'.",
         ),
         ("--no-shuffle", "--no-shuffle: unknown key. Write --data.shuffle False."),
         ("--data.no_shuffle", "--data.no_shuffle: unknown key. Write --data.shuffle False."),

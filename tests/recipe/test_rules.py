@@ -24,7 +24,7 @@ from jaxrl_llm.config import (
     RolloutConfig,
     RoutingConfig,
     SamplingConfig,
-    SGLangConfig,
+    ServersConfig,
     SourceConfig,
     TrainConfig,
     TransformerConfig,
@@ -67,13 +67,13 @@ CASES = {
     "_adapter_has_rank": dict(model=replace(RANDOM, adapter="a")),
     "_replay_has_rollout": dict(algo=sft.Config(), routing=RoutingConfig(replay="rollout"), model=RANDOM),
     "_servers_hold_the_base": dict(lora=LoraConfig(4, quantize="nf4"), rollout=SERVED),
-    "_fp8_is_served": dict(sglang=SGLangConfig(quantization="fp8")),
+    "_fp8_is_served": dict(servers=ServersConfig(quantization="fp8")),
     "_drafts_have_slots": dict(
         env=EnvConfig(tools=("calculator",)), rollout=RolloutConfig(slots=64, draft_tokens=7)
     ),
     "_addresses_are_right": dict(rollout=RolloutConfig(engine="sglang", servers=("@/no/file",))),
-    "_gpus_are_shared": dict(rollout=SERVED, sglang=SGLangConfig(colocated=True)),
-    "_servers_start": dict(rollout=SERVED, sglang=SGLangConfig(devices=("0", "1"))),
+    "_gpus_are_shared": dict(rollout=SERVED, servers=ServersConfig(colocated=True)),
+    "_servers_start": dict(rollout=SERVED, servers=ServersConfig(devices=("0", "1"))),
     "_can_be_exported": dict(model=replace(RANDOM, architecture=replace(EXPERTS, family="mixtral"))),
     "_has_positions": dict(max_response_tokens=50),
     "_heads_divide": dict(devices="0:6", mesh=MeshConfig(tensor=3, sequence=2, sequence_parallel="ulysses")),
@@ -91,7 +91,7 @@ CASES = {
     "_fp8_has_blocks": dict(
         model=replace(RANDOM, architecture=TransformerConfig(num_kv_heads=1, head_dim=64, max_position=64)),
         rollout=replace(SERVED, dtype="bfloat16"),
-        sglang=SGLangConfig(quantization="fp8"),
+        servers=ServersConfig(quantization="fp8"),
         algo=grpo.Config(correction=replace(grpo.Config().correction, weight="token")),
     ),
     "_adapters_fit": dict(lora=LoraConfig(rank=10**4)),
@@ -100,7 +100,7 @@ CASES = {
     ),
     "_meshes_fit": dict(devices="0:9"),
     "_rollout_is_apart": dict(devices="0:2", rollout=RolloutConfig(max_staleness=1, devices="1:3")),
-    "_memory_is_shared": dict(rollout=SERVED, sglang=SGLangConfig(transport="ipc")),
+    "_memory_is_shared": dict(rollout=SERVED, servers=ServersConfig(transport="ipc")),
 }
 """Name of a rule's function -> a change of a sound recipe that the rule refuses."""
 

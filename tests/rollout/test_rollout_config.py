@@ -7,9 +7,9 @@ import typing
 import pytest
 
 from jaxrl_llm.ranges import problems, range_of
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig, flag_value
+from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig, flag_value
 
-CONFIGS = [RolloutConfig(), SGLangConfig()]
+CONFIGS = [RolloutConfig(), ServersConfig()]
 
 
 def numbers(config):
@@ -38,14 +38,14 @@ def test_every_number_has_a_range_that_refuses_nonsense(config):
 @pytest.mark.parametrize(
     ("config", "field", "text"),
     [
-        (SGLangConfig(flags='--tp 2 "--x'), "flags", "is '--tp 2 \"--x': No closing quotation. Write it as"),
+        (ServersConfig(flags='--tp 2 "--x'), "flags", "is '--tp 2 \"--x': No closing quotation. Write it as"),
         (
-            SGLangConfig(router="host:1"),
+            ServersConfig(router="host:1"),
             "router",
             "is wrong: 'host:1' is no address; write http://host:port.",
         ),
         (
-            SGLangConfig(transport="group", python="/no/python"),
+            ServersConfig(transport="group", python="/no/python"),
             "python",
             "is '/no/python': no such",
         ),

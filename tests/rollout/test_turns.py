@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from distributed import run_processes
 from fake_sglang import FakeServer
-from sglang_shared import TOKENIZER, engine_for, ids
+from servers_shared import TOKENIZER, engine_for, ids
 from small_engine import KEY, MODEL, VERSION, expected_logprobs, params
 from small_engine import engine as native
 
@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.turns import read_reply
 from jaxrl_llm.structs import Episode
 
 HERE = Path(__file__).parent
-PATHS = (HERE, HERE / "sglang", HERE / "native", HERE.parent)  # of the helpers of these tests
+PATHS = (HERE, HERE / "servers", HERE / "native", HERE.parent)  # of the helpers of these tests
 TOKENS = 64  # of a conversation at most
 ENDS = tuple(range(1, 128, 2))  # many tokens end a turn, so that random weights write short ones
 GREEDY = SamplingConfig(temperature=0.0, stop_tokens=ENDS)
@@ -359,7 +359,7 @@ def test_two_processes_share_what_the_first_one_hears(monkeypatch):
         "PYTHONPATH",
         os.pathsep.join(
             [
-                *map(str, (HERE, HERE / "sglang", HERE / "native", HERE.parent)),
+                *map(str, (HERE, HERE / "servers", HERE / "native", HERE.parent)),
                 os.environ.get("PYTHONPATH", ""),
             ]
         ),

@@ -41,7 +41,7 @@ class IpcTransport:
 
     def __init__(self, source: WeightSource, devices: Sequence[str] = ()):
         self.source, self.devices = source, devices
-        need = "--sglang.transport ipc: trainer and servers share GPUs of one machine, in one process"
+        need = "--servers.transport ipc: trainer and servers share GPUs of one machine, in one process"
         try:
             import torch
         except ImportError:

@@ -56,7 +56,7 @@ class DiskTransport:
         except (OSError, UserError) as error:
             raise ServerError(
                 f"the weights for the servers are not written: {error}. Free some space there, or set "
-                "--sglang.folder to a folder on another disk that the servers see too"
+                "--servers.folder to a folder on another disk that the servers see too"
             ) from error
         self._pushes.append(path)
         while len(self._pushes) > KEPT:

@@ -94,8 +94,8 @@ class GroupTransport:
         self._receivers: dict[str, Receiver] = {}
         if not shutil.which(python) or subprocess.run([python, "-I", "-c", HAS_TORCH]).returncode:
             raise UserError(
-                f"--sglang.python {python}: it has no torch, which --sglang.transport group needs. "
-                "Install torch there, name another interpreter, or use --sglang.transport disk or http."
+                f"--servers.python {python}: it has no torch, which --servers.transport group needs. "
+                "Install torch there, name another interpreter, or use --servers.transport disk or http."
             )
 
     def parts(self, params: Params, label: str) -> Iterator[Part]:
@@ -164,7 +164,7 @@ class GroupTransport:
             if isinstance(error, TimeoutError):
                 error = ServerError(
                     f"{receiver.server.url}: its process group was silent for {self.timeout:g} s "
-                    "(--sglang.timeout)"
+                    "(--servers.timeout)"
                 )
             raise error from None
 

@@ -13,9 +13,9 @@ from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Reply, text_of
-from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.rollout.sglang.server import Server
-from jaxrl_llm.rollout.sglang.validate import read_generated
+from jaxrl_llm.rollout.servers.pool import ServerPool
+from jaxrl_llm.rollout.servers.server import Server
+from jaxrl_llm.rollout.servers.validate import read_generated
 from jaxrl_llm.rollout.turns import (
     append_reply,
     no_reply_error,

@@ -10,7 +10,7 @@ import time
 import pytest
 from aiohttp import web
 from fake_sglang import FakeServer
-from sglang_shared import (
+from servers_shared import (
     GREEDY,
     KEY,
     MODEL,
@@ -25,10 +25,10 @@ from sglang_shared import (
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import InvalidReplyError, RefusedError, ServerError, UnreachableError
-from jaxrl_llm.rollout.config import SGLangConfig
-from jaxrl_llm.rollout.sglang import auth, client, health, launch
-from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
-from jaxrl_llm.rollout.sglang.server import Server
+from jaxrl_llm.rollout.config import ServersConfig
+from jaxrl_llm.rollout.servers import auth, client, health, launch
+from jaxrl_llm.rollout.servers.health import ServerList, run_health_checks
+from jaxrl_llm.rollout.servers.server import Server
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,12 @@ def servers():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(health, "CHECK_INTERVAL", 0.05)
-    monkeypatch.setattr("jaxrl_llm.rollout.sglang.server.FIRST_RETRY", 0.1)
+    monkeypatch.setattr("jaxrl_llm.rollout.servers.server.FIRST_RETRY", 0.1)
 
 
 @pytest.fixture
 def make(servers, tmp_path):
-    """make(**settings of SGLangConfig) -> an engine on both servers, with health checks."""
+    """make(**settings of ServersConfig) -> an engine on both servers, with health checks."""
     pools = []
 
     def engine(urls=None, members=None, checked=True, **settings):
@@ -230,7 +230,7 @@ def test_broken_answers_everywhere_end_in_bounded_time_with_the_reason(make, ser
         server.spoil = BROKEN["NaN"]
     with pytest.raises(
         ServerError,
-        match=r"a response failed 2 times \(--sglang\.retries\): .*cannot be used: ValueError log-prob nan",
+        match=r"a response failed 2 times \(--servers\.retries\): .*cannot be used: ValueError log-prob nan",
     ):
         engine.generate(requests(prompts=1, responses=1), GREEDY, KEY)
 
@@ -330,7 +330,7 @@ def test_all_down_is_waited_for_with_a_word_and_then_goes_on(make, servers, caps
     engine.pool._print_wait = print_and_restore
     assert ids(engine.generate(requests(), GREEDY, KEY)) == expected()
     said = capsys.readouterr().err
-    assert "sglang: no server can be used; waiting 20 s for one: http://127.0.0.1" in said
+    assert "servers: no server can be used; waiting 20 s for one: http://127.0.0.1" in said
     assert said.count("no server can be used") == 1
 
 
@@ -338,7 +338,9 @@ def test_a_limit_that_is_a_setting_is_named_with_it(make, servers):
     engine = make(urls=[servers[0].url], checked=False, timeout=0.5)
     servers[0].hangs = True
     url = engine.pool.servers[0].url
-    with pytest.raises(UnreachableError, match=rf"{url}: no answer to /health in 0.5 s \(--sglang.timeout\)"):
+    with pytest.raises(
+        UnreachableError, match=rf"{url}: no answer to /health in 0.5 s \(--servers.timeout\)"
+    ):
         engine.pool.run(engine.pool.request_bytes(engine.pool.servers[0], "/health"))
     with pytest.raises(UnreachableError, match=r"in 0.2 s$"):
         engine.pool.run(engine.pool.request_bytes(engine.pool.servers[0], "/health", timeout=0.2))
@@ -358,7 +360,7 @@ def test_a_wait_for_servers_that_stay_away_ends_and_says_why(make, servers, publ
         server.down = True
     start = time.monotonic()
     with pytest.raises(
-        ServerError, match=r"no SGLang server can be used for 1 s \(--sglang.patience\): .*500"
+        ServerError, match=r"no SGLang server can be used for 1 s \(--servers.patience\): .*500"
     ):
         if publishes:
             engine.publish(weights(1), 2)
@@ -420,7 +422,7 @@ def test_keys_come_from_the_environment_and_each_route_gets_its_own(make, server
     for server in servers:
         server.keys = ("tell", "change")
     engine = make(patience=1.0)
-    with pytest.raises(ServerError, match=r"answered 401 .*set JAXRL_SGLANG_API_KEY and JAXRL_SGLANG_A"):
+    with pytest.raises(ServerError, match=r"answered 401 .*set JAXRL_SERVER_API_KEY and JAXRL_SGLANG_A"):
         engine.publish(weights(), 1)
     monkeypatch.setenv(auth.API_KEY, "tell")
     monkeypatch.setenv(auth.ADMIN_KEY, "change")
@@ -487,18 +489,18 @@ def test_a_server_that_rests_is_not_woken_by_those_who_care_for_it(make, servers
     ("flags", "environment", "expected"),
     [
         ("--device cpu", {}, ""),
-        ("", {}, "--sglang.colocated needs the servers' share of memory"),
+        ("", {}, "--servers.colocated needs the servers' share of memory"),
         (
             "--mem-fraction-static 0.4",
             {},
-            "--sglang.colocated: the servers' --mem-fraction",
+            "--servers.colocated: the servers' --mem-fraction",
         ),
         ("--mem-fraction-static=0.4", {"XLA_CLIENT_MEM_FRACTION": "0.5"}, ""),
         ("--mem-fraction-static=0.4", {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, ""),
         ("--mem-fraction-static 0.8", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, ""),
-        ("--mem-fraction-static", {}, "--sglang.flags: --mem-fraction-static is '': it must be above 0"),
-        ("--mem-fraction-static lots", {}, "--sglang.flags: --mem-fraction-static is 'lots': it must be"),
-        ("--mem-fraction-static nan", {}, "--sglang.flags: --mem-fraction-static is 'nan': it must be"),
+        ("--mem-fraction-static", {}, "--servers.flags: --mem-fraction-static is '': it must be above 0"),
+        ("--mem-fraction-static lots", {}, "--servers.flags: --mem-fraction-static is 'lots': it must be"),
+        ("--mem-fraction-static nan", {}, "--servers.flags: --mem-fraction-static is 'nan': it must be"),
         (
             "--mem-fraction-static 0.4",
             {"XLA_CLIENT_MEM_FRACTION": "half"},
@@ -507,7 +509,7 @@ def test_a_server_that_rests_is_not_woken_by_those_who_care_for_it(make, servers
     ],
 )
 def test_sizes_on_shared_gpus_must_fit_together(flags, environment, expected):
-    found = list(launch.colocated_problems(SGLangConfig(colocated=True, flags=flags), 1, environment))
+    found = list(launch.colocated_problems(ServersConfig(colocated=True, flags=flags), 1, environment))
     assert [text.startswith(expected) for text in found] == ([True] if expected else [])
-    (alone,) = launch.colocated_problems(SGLangConfig(flags="--device cpu"), 0, {})
+    (alone,) = launch.colocated_problems(ServersConfig(flags="--device cpu"), 0, {})
     assert alone.endswith("set --rollout.launch N.")

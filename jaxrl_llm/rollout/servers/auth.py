@@ -7,7 +7,7 @@ import os
 
 from jaxrl_llm.addresses import holds_login, host_of, mask_text
 
-API_KEY, ADMIN_KEY = "JAXRL_SGLANG_API_KEY", "JAXRL_SGLANG_ADMIN_KEY"
+API_KEY, ADMIN_KEY = "JAXRL_SERVER_API_KEY", "JAXRL_SERVER_ADMIN_KEY"
 FLAGS = {"--api-key": API_KEY, "--admin-api-key": ADMIN_KEY}  # SGLang's flag -> our variable
 API_ROUTES = ("/generate", "/model_info", "/server_info", "/load_lora_adapter_from_tensors")
 """Routes for the API key; the others that are used are for admins."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from random_weights import random_params
 from real_sglang import FLAGS, MODEL, NEEDED, PYTHON, engine_on, started
-from sglang_shared import KEY, native
+from servers_shared import KEY, native
 from test_sglang_real import requests
 from test_sglang_train import rows
 
@@ -20,7 +20,7 @@ from jaxrl_llm.models import RopeConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.recipe.rules_model import WITHOUT_SERVED_ROUTES
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.sglang.validate import routed_experts
+from jaxrl_llm.rollout.servers.validate import routed_experts
 from jaxrl_llm.train import main
 
 pytestmark = NEEDED
@@ -95,8 +95,8 @@ def test_a_run_replays_routes_that_the_trainers_routers_choose_too(tmp_path):
     """One GRPO step on a server that the run starts: every token but the last of a response has a route."""
     args = [
         *("--config", "grpo_moe_tiny.py", "--routing.replay", "rollout", "--steps", "1", "--devices", "0:1"),
-        *("--rollout.engine", "sglang", "--rollout.launch", "1", "--sglang.python", PYTHON),
-        *("--sglang.flags", FLAGS, "--prompts_per_step", "4", "--responses_per_prompt", "2"),
+        *("--rollout.engine", "sglang", "--rollout.launch", "1", "--servers.python", PYTHON),
+        *("--servers.flags", FLAGS, "--prompts_per_step", "4", "--responses_per_prompt", "2"),
         *(
             "--model.architecture.tie_embeddings",
             "false",

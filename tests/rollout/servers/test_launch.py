@@ -9,15 +9,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from sglang_shared import STUB, launch, until
+from servers_shared import STUB, launch, until
 
 from jaxrl_llm.builders.engines import _with_room
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf.config import to_hf_config
 from jaxrl_llm.models import RopeConfig, TransformerConfig
-from jaxrl_llm.rollout.sglang import auth
-from jaxrl_llm.rollout.sglang import launch as launching
-from jaxrl_llm.rollout.sglang.launch import free_ports
+from jaxrl_llm.rollout.servers import auth
+from jaxrl_llm.rollout.servers import launch as launching
+from jaxrl_llm.rollout.servers.launch import free_ports
 
 
 def test_launched_servers_answer_log_and_are_gone_after(tmp_path, monkeypatch):
@@ -52,7 +52,7 @@ def test_a_server_that_cannot_start_is_an_error_with_its_log(tmp_path, monkeypat
 def test_servers_end_with_a_run_that_is_killed(tmp_path):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import time\n"
-        "from sglang_shared import launch\n"
+        "from servers_shared import launch\n"
         "print(launch(Path(sys.argv[2])).processes[0].pid, flush=True); time.sleep(60)"
     )
     env = {**os.environ, "PYTHONPATH": STUB}

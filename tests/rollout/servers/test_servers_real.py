@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from proxy import Proxy
 from real_sglang import MODEL, NEEDED, PYTHON, engine_on, started
-from sglang_shared import KEY, TOKENIZER, native
+from servers_shared import KEY, TOKENIZER, native
 from test_servers import BROKEN
 
 from jaxrl_llm import models
@@ -22,9 +22,9 @@ from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
-from jaxrl_llm.rollout.sglang import auth, health
-from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
-from jaxrl_llm.rollout.sglang.launch import DIRECT, is_up
+from jaxrl_llm.rollout.servers import auth, health
+from jaxrl_llm.rollout.servers.health import ServerList, run_health_checks
+from jaxrl_llm.rollout.servers.launch import DIRECT, is_up
 
 pytestmark = NEEDED
 KEYS = {auth.API_KEY: "tell-me-4711", auth.ADMIN_KEY: "change-it-0815"}
@@ -171,13 +171,13 @@ def test_all_are_killed_and_come_back(tended, capsys):
         kill(launched, index)
     assert len(written(engine, requests(tokens=16))) == 16
     said = capsys.readouterr().err
-    assert "sglang: no server can be used; waiting 240 s for one" in said and "was started again" in said
+    assert "servers: no server can be used; waiting 240 s for one" in said and "was started again" in said
 
 
 def test_turns_on_shared_memory_are_taken_in_an_order_that_servers_accept(tended):
     """On a CPU nothing is freed: that the order works is all that is seen here."""
     engine, _ = tended
-    engine.sglang = dataclasses.replace(engine.sglang, colocated=True)
+    engine.servers = dataclasses.replace(engine.servers, colocated=True)
     params = models.init(MODEL, jax.random.key(0))
     for _ in range(2):
         engine.release_memory()
@@ -185,7 +185,7 @@ def test_turns_on_shared_memory_are_taken_in_an_order_that_servers_accept(tended
         engine.publish(params, 7)
         assert not any(server.released for server in engine.pool.servers)
         written(engine, requests(tokens=8))
-    engine.sglang = dataclasses.replace(engine.sglang, colocated=False)
+    engine.servers = dataclasses.replace(engine.servers, colocated=False)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BROKEN if kind not in ("base weights", "elsewhere")])

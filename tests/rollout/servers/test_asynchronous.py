@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_sglang import FakeServer
-from sglang_shared import GREEDY, KEY, MODEL, native, requests, until, weights
+from servers_shared import GREEDY, KEY, MODEL, native, requests, until, weights
 from test_sglang import make, servers  # noqa: F401
 from test_sglang_train import ARGS, rows
 
 from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
 from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
-from jaxrl_llm.rollout.sglang.generate import Meter, ResponseGenerator
+from jaxrl_llm.rollout.servers.generate import Meter, ResponseGenerator
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.train import main
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from jaxrl_llm.bridge.servers import HEALTH_TIMEOUT, QUIET_LIMIT
 from jaxrl_llm.errors import ServerError, UnreachableError
-from jaxrl_llm.rollout.sglang import auth
-from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.rollout.sglang.server import Server, print_line
+from jaxrl_llm.rollout.servers import auth
+from jaxrl_llm.rollout.servers.pool import ServerPool
+from jaxrl_llm.rollout.servers.server import Server, print_line
 
 CHECK_INTERVAL = 1.0  # seconds
 

@@ -17,14 +17,14 @@ from jaxrl_llm.errors import (
     ServerError,
     UnreachableError,
 )
-from jaxrl_llm.rollout.sglang import auth
+from jaxrl_llm.rollout.servers import auth
 
 FIRST_RETRY, LAST_RETRY = 1.0, 15.0  # seconds until a server that was left out is tried again
 
 
 def print_line(text: str) -> None:
     """Print a line about the servers to stderr."""
-    print(f"sglang: {text}", file=sys.stderr, flush=True)
+    print(f"servers: {text}", file=sys.stderr, flush=True)
 
 
 class Outage:

@@ -10,8 +10,8 @@ import aiohttp
 
 from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.errors import InvalidReplyError, UnreachableError
-from jaxrl_llm.rollout.sglang import auth
-from jaxrl_llm.rollout.sglang.server import Server, error_from_status
+from jaxrl_llm.rollout.servers import auth
+from jaxrl_llm.rollout.servers.server import Server, error_from_status
 
 HEADERS = {"Accept-Encoding": "identity"}  # a compressed reply has no size that could be limited
 JSON = {"Content-Type": "application/json"}
@@ -104,7 +104,7 @@ class Client:
                     raise error_from_status(server.url, path, response.status, text.decode(errors="replace"))
                 reply = await _read(response, max_bytes + 1)
         except TimeoutError:
-            setting = " (--sglang.timeout)" * (limit.total == self.timeout)
+            setting = " (--servers.timeout)" * (limit.total == self.timeout)
             raise UnreachableError(
                 f"{server.url}: no answer to {path} in {limit.total:g} s{setting}"
             ) from None

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from real_sglang import MODEL, NEEDED, engine_on, started
-from sglang_shared import KEY, TOKENIZER, native
+from servers_shared import KEY, TOKENIZER, native
 from test_turns import GREEDY, PROMPTS, Script, begun
 
 from jaxrl_llm import models

@@ -5,15 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 from fake_sglang import FakeServer
-from sglang_shared import KEY, MODEL, ROLLOUT, TOKENIZER, engine_for, ids, requests, score_of, until, weights
+from servers_shared import KEY, MODEL, ROLLOUT, TOKENIZER, engine_for, ids, requests, score_of, until, weights
 from test_servers import pairs
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.sglang import health
-from jaxrl_llm.rollout.sglang.engine import MismatchTotals, choose_compared, logprob_differences
-from jaxrl_llm.rollout.sglang.health import run_health_checks
+from jaxrl_llm.rollout.servers import health
+from jaxrl_llm.rollout.servers.engine import MismatchTotals, choose_compared, logprob_differences
+from jaxrl_llm.rollout.servers.health import run_health_checks
 from jaxrl_llm.structs import Trajectory
 
 SAMPLED = SamplingConfig(ignore_eos=True)
@@ -30,7 +30,7 @@ def servers():
 def make(servers, tmp_path, monkeypatch):
     """make(...) -> an engine on both servers, with health checks."""
     monkeypatch.setattr(health, "CHECK_INTERVAL", 0.05)
-    monkeypatch.setattr("jaxrl_llm.rollout.sglang.server.FIRST_RETRY", 0.1)
+    monkeypatch.setattr("jaxrl_llm.rollout.servers.server.FIRST_RETRY", 0.1)
     pools = []
 
     def engine(members=None, **settings):
@@ -115,7 +115,7 @@ def test_a_server_that_lies_after_the_probe_is_left_out_for_good(make, servers, 
     assert engine.check_logprobs(params, made) == theirs
     said = capsys.readouterr().err
     assert f"a server is left out: {servers[0].url}: log-probs of its responses differ" in said
-    assert "more than 0.001 (--sglang.probe_tolerance)" in said
+    assert "more than 0.001 (--servers.probe_tolerance)" in said
     again = engine.generate(todo, SAMPLED, KEY)
     assert {t.server for t in again} == {servers[1].url} and ids(again) == ids(made)
     engine.publish(weights(1), 4)  # whose probe it would pass

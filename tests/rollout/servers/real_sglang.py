@@ -4,12 +4,12 @@ import contextlib
 import os
 
 import pytest
-from sglang_shared import TOKENIZER, engine_for
+from servers_shared import TOKENIZER, engine_for
 
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.sglang.launch import ServerProcesses
+from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
+from jaxrl_llm.rollout.servers.launch import ServerProcesses
 
 PYTHON = os.environ.get("JAXRL_SGLANG_PYTHON", "")
 NEEDED = pytest.mark.skipif(not PYTHON, reason="JAXRL_SGLANG_PYTHON names no interpreter with SGLang")
@@ -32,7 +32,7 @@ def started(folder, servers=2, flags=FLAGS, more_flags=(), *, model=MODEL, **set
         shell = save_description(model, folder / "shell", TOKENIZER, "float32")
         config = RolloutConfig(engine="sglang", launch=servers, slots=CONFIG.slots)
         launched = ServerProcesses(
-            config, SGLangConfig(python=PYTHON, flags=flags, **settings), shell, folder, flags=more_flags
+            config, ServersConfig(python=PYTHON, flags=flags, **settings), shell, folder, flags=more_flags
         )
         try:
             launched.wait()

@@ -17,12 +17,12 @@ from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.rollout.checks import check_requests
-from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
 from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, eos_ids_of
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
-from jaxrl_llm.rollout.sglang import launch
-from jaxrl_llm.rollout.sglang.generate import ResponseGenerator
-from jaxrl_llm.rollout.sglang.pool import ServerPool, result_of
+from jaxrl_llm.rollout.servers import launch
+from jaxrl_llm.rollout.servers.generate import ResponseGenerator
+from jaxrl_llm.rollout.servers.pool import ServerPool, result_of
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
 
@@ -30,7 +30,7 @@ from jaxrl_llm.structs import Metrics, Params, Trajectory
 class PendingResponses:
     """Responses that the servers are generating."""
 
-    engine: SGLangEngine
+    engine: ServerEngine
     responses: list[PartialResponse]
     sampling: SamplingConfig
     dialogue: Dialogue | None
@@ -60,7 +60,7 @@ class PendingResponses:
         return [trajectory_of(response, self.engine.tokenizer, ends) for response in self.responses]
 
 
-class SGLangEngine:
+class ServerEngine:
     """A pool of SGLang servers behind the engine protocol.
 
     Args:
@@ -73,7 +73,7 @@ class SGLangEngine:
     def __init__(
         self,
         config: RolloutConfig,
-        sglang: SGLangConfig,
+        servers: ServersConfig,
         model: TransformerConfig,
         pool: ServerPool | None,
         *,
@@ -83,7 +83,7 @@ class SGLangEngine:
         eos_ids: Sequence[int] = (),
         routes: bool = False,
     ):
-        self.config, self.sglang, self.model, self.tokenizer = config, sglang, model, tokenizer
+        self.config, self.servers, self.model, self.tokenizer = config, servers, model, tokenizer
         self.pool, self.publisher, self.on_first = pool, publisher, on_first
         self._pushes, self._version = 0, 0
         self._leaf: jax.Array | None = None  # the first trained weight that the servers hold
@@ -173,7 +173,7 @@ class SGLangEngine:
 
     def release_memory(self) -> None:
         """Have colocated servers release their memory, and with it the weights."""
-        if self.sglang.colocated and self._leaf is not None:
+        if self.servers.colocated and self._leaf is not None:
             self._leaf = None
             self.on_first(lambda: self.pool.run(launch.release_memory(self.pool)))
 
@@ -210,7 +210,7 @@ class SGLangEngine:
         self, trajectories: Sequence[Trajectory], trainer_logprobs: Sequence[np.ndarray], tolerance: float
     ) -> set[str]:
         """Return the servers with false log-probs; exclude them if they are in the pool."""
-        in_place = self.sglang.pause == "in_place"
+        in_place = self.servers.pause == "in_place"
         gaps = [
             logprob_differences(trajectory, logprobs, self._version, in_place)
             for trajectory, logprobs in zip(trajectories, trainer_logprobs, strict=True)
@@ -225,7 +225,7 @@ class SGLangEngine:
         """Exclude a server permanently; reject its parts of pending responses."""
         problem = (
             f"{url}: log-probs of its responses differ from the trainer's by {mean:.3g} on average, more "
-            f"than {tolerance:g} (--sglang.probe_tolerance): it is not used again, nor are they trained on"
+            f"than {tolerance:g} (--servers.probe_tolerance): it is not used again, nor are they trained on"
         )
         self.pool.exclude(url, ServerError(problem))
         for pending in self._pending:

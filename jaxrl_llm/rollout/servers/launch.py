@@ -24,10 +24,10 @@ from typing import NoReturn
 
 from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json
 from jaxrl_llm.errors import ServerError
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig, flag_value
-from jaxrl_llm.rollout.sglang import auth
-from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.rollout.sglang.server import Server, print_line
+from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig, flag_value
+from jaxrl_llm.rollout.servers import auth
+from jaxrl_llm.rollout.servers.pool import ServerPool
+from jaxrl_llm.rollout.servers.server import Server, print_line
 
 START = """
 import contextlib, ctypes, os, signal, sys
@@ -69,25 +69,25 @@ class ServerProcesses:
     Args:
         model: folder with config and tokenizer; its weights, if any, are read later.
         logs: directory for sglang_0.log, sglang_1.log, ...
-        flags: more of them, which `sglang.flags` override.
+        flags: more of them, which `servers.flags` override.
     """
 
     def __init__(
         self,
         config: RolloutConfig,
-        sglang: SGLangConfig,
+        servers: ServersConfig,
         model: Path,
         logs: Path,
         *,
         flags: Sequence[str] = (),
     ):
-        self.timeout, self.restarts = sglang.start_timeout, sglang.restarts
+        self.timeout, self.restarts = servers.start_timeout, servers.restarts
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"sglang_{index}.log" for index in range(config.launch)]
         ports = free_ports(config.launch)
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
-        self.commands = [server_command(config, sglang, model, port, flags=flags) for port in ports]
-        self.visible = sglang.devices or [os.environ.get(VISIBLE, "")] * config.launch
+        self.commands = [server_command(config, servers, model, port, flags=flags) for port in ports]
+        self.visible = servers.devices or [os.environ.get(VISIBLE, "")] * config.launch
         self.starts = [0] * config.launch
         self._replied = False  # all servers, once
         self._restarting = threading.Lock()
@@ -145,7 +145,7 @@ class ServerProcesses:
                 self._fail(ended[0], f"the SGLang server ended with {self.processes[ended[0]].returncode}")
             if time.monotonic() > deadline:
                 index = next((i for i, url in enumerate(self.urls) if not is_up(url)), 0)
-                setting = f"{self.timeout:g} s (--sglang.start_timeout)"
+                setting = f"{self.timeout:g} s (--servers.start_timeout)"
                 self._fail(index, f"no answer from {self.urls[index]} in {setting}")
             time.sleep(POLL_INTERVAL)
         self._replied = True
@@ -173,20 +173,20 @@ def kill_group(process: subprocess.Popen) -> None:
 
 
 def server_command(
-    config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int, *, flags: Sequence[str] = ()
+    config: RolloutConfig, servers: ServersConfig, model: Path, port: int, *, flags: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command that starts one server; `sglang.flags` come last and override the others."""
-    own = shlex.split(sglang.flags)
+    """Return the command that starts one server; `servers.flags` come last and override the others."""
+    own = shlex.split(servers.flags)
     module = (
         ("-c", f"FLAGS = {auth.FLAGS}{START_WITH_KEYS}")
         if auth.server_keys()
         else ("-m", "sglang.launch_server")
     )
     server = [
-        *(sglang.python, *module, "--model-path", str(model)),
+        *(servers.python, *module, "--model-path", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype),
         *("--load-format", "dummy", "--max-running-requests", str(config.slots), "--skip-server-warmup"),
-        *([MEMORY_SAVER] if sglang.colocated else []),
+        *([MEMORY_SAVER] if servers.colocated else []),
         *flags,
         *(CPU_LORA if "--enable-lora" in flags and flag_value(own, "--device") == "cpu" else []),
         *own,
@@ -259,37 +259,37 @@ async def release_memory(pool: ServerPool) -> None:
     await asyncio.gather(*(release(server) for server in pool.usable if not server.released))
 
 
-def colocated_problems(sglang: SGLangConfig, launch: int, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield why trainer and servers cannot share these GPUs; `sglang` itself is valid.
+def colocated_problems(servers: ServersConfig, launch: int, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield why trainer and servers cannot share these GPUs; `servers` itself is valid.
 
     Args:
         launch: number of servers started here.
         environment: of the process, with jax's variables.
     """
     if not launch:
-        yield "--sglang.colocated needs servers that are started here: set --rollout.launch N."
-    words = shlex.split(sglang.flags)
+        yield "--servers.colocated needs servers that are started here: set --rollout.launch N."
+    words = shlex.split(servers.flags)
     if flag_value(words, "--device") == "cpu":
         return
     given = flag_value(words, "--mem-fraction-static")
     if given is None:
         yield (
-            "--sglang.colocated needs the servers' share of memory: for example "
-            "--sglang.flags='--mem-fraction-static 0.4' with XLA_CLIENT_MEM_FRACTION=0.5 in the environment."
+            "--servers.colocated needs the servers' share of memory: for example "
+            "--servers.flags='--mem-fraction-static 0.4' with XLA_CLIENT_MEM_FRACTION=0.5 in the environment."
         )
         return
     # Both shares of a GPU's memory.
     name, own = next(((name, environment[name]) for name in FRACTIONS if environment.get(name)), ("", ""))
     server, trainer = _fraction(given), _fraction(own) if own else XLA_DEFAULT
     if server is None:
-        yield f"--sglang.flags: --mem-fraction-static is {given!r}: it must be above 0 and below 1."
+        yield f"--servers.flags: --mem-fraction-static is {given!r}: it must be above 0 and below 1."
     if trainer is None:
         yield f"{name} is {own!r} in the environment: it must be above 0 and below 1."
     if server is None or trainer is None or environment.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
         return  # with "platform" jax gives memory back as soon as an array is deleted
     if server + trainer > MAX_FRACTION:
         yield (
-            f"--sglang.colocated: the servers' --mem-fraction-static {server:g} and jax's {trainer:g} "
+            f"--servers.colocated: the servers' --mem-fraction-static {server:g} and jax's {trainer:g} "
             f"(XLA_CLIENT_MEM_FRACTION) are more than {MAX_FRACTION:g} of a GPU together, and jax never "
             "gives its share back. Lower one of them, or set XLA_PYTHON_CLIENT_ALLOCATOR=platform."
         )

@@ -14,12 +14,12 @@ from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.launch import ServerProcesses
-from jaxrl_llm.rollout.sglang.pool import ServerPool
+from jaxrl_llm.rollout.servers.engine import ServerEngine
+from jaxrl_llm.rollout.servers.launch import ServerProcesses
+from jaxrl_llm.rollout.servers.pool import ServerPool
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 TOKENIZER = make_tokenizer()
@@ -45,8 +45,8 @@ def score_of(model):
 
 def engine_for(urls, transport, model=MODEL, slots=4, *, rollout=ROLLOUT, routes=True, **settings):
     """An SGLang engine with a pool of its own, which asks for the routes of a model with experts; `settings`
-    are of SGLangConfig."""
-    config = SGLangConfig(**settings)
+    are of ServersConfig."""
+    config = ServersConfig(**settings)
     pool = ServerPool(
         urls, config.timeout, config.retries, slots, patience=config.patience, router=config.router
     )
@@ -59,7 +59,7 @@ def engine_for(urls, transport, model=MODEL, slots=4, *, rollout=ROLLOUT, routes
         publisher.problem = functools.partial(server_problem, lora=model.lora, max_versions=2)
         publisher = AdapterPublisher(publisher, "float32")
     routes = routes and bool(model.moe)
-    return SGLangEngine(
+    return ServerEngine(
         rollout,
         config,
         model,
@@ -111,4 +111,4 @@ def launch(tmp_path, count=1, **settings):
     model.mkdir()
     (model / "config.json").write_text("{}")
     config = RolloutConfig(engine="sglang", launch=count)
-    return ServerProcesses(config, SGLangConfig(**settings), model, tmp_path / "logs")
+    return ServerProcesses(config, ServersConfig(**settings), model, tmp_path / "logs")

@@ -13,7 +13,7 @@ from jaxrl_llm.bridge.servers import parsing_reply
 from jaxrl_llm.errors import InvalidReplyError, RefusedError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
-from jaxrl_llm.rollout.sglang import validate
+from jaxrl_llm.rollout.servers import validate
 
 
 def test_older_weights_than_a_server_was_given_are_refused():

@@ -9,7 +9,7 @@ from aiohttp import web
 from distributed import run_processes
 from fake_sglang import FakeServer
 
-from jaxrl_llm.rollout.sglang import auth
+from jaxrl_llm.rollout.servers import auth
 from jaxrl_llm.train import main
 
 ARGS = [
@@ -55,7 +55,7 @@ def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypat
     monkeypatch.setenv(auth.ADMIN_KEY, "change-4711")
     here = tmp_path / "shared"
     (here / "of somebody else").mkdir(parents=True)
-    launched = ["--rollout.launch", "1", "--sglang.python", sys.executable, "--sglang.folder", str(here)]
+    launched = ["--rollout.launch", "1", "--servers.python", sys.executable, "--servers.folder", str(here)]
     assert main([*ARGS, *launched, "--lora.rank", "2", "--run_dir", str(tmp_path / "run")]) == 0
     checked(tmp_path / "run")
     log = (tmp_path / "run/sglang_0.log").read_text()
@@ -70,7 +70,7 @@ def test_a_run_replays_the_routes_of_servers_that_it_starts(tmp_path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "stub"))
     args = [*ARGS[2:], "--config", "grpo_moe_tiny.py", "--routing.replay", "rollout"]
     args += ["--model.architecture.tie_embeddings", "false"]
-    launched = ["--rollout.launch", "1", "--sglang.python", sys.executable]
+    launched = ["--rollout.launch", "1", "--servers.python", sys.executable]
     assert main([*args, *launched, "--run_dir", str(tmp_path / "run")]) == 0
     checked(tmp_path / "run")
     steps = [row for row in rows(tmp_path / "run") if row["kind"] == "train"]
@@ -106,7 +106,7 @@ def test_servers_that_go_away_end_it_saved_and_the_same_command_goes_on(tmp_path
         return web.Response(status=500) if server.down and during == 1 else said
 
     server.spoil = goes_away
-    args = [*ARGS, "--rollout.servers", server.url, "--sglang.patience", "1", "--run_dir", str(run_dir)]
+    args = [*ARGS, "--rollout.servers", server.url, "--servers.patience", "1", "--run_dir", str(run_dir)]
     assert main(args) == 75
     said = capsys.readouterr()
     assert "stopped by its servers: no SGLang server can be used for 1 s" in said.out + said.err

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 from fake_sglang import FakeServer
-from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
+from servers_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
 
 from jaxrl_llm.bridge.transports import disk
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.sglang.launch import routes_problem
+from jaxrl_llm.rollout.servers.launch import routes_problem
 
 EXPERTS = dataclasses.replace(
     MODEL, family="qwen3_moe", tie_embeddings=False, moe=MoEConfig(8, 3, expert_size=16)
@@ -28,7 +28,7 @@ def servers():
 
 @pytest.fixture
 def make(servers, tmp_path):
-    """make(**settings of SGLangConfig) -> an engine on both servers, which behave again."""
+    """make(**settings of ServersConfig) -> an engine on both servers, which behave again."""
     pools = []
 
     def engine(urls=None, model=MODEL, **settings):
@@ -252,7 +252,7 @@ def test_weights_that_do_not_fit_on_the_disk_are_an_outage_and_the_servers_go_on
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(disk, "save_model", fails)
-    problem = r"the weights for the servers are not written: .*No space left on device\. .*--sglang\.folder"
+    problem = r"the weights for the servers are not written: .*No space left on device\. .*--servers\.folder"
     with pytest.raises(ServerError, match=problem):
         engine.publish(weights(1), 1)
     monkeypatch.undo()

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxrl_llm.bridge.servers import Json, parsing_reply
 from jaxrl_llm.errors import BusyError, RefusedError, ServerError, UnreachableError, UserError
-from jaxrl_llm.rollout.sglang.client import Client
-from jaxrl_llm.rollout.sglang.server import Server, print_line
-from jaxrl_llm.rollout.sglang.validate import Generated, max_reply_bytes
+from jaxrl_llm.rollout.servers.client import Client
+from jaxrl_llm.rollout.servers.server import Server, print_line
+from jaxrl_llm.rollout.servers.validate import Generated, max_reply_bytes
 from jaxrl_llm.structs import Metrics
 
 Result = TypeVar("Result")
@@ -80,7 +80,7 @@ class ServerPool:
         self._max_servers, self._next_line = len(self.servers), 0.0
         # The event loop runs in a thread; requests of any thread go there.
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
         self._thread.start()
         self._client = self.run(self._open(timeout))
         self.request, self.request_bytes = self._client.request, self._client.request_bytes
@@ -202,7 +202,7 @@ class ServerPool:
                     server.leave_out(error)
             self.retried += 1
         different = "; ".join(dict.fromkeys(problems))
-        raise ServerError(f"a response failed {len(problems)} times (--sglang.retries): {different}")
+        raise ServerError(f"a response failed {len(problems)} times (--servers.retries): {different}")
 
     async def update_all(
         self,
@@ -322,7 +322,7 @@ class ServerPool:
         while not self.usable:
             hopeless = self.excluded and not self.servers
             if hopeless or time.monotonic() >= deadline:
-                waited = f" for {self.patience:g} s (--sglang.patience)" * bool(
+                waited = f" for {self.patience:g} s (--servers.patience)" * bool(
                     self.patience and not hopeless
                 )
                 raise ServerError(f"no SGLang server can be used{waited}: {self.describe()}")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from proxy import Proxy
 from real_sglang import MODEL, NEEDED, engine_on, started
-from sglang_shared import KEY, TOKENIZER
+from servers_shared import KEY, TOKENIZER
 from test_sglang_train import ARGS, rows
 
 from jaxrl_llm import models
@@ -80,7 +80,7 @@ def test_a_server_with_other_weights_is_left_out_within_two_steps_of_a_run(tmp_p
     save_model(other, model, tmp_path / "other", TOKENIZER, dtype="float32")
     with started(tmp_path / "servers", model=model, patience=PATIENCE) as launched:
         meddler = Meddler(launched.urls[1], tmp_path / "other")
-        servers = ["--rollout.servers", launched.urls[0], meddler.url, "--sglang.patience", str(PATIENCE)]
+        servers = ["--rollout.servers", launched.urls[0], meddler.url, "--servers.patience", str(PATIENCE)]
         assert main([*args, *servers, "--run_dir", str(run_dir)]) == 0
         meddler.close()
     said = capsys.readouterr().err

@@ -20,7 +20,7 @@ from fake_weights import FakeWeights
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
-from jaxrl_llm.rollout.sglang import auth
+from jaxrl_llm.rollout.servers import auth
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 
