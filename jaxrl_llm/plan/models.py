@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from jaxrl_llm.hf.gguf import read_gguf_config
 from jaxrl_llm.hf.hub import SUFFIX, parse_hub_name
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models.config import MoEConfig, RopeConfig, TransformerConfig
+from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.mixer_config import DeltaConfig, MLAConfig
 from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params
@@ -110,6 +112,60 @@ _QWEN3_NEXT = TransformerConfig(
     rope=RopeConfig(theta=10_000_000.0, partial_rotary=0.25),
     max_position=262_144,
 )
+_QWEN35_35B = replace(
+    _QWEN3_NEXT,
+    family="qwen3_5_moe_text",
+    vocab_size=248_320,
+    mlp_size=12_288,  # of no layer
+    moe=MoEConfig(num_experts=256, experts_per_token=8, expert_size=512, shared_size=512, added_to_sum=1e-20),
+    num_layers=40,
+    delta=DeltaConfig(),
+    layer_kinds=("delta", "delta", "delta", "attention") * 10,
+)
+_QWEN35_9B = replace(
+    _QWEN35_35B,
+    family="qwen3_5_text",
+    hidden_size=4096,
+    moe=None,
+    num_layers=32,
+    num_kv_heads=4,
+    layer_kinds=("delta", "delta", "delta", "attention") * 8,
+)
+_GEMMA4_31B = TransformerConfig(
+    family="gemma4_text",
+    vocab_size=262_144,
+    hidden_size=5376,
+    mlp_size=21_504,
+    num_layers=60,
+    num_heads=32,
+    num_kv_heads=16,
+    head_dim=256,
+    global_heads=GlobalHeads(num_kv_heads=4, head_dim=512, keys_as_values=True),
+    value_norm=True,
+    activation="gelu_tanh",
+    norms="both",
+    embedding_multiplier=5376**0.5,
+    layer_scalar=True,
+    rope=RopeConfig(1_000_000.0, "proportional", partial_rotary=0.25),
+    local_rope=RopeConfig(10_000.0),
+    max_position=262_144,
+    sliding_window=1024,
+    window_layers=(True, True, True, True, True, False) * 10,
+    attention_multiplier=1.0,
+    logit_softcap=30.0,
+)
+_GEMMA4_26B = replace(
+    _GEMMA4_31B,
+    hidden_size=2816,
+    mlp_size=2112,
+    moe=MoEConfig(128, 8, 704, shared_size=2112, shared_gate=False, branches=True, added_to_sum=0.0),
+    num_layers=30,
+    num_heads=16,
+    num_kv_heads=8,
+    global_heads=GlobalHeads(num_kv_heads=2, head_dim=512, keys_as_values=True),
+    embedding_multiplier=2816**0.5,
+    window_layers=(True, True, True, True, True, False) * 5,
+)
 _OLMO_HYBRID = TransformerConfig(
     family="olmo_hybrid",
     vocab_size=100_352,
@@ -164,6 +220,10 @@ PRESETS: dict[str, TransformerConfig] = {
     "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, tied=False),
     "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 768),
     "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
+    "Qwen/Qwen3.5-9B": _QWEN35_9B,
+    "Qwen/Qwen3.5-35B-A3B": _QWEN35_35B,
+    "google/gemma-4-31B": _GEMMA4_31B,
+    "google/gemma-4-26B-A4B": _GEMMA4_26B,
     "Qwen/Qwen3-Next-80B-A3B": _QWEN3_NEXT,
     "Qwen/Qwen3-Next-80B-A3B-Thinking": _QWEN3_NEXT,
     "allenai/Olmo-Hybrid-7B": _OLMO_HYBRID,
@@ -183,8 +243,8 @@ refuses."""
 
 def preset(name: str) -> TransformerConfig | None:
     """Return the architecture of a known model, or None."""
-    known = PRESETS.get(name.removesuffix("-Instruct").removesuffix("-Base").removesuffix("-Chat"))
-    if known and known.family.startswith("qwen3") and name.endswith("-Base"):
+    known = PRESETS.get(re.sub("-(Instruct|Base|Chat|it)$", "", name))
+    if known and known.family in ("qwen3", "qwen3_moe") and name.endswith("-Base"):
         return replace(known, max_position=QWEN3_BASE)
     return known
 
