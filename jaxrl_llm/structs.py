@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
+from jaxrl_llm.forks import Fork
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.thoughts import as_message
 
@@ -98,6 +99,10 @@ class Trajectory:
         None  # int32 [R', K], tokens that the filters kept at each of the policy's, -1 = none
     )
 
+    forks: tuple[Fork, ...] = ()
+    """Points at which the history was rewritten; observations of `response_ids` then begin with the earlier
+    turns as the policy read them again. `forks.contexts` gives what each turn read."""
+
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -172,10 +177,11 @@ class Batch:
     tokens: Int[Array, "B T"]
     targets: Int[Array, "B T"]  # the next token of the same trajectory; 0 at its end
     positions: Int[Array, "B T"]  # in the trajectory, from 0
-    segments: Int[Array, "B T"]  # 1, 2, ... number the trajectories of a row; 0 = padding
+    segments: Int[Array, "B T"]  # 1, 2, ... number the contexts of a row; 0 = padding
     mask: Float[Array, "B T"]  # 1 where the target is trained on
     lengths: Float[Array, "B T"]  # trained tokens of the trajectory that this token belongs to (>= 1)
-    last: Int[Array, "B T"] | None = None  # the last trajectory that reads this token (docs/prefixes.md)
+    last: Int[Array, "B T"] | None = None  # the last context that reads this token (docs/prefixes.md)
+    sequences: Int[Array, "B T"] | None = None  # 1, 2, ... number the trajectories; None = `segments`
     advantages: Float[Array, "B T"] | None = None
     rollout_logprobs: Float[Array, "B T"] | None = None  # log-probs (nats) the rollout engine reported
     old_logprobs: Float[Array, "B T"] | None = None  # log-probs before the first update of this step
@@ -210,7 +216,7 @@ class LossInputs:
 
     logprobs: Float[Array, "B T"]  # carries the gradient
     mask: Float[Array, "B T"]
-    segments: Int[Array, "B T"]
+    segments: Int[Array, "B T"]  # 1, 2, ... number the trajectories of a row; 0 = padding
     lengths: Float[Array, "B T"]
     num_tokens: Float[Array, ""]
     num_sequences: Float[Array, ""]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.forks import Fork, contexts
 from jaxrl_llm.structs import SIGNALS, Batch, Sharing, Trajectory
 
 IN_LOSS = tuple(signal.name for signal in SIGNALS if signal.in_loss)
@@ -29,6 +30,7 @@ class PackItem:
     routes: np.ndarray | None = None  # as in a Trajectory, [t, L, K]
     kept: np.ndarray | None = None  # kept sets as in a Trajectory, [t, K], -1 on the prompt
     prompt: int | None = None  # `prompt_index` of its Trajectory; None = a document
+    forks: tuple[Fork, ...] = ()  # as in a Trajectory
 
 
 def from_trajectory(trajectory: Trajectory) -> PackItem:
@@ -45,6 +47,7 @@ def from_trajectory(trajectory: Trajectory) -> PackItem:
         routes=trajectory.routes,
         kept=kept,
         prompt=trajectory.prompt_index,
+        forks=trajectory.forks,
     )
 
 
@@ -85,13 +88,14 @@ def pack(
     Raises:
         UserError: a group longer than a row.
     """
+    branches = branches_of(sequences)
     packed = arrange(sequences, row_length, group_size, share)
     route = next((s.routes[0] for s in sequences if s.routes is not None), None) if replay else None
     batches = []
     for start in range(0, len(packed), rows):
         members = packed[start : start + rows]
         batches.append(
-            _fill_rows(sequences, members, row_length, rows, route=route, share=share, num_kept=num_kept)
+            _fill_rows(branches, members, row_length, rows, route=route, share=share, num_kept=num_kept)
         )
     return batches
 
@@ -113,25 +117,78 @@ def unpack(
         on_targets: the outputs belong to the targets of their columns; else to the tokens.
     """
     outputs: list[np.ndarray] = [np.zeros(0)] * len(sequences)
-    rows = itertools.chain.from_iterable(values)
+    branches, rows = branches_of(sequences), itertools.chain.from_iterable(values)
     for members, row in zip(arrange(sequences, row_length, group_size, share), rows, strict=False):
         for place in members:
-            found = row[place.columns]
-            shifted = np.concatenate([np.zeros_like(row[:1]), found[:-1]])
-            outputs[place.index] = shifted if on_targets else found
+            branch, found = branches[place.index], row[place.columns]
+            if on_targets:
+                found = np.concatenate([np.zeros_like(row[:1]), found[:-1]])
+            if sequences[branch.index].forks:
+                if not len(outputs[branch.index]):
+                    outputs[branch.index] = np.zeros((branch.num_tokens, *row.shape[1:]), row.dtype)
+                outputs[branch.index][branch.first :][: len(found) - branch.keep] = found[branch.keep :]
+            else:
+                outputs[branch.index] = found
     return outputs
+
+
+class Branch(NamedTuple):
+    """One context of a sequence: the whole of it, unless it has forks (`forks.contexts`)."""
+
+    item: PackItem  # what the context reads, in order; trained on are tokens that no context before has
+    index: int  # of the sequence
+    keep: int  # leading tokens that the branch before has
+    first: int  # number in the sequence of the token that follows them
+    num_tokens: int  # of the sequence
+    num_trained: float  # tokens of the sequence
+
+
+def branches_of(sequences: Sequence[PackItem]) -> list[Branch]:
+    """Return the contexts of all sequences, in order."""
+    return list(itertools.chain.from_iterable(itertools.starmap(_branches, enumerate(sequences))))
+
+
+def _branches(index: int, item: PackItem) -> Iterator[Branch]:
+    total = len(item.tokens), max(float(item.mask[1:].sum()), 1.0)
+    if not item.forks:
+        yield Branch(item, index, 0, 0, *total)
+        return
+    for read, keep in contexts(len(item.tokens), item.forks):
+        mask = item.mask[read]
+        mask[:keep] = 0
+        of_context = PackItem(
+            item.tokens[read],
+            mask,
+            {name: values[read] for name, values in item.signals.items()},
+            routes=None if item.routes is None else item.routes[read],
+            kept=None if item.kept is None else item.kept[read],
+            prompt=item.prompt,
+        )
+        yield Branch(of_context, index, keep, int(read[keep]), *total)
+
+
+def row_tokens(sequences: Sequence[PackItem], share: Sharing) -> int:
+    """Return the tokens of a row that has these sequences, in this order."""
+    branches = branches_of(sequences)
+    return places_of(branches, range(len(branches)), share)[-1].end
 
 
 def arrange(
     sequences: Sequence[PackItem], row_length: int, group_size: int = 1, share: Sharing = False
 ) -> list[list[Place]]:
-    """Return the places of the sequences in each row; groups stay whole and in order."""
-    groups = [list(range(i, i + group_size)) for i in range(0, len(sequences), group_size)]
+    """Return the places of the sequences' branches in each row.
+
+    Groups stay whole and in order. So do the branches of a sequence if they share their prefixes; otherwise
+    each branch by itself takes a place, unless its group has several sequences.
+    """
+    branches, whole = branches_of(sequences), share is True or group_size > 1
+    of_group = lambda n: branches[n].index // group_size if whole else n
+    groups = [list(members) for _, members in itertools.groupby(range(len(branches)), key=of_group)]
     if share:
-        groups = trees(sequences, groups, row_length, share)
-    sizes = [places_of(sequences, members, share)[-1].end for members in groups]
+        groups = trees(branches, groups, row_length, share)
+    sizes = [places_of(branches, members, share)[-1].end for members in groups]
     rows = first_fit(sizes, row_length)
-    return [places_of(sequences, [i for group in row for i in groups[group]], share) for row in rows]
+    return [places_of(branches, [i for group in row for i in groups[group]], share) for row in rows]
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -171,6 +228,7 @@ def empty_batch(
         share: the sequences may share prefixes.
         route: route of a token, for shape and type; None = the batch has no routes.
     """
+    # Arrays that hold other values than 0.
     zeros = lambda dtype: np.zeros((rows, row_length), dtype)
     if route is not None:
         unknown = np.iinfo(route.dtype).max
@@ -180,6 +238,7 @@ def empty_batch(
         targets=zeros(np.int32),
         positions=zeros(np.int32),
         segments=zeros(np.int32),
+        sequences=zeros(np.int32),
         last=zeros(np.int32) if share else None,
         mask=zeros(np.float32),
         lengths=np.ones((rows, row_length), np.float32),
@@ -190,7 +249,7 @@ def empty_batch(
 
 
 def _fill_rows(
-    sequences: Sequence[PackItem],
+    branches: Sequence[Branch],
     packed: list[list[Place]],
     row_length: int,
     rows: int,
@@ -200,20 +259,23 @@ def _fill_rows(
     num_kept: int,
 ) -> Batch:
     if num_kept:
-        num_kept = max(num_kept, *(s.kept.shape[1] for s in sequences))
-    names = tuple(name for name in IN_LOSS if name in sequences[0].signals)
+        num_kept = max(num_kept, *(branch.item.kept.shape[1] for branch in branches))
+    names = tuple(name for name in IN_LOSS if name in branches[0].item.signals)
     batch = empty_batch(rows, row_length, names, route, share=share, num_kept=num_kept)
     for row, places in enumerate(packed):
+        owners = dict.fromkeys(branches[place.index].index for place in places)
+        numbers = {index: n for n, index in enumerate(owners, 1)}
         for segment, (index, shared, columns) in enumerate(places, 1):
             # Tokens after the shared prefix; arrays of targets are shifted by one.
-            s = sequences[index]
+            s, branch = branches[index].item, branches[index]
             here, shifted = columns[shared:], columns[shared:-1]  # position t predicts token t + 1
             batch.tokens[row, here] = s.tokens[shared:]
             batch.positions[row, here] = np.arange(shared, len(s.tokens))
             batch.segments[row, here] = segment
+            batch.sequences[row, here] = numbers[branch.index]
             batch.targets[row, shifted] = s.tokens[shared + 1 :]
             batch.mask[row, shifted] = s.mask[shared + 1 :]
-            batch.lengths[row, here] = max(float(s.mask[1:].sum()), 1.0)
+            batch.lengths[row, here] = branch.num_trained
             for name in names:
                 getattr(batch, name)[row, shifted] = s.signals[name][shared + 1 :]
             if route is not None and s.routes is not None:
@@ -226,10 +288,10 @@ def _fill_rows(
 
 
 class Place(NamedTuple):
-    """The place of a sequence in a row."""
+    """The place of a branch in a row."""
 
-    index: int  # of the sequence
-    shared: int  # number of first tokens shared with the preceding sequence in the row
+    index: int  # of the branch, in `branches_of`
+    shared: int  # number of first tokens shared with the preceding branch in the row
     columns: np.ndarray  # of all its tokens, [t]
 
     @property
@@ -258,29 +320,29 @@ def context_tokens(item: PackItem) -> int:
 
 
 def trees(
-    sequences: Sequence[PackItem],
+    branches: Sequence[Branch],
     groups: Sequence[Sequence[int]],
     row_length: int,
     share: Sharing = True,
 ) -> list[list[int]]:
-    """Join the groups to trees that fit a row; return the indices of each tree's sequences.
+    """Join the groups to trees that fit a row; return the indices of each tree's branches.
 
     Groups of equal context are joined first, in the order of their tokens; if they exceed a row, they are
     divided and the context is copied. Then neighbours in this order are joined, largest shared prefix first,
     if the second tree shares more than half of its context; flat rows have only groups of equal context.
     """
-    groups = sorted(groups, key=lambda members: sequences[members[0]].tokens.tobytes())
-    sizes = [places_of(sequences, members, share)[-1].end for members in groups]
-    firsts = [sequences[members[0]] for members in groups]
+    groups = sorted(groups, key=lambda members: branches[members[0]].item.tokens.tobytes())
+    sizes = [places_of(branches, members, share)[-1].end for members in groups]
+    firsts = [branches[members[0]].item for members in groups]
     contexts = [context_tokens(item) for item in firsts]
-    shared = functools.cache(lambda a, b: shared_tokens(sequences[groups[a][-1]], firsts[b]))
+    shared = functools.cache(lambda a, b: shared_tokens(branches[groups[a][-1]].item, firsts[b]))
     tree_of = [[n] for n in range(len(groups))]  # of each group, in order
 
     def join(a: int, b: int) -> None:
         joined = sorted(tree_of[a] + tree_of[b])
         size = sum(sizes[n] for n in joined) - sum(itertools.starmap(shared, itertools.pairwise(joined)))
         if share == "flat":
-            size = places_of(sequences, [i for n in joined for i in groups[n]], share)[-1].end
+            size = places_of(branches, [i for n in joined for i in groups[n]], share)[-1].end
         if size <= row_length:
             for n in joined:
                 tree_of[n] = joined
@@ -302,17 +364,19 @@ def trees(
     return [[index for n in tree_of[root] for index in groups[n]] for root in roots]
 
 
-def places_of(sequences: Sequence[PackItem], members: Sequence[int], share: Sharing) -> list[Place]:
-    """Return the places of sequences in a row, in this order."""
+def places_of(branches: Sequence[Branch], members: Sequence[int], share: Sharing) -> list[Place]:
+    """Return the places of branches in a row, in this order."""
     places: list[Place] = []
-    columns, end, branch = np.zeros(0, np.int64), 0, 0
+    columns, end, fork = np.zeros(0, np.int64), 0, 0
     for i, index in enumerate(members):
-        before = sequences[members[i - 1]] if share and i else None
-        shared = shared_tokens(before, sequences[index]) if before else 0
-        if share == "flat":  # the sequences of a tree part at one token, the branch
-            shared = min(shared, branch or shared) if shared >= branch else 0
-            branch = shared
-        own = len(sequences[index].tokens) - shared
+        before, branch = branches[members[i - 1]] if share and i else None, branches[index]
+        shared = shared_tokens(before.item, branch.item) if before else 0
+        if before and before.index == branch.index and members[i - 1] == index - 1:
+            shared = branch.keep  # no copy of the last one: the token after it is an observation
+        if share == "flat":  # the sequences of a tree part at one token, the fork
+            shared = min(shared, fork or shared) if shared >= fork else 0
+            fork = shared
+        own = len(branch.item.tokens) - shared
         columns = np.concatenate([columns[:shared], np.arange(end, end + own)])
         places.append(Place(index, shared, columns))
         end += own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.data.packing import PackItem, branches_of
 from jaxrl_llm.experience.metrics import group_by_prompt
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.learn.moe_losses import reads_logits
@@ -99,6 +99,6 @@ def learning_flops(stage: Stage, minibatches: Sequence[Sequence[PackItem]], step
 
 def _distinct(stage: Stage, minibatches: Sequence[Sequence[PackItem]]) -> Callable[..., float]:
     """Return (flops, model, logits) -> FLOPs of the items, each token of a row counted once."""
-    lengths = [len(item.tokens) for items in minibatches for item in items]
+    lengths = [len(branch.item.tokens) for items in minibatches for branch in branches_of(items)]
     shared = [length for items in minibatches for length in stage.policy.scorer.shared_tokens(items)]
     return lambda flops, c, logits=True: flops(c, lengths, logits) - flops(c, shared, logits)

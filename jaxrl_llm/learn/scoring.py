@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.data.packing import PackItem, arrange, empty_batch, pack, places_of, unpack
+from jaxrl_llm.data.packing import PackItem, arrange, branches_of, empty_batch, pack, row_tokens, unpack
 from jaxrl_llm.learn.moe_losses import ROUTES, Replay
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.sharding.compile import Program, bucket, compiler_options
@@ -67,7 +67,7 @@ class Scorer:
         Args:
             replay: these are weights of the model whose routes the items have (`StepConfig.replay`).
         """
-        bare = [PackItem(item.tokens, item.mask, routes=item.routes, kept=item.kept) for item in items]
+        bare = [replace(item, signals={}) for item in items]
         with jax.set_mesh(self.mesh):
             batches = self.batches(bare, self.config.rows_scored, replay)
             results = [self.run(params, batch, names=names) for batch in batches]
@@ -101,9 +101,9 @@ class Scorer:
                 item.signals.setdefault(name, array)
 
     def shared_tokens(self, items: Sequence[PackItem]) -> list[int]:
-        """Return the lengths of the prefixes that items have in common with others of their rows."""
+        """Return the lengths of the prefixes that contexts have in common with others of their rows."""
         c = self.config
-        rows = arrange(items, c.row_tokens, self.group_size, share=True) if c.share_prefixes else []
+        rows = arrange(items, c.row_tokens, self.group_size, c.share_prefixes) if c.share_prefixes else []
         return [place.shared for row in rows for place in row if place.shared]
 
     def shared_fraction(self, minibatches: Sequence[Sequence[PackItem]]) -> Metrics:
@@ -111,9 +111,8 @@ class Scorer:
         if not self.config.share_prefixes:
             return {}
         shared = sum(sum(self.shared_tokens(items)) for items in minibatches)
-        return {
-            "packing/shared_fraction": shared / sum(len(i.tokens) for items in minibatches for i in items)
-        }
+        total = sum(len(branch.item.tokens) for items in minibatches for branch in branches_of(items))
+        return {"packing/shared_fraction": shared / total}
 
     def batches(self, items: Sequence[PackItem], rows: int, replay: bool = True) -> list[Batch]:
         """Return the micro-batches that `data.packing.pack` makes of these items, on the devices."""
@@ -173,7 +172,7 @@ class BucketedScorer:
         for _, group in itertools.groupby(range(len(items)), key=prompt_of):
             group = list(group)
             width = bucket(max(len(items[i].tokens) for i in group), SHORTEST_ROW)
-            whole = bucket(places_of(items, group, share)[-1].end, SHORTEST_ROW)
+            whole = bucket(row_tokens([items[i] for i in group], share), SHORTEST_ROW)
             width = whole if whole * shards <= self.batch_tokens else width
             by_width.setdefault(width, []).extend(group)
         buckets = []

@@ -215,7 +215,7 @@ def loss_inputs(batch: Batch, outputs: Outputs, totals: BatchTotals) -> LossInpu
     return LossInputs(
         logprobs=logprobs,
         mask=batch.mask,
-        segments=batch.segments,
+        segments=batch.segments if batch.sequences is None else batch.sequences,
         lengths=batch.lengths,
         num_tokens=totals.num_tokens,
         num_sequences=totals.num_sequences,

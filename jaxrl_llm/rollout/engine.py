@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import RunError
+from jaxrl_llm.forks import Fork, contexts
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.structs import Episode, Metrics, Params, Trajectory
 from jaxrl_llm.thoughts import opens_thought
@@ -38,6 +39,7 @@ class PartialResponse:
     finish: str = ""  # "stop" or "length"; "" = unfinished
     observed: list[tuple[int, int]] = field(default_factory=list)
     """Spans of `ids` that are observations: the environment's replies between the policy's turns."""
+    forks: list[Fork] = field(default_factory=list)  # where replies have rewritten the history
     episode: Episode | None = None  # of the environment's replies so far
     routes: list[np.ndarray] = field(default_factory=list)
     """Routes of the tokens of prompt and response, [L, K] each (`route_spec`), from the first as
@@ -58,9 +60,21 @@ class PartialResponse:
 
     @property
     def context(self) -> np.ndarray:
-        """Return prompt, turns and observations before the present turn, int32 [.]."""
+        """Return prompt, turns and observations that the policy reads before the present turn, int32 [.]."""
+        return self.present[: self.num_present - len(self.ids) + self.turn_start]
+
+    @property
+    def present(self) -> np.ndarray:
+        """Return the context and the present turn, int32 [.]."""
         prompt = np.asarray(self.request.prompt_ids, np.int32)
-        return np.concatenate([prompt, np.array(self.ids[: self.turn_start], np.int32)])
+        ids = np.concatenate([prompt, np.array(self.ids, np.int32)])
+        return ids[contexts(len(ids), self.forks)[-1].read] if self.forks else ids
+
+    @property
+    def num_present(self) -> int:
+        """Return the number of tokens of `present`."""
+        dropped = self.forks[-1].first - self.forks[-1].keep if self.forks else 0
+        return len(self.request.prompt_ids) + len(self.ids) - dropped
 
     @property
     def mask(self) -> np.ndarray:
@@ -84,7 +98,7 @@ class PartialResponse:
 
     def copy(self) -> PartialResponse:
         """Return the response as it is now; the original may grow."""
-        names = ("ids", "logprobs", "versions", "observed", "servers", "routes", "kept")
+        names = ("ids", "logprobs", "versions", "observed", "servers", "routes", "kept", "forks")
         return replace(self, **{name: [*getattr(self, name)] for name in names})
 
     def restarted(self) -> PartialResponse:
@@ -110,6 +124,11 @@ class Reply(NamedTuple):
     done: bool  # the conversation has ended; `ids` are not used
     episode: Episode
     conversation: Any = None  # so far, for the next reply; None = as before
+    keep: int | None = None
+    """Tokens of the present context (what the policy read before the turn, prompt included, and the turn)
+    that the next turn still reads; `ids` follow them. None = all. Fewer = the history is rewritten, and `ids`
+    begin with earlier turns as the policy reads them from now on. They are observations, which count towards
+    `max_tokens`; each turn is trained on after the context that it was sampled in."""
 
 
 class Dialogue(Protocol):
@@ -125,7 +144,8 @@ class Dialogue(Protocol):
 
         Args:
             conversation: returned by the previous reply; None for the first turn.
-            ids: the response so far, including earlier turns and observations.
+            ids: the response so far, including earlier turns and observations; if the history was
+                rewritten, all tokens that were in any context, in the order in which they came.
 
         Raises (the future):
             DialogueError: no conversation can continue. The failure of a single one is in its Episode; any
@@ -169,7 +189,8 @@ class Engine(Protocol):
 
         With a dialogue, a turn that ends before `max_tokens` gets a reply and the next turn is generated,
         until the dialogue is done or `max_tokens`, observations included, are used up (finish "length"). An
-        observation's tokens have mask 0 and log-prob 0. A slow reply delays its own conversation alone.
+        observation's tokens have mask 0 and log-prob 0, also where it rewrites the history (`Reply.keep`). A
+        slow reply delays its own conversation alone.
 
         Args:
             requests: prompts of different `prompt_index`.

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.forks import Fork
 from jaxrl_llm.models.experts.router import unknown_route
 from jaxrl_llm.rollout.engine import PartialResponse, Request, reads_thought, text_of
 from jaxrl_llm.rollout.keys import sample_keys
@@ -59,6 +60,7 @@ def trajectory_of(response: PartialResponse, tokenizer: Any, end_ids: Sequence[i
         server=" ".join(response.servers),
         routes=routes_of(response),
         kept=kept_of(response),
+        forks=tuple(response.forks),
     )
 
 
@@ -109,6 +111,8 @@ def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -
     arrays["episodes"] = np.frombuffer(json.dumps(episodes, default=str).encode(), np.uint8)
     spans = [(row, *span) for row, (_, _, one) in enumerate(rows) for span in one.observed]
     arrays["observed"] = np.array(spans, np.int32).reshape(-1, 3)
+    forks = [(row, *fork) for row, (_, _, one) in enumerate(rows) for fork in one.forks]
+    arrays["forks"] = np.array(forks, np.int32).reshape(-1, 3)
     routes = [route for _, _, one in rows for route in one.routes]
     arrays["num_routes"] = np.array([len(one.routes) for _, _, one in rows], np.int32)
     arrays["routes"] = np.stack(routes) if routes else np.zeros(0, np.uint8)
@@ -124,17 +128,22 @@ def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -
 
 def unpack_responses(data: bytes) -> dict[int, list[list[PartialResponse]]]:
     """Return what `pack_responses` was given; lists and responses in their order."""
+    # Arrays of each response; older files have fewer.
     arrays = np.load(io.BytesIO(data), allow_pickle=False)
     ends = np.cumsum(arrays["length"])[:-1]
     columns = {name: np.split(arrays[name], ends) for name in PER_TOKEN}
     observed: list[list[tuple[int, int]]] = [[] for _ in arrays["length"]]
     for row, start, end in arrays["observed"].tolist():
         observed[row].append((start, end))
+    forks: list[list[Fork]] = [[] for _ in arrays["length"]]
+    for row, first, keep in arrays["forks"].tolist() if "forks" in arrays else ():
+        forks[row].append(Fork(first, keep))
     lists_of = {name: [()] * len(arrays["length"]) for name in ("routes", "kept")}
     for name in lists_of:
         if name in arrays:
             lists_of[name] = np.split(arrays[name], np.cumsum(arrays[f"num_{name}"])[:-1])
     episodes = json.loads(arrays["episodes"].tobytes()) if "episodes" in arrays else {}
+    # The responses, by batch and list.
     batches: dict[int, list[list[PartialResponse]]] = {}
     for i, (n, k) in enumerate(zip(arrays["batch"].tolist(), arrays["list"].tolist(), strict=True)):
         lists = batches.setdefault(n, [])
@@ -142,7 +151,7 @@ def unpack_responses(data: bytes) -> dict[int, list[list[PartialResponse]]]:
         per_token = {name: column[i].tolist() for name, column in columns.items()}
         finish = str(arrays["finish"][i])
         per_token |= {name: list(values[i]) for name, values in lists_of.items()}
-        one = PartialResponse(**per_token, finish=finish, observed=observed[i])
+        one = PartialResponse(**per_token, finish=finish, observed=observed[i], forks=forks[i])
         lists[k].append(one)
         if saved := episodes.get(str(i)):
             lists[k][-1].episode = Episode(**{**saved, "messages": tuple(saved["messages"])})

@@ -9,6 +9,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
+from jaxrl_llm.forks import Fork
+from jaxrl_llm.models.experts.router import unknown_route
 from jaxrl_llm.rollout.engine import Dialogue, DialogueError, PartialResponse, Reply
 from jaxrl_llm.structs import Episode
 
@@ -68,7 +72,7 @@ def read_reply(future: Future[Reply] | Any, response: PartialResponse, vocab_siz
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     else:
-        failure = _reply_problem(reply, vocab_size)
+        failure = _reply_problem(reply, response, vocab_size)
     if not failure:
         return reply
     episode = response.episode or Episode()
@@ -82,17 +86,31 @@ def append_reply(response: PartialResponse, reply: Reply) -> bool:
     response.episode = reply.episode
     if reply.done:
         return False
-    start, end = len(response.ids), len(response.ids) + len(reply.ids)
+    ids, keep = reply.ids, response.num_present if reply.keep is None else int(reply.keep)
+    if keep < response.num_present and not ids:  # a fork has a token of its own
+        keep, ids = keep - 1, response.present[keep - 1 : keep].tolist()
+    start, end = len(response.ids), len(response.ids) + len(ids)
     if end >= response.request.max_tokens:
         response.finish = "length"
         return False
-    response.append(reply.ids, [0.0] * len(reply.ids), response.versions[-1:] * len(reply.ids))
+    if keep < response.num_present:
+        _fork(response, keep)
+    response.append(ids, [0.0] * len(ids), response.versions[-1:] * len(ids))
     response.observed.append((start, end))
     response.finish = ""
     return True
 
 
-def _reply_problem(reply: Any, vocab_size: int) -> str:
+def _fork(response: PartialResponse, keep: int) -> None:
+    """Let the next token follow the first `keep` tokens of the present context."""
+    first = len(response.request.prompt_ids) + len(response.ids)
+    response.forks.append(Fork(first, keep))
+    if response.routes:  # the last token sampled is never read
+        unknown = np.full_like(response.routes[0], unknown_route(response.routes[0].dtype))
+        response.routes += [unknown] * (first - len(response.routes))
+
+
+def _reply_problem(reply: Any, response: PartialResponse, vocab_size: int) -> str:
     """Return the problem with a reply, or ""."""
     if not isinstance(reply, Reply) or not isinstance(reply.episode, Episode):
         return f"the reply is {type(reply).__name__}, not a Reply with an Episode"
@@ -102,6 +120,11 @@ def _reply_problem(reply: Any, vocab_size: int) -> str:
         return ""
     if not isinstance(reply.ids, list) or not all(isinstance(i, numbers.Integral) for i in reply.ids):
         return f"the reply's ids are not a list of integers: {reply.ids!r:.100}"
+    if reply.keep is not None:
+        keep, least, most = reply.keep, 0 if reply.ids else 1, response.num_present
+        is_count = isinstance(keep, numbers.Integral) and not isinstance(keep, bool)
+        if not is_count or not least <= keep <= most:
+            return f"the reply's keep is {keep!r:.100}, not {least} to {most} tokens of the context"
     wrong = next((i for i in reply.ids if not 0 <= i < vocab_size), None)
     return "" if wrong is None else f"the reply's token id {wrong} is outside the vocabulary of {vocab_size}"
 

@@ -158,7 +158,8 @@ class DraftTexts:
             joined = np.concatenate([np.append(ids, np.int32(-1)) for ids in others] or [row[:0]])
             joined = joined[-self.max_tokens :]
             row[self.max_tokens - len(joined) : self.max_tokens] = joined
-            own = np.concatenate([response.request.prompt_ids, self._ids(response)])[:width]
+            own = np.concatenate([response.request.prompt_ids, self._ids(response)])
+            own = (response.present if response.forks else own)[:width]
             row[self.max_tokens :][: len(own)] = own
         return rows
 

@@ -115,7 +115,8 @@ class Scheduler:
         busy = bool(self.waiting) or self.slots.active.any()
         continued, ended = self.turns.collect(block=not busy)
         self.waiting += continued
-        for response in ended:
+        forked = [r for r in continued if r.forks and r.forks[-1].first == first_of_reply(r)]
+        for response in [*ended, *forked]:
             self.cache.drop(response)
         return self.turns.num_waiting > 0
 
@@ -151,7 +152,7 @@ class Scheduler:
         new = np.flatnonzero(self.slots.active & (self.slots.counts == 0))
         for slot in new:  # decode reads the last token, and returns its route
             response = self.running[slot]
-            del response.routes[self.slots.positions[slot] :]
+            del response.routes[len(response.request.prompt_ids) + response.turn_start - 1 :]
         fresh = [slot for slot in new if not self.cache.num_kept(slot)]
         self._prefill_prompts(fresh)
         chunks = {s: self.running[s].context[self.cache.num_kept(s) : -1] for s in new if s not in fresh}
@@ -190,7 +191,7 @@ class Scheduler:
         if routes is not None:
             for slot, row, n in zip(slots, np.asarray(routes), lengths, strict=True):
                 if slot >= 0:
-                    self.running[slot].routes.extend(row[:n])
+                    add_routes(self.running[slot], row[:n])
         self.prefill_tokens += int(lengths.sum())
         self.prefill_seconds += time.perf_counter() - start
 
@@ -211,7 +212,7 @@ class Scheduler:
         self.cache.insert(self.prefilled, rows)
         if self.programs.route is not None:
             for response in (self.running[slot] for slot in new):
-                response.routes.extend(self.prompt_routes[_prompt_key(response)][len(response.routes) :])
+                add_routes(response, self.prompt_routes[_prompt_key(response)])
 
     def _prefill_batch(self, responses: list[PartialResponse]) -> None:
         """Run one forward over the first prompts of these responses: as many as fit, and fill its rows."""
@@ -320,8 +321,8 @@ class Scheduler:
                 response.finish = "stop" if stopped else "length"
                 self.running[s] = None
                 if stopped and self.turns:
-                    read = len(response.request.prompt_ids) + len(response.ids)
-                    self.cache.finish(s, response, read, num_read=int(slots.positions[s]))
+                    read = int(slots.positions[s])
+                    self.cache.finish(s, response, response.num_present, num_read=read)
                     self.turns.send(response)
                 else:
                     self.cache.finish(s)
@@ -353,6 +354,21 @@ def throughput(schedulers: Sequence[Scheduler], seconds: float) -> Metrics:
         "rollout/reused_tokens": total("reused_tokens"),
         "rollout/slot_occupancy": (tokens - accepted) / max(total("slot_steps"), 1),
     }
+
+
+def add_routes(response: PartialResponse, routes: np.ndarray) -> None:
+    """Add the routes that are missing before the present turn's first token is sampled.
+
+    Args:
+        routes: of tokens of the context up to the one before its last, which decoding reads.
+    """
+    missing = len(response.request.prompt_ids) + response.turn_start - 1 - len(response.routes)
+    response.routes.extend(routes[len(routes) - missing :])
+
+
+def first_of_reply(response: PartialResponse) -> int:
+    """Return the number of the first token of the last reply, counted from the prompt's first."""
+    return len(response.request.prompt_ids) + response.observed[-1][0]
 
 
 def _filling(counts: tuple[int, ...], rows: int) -> int:

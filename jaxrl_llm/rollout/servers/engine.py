@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl_llm.bridge.adapters import AdapterPublisher
 from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.errors import ServerError
+from jaxrl_llm.forks import contexts
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.rollout.checks import check_requests
@@ -199,12 +200,20 @@ class ServerEngine:
         trainer_logprobs = []
         served_params = self.publisher.served_params(params) if compared else params
         for each in compared:
-            tokens = np.concatenate([each.prompt_ids, each.response_ids])
-            logprobs = self.publisher.score(served_params, tokens, temperature, each.routes)
-            trainer_logprobs.append(logprobs[len(each.prompt_ids) - 1 :])
+            trainer_logprobs.append(self._scored(served_params, each, temperature))
         tolerance = self.publisher.tolerance / min(temperature, 1.0)
         false = self.on_first(lambda: self._find_false(compared, trainer_logprobs, tolerance))
         return [i for i, t in enumerate(trajectories) if not false.isdisjoint({t.server, *t.server.split()})]
+
+    def _scored(self, params: Params, trajectory: Trajectory, temperature: float) -> np.ndarray:
+        """Return the trainer's log-probs of the response's tokens, each after its own context."""
+        tokens, routes = np.concatenate([trajectory.prompt_ids, trajectory.response_ids]), trajectory.routes
+        found = np.zeros(len(tokens), np.float32)
+        for read, keep in contexts(len(tokens), trajectory.forks):
+            of_context = None if routes is None else routes[read]
+            logprobs = self.publisher.score(params, tokens[read], temperature, of_context)
+            found[read[keep:]] = np.concatenate([[0.0], logprobs])[keep:]
+        return found[len(trajectory.prompt_ids) :]
 
     def _find_false(
         self, trajectories: Sequence[Trajectory], trainer_logprobs: Sequence[np.ndarray], tolerance: float

@@ -119,13 +119,15 @@ class ResponseGenerator:
         """
         again = response.restarted()
         again.servers = response.servers
+        before = len(response.request.prompt_ids)
         for start, end in response.observed:
             turn = slice(len(again.ids), start)
             again.append(response.ids[turn], response.logprobs[turn], response.versions[turn])
-            again.routes = response.routes[: len(response.request.prompt_ids) + start]
+            again.routes = response.routes[: before + start]
             again.finish = "stop"
             more = await self._answered(again, dialogue)
-            if not more or again.ids != response.ids[:end]:
+            forks = [fork for fork in response.forks if fork.first < before + end]
+            if not more or again.ids != response.ids[:end] or again.forks != forks:
                 vars(response).update(vars(again))
                 return more
         response.conversation, response.episode = again.conversation, again.episode
@@ -156,13 +158,16 @@ class ResponseGenerator:
         request, stalled, interruptions = response.request, 0, self.pool.interruptions
         while not response.finish:
             body = {
-                "input_ids": [*request.prompt_ids.tolist(), *response.ids],
+                "input_ids": response.present.tolist(),
                 "sampling_params": self._sampling_params(response, sampling),
                 "return_logprob": True,
                 "extra_key": self.pool.label,  # keys cached under older weights must not be used
             }
             if self.routes:  # of the tokens that have none yet
-                body |= {"return_routed_experts": True, "routed_experts_start_len": len(response.routes)}
+                known = response.num_present - (
+                    len(request.prompt_ids) + len(response.ids) - len(response.routes)
+                )
+                body |= {"return_routed_experts": True, "routed_experts_start_len": known}
             async with self.pool.slot:
                 await self._resumed.wait()
                 with self.meter:

@@ -1,0 +1,203 @@
+"""Trajectories with rewritten histories: the step is that of each turn after its own context, by hand."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gradients import SUM, assert_same, assert_same_gradients, gradients_of
+from random_weights import random_params, weights_for
+
+from jaxrl_llm import algos, models
+from jaxrl_llm.builders.models import config_with_heads
+from jaxrl_llm.data.packing import arrange, branches_of, from_trajectory, pack, unpack
+from jaxrl_llm.forks import Fork, contexts
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.stage import Experience, Stage
+from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.mixer_config import DeltaConfig
+from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
+from jaxrl_llm.structs import LossInputs, Rollouts, Trajectory
+
+MODEL = TransformerConfig(
+    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    initializer_range=0.3,
+)  # fmt: skip
+HYBRID = dataclasses.replace(
+    MODEL, layer_kinds=("delta", "attention"), attention_gate=True, delta=DeltaConfig(2, 4, 8, 8)
+)
+PROMPT = 6
+# Mask of the response, and the forks: none, one that drops a turn, one after another, one into the prompt.
+SHAPES = (
+    ("1110011", ()),
+    ("111100111", (Fork(PROMPT + 4, PROMPT + 1),)),
+    ("110011110001001", (Fork(PROMPT + 2, PROMPT), Fork(PROMPT + 8, PROMPT + 1))),
+    ("11001100011", (Fork(PROMPT + 2, PROMPT), Fork(PROMPT + 6, 2))),
+)
+
+
+def trajectories():
+    """Two prompts with a response of each shape."""
+    rng, found = np.random.default_rng(0), []
+    ids = lambda n: rng.integers(0, MODEL.vocab_size, n).astype(np.int32)
+    for index in range(2 * len(SHAPES)):
+        if index % len(SHAPES) == 0:
+            prompt = ids(PROMPT)
+        mask, forks = SHAPES[index % len(SHAPES)]
+        mask = np.array([*map(int, mask)], np.int8)
+        found.append(Trajectory(
+            prompt_ids=prompt, response_ids=ids(len(mask)), mask=mask, versions=np.zeros(len(mask), np.int32),
+            logprobs=np.where(mask, rng.normal(-4, 0.3, len(mask)), 0.0).astype(np.float32),
+            prompt_index=index // len(SHAPES), response_index=index % len(SHAPES), finish="stop",
+            reward=float(rng.integers(0, 4)), forks=forks,
+        ))  # fmt: skip
+    return found
+
+
+def by_hand(algo, model=MODEL):
+    """(loss, gradients) of the algorithm's loss over [N, R]. Each context is a row of the forward pass."""
+    found = trajectories()
+    shape = len(found), max(len(t.mask) for t in found)
+    padded = lambda rows: jnp.array([np.pad(row, (0, shape[1] - len(row))) for row in rows], jnp.float32)
+    mask, reported = padded([t.mask for t in found]), padded([t.logprobs for t in found])
+    rollouts = Rollouts(
+        rewards=jnp.array([t.reward for t in found], jnp.float32), mask=mask, valid=jnp.ones(shape[0]),
+        group=jnp.array([t.prompt_index for t in found]), truncated=jnp.zeros(shape[0]),
+    )  # fmt: skip
+    advantages = algos.of(algo).advantages(rollouts, algo)
+
+    ids = [np.concatenate([t.prompt_ids, t.response_ids]) for t in found]
+    rows = [(n, *each) for n, t in enumerate(found) for each in contexts(t.num_tokens, t.forks)]
+    tokens = np.stack([np.pad(ids[n][read], (0, 24 - len(read))) for n, read, _ in rows])
+
+    def loss(params):
+        hidden = params(jnp.array(tokens), jnp.broadcast_to(jnp.arange(24), tokens.shape))
+        every = jax.nn.log_softmax(hidden @ params.head.T)
+        logprobs = jnp.zeros(shape)
+        for row, (n, read, keep) in enumerate(rows):
+            own = np.arange(keep or PROMPT, len(read))
+            logprobs = logprobs.at[n, read[own] - PROMPT].set(every[row, own - 1, tokens[row, own]])
+        inputs = LossInputs(
+            logprobs=logprobs * mask, mask=mask, segments=jnp.ones(shape, jnp.int32),
+            lengths=jnp.broadcast_to(mask.sum(1, keepdims=True), shape), num_tokens=mask.sum(),
+            num_sequences=jnp.float32(shape[0]), advantages=advantages, old_logprobs=reported,
+            rollout_logprobs=reported,
+        )  # fmt: skip
+        return algos.of(algo).loss(inputs, algo)[0]
+
+    value, gradients = jax.value_and_grad(loss)(random_params(model))
+    return float(value), {name: np.asarray(x) for name, x in models.named_leaves(gradients) if x is not None}
+
+
+def one_step(algo, model=MODEL, mesh=None, source="rollout", **settings):
+    """(metrics, gradients) of scores, advantages and an update of policy and critic."""
+    step = StepConfig(
+        **{"rows": 1, "row_tokens": 64, "max_grad_norm": 0.0, **settings}, old_logprobs_source=source
+    )
+    mesh, others = mesh or MeshConfig(fsdp=1), {}
+    mesh = make_mesh(mesh, jax.devices()[: math.prod(mesh.sizes.values())])
+    policy = Learner(algo, config_with_heads(model, algo), SUM, step, mesh=mesh)
+    if algos.requirements(algo).critic:
+        value = algos.value.Config()
+        critic = Learner(value, config_with_heads(model, value), SUM, step, mesh=mesh)
+        others = {"critic": critic, "critic_params": lambda: weights_for(critic, 2)}
+    stage, found = Stage(policy, **others), trajectories()
+    with jax.set_mesh(policy.mesh):
+        state = stage.init_state(weights_for(policy))
+        reference = weights_for(policy, 1) if stage.needs_reference else None
+        experience = Experience([from_trajectory(t) for t in found], {}, 0, [], trajectories=found)
+        minibatches = stage.prepare(state, experience, reference, seed=0)
+        state, metrics = stage.update(state, minibatches, step=0)
+    gradients = gradients_of(state)
+    if stage.critic:
+        gradients |= {f"critic/{name}": x for name, x in gradients_of(state.critic).items()}
+    return {name: float(value) for name, value in metrics.items()}, gradients
+
+
+def check(algo, **settings):
+    metrics, gradients = one_step(algo, **settings)
+    loss, expected = by_hand(algo, settings.get("model", MODEL))
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert_same_gradients(gradients, expected)
+
+
+GRPO, GSPO = algos.grpo.Config(kl_coef=0.0), algos.gspo.Config(clip_low=0.5, clip_high=0.5)
+SLOW = {
+    "separate rows": (GRPO, {}),
+    "rows that hold one context": (GRPO, {"row_tokens": 21, "rows": 2}),
+    "one row": (GRPO, {"share_prefixes": True, "row_tokens": 128}),
+    "small rows": (GRPO, {"share_prefixes": True, "row_tokens": 21, "rows": 2}),
+    "fsdp 4, tensor 2": (GRPO, {"share_prefixes": True, "mesh": MeshConfig(fsdp=4, tensor=2), "rows": 4}),
+    "ring": (GRPO, {"share_prefixes": True, "mesh": MeshConfig(fsdp=2, sequence=2), "rows": 2}),
+    "tokens": (algos.dapo.Config(), {"share_prefixes": True}),
+    "tokens, separate rows": (algos.dapo.Config(), {"rows": 3}),
+    "sequences, several rows": (GSPO, {"share_prefixes": True, "row_tokens": 48, "rows": 2}),
+    "vespo": (algos.vespo.Config(), {"share_prefixes": True}),
+    "strict": (GRPO, {"share_prefixes": True, "strict": True}),
+    "delta rule": (GRPO, {"model": HYBRID, "share_prefixes": "flat"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [True, False, "flat"])
+def test_every_token_has_its_context_once(share):
+    """By the rule of attention, as in data/test_prefixes.py: of each token, the tokens that it reads."""
+    items = [from_trajectory(t) for t in trajectories()]
+    read = []
+    for batch in pack(items, 48, 2, share=share):
+        last = batch.segments if batch.last is None else batch.last
+        texts = np.empty(batch.tokens.shape, object)
+        for row, i in zip(*np.nonzero(batch.segments), strict=True):
+            n = batch.segments[row, i]
+            seen = [
+                j
+                for j in range(i + 1)
+                if batch.segments[row, j] and batch.segments[row, j] <= n <= last[row, j]
+            ]
+            assert batch.positions[row, seen].tolist() == [*range(len(seen))]
+            texts[row, i] = tuple(batch.tokens[row, seen].tolist())
+        read.append(texts)
+    for found, item in zip(unpack(read, items, 48, on_targets=False, share=share), items, strict=True):
+        for numbers, keep in contexts(len(item.tokens), item.forks):
+            ids = item.tokens[numbers].tolist()
+            assert [found[n] for n in numbers[keep:]] == [tuple(ids[: i + 1]) for i in range(keep, len(ids))]
+    columns = sum(
+        place.end - place.columns[0] * 0 for row in arrange(items, 48, share=share) for place in row[-1:]
+    )
+    whole = sum(len(branch.item.tokens) for branch in branches_of(items))
+    assert columns == whole if not share else columns < whole
+
+
+def test_a_trajectory_is_a_tree_in_its_row():
+    """No token is in the row twice: it has as many columns as the trajectory has tokens."""
+    *_, item = [from_trajectory(t) for t in trajectories()]
+    (batch,) = pack([item], len(item.tokens), 1, share=True)
+    assert batch.tokens[0].tolist() == item.tokens.tolist() and (batch.sequences == 1).all()
+    assert batch.segments[0].tolist() == [1] * 8 + [2] * 4 + [3] * 5
+    assert batch.last[0].tolist() == [3] * 2 + [2] * 4 + [1] * 2 + [2] * 4 + [3] * 5
+    assert batch.positions[0].tolist() == [*range(8), *range(6, 10), *range(2, 7)]
+    assert batch.mask[0].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0]
+    assert batch.lengths[0].tolist() == [6.0] * 17
+
+
+def test_the_step_of_one_row():
+    check(GSPO, share_prefixes=True, row_tokens=128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_every_packing_mesh_and_loss_gives_the_step_by_hand(name):
+    algo, settings = SLOW[name]
+    check(algo, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", [algos.ppo.Config(), algos.otb.Config(), algos.rloo.Config()])
+def test_scores_of_all_models_are_the_same_in_trees_and_in_separate_rows(algo):
+    metrics, gradients = one_step(algo, source="recompute")
+    trees = one_step(algo, source="recompute", share_prefixes=True)
+    for name in [name for name in trees[0] if name.endswith("shared_fraction")]:
+        assert trees[0].pop(name) > 0.25
+    assert_same(trees, (metrics, gradients))
