@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 from fake_sglang import FakeServer
-from sglang_shared import TOKENIZER, engine_for
+from servers_shared import TOKENIZER, engine_for
 from small_engine import KEY, MODEL, VERSION, expected_logprobs, params
 from small_engine import engine as native
 
