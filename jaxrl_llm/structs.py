@@ -95,13 +95,8 @@ class Trajectory:
     greedy_reward: float = float("nan")  # of the greedy response to the same prompt (ReMax)
     greedy_process: float = 0.0  # `process_reward` of that response
     routes: np.ndarray | None = None  # uint8 or uint16 [tokens, L, K] of all tokens, `router.route_spec`
-    kept: np.ndarray | None = (
-        None  # int32 [R', K], tokens that the filters kept at each of the policy's, -1 = none
-    )
-
-    forks: tuple[Fork, ...] = ()
-    """Points at which the history was rewritten; observations of `response_ids` then begin with the earlier
-    turns as the policy read them again. `forks.contexts` gives what each turn read."""
+    kept: np.ndarray | None = None  # int32 [R', K], ids that filters kept at the policy's tokens, -1 = none
+    forks: tuple[Fork, ...] = ()  # rewrites of the history; `forks.contexts` gives what each turn read
 
     @property
     def num_tokens(self) -> int:
