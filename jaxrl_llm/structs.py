@@ -205,8 +205,7 @@ class BatchTotals:
 class LossInputs:
     """Inputs of a loss: [B, T] float32, log-probs in nats, aligned with `targets`.
 
-    The denominators are global: over all micro-batches and devices of one optimizer update, so that
-    the sum over micro-batches is the loss of the mini-batch.
+    Denominators are of the whole update, so that the losses of micro-batches sum to its loss.
     """
 
     logprobs: Float[Array, "B T"]  # carries the gradient
