@@ -3,7 +3,7 @@
     python benchmarks/ahead.py                       # 3 seeds, about 15 minutes on 2 quiet cores
     python benchmarks/ahead.py --sglang .venv-sglang/bin/python      # the same, about 20 minutes
 
-Without `--sglang`, two fake servers (those of the tests: our own engine behind SGLang's JSON) take 20 ms a
+Without `--sglang`, two fake servers (of the tests: our engine behind SGLang's JSON) take 20 ms a
 token whatever their number of concurrent responses, as accelerators do; their time costs the trainer nothing.
 With it, two real SGLang servers share one core, and the trainer has another. Weights, tokens and learning are
 real in both. One prompt in 32 has a long response (configs/grpo_async.py).

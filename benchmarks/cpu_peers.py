@@ -13,11 +13,11 @@ Suites (peers/work.py), all float32:
     smollm2  random weights in the shape of SmolLM2-135M; 8 prompts of 38 tokens with 8 responses each of 11,
              the work of a step of configs/grpo_smollm2.py; not by Tunix
 
-Each system runs each case in a process of its own; the driver requests one repetition of each in turn
+Each system runs each case in a separate process; the driver requests one repetition of each in turn
 (A B C A B C ...), so that other load affects all alike. Reported are medians, and medians of the paired
 ratios peer / ours, of wall time and of CPU seconds of the process; and the process's peak of resident memory,
 compilation included. "floor" is the matrix products of the work alone (peers/floor.py). On a busy machine use
-`--core 0`: threads that wait for each other cost CPU seconds, those of OpenMP (torch) most; one thread on one
+`--core 0`: threads that wait for each other cost CPU seconds, OpenMP's (torch) most; one thread on one
 core does not wait. All systems have their arrays in huge pages, as `make` and `doctor` advise.
 
 The peers' environments:
@@ -29,7 +29,7 @@ Run (20 to 40 minutes a suite; --smoke: one repetition):
 
     make bench TUNIX_PYTHON=tunix/bin/python TRL_PYTHON=trl/bin/python      # all suites
     python benchmarks/cpu_peers.py --suites smollm2 --torch trl/bin/python
-    python benchmarks/cpu_peers.py --report                       # the pages anew from the results, no runs
+    python benchmarks/cpu_peers.py --report                       # the pages again from the results, no runs
 
 Writes results/cpu_SUITE_PROCESSOR.json, so that each processor keeps its results; with --cases those of the
 other cases are kept, too, if all packages have the same versions. Then the tables in README.md beside this
@@ -94,7 +94,7 @@ NOT_DONE = {"floor": {"rollout_ragged", "moe_rollout_ragged"}, "tunix": {*LONG_C
 HISTORY_EXPLANATION = """\
 Medians of the paired ratios of each run of [cpu_peers.py](cpu_peers.py), of wall time (of CPU seconds): above
 1 ours is faster. "floor" is the matrix products alone, so below 1: the share of our time that they take.
-From commit 7dec2a6 on those of attention are among them, and huge pages are set for all systems. Floors of
+From commit 7dec2a6 on attention's products are among them, and huge pages are set for all systems. Floors of
 training before 2026-11-25 were 1.5 to 2 times too high: passes that averaged the results of products were in
 them, and the head multiplied prompts, too.
 Versions and machine of each run are in [results/cpu_history.jsonl](results/cpu_history.jsonl); a "+" after a
@@ -303,7 +303,7 @@ def seconds_text(timing: Timing) -> str:
 
 
 def history_row(case: str, report: dict[str, Any]) -> dict[str, Any]:
-    """Return what the history keeps of a case: the ratios, which machines and load change least."""
+    """Return a case's row of the history: the ratios, which machines and load change least."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     same = {key: report[key] for key in ("commit", "machine", "versions")}
     return {"case": case, "date": date, **same, "ratio": report["cases"][case]["ratio"]}

@@ -189,7 +189,7 @@ def measure_run(steps: int) -> dict[str, Any]:
 
 
 def make_parts(small: bool) -> dict[str, Callable[[], Any]]:
-    """Return what is measured: name -> function that returns its results."""
+    """Return the parts: name -> function that returns its results."""
     model, repeat, seconds = (TINY, 2, 0.1) if small else (QWEN, 5, 0.3)
     shape = Shape(1, 256, 4, 2, head_dim=64, dtype="float32") if small else Shape()
     head = (256, 64, 512) if small else (16_384, 4096, 131_072)
@@ -228,7 +228,7 @@ def run_part(name: str, small: bool) -> None:
 
 
 def measure_parts(names: list[str], small: bool, limit: float) -> dict[str, Any]:
-    """Measure parts in processes of their own. The failure of one is recorded, but of the head."""
+    """Measure each part in a separate process. The failure of one is recorded, but of the head."""
 
     def measure(name: str) -> Any:
         words = [sys.executable, __file__, "--part", name, *(["--small"] if small else [])]

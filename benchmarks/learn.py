@@ -5,7 +5,7 @@ Command:   make learn                        docs/learning.md, about three hours
            python benchmarks/learn.py --only dynamic_sampling --jobs 2
            python benchmarks/learn.py --suite real --only grpo/full sft --seeds 0 1 2 --jobs 1
            python benchmarks/learn.py --suite real --only grpo --time --trl_python PYTHON   seconds a step
-           python benchmarks/learn.py --suite real --report      the page anew from finished runs and results
+           python benchmarks/learn.py --suite real --report      the page again from finished runs and results
 
 Finished runs are not repeated, and interrupted ones are continued. Results are kept in results/learning/,
 with device, versions, command and commit; the page is written from them. `--time` is for a machine with
@@ -108,7 +108,7 @@ def start_job(suite: Suite, start: str, seed: int) -> Job:
 
 
 def in_order(suite: Suite, names: list[str]) -> list[list[str]]:
-    """Return the studies that need no other, then those that do."""
+    """Return the studies that need no other, then the others."""
     after = [suite.studies[name].after for name in names if suite.studies[name].after]
     return [[*after, *(name for name in names if not suite.studies[name].after)], names]
 
@@ -165,7 +165,7 @@ def run_job(job: Job, options: argparse.Namespace) -> int:
 
 
 def record_since(started: datetime.datetime) -> dict[str, Any]:
-    """Return what a result keeps of its run: the load of the last 15 minutes, the start and the commit."""
+    """Return facts of a run for its result: the load of the last 15 minutes, the start and the commit."""
     load = round(os.getloadavg()[2], 1)
     return {"load": load, "started": started.isoformat(timespec="seconds"), "commit": git_commit()}
 

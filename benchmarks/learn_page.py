@@ -38,7 +38,7 @@ def result_path(suite_name: str, name: str) -> Path:
 
 
 def read_result(suite_name: str, name: str) -> dict[str, Any]:
-    """Return {label: {seed: run}} of a study and what is common to its runs; {} = there are none yet."""
+    """Return {label: {seed: run}} of a study and the facts common to its runs; {} = no run has ended."""
     path = result_path(suite_name, name)
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -189,9 +189,9 @@ def metric_table(metric: str, series: Series) -> list[str]:
 
 
 def cost_table(result: dict[str, Any]) -> list[str]:
-    """Return reward by response and by hour; times are those of an otherwise idle machine, or left out.
+    """Return reward by response and by hour; times are of an otherwise idle machine, or left out.
 
-    Where a few steps of each label have been timed in turn (`--time`), these are the times.
+    If a few steps of each label have been timed in turn (`--time`), these are the times.
     """
     timed = result.get("timing", {}).get("step_seconds", {})
     lines = [
@@ -241,7 +241,7 @@ def numbers(values: Sequence[float], digits: int = 3) -> str:
 
 
 def draw_curves(path: Path, metric: str, series: Series, count: int) -> None:
-    """Draw the mean over the seeds as a line, the seeds faint behind it, and the interval of a share."""
+    """Draw the mean over the seeds as a line, the seeds as faint lines, and the interval of a share."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), dpi=110, layout="constrained")

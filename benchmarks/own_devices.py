@@ -1,4 +1,4 @@
-"""Native rollout on devices of its own: synchronous against asynchronous, time of a step and idle time.
+"""Native rollout on separate devices: synchronous against asynchronous, time of a step and idle time.
 
     python benchmarks/own_devices.py                 # about 10 minutes on 2 quiet cores
 
@@ -7,7 +7,7 @@ others (`--rollout.devices 4:5`: XLA runs programs of several CPU devices one at
 on all four would wait for the trainer). Virtual devices share the cores of the machine, on which rollout
 and trainer would compete. Therefore each decoded token takes a simulated delay besides, in which the host
 does nothing, as it does while an accelerator decodes. Weights, tokens and learning are real. The
-synchronous runs have the same devices and the same delay. With `--delay 0` there is none.
+synchronous runs have the same devices and the same delay. `--delay 0` leaves the delay out.
 """
 
 from __future__ import annotations

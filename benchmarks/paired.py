@@ -12,7 +12,7 @@ Rows = Sequence[Mapping[str, float]]
 
 
 def timed(call: Callable[[], Result]) -> tuple[Result, dict[str, float]]:
-    """Return what the call returns, and its wall and CPU seconds by name: "wall" and "cpu"."""
+    """Return the call's result, and its wall and CPU seconds by name: "wall" and "cpu"."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
     return result, {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
@@ -24,5 +24,5 @@ def medians(rows: Rows) -> dict[str, float]:
 
 
 def paired_ratios(rows: Rows, others: Rows, name: str) -> list[float]:
-    """Return one number of `rows` over that of `others` in each repetition."""
+    """Return the ratio of one number of `rows` to the same of `others` in each repetition."""
     return [row[name] / other[name] for row, other in zip(rows, others, strict=True)]

@@ -3,10 +3,10 @@
     python benchmarks/quantized_rollout.py --model models/SmolLM2-135M-Instruct.Q4_1.gguf
 
 writes benchmarks/results/quantized_rollout.json, in about 15 minutes on 2 quiet cores. Everything is computed
-in float32 after rounding to 8 bits: the error is that of 8 bits, the speed is not. "fp8
-weights" are those that `--servers.quantization fp8` sends, in the native engine. "fp8 activations" rounds the
-inputs of linear layers as SGLang does on a GPU, in groups of 128 with a scale each. Every case has the same
-prompts (sums of two numbers) and keys; its log-probs are compared with those of the weights as they are.
+in float32 after rounding to 8 bits: the error is an 8-bit error, the speed is not. "fp8 weights" are the
+weights that `--servers.quantization fp8` sends, in the native engine. "fp8 activations" rounds the inputs of
+linear layers as SGLang does on a GPU, in groups of 128 with a scale each. Every case has the same prompts
+(sums of two numbers) and keys; its log-probs are compared with the log-probs of the weights as they are.
 
 Probe: mean differences of the log-probs of the probe's tokens, nats.
 """
@@ -88,7 +88,7 @@ def sums(tokenizer) -> list[Request]:
 
 
 def mismatch(own: Sequence[np.ndarray], reported: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return distances of the log-probs of all tokens; the names are those of metrics."""
+    """Return distances of the log-probs of all tokens; named as metrics."""
     d = np.concatenate(own) - np.concatenate(reported)
     weights = np.minimum(np.exp(d), CAP)
     return {
@@ -144,7 +144,7 @@ def main() -> None:
         "arithmetic": "float32, 8 bits in storage",
         "responses": PROMPTS * RESPONSES,
     }
-    for case in CASES:  # a process each: compiled programs are those of the case
+    for case in CASES:  # a process each, so that no case has another's compiled programs
         command = [sys.executable, __file__, "--model", args.model, "--case", case]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         report[case] = json.loads(output.splitlines()[-1])

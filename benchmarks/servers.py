@@ -153,7 +153,7 @@ def tokens_per_second(engine: Engine, params: models.Transformer, repetitions: i
 
 
 def describe_versions(python: str) -> str:
-    """Return cores, load and versions, those of SGLang from its own interpreter."""
+    """Return cores, load and versions; SGLang's versions come from its interpreter."""
     ours = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "aiohttp", "torch")]
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     versions = [f"python {platform.python_version()}", *ours, f"sglang {sglang_version(python)}"]

@@ -2,11 +2,11 @@
 
     python benchmarks/start.py        # benchmarks/results/start.json, about 2 minutes on 2 quiet cores
 
-Each command is a process of its own. `grpo_tiny.py` with one step runs first with an empty compilation cache
+Each command is a separate process. `grpo_tiny.py` with one step runs first with an empty compilation cache
 in a temporary home directory, then with the programs of that run; both end with the line of the first step,
-here an update of the SFT warm-up. CPU seconds are those of the process, with its threads. Reported are
-medians of the repetitions, but of the cold start, which is measured once; "phases" are those of the run's
-own line.
+here an update of the SFT warm-up. CPU seconds are of the process, with its threads. Reported are
+medians of the repetitions, but of the cold start, which is measured once; "phases" come from the run's
+line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DPO of SmolLM2-135M-Instruct on pairs of its own responses: a right one and a wrong one to each sum.
+"""DPO of SmolLM2-135M-Instruct on pairs of its responses: a right one and a wrong one to each sum.
 
 Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 640 \\
                --out runs/smollm2_pairs.jsonl

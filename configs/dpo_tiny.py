@@ -3,7 +3,7 @@
 Command:   python -m jaxrl_llm.train --config dpo_tiny.py [--algo simpo | orpo | cpo | kto]
 Hardware:  any CPU with 2 cores
 Time:      about 2 minutes
-Expected:  eval/margin and eval/accuracy of held-out pairs rise, and eval/pass@1 of its own answers
+Expected:  eval/margin and eval/accuracy of held-out pairs rise, and eval/pass@1 of its answers
 """
 
 import dataclasses

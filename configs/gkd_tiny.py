@@ -4,7 +4,7 @@ Command:   python -m jaxrl_llm.train --config grpo_tiny.py
            python -m jaxrl_llm.train --config gkd_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 2 minutes after the teacher
-Expected:  held-out accuracy rises from that of the flawed demonstrations to that of the teacher
+Expected:  held-out accuracy rises from the demonstrations' to the teacher's
 """
 
 import dataclasses

@@ -11,7 +11,7 @@ Time:      measured for its parts, on one H200 (benchmarks/results/gpu_h200.json
            run as a whole has not been measured
 Expected:  not measured: how far the accuracy on GSM8K rises is not known
 
-Learning rate, KL (k3, 0.001) and lengths are those of veRL's published GRPO example for GSM8K; 8 responses a
+Learning rate, KL (k3, 0.001) and lengths come from veRL's published GRPO example for GSM8K; 8 responses a
 prompt are GRPO's usual group. Thinking is off, so that answers fit 1024 tokens; held-out sampling is what
 Qwen3's model card advises without thinking.
 """

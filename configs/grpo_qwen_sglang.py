@@ -9,7 +9,7 @@ Time:      not measured: this recipe has not been run yet
 Expected:  not measured either
 
 Rollout is asynchronous, with a staleness of one step at most. The servers compute in bfloat16 with other
-kernels, so tokens are weighed by truncated importance sampling, which also covers those of older weights.
+kernels, so tokens are weighed by truncated importance sampling, which also covers tokens of older weights.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A loop of your own from the parts: best-of-4 self-imitation on generated sums, in one screen.
+"""Your loop from the parts: best-of-4 self-imitation on generated sums, in one screen.
 
 Command:   python examples/custom_loop.py
 Time:      a minute on a CPU with 2 cores

@@ -6,7 +6,7 @@ Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 64
                --prompts 512 --out runs/smollm2_pairs_test.jsonl
 Time:      minutes on a CPU with 2 cores
 
-Prompts, model, sampling and verifier are those of a recipe of online RL. A row has messages, answer, chosen
+Prompts, model, sampling and verifier come from a recipe of online RL. A row has messages, answer, chosen
 and rejected; at most `--pairs` rows have the same prompt, and no two the same chosen or rejected response.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def pair_rows(example, texts: list[str], verifier: RewardPool) -> list[dict]:
-    """Return the right responses with a wrong one each, as long as there are both."""
+    """Return the right responses with a wrong one each, as long as both are left."""
     samples = [
         RewardSample(text, example.answer, messages=example.messages, columns=example.columns)
         for text in texts

@@ -56,7 +56,7 @@ class Search:
 
 
 class BM25Index:
-    """Inverted index: for each word, the passages that have it and what it adds to their scores."""
+    """Inverted index: for each word, the passages that have it and its share of their scores."""
 
     def __init__(self, texts: list[str]):
         self._words: dict[str, int] = {}
@@ -95,7 +95,7 @@ def read_corpus(name: str, passage_words: int = 200) -> Iterator[Passage]:
         passage_words: words of a passage; longer texts are cut into several.
 
     Raises:
-        ValueError: there is none, or a line that is no passage; names file and line.
+        ValueError: nothing was found, or a line is not a passage; names file and line.
     """
     if not name:
         raise ValueError("the path is empty: give a JSONL file or a folder of .txt and .md files")

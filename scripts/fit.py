@@ -65,6 +65,7 @@ CASES = [
     Case("Qwen/Qwen3-4B", "h100", COMPRESSED),
     Case("Qwen/Qwen3-8B", "h100", "--lora.rank 32"),
     Case("Qwen/Qwen3-8B", "h200", COMPRESSED),
+    Case("Qwen/Qwen3.5-9B", "h100", "--lora.rank 32"),
     Case("Qwen/Qwen3-8B", "rtx4090", f"{QLORA} --rollout.slots 8 --tokens_per_device 1536"),
     Case("Qwen/Qwen3-8B", "v5e-4", f"{QLORA} --rollout.slots 16 --tokens_per_device 2048"),
     Case("Qwen/Qwen3-32B", "h100x8", "--lora.rank 32 --rollout.slots 256 --mesh.tensor 8"),

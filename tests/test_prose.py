@@ -14,7 +14,8 @@ from typing import NamedTuple
 import pytest
 from test_style import ROOT, comments, docstrings
 
-CHECKED = ("kernels", "jaxrl_llm", "docs", "importer")
+CHECKED = ("kernels", "jaxrl_llm", "docs", "importer", "benchmarks", "configs", "examples")
+CHECKED += ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Folders and documents whose rates are within the limits."""
 
 
@@ -53,7 +54,7 @@ def passages(file: Path) -> Iterator[tuple[int, str]]:
         yield from comments(file)
         return
     blank = lambda code: "\n" * code[0].count("\n")
-    text = re.sub(r"(?ms)^```.*?^```$|^    .*?$", blank, file.read_text())
+    text = re.sub(r"(?ms)^```.*?^```$|^    .*?$|`[^`\n]*`", blank, file.read_text())
     for paragraph in re.finditer(r"(?:.+\n?)+", text):
         yield text[: paragraph.start()].count("\n") + 1, paragraph[0]
 

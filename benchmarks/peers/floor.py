@@ -4,7 +4,7 @@ Products with weights, and of attention with the keys that a token sees: norms, 
 and the optimizer are left out. Log-probs have one for each weight and two of attention; a train step three
 (forward, gradient of the inputs, gradient of the weight), with adapters two, and six of attention; decoding
 one a token for all responses, prefill one for the prompts, without their attention. Distinct tokens count
-once, and the head multiplies those of responses alone.
+once, and the head multiplies tokens of responses alone.
 """
 
 # ruff: noqa: E402  (stdout is taken before anything can print)
@@ -25,7 +25,7 @@ import work
 from serve import serve
 from work import LONG, SMALL, SMOLLM2, Work
 
-MICROBATCH = 1536  # tokens: more at once are no faster
+MICROBATCH = 1536  # tokens: more at once do not help
 Activations = dict[int, jax.Array]  # width -> [tokens, width]
 Weight = list[jax.Array]
 """[experts, inputs, outputs] for each choice of a token: all experts, in equal parts."""
@@ -41,7 +41,7 @@ def shapes(size: Work, experts: bool) -> list[tuple[int, int, int]]:
 
 
 def make_weights(size: Work, experts: bool) -> list[Weight]:
-    """Return random weights that keep the scale of what they multiply."""
+    """Return random weights that keep the scale of their inputs."""
 
     def draw(i: int, shape: tuple[int, int, int]) -> Weight:
         weight = jax.random.normal(jax.random.key(i), shape) / shape[1] ** 0.5
@@ -61,7 +61,7 @@ def grouped(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 class Flow:
-    """Activations by width: a product reads those of its inputs and leaves those of its outputs.
+    """Activations by width: a product reads its inputs and leaves its outputs.
 
     Outputs that nothing has read yet are averaged with later ones, so that no product is left out; such
     passes over activations are few: keys with values, and gate with up.
@@ -154,7 +154,7 @@ def attention(size: Work, parts: list[Attended], products=attend_both_ways):
 
 
 def in_microbatches(weights: list[Weight], tokens: int, predicted: int, products):
-    """Return products(weights, activations) of so many tokens, with the head of those that are predicted."""
+    """Return products(weights, activations) of so many tokens, with the head of the predicted tokens."""
     runs, step = [], jax.jit(products)
     for part, count in ((weights[:-1], tokens), (weights[-1:], predicted)):
         counts = [MICROBATCH] * (count // MICROBATCH) + [count % MICROBATCH] * (count % MICROBATCH > 0)

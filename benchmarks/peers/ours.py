@@ -62,7 +62,7 @@ MIXTURE = replace(
 ADAPTED = with_lora(MODEL, LoraConfig(work.LORA_RANK, work.LORA_ALPHA))
 SAMPLING = SamplingConfig(ignore_eos=True)
 ALGO = grpo.Config(kl_coef=0.0, clip_low=work.CLIP, clip_high=work.CLIP)
-MICROBATCH = 1600  # tokens: what the backward pass keeps stays small, and gradients are added a few times
+MICROBATCH = 1600  # tokens: the backward pass keeps little, and gradients are added a few times
 
 
 def one_response(size: Work) -> dict[str, int]:
@@ -122,7 +122,7 @@ def fixed(size: Work, repetition: int) -> list[Request]:
 
 
 def ragged(size: Work, repetition: int) -> list[Request]:
-    """Return a request for each sample: each has a length of its own, so prompts are not shared here."""
+    """Return a request for each sample: lengths differ, so prompts are not shared here."""
     prompts = [np.array(ids, np.int32) for ids in work.prompts(size, repetition)]
     lengths = work.ragged_lengths(repetition)
     return [Request(prompts[i // size.group], i, 1, length) for i, length in enumerate(lengths)]

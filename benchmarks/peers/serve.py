@@ -66,7 +66,7 @@ def timed(run: Run, repetition: int) -> dict[str, float]:
 
 
 class Gate:
-    """Pauses a trainer's own loop once a step, so that its steps interleave with those of other systems.
+    """Pauses a trainer's own loop once a step, so that its steps interleave with the steps of other systems.
 
     The trainer's reward function calls `arrive`; from one arrival to the next is exactly one step: the
     update of this one's rollouts, then the next rollouts.
