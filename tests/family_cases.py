@@ -38,6 +38,11 @@ GEMMA4 = {
     **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
     **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 3},
 }
+GEMMA4_SMALL = {
+    **{**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
+    **{"attention_k_eq_v": False, "num_hidden_layers": 8, "num_kv_shared_layers": 4},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 4, "use_double_wide_mlp": True},
+}
 GEMMA4_MOE = {
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "final_logit_softcapping": None,
@@ -91,6 +96,44 @@ CASES = {
                 },
                 "sliding_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e3},
             },
+        },
+    ),
+    "gemma4 small": ("gemma4_text", GEMMA4_SMALL),
+    "gemma4 small, odd": (
+        "gemma4_text",
+        {
+            **{**GEMMA4_SMALL, "hidden_size_per_layer_input": 5, "num_kv_shared_layers": 3, "head_dim": 12},
+            **{"num_hidden_layers": 7, "attention_bias": True, "tie_word_embeddings": False},
+            **{"use_double_wide_mlp": False, "final_logit_softcapping": None, "sliding_window": 5},
+            **{"attention_k_eq_v": True, "rms_norm_eps": 1e-3, "hidden_activation": "gelu"},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+            + ["sliding_attention"] * 2
+            + ["full_attention"],
+        },
+    ),
+    "gemma4 small, no windows": (
+        "gemma4_text",
+        {
+            **{**GEMMA4_SMALL, "layer_types": ["full_attention"] * 5, "num_hidden_layers": 5},
+            **{"num_kv_shared_layers": 2},
+        },
+    ),
+    "gemma4 small, inputs alone": (
+        "gemma4_text",
+        {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
+    ),
+    "gemma4 small, deep": (
+        "gemma4_text",
+        {
+            **{**GEMMA4_SMALL, "num_hidden_layers": 15, "num_kv_shared_layers": 6},
+            **{"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 5},
+        },
+    ),
+    "gemma4 small, moe": (
+        "gemma4_text",
+        {
+            **{**GEMMA4_SMALL, **GEMMA4_MOE, "attention_k_eq_v": True, "num_hidden_layers": 4},
+            **{"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
         },
     ),
     "gemma4 moe": ("gemma4_text", {**GEMMA4, **GEMMA4_MOE}),

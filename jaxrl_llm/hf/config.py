@@ -17,7 +17,13 @@ from jaxrl_llm.hf.expert_config import (
     write_latent_attention,
 )
 from jaxrl_llm.hf.families import FAMILIES
-from jaxrl_llm.hf.global_heads import OVERRIDES, read_global_heads, write_global_heads
+from jaxrl_llm.hf.global_heads import (
+    OVERRIDES,
+    read_global_heads,
+    read_layer_inputs,
+    write_global_heads,
+    write_layer_inputs,
+)
 from jaxrl_llm.hf.hybrids import (
     read_layer_kinds,
     read_mlp_size,
@@ -127,6 +133,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         **{"qk_norm": family == "glm4_moe" and keys.flag("use_qk_norm"), **facts.fields},
         **{"alibi": _is_alibi(keys.raw), "normalize_head": _normalizes_head(keys, family) and not has_head},
         **read_global_heads(keys, family, window_layers, has_window=window is not None),
+        **read_layer_inputs(keys, family, sizes["vocab_size"]),
     }
     config = TransformerConfig(
         family=family,
@@ -222,6 +229,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         **write_rope_layers(config),
         **write_layer_kinds(config),
         **write_global_heads(config),
+        **write_layer_inputs(config),
     }
     # Keys of some families only: transformers would warn of others.
     raw |= facts.fixed

@@ -118,8 +118,8 @@ _GEMMA4 = {
     "num_hidden_layers": 30,
     "sliding_window": 512,
     "global_head_dim": 512,
-    "hidden_size_per_layer_input": 256,
-    "num_kv_shared_layers": 0,
+    **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144},
+    **{"num_kv_shared_layers": 0, "use_double_wide_mlp": False},
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -337,7 +337,6 @@ FAMILIES: dict[str, Family] = {
         global_heads=True,
         sqrt_embeddings=True,
         activation="hidden_activation",
-        fixed={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",

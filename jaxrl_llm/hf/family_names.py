@@ -2,6 +2,30 @@
 
 from __future__ import annotations
 
+DELTA_ROWS = {
+    "layers.delta_qkv": ("model.layers.{}.linear_attn.in_proj_qkv.weight", "d c -> c d"),
+    "layers.delta_z": ("model.layers.{}.linear_attn.in_proj_z.weight", "d h e -> (h e) d"),
+    "layers.delta_b": ("model.layers.{}.linear_attn.in_proj_b.weight", "d h -> h d"),
+    "layers.delta_a": ("model.layers.{}.linear_attn.in_proj_a.weight", "d h -> h d"),
+    "layers.delta_qkvz": ("model.layers.{}.linear_attn.in_proj_qkvz.weight", "d k e -> (k e) d"),
+    "layers.delta_ba": ("model.layers.{}.linear_attn.in_proj_ba.weight", "d k e -> (k e) d"),
+    "layers.delta_q": ("model.layers.{}.linear_attn.q_proj.weight", "d k e -> (k e) d"),
+    "layers.delta_k": ("model.layers.{}.linear_attn.k_proj.weight", "d k e -> (k e) d"),
+    "layers.delta_v": ("model.layers.{}.linear_attn.v_proj.weight", "d h e -> (h e) d"),
+    "layers.delta_conv_q": ("model.layers.{}.linear_attn.q_conv1d.weight", "c n w -> c n w"),
+    "layers.delta_conv_k": ("model.layers.{}.linear_attn.k_conv1d.weight", "c n w -> c n w"),
+    "layers.delta_conv_v": ("model.layers.{}.linear_attn.v_conv1d.weight", "c n w -> c n w"),
+    "layers.delta_conv": ("model.layers.{}.linear_attn.conv1d.weight", "c n w -> c n w"),
+    "layers.delta_a_log": ("model.layers.{}.linear_attn.A_log", "h -> h"),
+    "layers.delta_dt_bias": ("model.layers.{}.linear_attn.dt_bias", "h -> h"),
+    "layers.delta_norm": ("model.layers.{}.linear_attn.norm.weight", "e -> e"),
+    "layers.delta_o": ("model.layers.{}.linear_attn.out_proj.weight", "h e d -> d (h e)"),
+}
+INPUT_ROWS = {
+    "layers.input_gate": ("model.layers.{}.per_layer_input_gate.weight", "d p -> p d"),
+    "layers.input_proj": ("model.layers.{}.per_layer_projection.weight", "p d -> d p"),
+    "layers.input_out_norm": ("model.layers.{}.post_per_layer_input_norm.weight", "d -> d"),
+}
 CONV_ROWS = {
     "layers.conv_in": ("model.layers.{}.conv.in_proj.weight", "d c -> c d"),
     "layers.conv_in_bias": ("model.layers.{}.conv.in_proj.bias", "c -> c"),

@@ -1,4 +1,4 @@
-"""Keys of config.json that describe the heads of layers without a sliding window (Gemma 4)."""
+"""Keys of config.json that only Gemma 4 has: heads of global layers, shared keys, per-layer inputs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxrl_llm.models.global_heads import GlobalHeads
 
 HEADS = {"head_dim": 2**13, "num_key_value_heads": 2**16}
 """Keys of a layer in `per_layer_config`, and their upper limits."""
+INPUTS, INPUT_VOCABULARY = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
 OVERRIDES = "per_layer_config"
 """Layer -> its keys, as transformers 5 writes it instead of the keys of all global layers."""
 
@@ -70,4 +71,32 @@ def write_global_heads(config: TransformerConfig) -> dict[str, Any]:
         "global_head_dim": heads.head_dim,
         "num_global_key_value_heads": heads.num_kv_heads if heads.keys_as_values else None,
         "attention_k_eq_v": heads.keys_as_values,
+    }
+
+
+def read_layer_inputs(keys: JsonKeys, family: str, vocab_size: int) -> dict[str, Any]:
+    """Return fields of TransformerConfig: per-layer inputs, and layers without keys and values.
+
+    Raises:
+        UserError: the second embedding has another vocabulary than the first.
+    """
+    if not FAMILIES[family].global_heads:
+        return {}
+    size = keys.integer(INPUTS, 2**16, low=0)
+    shared = keys.integer("num_kv_shared_layers", LARGEST["num_hidden_layers"], low=0)
+    is_wide = keys.flag("use_double_wide_mlp") and shared > 0
+    if size and (rows := keys.integer(INPUT_VOCABULARY, LARGEST["vocab_size"])) != vocab_size:
+        raise keys.wrong(INPUT_VOCABULARY, rows, f"is not supported; supported: vocab_size, {vocab_size}")
+    return {"per_layer_inputs": size, "shared_kv_layers": shared, "wide_shared_mlp": is_wide}
+
+
+def write_layer_inputs(config: TransformerConfig) -> dict[str, Any]:
+    """Return the keys of config.json that `read_layer_inputs` reads."""
+    if not FAMILIES[config.family].global_heads:
+        return {}
+    return {
+        INPUTS: config.per_layer_inputs,
+        INPUT_VOCABULARY: config.vocab_size,
+        "num_kv_shared_layers": config.shared_kv_layers,
+        "use_double_wide_mlp": config.wide_shared_mlp,
     }

@@ -40,6 +40,7 @@ class LayerNumbers(NamedTuple):
 
     window: int | Int[Array, ""]  # tokens that a token attends to, including itself
     rope: int | Int[Array, ""]  # index in `rope_configs`
+    inputs: Float[Array, "B T P"] | None = None  # `per_layer_inputs`
 
 
 def rope_configs(c: TransformerConfig) -> list[TransformerConfig | None]:
@@ -60,9 +61,10 @@ def layer_numbers(c: TransformerConfig) -> list[LayerNumbers]:
     ]
 
 
-def stacked_numbers(c: TransformerConfig) -> LayerNumbers:
-    """Return `layer_numbers` as arrays [L], for a scan."""
-    return LayerNumbers(*(jnp.asarray(numbers) for numbers in zip(*layer_numbers(c), strict=True)))
+def stacked_numbers(c: TransformerConfig, inputs: Float[Array, "L B T P"] | None = None) -> LayerNumbers:
+    """Return `layer_numbers` as arrays [L], for a scan, with the layers' inputs."""
+    windows, ropes, _ = zip(*layer_numbers(c), strict=True)
+    return LayerNumbers(jnp.asarray(windows), jnp.asarray(ropes), inputs)
 
 
 def layer_rope(c: TransformerConfig, tables: RopeTables, numbers: LayerNumbers) -> RopeTables:

@@ -26,6 +26,7 @@ from jaxrl_llm.models.linear import apply_linear, normalize, rms_norm
 from jaxrl_llm.models.mla import DecodeLatents, decode_latents, expand_latents
 from jaxrl_llm.models.recurrent import RECURRENT
 from jaxrl_llm.models.rows import Packing, per_token_call
+from jaxrl_llm.models.shared_kv import KeysValues
 from jaxrl_llm.sharding.attention import ContextParallel, over_whole_rows, sharded_attention
 from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, constrain_residual, gather_tokens
 
@@ -48,6 +49,7 @@ def make_attention_fn(
     window: int | Int[Array, ""],
     method: ContextParallel = "none",
     strict: bool = False,
+    shared: KeysValues | None = None,
 ):
     """Return the `attention_fn` of `block` for whole rows: causal attention within the segments of a row, or
     the layer's recurrence. None for a layer that does not mix tokens.
@@ -55,6 +57,7 @@ def make_attention_fn(
     Args:
         rows: in the order of `method` for attention, in natural order for a recurrence.
         window: tokens of its sequence that a token attends to, including itself.
+        shared: keys and values of an earlier layer, for a layer that has none: its function takes q alone.
     """
     if not c.mixes:
         return None
@@ -81,6 +84,8 @@ def make_attention_fn(
 
     attend = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
     rest = rows, jnp.asarray(window), sinks_of(w)
+    if shared is not None:
+        return lambda q: (attend(q, *shared, *rest), None)
     return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
 
 
@@ -95,6 +100,7 @@ def block(
     valid: Bool[Array, "B T"] | None = None,
     rules: Rules = TRAIN,
     routes: UInt[Array, "B T K"] | None = None,
+    layer_inputs: Float[Array, "B T P"] | None = None,
 ):
     """Compute one decoder layer. Returns (x, kv, routing); kv is None if it mixes no tokens, routing without
     experts.
@@ -102,13 +108,15 @@ def block(
     Args:
         w: the layer's weights, cast to the type of x by `cast_weights`.
         rope: tables of every position for this layer (`layer_rope`).
-        attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache. DecodeLatents
-            for a cache of latents. With latent attention, kv are latents except in strict mode. Of a layer
-            with a state (*inputs) -> (out, state), as `RecurrentKind.make_rows_fn`.
+        attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache; (q) for a layer
+            that reads another's keys and values. DecodeLatents for a cache of latents. With latent attention,
+            kv are latents except in strict mode. Of a layer with a state (*inputs) -> (out, state), as
+            `RecurrentKind.make_rows_fn`.
         strict: batch-invariant.
         valid: False = padding, which no expert computes; None = all tokens are valid.
         rules: sharding of the experts.
         routes: see `sparse_mlp`.
+        layer_inputs: of this layer (`per_layer_inputs`), if the model has them.
     """
     per_token, recurrent, out, gate, kv = per_token_call(strict), RECURRENT.get(c.kind), None, None, None
     read_stream, add_to_stream = functools.partial(_read_stream, c), functools.partial(_add_to_stream, c)
@@ -125,10 +133,17 @@ def block(
         out = out[..., : c.head_dim] if gate is None else out * jax.nn.sigmoid(gate)
         return add_to_stream(w, x, apply_linear(c, w, "o", out), "attention")
 
-    def after(w, x, out, gate):
+    def after(w, x, out, gate, inputs):
         x = add_mixed(w, x, out, gate) if c.mixes else x
         with jax.named_scope("mlp"):
-            return add_to_stream(w, x, mlp(c, w, read_stream(w, x, "mlp")), "mlp") if c.has_mlp else x
+            x = add_to_stream(w, x, mlp(c, w, read_stream(w, x, "mlp")), "mlp") if c.has_mlp else x
+        return add_inputs(w, x, inputs)
+
+    def add_inputs(w, x, inputs):
+        if inputs is None:
+            return x
+        gate = ACTIVATIONS[c.activation](apply_linear(c, w, "input_gate", gather_tokens(x)))
+        return add_to_stream(w, x, apply_linear(c, w, "input_proj", gate * inputs), "input")
 
     # Attention, or the layer's other way to mix tokens.
     with jax.named_scope("attention"):
@@ -144,12 +159,12 @@ def block(
                 out, kv, gate = out[..., : c.mla.value_dim], kv if strict else (gate, None), None
     # Feed-forward; strict mode computes the steps between attention and experts token by token.
     if not c.moe:
-        return per_token(after, w, x, out, gate), kv, None
+        return per_token(after, w, x, out, gate, layer_inputs), kv, None
     x = per_token(add_mixed, w, x, out, gate) if c.mixes else x
     with jax.named_scope("experts"):
         experts = functools.partial(sparse_mlp, valid=valid, rules=rules, strict=strict, routes=routes)
         x, routing = _add_experts(c, w, x, experts, per_token)
-    return x, kv, routing
+    return x if layer_inputs is None else per_token(add_inputs, w, x, layer_inputs), kv, routing
 
 
 def _add_experts(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], experts, per_token):
@@ -184,28 +199,37 @@ def _read_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], name
 
 
 def _add_to_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], y, name: str):
-    """Add an output of attention or feed-forward to the residual stream, times the model's multiplier. After
-    the feed-forward the stream is multiplied by the layer's scalar, if the model has one, which gets no
-    gradient."""
+    """Add an output of a part of the layer to the residual stream, times the model's multiplier. After the
+    last part the stream is multiplied by the layer's scalar, if the model has one, which gets no gradient."""
+    is_last = name == ("input" if c.per_layer_inputs else "mlp")
     if c.norms != "before":
         y = normalize(c, constrain_residual(y), getattr(w, f"{name}_out_norm")[...])
     if c.residual_multiplier != 1.0:  # in float32: bfloat16 would round the number itself
         y = (y.astype(jnp.float32) * c.residual_multiplier).astype(y.dtype)
-    scalar = jax.lax.stop_gradient(w.layer_scalar[...]) if c.layer_scalar and name == "mlp" else None
+    scalar = jax.lax.stop_gradient(w.layer_scalar[...]) if c.layer_scalar and is_last else None
     return constrain_residual(x + y if scalar is None else (x + y) * scalar)
 
 
 def project_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: RopeTables):
-    """Return (q, k, v, gate of the output); the gate is None if the model has none."""
-    q, k = apply_linear(c, w, "q", h), apply_linear(c, w, "k", h)
+    """Return (q, k, v, gate of the output), without k and v if the layer has none; the gate is None if the
+    model has none."""
+    if not c.has_kv:
+        q, gate = _project_queries(c, w, h)
+        return grow_queries(apply_rope(q, rope), rope), gate
+    (q, gate), k = _project_queries(c, w, h), apply_linear(c, w, "k", h)
     v = k if c.keys_as_values else apply_linear(c, w, "v", h)
     v = rms_norm(v, jnp.ones(c.head_dim), c.norm_eps) if c.value_norm else v
-    q, gate = jnp.split(q, 2, axis=-1) if c.attention_gate else (q, None)
-    if c.qk_norm:
-        q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
+    k = _qk_norm(c, k, w.k_norm[...]) if c.qk_norm else k
     if c.alibi:
         return *add_alibi(c, q, k, v, rope.places), gate
     return grow_queries(apply_rope(q, rope), rope), apply_rope(k, rope), v, gate
+
+
+def _project_queries(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
+    """Return (queries before RoPE, gate of the output or None)."""
+    q = apply_linear(c, w, "q", h)
+    q, gate = jnp.split(q, 2, axis=-1) if c.attention_gate else (q, None)
+    return _qk_norm(c, q, w.q_norm[...]) if c.qk_norm else q, gate
 
 
 def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) -> Float[Array, "B T H E"]:

@@ -64,9 +64,9 @@ def _read(c, ring: RingCache, pages: PagedCache, table, lengths, chosen) -> Ring
 
         def copy(source: Num[Array, "X K page R"], arrays, last):
             size = arrays[0].shape[-2 if last else -1]
-            x = source.reshape(c.num_attention_layers, -1, *source.shape[1:])
+            x = source.reshape(c.num_kv_layers, -1, *source.shape[1:])
             x = jnp.take(x, table[slot], axis=1, mode="clip")[..., :size]
-            x = jnp.moveaxis(x, 1, 2).reshape(c.num_attention_layers, x.shape[2], -1, size)[:, :, :length]
+            x = jnp.moveaxis(x, 1, 2).reshape(c.num_kv_layers, x.shape[2], -1, size)[:, :, :length]
             x = jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
             x = jnp.roll(x, ring.cursor - lengths[slot], axis=2)
             x = (jnp.swapaxes(x, 2, 3) if last else x)[:, None]
@@ -97,7 +97,7 @@ def _write(c, ring: RingCache, pages: PagedCache, start, copies, counts) -> Page
         k, v = copy(pages.k, ring.k, last=True), pages.v
         return pages._replace(k=k, v=v if v is None else copy(v, ring.v, last=False))
 
-    layers = jax.tree.map(lambda x: x.reshape(c.num_attention_layers, -1, *x.shape[1:]), pages)
+    layers = jax.tree.map(lambda x: x.reshape(c.num_kv_layers, -1, *x.shape[1:]), pages)
     layers = jax.lax.fori_loop(0, counts[0], one, layers)
     return jax.tree.map(lambda x, like: x.reshape(like.shape), layers, pages)
 

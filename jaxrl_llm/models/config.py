@@ -19,6 +19,8 @@ from jaxrl_llm.models.mixer_config import (
     MLAConfig,
     Norms,
     Size,
+    kind_problems,
+    shared_kv_problems,
 )
 from jaxrl_llm.ranges import Count, Range, problems
 
@@ -189,6 +191,11 @@ class TransformerConfig:
     """Heads of the layers without a sliding window; None = all layers have the same heads."""
     keys_as_values: bool = False
     """Values are the projected keys, before their norm and RoPE; there is no value projection (Gemma 4)."""
+    shared_kv_layers: Annotated[int, Range(0, 10_000)] = 0
+    """Last layers without keys and values: each reads those of the last earlier layer that has them, and a
+    window if it has one (Gemma 4 E2B)."""
+    wide_shared_mlp: bool = False
+    """The feed-forward of these layers is twice as wide."""
     one_branch: bool = False
     """A layer either mixes tokens or has a feed-forward, as `layer_kinds` says, not both (Nemotron-H)."""
     attention_gate: bool = False
@@ -223,6 +230,9 @@ class TransformerConfig:
     """Multiplies what attention and feed-forward add to the residual stream (Granite)."""
     logits_scaling: Factor = 1.0
     """Logits are divided by this, in the final norm, whose float32 weights it divides (Granite)."""
+    per_layer_inputs: Annotated[int, Range(0, 2**16, usual="256 is usual")] = 0
+    """Size of a vector of each token for each layer, made of the token's row in a second embedding and a
+    projection of the first; 0 = none (Gemma 4 E2B)."""
     layer_scalar: bool = False
     """Multiply the residual stream after each layer by a stored number, which is not trained (Gemma 4)."""
     tie_embeddings: bool = True
@@ -293,8 +303,18 @@ class TransformerConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        """Return the number of layers with keys and values."""
+        """Return the number of layers with attention."""
         return self.num_layers if self.layer_kinds is None else self.layer_kinds.count(ATTENTION)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Return the number of layers with keys and values, which caches hold."""
+        return self.num_attention_layers - self.shared_kv_layers
+
+    @property
+    def has_kv(self) -> bool:
+        """Return whether the layers of a stack have keys and values."""
+        return self.kind == ATTENTION and self.num_kv_layers > 0
 
     @property
     def rotary_dim(self) -> int:
@@ -308,7 +328,7 @@ class TransformerConfig:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for sizes that do not match."""
         if self.mla:
-            yield from self._latent_problems(self.mla)
+            yield from self.mla.problems_in(self)
         # Attention heads.
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
@@ -346,7 +366,8 @@ class TransformerConfig:
         if self.normalize_head and self.tie_embeddings:
             yield "normalize_head", "is True: with tie_embeddings it must be False."
         # Layers of other kinds than attention.
-        yield from self._kind_problems({*(self.layer_kinds or ())})
+        yield from kind_problems(self)
+        yield from shared_kv_problems(self)
         if self.mla and (self.layer_kinds or self.attention_gate):
             yield "mla", "is set: layer_kinds and attention_gate are for attention without latents."
         # Experts.
@@ -354,38 +375,6 @@ class TransformerConfig:
             yield "mlp_bias", "is true: with moe it must be false; the biases of experts are moe.bias."
         if self.moe and (dense := self.moe.dense_layers) >= self.num_layers:
             yield "num_layers", f"is {self.num_layers}: it must be above moe.dense_layers, {dense}."
-
-    def _kind_problems(self, kinds: set[LayerKind]) -> Iterator[tuple[str, str]]:
-        for kind in RECURRENT_KINDS:
-            if (getattr(self, kind) is None) == (kind in kinds):
-                yield kind, f"and layer_kinds must be set together: layer_kinds names the {kind} layers."
-        if len(states := {*RECURRENT_KINDS} & kinds) > 1:
-            yield "layer_kinds", f"has {' and '.join(sorted(states))}: only one kind can be beside attention."
-        if self.delta and self.activation != "silu":
-            yield "activation", f"is {self.activation}: with delta it must be silu, as in its convolution."
-        if self.one_branch != bool({*MLP_KINDS} & kinds):
-            yield "one_branch", "and layer_kinds must be set together: layer_kinds names the feed-forwards."
-        if self.one_branch and ("experts" in kinds) != (self.moe is not None):
-            yield "moe", "and layer_kinds must be set together: layer_kinds names the layers of experts."
-        if self.one_branch and self.moe and self.moe.dense_layers:
-            yield "moe", f"has dense_layers {self.moe.dense_layers}: with one_branch it must have 0."
-        if not self.mlp_gate and self.moe and (self.moe.bias or self.moe.swiglu_limit):
-            yield "mlp_gate", "is False: moe.bias and moe.swiglu_limit are for gated experts."
-        if kinds and ATTENTION not in kinds:
-            yield "layer_kinds", "has no attention: at least one layer must have it."
-
-    def _latent_problems(self, mla: MLAConfig) -> Iterator[tuple[str, str]]:
-        size = mla.nope_dim + mla.rope_dim
-        if self.head_dim != size:
-            yield "head_dim", f"is {self.head_dim}: it must be mla.nope_dim + mla.rope_dim, {size}."
-        if self.num_kv_heads != self.num_heads:
-            yield "num_kv_heads", f"is {self.num_kv_heads}: with mla it must be num_heads, {self.num_heads}."
-        if mla.value_dim > size:
-            yield "head_dim", f"is {self.head_dim}: it must be at least mla.value_dim, {mla.value_dim}."
-        if self.qk_norm:
-            yield "qk_norm", "is true: with mla it must be false."
-        if self.rope.partial_rotary != 1.0:
-            yield "rope", f"has partial_rotary {self.rope.partial_rotary}: with mla it must be 1."
 
 
 def check_model_config(config: TransformerConfig, where: str) -> None:

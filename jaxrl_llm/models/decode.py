@@ -36,8 +36,10 @@ from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mixer_config import ATTENTION
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
 from jaxrl_llm.models.params import shardings
+from jaxrl_llm.models.per_layer import NAMES, PerLayerWeights, per_layer_inputs
 from jaxrl_llm.models.recurrent import RECURRENT, State, with_paths
 from jaxrl_llm.models.rows import Packing, per_token_call
+from jaxrl_llm.models.shared_kv import kv_sources, no_shared_kv, put_shared, read_shared
 from jaxrl_llm.models.slot_states import make_state_fn
 from jaxrl_llm.models.stacks import collect_layers, layer_places, layer_stacks, scan_layers
 from jaxrl_llm.models.transformer import Layers, Transformer, cast_weights
@@ -60,6 +62,7 @@ class DecodeWeights(NamedTuple):
     norm: Float[Array, "D"]
     head: Float[Array, "V D"] | None  # None = tied to embed
     layers: tuple[Layers, ...]  # unrolled: one per layer, without the layer axis; scanned: one per stack
+    per_layer: PerLayerWeights | None = None  # None = layers have no inputs of their own
 
 
 class RingCache(NamedTuple):
@@ -110,7 +113,7 @@ def decode_weights(
             jax.lax.map(lambda layer, target=target: reshard(layer, target), stack)
             for stack, target in zip(layers, of_layer, strict=True)
         ]
-    return DecodeWeights(params.embed[...], params.norm[...], head, tuple(layers))
+    return DecodeWeights(params.embed[...], params.norm[...], head, tuple(layers), params.per_layer)
 
 
 def decode_shardings(c: TransformerConfig, mesh: Mesh, rules: Rules) -> DecodeWeights:
@@ -120,7 +123,9 @@ def decode_shardings(c: TransformerConfig, mesh: Mesh, rules: Rules) -> DecodeWe
     if is_unrolled(c):
         layers = [jax.tree.map(_without_layer_axis, getattr(tree, name)) for name, _ in layer_places(c)]
     head = None if c.tie_embeddings else tree.lm_head.get_value()
-    return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, tuple(layers))
+    names = NAMES if c.per_layer_inputs else ()
+    per_layer = PerLayerWeights(*(getattr(tree, name).get_value() for name in names)) if names else None
+    return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, tuple(layers), per_layer)
 
 
 def _without_layer_axis(stack: NamedSharding) -> NamedSharding:
@@ -131,7 +136,7 @@ def init_ring_cache(
     c: TransformerConfig, slots: int, length: int, dtype: DTypeLike, strict: bool = False
 ) -> RingCache:
     """Return zeros for `slots` sequences of `length` tokens; a strict cache holds no latents."""
-    dims = [cache_dims(stack, strict) for stack in _stack_of_layers(c) if stack.kind == ATTENTION]
+    dims = [cache_dims(stack, strict) for stack in _stack_of_layers(c) if stack.has_kv]
     arrays = [((), of) for of in dims] if is_unrolled(c) else [((n,), of) for of, n in Counter(dims).items()]
     k = tuple(jnp.zeros((*n, slots, heads, size, length), dtype) for n, (heads, size) in arrays)
     v = tuple(jnp.zeros((*n, slots, heads, length, size), dtype) for n, (heads, size) in arrays)
@@ -145,6 +150,16 @@ def empty_states(c: TransformerConfig, slots: int, dtype: DTypeLike) -> tuple[St
     count, depth = (recurrent, ()) if is_unrolled(c) else (1, (recurrent,))
     empty = RECURRENT[c.recurrent_kind].empty_state
     return tuple(empty(c, (*depth, slots), dtype) for _ in range(count))
+
+
+def embed_tokens(
+    c: TransformerConfig, weights: DecodeWeights, tokens: Int[Array, "B T"], strict: bool
+) -> tuple[Float[Array, "B T D"], Float[Array, "L B T P"] | None]:
+    """Return the first residual stream of tokens, and the inputs of all layers if they have any."""
+    x = constrain_residual(scale_embeddings(c, weights.embed[tokens]))
+    if (w := weights.per_layer) is None:
+        return x, None
+    return x, per_layer_inputs(c, w, x, w.embed[tokens], strict=strict)
 
 
 def next_token_logits(
@@ -181,20 +196,21 @@ def prefill(
     tables = per_token_call(strict)(rope_fn(c), None, positions)
 
     # Layers return what the cache keeps of them, in its layout.
-    def layer(c, x, w, numbers, *_):
-        mix = make_attention_fn(c, w, rows, window=numbers.window, strict=strict)
-        rope = layer_rope(c, tables, numbers)
-        x, kept, routing = block(
-            c, w, x, rope, attention_fn=mix, strict=strict, valid=segments > 0, rules=ROLLOUT
-        )
-        if c.kind != ATTENTION:
-            return x, kept, routing
+    def layer(c, carry, w, numbers, *_):
+        x, shared = carry
+        settings = {"strict": strict, "shared": read_shared(c, shared)}
+        mix = make_attention_fn(c, w, rows, window=numbers.window, **settings)
+        settings = {"strict": strict, "valid": segments > 0, "rules": ROLLOUT, "layer_inputs": numbers.inputs}
+        x, kept, routing = block(c, w, x, layer_rope(c, tables, numbers), attention_fn=mix, **settings)
+        if not c.has_kv:
+            return (x, shared), kept, routing
         k, v = kept
-        v = None if v is None else v.transpose(0, 2, 1, 3)
-        return x, (k.transpose(0, 2, 3, 1), v), routing
+        shared, v = put_shared(c, shared, kept), None if v is None else v.transpose(0, 2, 1, 3)
+        return (x, shared), (k.transpose(0, 2, 3, 1), v), routing
 
-    x = constrain_residual(scale_embeddings(c, weights.embed[tokens]))
-    _, (kv, states), routes = apply_layers(c, weights.layers, layer, x)
+    x, inputs = embed_tokens(c, weights, tokens, strict)
+    carry = x, no_shared_kv(c, x)
+    _, (kv, states), routes = apply_layers(c, weights.layers, layer, carry, inputs=inputs)
     return (tuple(k for k, _ in kv), tuple(v for _, v in kv if v is not None), tuple(states)), routes
 
 
@@ -224,7 +240,9 @@ def decode_ring(
         x, ks, vs, states = carry
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         rope = layer_rope(c, tables, numbers)
-        run = functools.partial(block, c, w, x, rope, strict=strict, rules=ROLLOUT)
+        run = functools.partial(
+            block, c, w, x, rope, strict=strict, rules=ROLLOUT, layer_inputs=numbers.inputs
+        )
         if not c.mixes:
             x, _, routing = run(attention_fn=None)
             return (x, ks, vs, states), None, routing
@@ -239,31 +257,37 @@ def decode_ring(
         x, (k, v), routing = run(attention_fn=attend)
         return (x, put(ks, k), put(vs, v) if vs else (), states), None, routing
 
-    x = constrain_residual(scale_embeddings(c, weights.embed[tokens][:, None]))
+    x, inputs = embed_tokens(c, weights, tokens[:, None], strict)
     carry = x, cache.k, cache.v, cache.states
-    (x, ks, vs, states), _, routes = apply_layers(c, weights.layers, layer, carry)
+    (x, ks, vs, states), _, routes = apply_layers(c, weights.layers, layer, carry, inputs=inputs)
     hidden = by_row(final_norm_fn(c), weights.norm, x)[:, 0]
     return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length), states), routes
 
 
-def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):
+def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry, *, inputs=None):
     """Apply `layer(config, carry, weights, numbers, array, index) -> (carry, out, routing)` to all layers.
 
     The cache of a layer is `arrays[array][index]`, in the arrays of its kind (keys and values, or states):
     array = 0, 1, ... and index () for unrolled layers. Scanned layers share an array and have index (i,);
-    keys of each size have one (`cache_dims`). `config` is the config of the layer's stack.
+    keys of each size have one (`cache_dims`). A layer without keys has the place of the layer whose keys it
+    reads. `config` is the config of the layer's stack.
+
+    Args:
+        inputs: of all layers (`per_layer_inputs`), if they have any.
 
     Returns: (carry, (outs of attention, outs of other kinds), routes): a list with one out per layer, or with
         one stack of the outs of each array.
     """
     stacks, at = layer_stacks(c), _cache_indices(c)
-    attends = {name: stack.kind == ATTENTION for name, stack in stacks.items()}
+    attends = {name: stack.has_kv for name, stack in stacks.items()}
     recurs = {name: stack.kind in RECURRENT for name, stack in stacks.items()}
     # One layer after the other.
     if is_unrolled(c):
         outs, chosen = ([], []), []
         names = [name for name, _ in layer_places(c)]
-        for name, weights, numbers, i in zip(names, layers, layer_numbers(c), at, strict=True):
+        each = (None,) * c.num_layers if inputs is None else inputs
+        of_layers = [n._replace(inputs=x) for n, x in zip(layer_numbers(c), each, strict=True)]
+        for name, weights, numbers, i in zip(names, layers, of_layers, at, strict=True):
             carry, out, routing = layer(stacks[name], carry, weights, numbers, i, ())
             if attends[name] or recurs[name]:
                 outs[recurs[name]].append(out)
@@ -279,7 +303,7 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
         return carry, (out, routing and routing.chosen)
 
     def numbers_of(run):
-        return jax.tree.map(lambda x: x[run.layers], (stacked_numbers(c), jnp.asarray(at)))
+        return jax.tree.map(lambda x: x[run.layers], (stacked_numbers(c, inputs), jnp.asarray(at)))
 
     carry, outs = scan_layers(c, dict(zip(stacks, layers, strict=True)), numbers_of, step, carry=carry)
     part = lambda i: [(run, tuple(x[i] for x in out)) for run, out in outs]
@@ -298,10 +322,11 @@ def _scanned_arrays(c: TransformerConfig) -> dict[TransformerConfig, int]:
 
 
 def _cache_indices(c: TransformerConfig) -> list[int]:
-    """Return the index of each layer among the layers of its kind, or, if scanned, of its array."""
+    """Return the index of each layer, or of the layer whose keys it reads, among the layers of its kind, or,
+    if scanned, of its array."""
     shared = lambda stack: (stack.kind, None if is_unrolled(c) else cache_dims(stack))
     groups = [shared(stack) for stack in _stack_of_layers(c)]
-    return [groups[:i].count(group) for i, group in enumerate(groups)]
+    return [groups[:i].count(groups[i]) for i in kv_sources(c)]
 
 
 def _stack_of_layers(c: TransformerConfig) -> list[TransformerConfig]:
@@ -321,11 +346,13 @@ def _attend_ring(
     sinks,
     strict: bool,
 ):
-    """Return `attend` of `block`: write the new key and value at the cursor, attend to the slot's past."""
+    """Return `attend` of `block`: write the new key and value, if the layer has them, at the cursor, and
+    attend to the slot's past."""
 
-    def write(cache, column, start):
-        column = jnp.expand_dims(column, tuple(range(len(index)))).astype(cache.dtype)
-        cache = jax.lax.dynamic_update_slice(cache, column, (*index, *start))
+    def write(cache, column, order, start):
+        if column is not None:
+            column = jnp.expand_dims(column.transpose(order), tuple(range(len(index))))
+            cache = jax.lax.dynamic_update_slice(cache, column.astype(cache.dtype), (*index, *start))
         return cache, jax.lax.dynamic_index_in_dim(cache, *index, keepdims=False) if index else cache
 
     settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
@@ -336,13 +363,13 @@ def _attend_ring(
         return ((age <= positions) & (age < window))[:, None]
 
     def attend_latents(q, latents):
-        ks, k = write(kv[0], latents.transpose(0, 2, 3, 1), (0, 0, 0, cursor))
+        ks, k = write(kv[0], latents, (0, 2, 3, 1), (0, 0, 0, cursor))
         k = k.transpose(0, 3, 1, 2).astype(q.dtype)
         return dense_attention(AttentionSpec(**settings), q, k, k, visible=visible(k.shape[1]))[0], (ks, None)
 
     def attend(q, k, v):
-        ks, k = write(kv[0], k.transpose(0, 2, 3, 1), (0, 0, 0, cursor))
-        vs, v = write(kv[1], v.transpose(0, 2, 1, 3), (0, 0, cursor, 0))
+        ks, k = write(kv[0], k, (0, 2, 3, 1), (0, 0, 0, cursor))
+        vs, v = write(kv[1], v, (0, 2, 1, 3), (0, 0, cursor, 0))
         k, v = k.transpose(0, 3, 1, 2).astype(q.dtype), v.transpose(0, 2, 1, 3).astype(q.dtype)
         if strict:
             where = batch_invariant.RingKeys(cursor - positions), positions, window
@@ -350,4 +377,6 @@ def _attend_ring(
         out, lse = dense_attention(AttentionSpec(**settings), q, k, v, visible=visible(k.shape[1]))
         return out if sinks is None else add_sinks(out, lse, sinks)[0], (ks, vs)
 
+    if not c.has_kv:
+        return lambda q: attend(q, None, None)
     return DecodeLatents(attend_latents) if kv[1] is None else attend

@@ -25,7 +25,8 @@ def layer_weights(c: TransformerConfig) -> int:
 def _one_layer(c: TransformerConfig) -> int:
     queries = c.num_heads * (2 if c.attention_gate else 1)
     matrices = 3 if c.mlp_gate else 2
-    attention = c.head_dim * c.hidden_size * (queries + c.num_heads + (2 - c.keys_as_values) * c.num_kv_heads)
+    keys = (2 - c.keys_as_values) * c.num_kv_heads if c.has_kv else 0
+    attention = c.head_dim * c.hidden_size * (queries + c.num_heads + keys)
     if c.kind in RECURRENT:  # in place of attention
         attention = RECURRENT[c.kind].mixer_weights(c)
     elif mla := c.mla:
@@ -36,7 +37,8 @@ def _one_layer(c: TransformerConfig) -> int:
     width, router = c.mlp_size, 0
     if c.moe:
         width, router = c.moe.experts_per_token * c.moe.expert_size + c.moe.shared_size, c.moe.num_experts
-    return attention * c.mixes + c.hidden_size * (matrices * width + router) * c.has_mlp
+    inputs = 3 * c.per_layer_inputs  # their gate, their projection, and the one that makes them
+    return attention * c.mixes + c.hidden_size * ((matrices * width + router) * c.has_mlp + inputs)
 
 
 def head_flops(c: TransformerConfig, tokens: Number) -> float:

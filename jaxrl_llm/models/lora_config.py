@@ -33,10 +33,15 @@ CONV_TARGETS = {"conv_in": "in_proj", "conv_out": "out_proj", "o": "out_proj"}
 MAMBA_TARGETS = {"mamba_in": "in_proj"}
 """Our names of linear layers of Mamba-2 -> Hugging Face's. peft refuses adapters of its out_proj, which
 kernels read."""
+INPUT_TARGETS = {"input_gate": "per_layer_input_gate", "input_proj": "per_layer_projection"}
+"""Our names of the linear layers of per-layer inputs -> Hugging Face's."""
 ALL_TARGETS = tuple(
     dict.fromkeys(
         name
-        for part in (TARGETS, LATENT_TARGETS, *DELTA_TARGETS.values(), CONV_TARGETS.values())
+        for part in (
+            *(TARGETS, LATENT_TARGETS, *DELTA_TARGETS.values()),
+            *(CONV_TARGETS.values(), INPUT_TARGETS.values()),
+        )
         for name in part
     )
 )
@@ -54,6 +59,7 @@ def linear_layers(c: TransformerConfig) -> dict[str, str]:
         absent = ("k_proj", "v_proj", *(("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")))
         present = {name: ours for name, ours in (TARGETS | LATENT_TARGETS).items() if name not in absent}
     layers = {ours: name for name, ours in present.items() if not (ours == "v" and c.keys_as_values)}
+    layers |= INPUT_TARGETS if c.per_layer_inputs else {}
     if c.delta:
         layers |= {ours: name for name, ours in DELTA_TARGETS[c.delta.projections].items()}
     return layers | (CONV_TARGETS if c.conv else {}) | (MAMBA_TARGETS if c.mamba else {})

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxrl_llm.ranges import Range
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.config import TransformerConfig
 
 Size = Annotated[int, Range(1, 2**24)]
 """A dimension of a weight."""
@@ -28,6 +31,20 @@ class MLAConfig:
     """Dims of a head of values."""
     interleaved: bool = True
     """RoPE rotates neighbouring dims, 2i and 2i + 1, not i and i + rope_dim / 2."""
+
+    def problems_in(self, c: TransformerConfig) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for an architecture that cannot have these latents."""
+        size = self.nope_dim + self.rope_dim
+        if c.head_dim != size:
+            yield "head_dim", f"is {c.head_dim}: it must be mla.nope_dim + mla.rope_dim, {size}."
+        if c.num_kv_heads != c.num_heads:
+            yield "num_kv_heads", f"is {c.num_kv_heads}: with mla it must be num_heads, {c.num_heads}."
+        if self.value_dim > size:
+            yield "head_dim", f"is {c.head_dim}: it must be at least mla.value_dim, {self.value_dim}."
+        if c.qk_norm:
+            yield "qk_norm", "is true: with mla it must be false."
+        if c.rope.partial_rotary != 1.0:
+            yield "rope", f"has partial_rotary {c.rope.partial_rotary}: with mla it must be 1."
 
 
 Norms = Literal["before", "after", "both"]
@@ -123,3 +140,43 @@ RECURRENT_KINDS: tuple[LayerKind, ...] = ("delta", "conv", "mamba")
 """Kinds of layers that keep a state of fixed size; a field of TransformerConfig has the name of each."""
 MLP_KINDS: tuple[LayerKind, ...] = ("mlp", "experts")
 """Kinds of layers that have a feed-forward, dense or of experts, and do not mix tokens (`one_branch`)."""
+
+
+def kind_problems(c: TransformerConfig) -> Iterator[tuple[str, str]]:
+    """Yield (field, problem) for kinds of layers that do not match other fields."""
+    kinds = {*(c.layer_kinds or ())}
+    for kind in RECURRENT_KINDS:
+        if (getattr(c, kind) is None) == (kind in kinds):
+            yield kind, f"and layer_kinds must be set together: layer_kinds names the {kind} layers."
+    if len(states := {*RECURRENT_KINDS} & kinds) > 1:
+        yield "layer_kinds", f"has {' and '.join(sorted(states))}: only one kind can be beside attention."
+    if c.delta and c.activation != "silu":
+        yield "activation", f"is {c.activation}: with delta it must be silu, as in its convolution."
+    if c.one_branch != bool({*MLP_KINDS} & kinds):
+        yield "one_branch", "and layer_kinds must be set together: layer_kinds names the feed-forwards."
+    if c.one_branch and ("experts" in kinds) != (c.moe is not None):
+        yield "moe", "and layer_kinds must be set together: layer_kinds names the layers of experts."
+    if c.one_branch and c.moe and c.moe.dense_layers:
+        yield "moe", f"has dense_layers {c.moe.dense_layers}: with one_branch it must have 0."
+    if not c.mlp_gate and c.moe and (c.moe.bias or c.moe.swiglu_limit):
+        yield "mlp_gate", "is False: moe.bias and moe.swiglu_limit are for gated experts."
+    if kinds and ATTENTION not in kinds:
+        yield "layer_kinds", "has no attention: at least one layer must have it."
+
+
+def shared_kv_problems(c: TransformerConfig) -> Iterator[tuple[str, str]]:
+    """Yield (field, problem) for layers that cannot read the keys and values of earlier ones."""
+    if not c.shared_kv_layers:
+        if c.wide_shared_mlp:
+            yield "wide_shared_mlp", "is True: it is for the layers that shared_kv_layers counts."
+        return
+    have = f"is {c.shared_kv_layers}"
+    if c.shared_kv_layers >= c.num_layers:
+        yield "shared_kv_layers", f"{have}: it must be below num_layers, {c.num_layers}."
+    elif missing := {*(c.window_layers or ())} - {*(c.window_layers or ())[: -c.shared_kv_layers]}:
+        kind = "a" if True in missing else "no"
+        yield "shared_kv_layers", f"{have}: no earlier layer with {kind} window has keys for the last layers."
+    if {*(c.window_layers or ())} == {True, False} and not c.global_heads:
+        yield "shared_kv_layers", f"{have}: if only some layers have a window, it needs global_heads."
+    if c.mla or c.layer_kinds or c.alibi or (c.moe and c.moe.dense_layers):
+        yield "shared_kv_layers", f"{have}: with mla, layer_kinds, alibi or moe.dense_layers it must be 0."

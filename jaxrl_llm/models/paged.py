@@ -27,13 +27,12 @@ from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_llm.models.attention import attention_scale, layer_rope, rope_fn, sinks_of
 from jaxrl_llm.models.block import block, final_norm_fn
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.models.decode import DecodeWeights, PromptCache, apply_layers
-from jaxrl_llm.models.linear import scale_embeddings
+from jaxrl_llm.models.decode import DecodeWeights, PromptCache, apply_layers, embed_tokens
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
 from jaxrl_llm.models.recurrent import RECURRENT, State
 from jaxrl_llm.models.rows import per_token_call
 from jaxrl_llm.models.slot_states import make_state_fn
-from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
+from jaxrl_llm.sharding.rules import ROLLOUT, current_spec
 
 NULL_PAGE = 0
 """The page that inactive slots write to and that pads page tables; it is never read."""
@@ -42,8 +41,8 @@ NO_PAGE = 2**30
 
 
 class PagedCache(NamedTuple):
-    """Pages of the L layers with attention. X = num_shards L P: each shard of the slots has P pages a layer,
-    page n of layer l at l P + n.
+    """Pages of the L layers with keys and values. X = num_shards L P: each shard of the slots has P pages a
+    layer, page n of layer l at l P + n.
 
     R is head_dim, on TPU rounded up to LANES: memory is padded to LANES anyway, and otherwise the compiler
     sometimes lays out the pages with other dims last, and copies them all for the kernels.
@@ -65,7 +64,7 @@ def init_paged_cache(
     """
     lanes = LANES if device()[0] == "tpu" else 1
     heads, size = cache_dims(c, strict)
-    shape = (c.num_attention_layers * num_pages, heads, page_size, -(-size // lanes) * lanes)
+    shape = (c.num_kv_layers * num_pages, heads, page_size, -(-size // lanes) * lanes)
     quantized = jnp.dtype(dtype).itemsize == 1
     scales = lambda: jnp.zeros(shape[:3], jnp.float32) if quantized else None
     if c.mla and not strict:
@@ -99,7 +98,8 @@ def decode_paged(
     def layer(model, carry, w, numbers, array, index):
         x, cache, states = carry
         rope = layer_rope(model, tables, numbers)
-        run = partial(block, model, w, x, rope, strict=strict, valid=valid, rules=ROLLOUT)
+        settings = {"strict": strict, "valid": valid, "rules": ROLLOUT, "layer_inputs": numbers.inputs}
+        run = partial(block, model, w, x, rope, **settings)
         if not model.mixes:
             x, _, routing = run(attention_fn=None)
             return (x, cache, states), None, routing
@@ -119,10 +119,10 @@ def decode_paged(
         x, cache, routing = run(attention_fn=attend)
         return (x, cache, states), None, routing
 
-    x = constrain_residual(scale_embeddings(c, weights.embed[tokens]))
+    x, inputs = embed_tokens(c, weights, tokens, strict)
     carry = x, cache._replace(states=()), cache.states
-    (x, pages, states), (_, inputs), routes = apply_layers(c, weights.layers, layer, carry)
-    return by_row(final_norm_fn(c), weights.norm, x), pages._replace(states=states), routes, tuple(inputs)
+    (x, pages, states), (_, mixed), routes = apply_layers(c, weights.layers, layer, carry, inputs=inputs)
+    return by_row(final_norm_fn(c), weights.norm, x), pages._replace(states=states), routes, tuple(mixed)
 
 
 def states_after(
@@ -202,9 +202,11 @@ def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, w
     table = table + layer * _pages_per_layer(c, cache)
     at, page_of = jnp.maximum(positions, 0), jnp.minimum(positions // page_size, table.shape[1] - 1)
     pages = jnp.where(positions >= 0, jnp.take_along_axis(table, page_of, axis=1, mode="clip"), NULL_PAGE)
-    # Write the tokens: one token per slot by the kernel, else by scatter.
-    new, scale = _to_storage(cache, new), attention_scale(c)
-    if q.shape[1] == 1 and not strict:
+    # Write the tokens, if the layer has keys: one token per slot by the kernel, else by scatter.
+    new, scale = _to_storage(cache, new) if new else None, attention_scale(c)
+    if new is None:
+        pass
+    elif q.shape[1] == 1 and not strict:
         implementation, _ = choose("decode_attention", q[:, 0], cache.k, table)
         one = jax.tree.map(lambda x: x[:, 0], new)
         cache = write_token(cache, one, pages[:, 0], at[:, 0] % page_size, implementation=implementation)
@@ -232,19 +234,19 @@ def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, w
 
 
 def _write(c, cache: PagedCache, new, tables):
-    layers = jnp.arange(c.num_attention_layers)[:, None, None] * _pages_per_layer(c, cache)
+    layers = jnp.arange(c.num_kv_layers)[:, None, None] * _pages_per_layer(c, cache)
     return jax.tree.map(lambda x, y: x.at[layers + tables].set(y), cache, _to_storage(cache, new))
 
 
 def _copy(c, cache: PagedCache, _, sources, targets):
-    layers = jnp.arange(c.num_attention_layers)[:, None] * _pages_per_layer(c, cache)
+    layers = jnp.arange(c.num_kv_layers)[:, None] * _pages_per_layer(c, cache)
     copy = lambda x: x.at[layers + targets].set(x[layers + sources], mode="drop")
     return jax.tree.map(copy, cache)
 
 
 def _pages_per_layer(c: TransformerConfig, cache: PagedCache) -> int:
     """Return the pages of one layer in one shard."""
-    return cache.k.shape[0] // c.num_attention_layers
+    return cache.k.shape[0] // c.num_kv_layers
 
 
 def _to_storage(cache: PagedCache, new: Sequence[Array]) -> PagedCache:

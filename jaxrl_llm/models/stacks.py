@@ -20,6 +20,7 @@ from jaxrl_llm.models.global_heads import config_of_layers
 from jaxrl_llm.models.mixer_config import ATTENTION
 
 _DENSE = "dense_"
+_SHARED = "shared_"  # layers that read the keys and values of earlier ones
 GLOBAL = "global_layers"
 """Name of the stack of layers without a sliding window, if their heads differ (`global_heads`)."""
 MAX_PATTERN = 12
@@ -56,8 +57,14 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
         moe = dataclasses.replace(c.moe, dense_layers=0) if is_sparse else None
         picked = {field: pick(getattr(c, field)) for field in per_layer}
         norms = c.delta.norms if c.delta and picked["layer_kinds"][0] == "delta" else c.norms
-        own_heads = config_of_layers(c, name != GLOBAL) if c.global_heads else c
-        return dataclasses.replace(own_heads, moe=moe, num_layers=len(own), norms=norms, **picked)
+        own_heads = config_of_layers(c, not name.endswith(GLOBAL)) if c.global_heads else c
+        is_shared = name.startswith(_SHARED)
+        wider = 2 if is_shared and c.wide_shared_mlp else 1
+        if moe:
+            moe = dataclasses.replace(moe, shared_size=moe.shared_size * wider)
+        sizes = {"num_layers": len(own), "mlp_size": c.mlp_size * wider}
+        sizes["shared_kv_layers"] = len(own) if is_shared else 0
+        return dataclasses.replace(own_heads, moe=moe, norms=norms, **sizes, **picked)
 
     return {name: stack(name) for name in dict.fromkeys(names)}
 
@@ -161,9 +168,10 @@ def _reach(names: Sequence[str], size: int) -> int:
 
 def _stack_names(c: TransformerConfig) -> list[str]:
     """Return the stack of each layer."""
-    if c.global_heads:
-        return ["layers" if slides else GLOBAL for slides in c.window_layers]
     kinds = c.layer_kinds or (ATTENTION,) * c.num_layers
-    dense = c.moe.dense_layers if c.moe else 0
+    dense, first_shared = c.moe.dense_layers if c.moe else 0, c.num_layers - c.shared_kv_layers
     of_kind = lambda kind: "layers" if kind == ATTENTION else f"{kind}_layers"
-    return [f"{_DENSE * (i < dense)}{of_kind(kind)}" for i, kind in enumerate(kinds)]
+    names = [f"{_DENSE * (i < dense)}{of_kind(kind)}" for i, kind in enumerate(kinds)]
+    if c.global_heads:
+        names = ["layers" if slides else GLOBAL for slides in c.window_layers]
+    return [f"{_SHARED * (i >= first_shared)}{name}" for i, name in enumerate(names)]

@@ -29,10 +29,12 @@ from jaxrl_llm.models.linear import Initializer, matrix_dims, normalize_rows, sc
 from jaxrl_llm.models.lora_config import MLP, linear_layers
 from jaxrl_llm.models.mixer_config import ATTENTION
 from jaxrl_llm.models.mla import add_latent_weights
+from jaxrl_llm.models.per_layer import NAMES, PerLayerWeights, init_per_layer, per_layer_inputs
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.recurrent import RECURRENT, with_paths
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rows import Packing, per_token_call
+from jaxrl_llm.models.shared_kv import no_shared_kv, put_shared, read_shared
 from jaxrl_llm.models.stacks import LayerRun, collect_layers, layer_places, layer_stacks, scan_layers
 from jaxrl_llm.sharding.attention import ContextParallel, context_parallel, reorder_tokens, restore_tokens
 from jaxrl_llm.sharding.rules import constrain, constrain_residual, fetch, look_up
@@ -68,6 +70,10 @@ class Layers(nnx.Module):
             self._add_mlp(c, init)
         if c.moe:
             self._add_experts(c, init)
+        if c.per_layer_inputs:
+            self.input_gate = init.normal((d, c.per_layer_inputs), ("embed", "mlp"))
+            self.input_proj = init.normal((c.per_layer_inputs, d), ("mlp", "embed"), residual=True)
+            self.input_out_norm = init.norm(d)
         if c.layer_scalar:
             self.layer_scalar = init.ones((1,), ("norm",))
         # Adapters and codes come last, beside the weights that they belong to.
@@ -91,19 +97,22 @@ class Layers(nnx.Module):
         d, e = c.hidden_size, c.head_dim
         gated = 2 * e if c.attention_gate else e  # dims of the query, then dims of the gate
         self.q = init.normal((d, c.num_heads, gated), ("embed", "heads", "head_dim"))
-        self.k = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
-        if not c.keys_as_values:
+        if c.has_kv:
+            self.k = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
+        if c.has_kv and not c.keys_as_values:
             self.v = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
         self.o = init.normal((c.num_heads, e, d), ("heads", "head_dim", "embed"), residual=True)
         if c.qkv_bias:
             self.q_bias = init.zeros((c.num_heads, gated), ("heads", "head_dim"))
-            self.k_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
-            if not c.keys_as_values:
+            if c.has_kv:
+                self.k_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+            if c.has_kv and not c.keys_as_values:
                 self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
         if c.qk_norm:
             q_width, k_width = (c.num_heads * e, c.num_kv_heads * e) if c.qk_norm_over_heads else (e, e)
             self.q_norm = init.norm(q_width, "head_dim")
-            self.k_norm = init.norm(k_width, "head_dim")
+            if c.has_kv:
+                self.k_norm = init.norm(k_width, "head_dim")
 
     def _add_mlp(self, c: TransformerConfig, init: Initializer) -> None:
         d = c.hidden_size
@@ -179,6 +188,10 @@ class Transformer(nnx.Module):
         self.norm = nnx.Param(norm, axes=("norm",))
         if config.value_head:  # zeros: a new critic predicts 0
             self.value = nnx.Param(jnp.zeros((1, config.hidden_size), jnp.float32), axes=("norm", "norm"))
+        if config.per_layer_inputs:
+            names = zip(NAMES, init_per_layer(config, jax.random.fold_in(embed_key, 1)), strict=True)
+            for name, weight in names:
+                setattr(self, name, weight)
         if not config.tie_embeddings:
             self.lm_head = nnx.Param(std * jax.random.normal(head_key, shape, jnp.float32), axes=axes)
 
@@ -187,6 +200,13 @@ class Transformer(nnx.Module):
         """The LM head: the embedding itself when tied."""
         head = fetch((self.embed if self.config.tie_embeddings else self.lm_head)[...])
         return normalize_rows(head) if self.config.normalize_head else head
+
+    @property
+    def per_layer(self) -> PerLayerWeights | None:
+        """The weights of the layers' inputs; None = the model has none."""
+        if not self.config.per_layer_inputs:
+            return None
+        return PerLayerWeights(*(fetch(getattr(self, name)[...]) for name in NAMES))
 
     def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
         """Apply the value head to final hidden states, in float32; `logits_scaling` is for logits only."""
@@ -251,36 +271,53 @@ class Transformer(nnx.Module):
         x = constrain_residual(scale_embeddings(c, look_up(fetch(self.embed[...]), tokens, dtype)))
         if routes is not None:
             routes = jnp.moveaxis(reorder_tokens(routes, method), 2, 0)
+        inputs = self._layer_inputs(x, tokens, dtype, strict)
 
-        def layer(c, x, layer, numbers):
-            numbers, routes = numbers
+        def layer(c, carry, layer, numbers):
+            (x, shared), (numbers, routes) = carry, numbers
             x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(layer, dtype)
             of_kind = whole if c.kind in RECURRENT else rows
-            mix = make_attention_fn(c, w, of_kind, window=numbers.window, method=method, strict=strict)
+            settings = {"method": method, "strict": strict, "shared": shared}
+            mix = make_attention_fn(c, w, of_kind, window=numbers.window, **settings)
             settings = {"strict": strict, "valid": rows.segments > 0, "routes": routes}
-            x, _, routing = block(c, w, x, layer_rope(c, tables, numbers), attention_fn=mix, **settings)
-            return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)
+            settings |= {"attention_fn": mix, "layer_inputs": numbers.inputs}
+            x, kv, routing = block(c, w, x, layer_rope(c, tables, numbers), **settings)
+            sums = routing and (routing_sums(c.moe, routing, readers), routing.chosen)
+            return x, kv if keeps_kv else None, sums
 
-        def step(c, *args):
-            run = functools.partial(layer, c)
+        def step(c, carry, *args):
+            (x, shared), run = carry, functools.partial(layer, c)
             if remat != "none" or c.moe:
                 run = jax.checkpoint(run, policy=REMAT[remat], prevent_cse=False)
-            return run(*args)
+            x, kv, out = run((x, read_shared(c, shared)), *args)
+            return (x, put_shared(c, shared, kv)), out
 
-        weights = {name: getattr(self, name) for name in layer_stacks(c)}
-        x, outs = scan_layers(c, weights, lambda run: numbers_of(c, run, routes), step, carry=x)
+        weights, keeps_kv = {name: getattr(self, name) for name in layer_stacks(c)}, c.shared_kv_layers > 0
+        numbers = lambda run: numbers_of(c, run, routes, inputs)
+        (x, _), outs = scan_layers(c, weights, numbers, step, carry=(x, no_shared_kv(c, x)))
         x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
         hidden = restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
         sums, chosen = collect_layers(outs, lambda name: bool(layer_stacks(c)[name].moe)) or (None, None)
         return hidden, sums, None if chosen is None else restore_tokens(join_routes(c, chosen), method)
 
+    def _layer_inputs(self, x, tokens, dtype: DTypeLike, strict: bool) -> Float[Array, "L B T P"] | None:
+        """Return the inputs of all layers, if they have any, from scaled embeddings x and tokens."""
+        if (w := self.per_layer) is None:
+            return None
+        rows = look_up(w.embed, tokens, dtype)
+        w = jax.tree.map(lambda x: rounded(x, dtype), w._replace(embed=None))
+        return per_layer_inputs(self.config, w, x, rows, strict=strict)
+
 
 def numbers_of(
-    c: TransformerConfig, run: LayerRun, routes: UInt[Array, "L B T K"] | None
+    c: TransformerConfig,
+    run: LayerRun,
+    routes: UInt[Array, "L B T K"] | None,
+    inputs: Float[Array, "L B T P"] | None,
 ) -> tuple[LayerNumbers, UInt[Array, "R B T K"] | None]:
-    """Return the numbers of a run's R layers, and the routes of its layers with experts."""
+    """Return the numbers and inputs of a run's R layers, and the routes of its layers with experts."""
     layers = run.layers
-    numbers = jax.tree.map(lambda x: x[layers], stacked_numbers(c))
+    numbers = jax.tree.map(lambda x: x[layers], stacked_numbers(c, inputs))
     stacks = layer_stacks(c)
     sparse = [bool(stacks[name].moe) for name, _ in layer_places(c)]
     if routes is None or not any(sparse[layers]):
