@@ -122,13 +122,6 @@ CASES = {
         "gemma4_text",
         {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
     ),
-    "gemma4 small, deep": (
-        "gemma4_text",
-        {
-            **{**GEMMA4_SMALL, "num_hidden_layers": 15, "num_kv_shared_layers": 6},
-            **{"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 5},
-        },
-    ),
     "gemma4 small, moe": (
         "gemma4_text",
         {

@@ -82,8 +82,9 @@ def write_windows(config: TransformerConfig) -> dict[str, Any]:
     slides = config.window_layers or (True,) * config.num_layers
     if config.sliding_window is None:
         slides = (False,) * config.num_layers
+    unused = None if facts.window_switch else facts.defaults.get("sliding_window")  # Gemma 4 refuses null
     both = {
-        "sliding_window": config.sliding_window,
+        "sliding_window": config.sliding_window or unused,
         "layer_types": [LAYER_TYPES[on] for on in slides],
     }
     if not facts.window_switch:

@@ -119,7 +119,7 @@ def block(
         layer_inputs: of this layer (`per_layer_inputs`), if the model has them.
     """
     per_token, recurrent, out, gate, kv = per_token_call(strict), RECURRENT.get(c.kind), None, None, None
-    read_stream, add_to_stream = functools.partial(_read_stream, c), functools.partial(_add_to_stream, c)
+    read_stream, add_mixed = functools.partial(_read_stream, c), functools.partial(_add_mixed, c)
 
     def before(w, x, rope):
         h = read_stream(w, x, "attention")
@@ -127,23 +127,11 @@ def block(
             return recurrent.project_inputs(c, w, h)
         return (expand_latents if c.mla else project_heads)(c, w, h, rope)
 
-    def add_mixed(w, x, out, gate):
-        if recurrent:
-            return add_to_stream(w, x, recurrent.finish_mixed(c, w, out, gate), "attention")
-        out = out[..., : c.head_dim] if gate is None else out * jax.nn.sigmoid(gate)
-        return add_to_stream(w, x, apply_linear(c, w, "o", out), "attention")
-
-    def after(w, x, out, gate, inputs):
+    def after(w, x, out, gate, layer_inputs):
         x = add_mixed(w, x, out, gate) if c.mixes else x
         with jax.named_scope("mlp"):
-            x = add_to_stream(w, x, mlp(c, w, read_stream(w, x, "mlp")), "mlp") if c.has_mlp else x
-        return add_inputs(w, x, inputs)
-
-    def add_inputs(w, x, inputs):
-        if inputs is None:
-            return x
-        gate = ACTIVATIONS[c.activation](apply_linear(c, w, "input_gate", gather_tokens(x)))
-        return add_to_stream(w, x, apply_linear(c, w, "input_proj", gate * inputs), "input")
+            x = _add_to_stream(c, w, x, mlp(c, w, read_stream(w, x, "mlp")), "mlp") if c.has_mlp else x
+        return _add_layer_inputs(c, w, x, layer_inputs)
 
     # Attention, or the layer's other way to mix tokens.
     with jax.named_scope("attention"):
@@ -164,7 +152,27 @@ def block(
     with jax.named_scope("experts"):
         experts = functools.partial(sparse_mlp, valid=valid, rules=rules, strict=strict, routes=routes)
         x, routing = _add_experts(c, w, x, experts, per_token)
-    return x if layer_inputs is None else per_token(add_inputs, w, x, layer_inputs), kv, routing
+    if c.per_layer_inputs:
+        x = per_token(functools.partial(_add_layer_inputs, c), w, x, layer_inputs)
+    return x, kv, routing
+
+
+def _add_mixed(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], out, gate):
+    """Add the output of attention, or of the layer's recurrence, to the residual stream."""
+    if c.kind in RECURRENT:
+        return _add_to_stream(c, w, x, RECURRENT[c.kind].finish_mixed(c, w, out, gate), "attention")
+    out = out[..., : c.head_dim] if gate is None else out * jax.nn.sigmoid(gate)
+    return _add_to_stream(c, w, x, apply_linear(c, w, "o", out), "attention")
+
+
+def _add_layer_inputs(
+    c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], inputs: Float[Array, "B T P"] | None
+):
+    """Add the projection of a layer's inputs, times their gate, to the residual stream, if there are any."""
+    if inputs is None:
+        return x
+    gate = ACTIVATIONS[c.activation](apply_linear(c, w, "input_gate", gather_tokens(x)))
+    return _add_to_stream(c, w, x, apply_linear(c, w, "input_proj", gate * inputs), "input")
 
 
 def _add_experts(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], experts, per_token):

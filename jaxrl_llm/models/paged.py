@@ -203,14 +203,13 @@ def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, w
     at, page_of = jnp.maximum(positions, 0), jnp.minimum(positions // page_size, table.shape[1] - 1)
     pages = jnp.where(positions >= 0, jnp.take_along_axis(table, page_of, axis=1, mode="clip"), NULL_PAGE)
     # Write the tokens, if the layer has keys: one token per slot by the kernel, else by scatter.
-    new, scale = _to_storage(cache, new) if new else None, attention_scale(c)
-    if new is None:
-        pass
-    elif q.shape[1] == 1 and not strict:
-        implementation, _ = choose("decode_attention", q[:, 0], cache.k, table)
+    is_step, scale = q.shape[1] == 1 and not strict, attention_scale(c)
+    implementation = choose("decode_attention", q[:, 0], cache.k, table)[0] if is_step else None
+    new = _to_storage(cache, new) if new else None
+    if new and is_step:
         one = jax.tree.map(lambda x: x[:, 0], new)
         cache = write_token(cache, one, pages[:, 0], at[:, 0] % page_size, implementation=implementation)
-    else:
+    elif new:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new)
         cache = reference.write_token(cache, flat, pages.ravel(), (at % page_size).ravel())
     # Attend to the pages, which now hold the new tokens.

@@ -17,7 +17,7 @@ from jaxrl_llm.sharding.rules import constrain
 KeysValues = tuple[Array, Array]
 """Keys and values [B, T, K, E] of a layer."""
 SharedKV = dict[bool, KeysValues]
-"""Whether its layers have a window -> keys and values of the newest layer; {} if no layer reads others'."""
+"""Has a window? -> keys and values of the newest layer with one, or without; {} if all layers have them."""
 
 
 def kv_sources(c: TransformerConfig) -> list[int]:

@@ -109,12 +109,15 @@ def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
     if config.rollout.engine != "sglang":
         return
     model, unsent, fix = models[POLICY], "", "Set it to native."
+    # Architectures that are not sent, then adapters.
     if model.mla:
         unsent = "models with latent attention (DeepSeek-V3)"
     elif model.layer_kinds:
         unsent = "models with recurrent layers (Qwen3.5, LFM2)"
     elif model.global_heads:
         unsent = "models whose layers have heads of two sizes (Gemma 4)"
+    elif model.shared_kv_layers or model.per_layer_inputs:
+        unsent = "models with shared keys and values or per-layer inputs (Gemma 4)"
     elif (family := export_config(model).family) in CODE:
         unsent = "models that other programs run with the code of their folder (Qwen 1, Baichuan 2)"
     elif model.attention_sinks:
@@ -202,6 +205,8 @@ def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
         sizes |= {"mla.q_rank": mla.q_rank} if mla.q_rank else {}
     else:
         sizes["num_kv_heads * head_dim"] = model.num_kv_heads * model.head_dim
+    if model.per_layer_inputs:
+        sizes["per_layer_inputs"] = model.per_layer_inputs
     if heads := model.global_heads:
         sizes["global_heads.num_kv_heads * global_heads.head_dim"] = heads.num_kv_heads * heads.head_dim
     return sizes if model.moe else sizes | {"mlp_size": model.mlp_size}

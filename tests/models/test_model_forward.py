@@ -62,6 +62,15 @@ GEMMA4 = dataclasses.replace(
     layer_scalar=True,
     moe=MoEConfig(4, 2, 16, 48, shared_gate=False, branches=True),
 )
+GEMMA4_SMALL = dataclasses.replace(
+    GEMMA4,
+    num_layers=3,
+    window_layers=(True, False, True),
+    shared_kv_layers=1,
+    wide_shared_mlp=True,
+    per_layer_inputs=6,
+    moe=None,
+)
 MAMBA = dataclasses.replace(
     CONFIG,
     num_layers=5,
@@ -81,6 +90,7 @@ CONFIGS = pytest.mark.parametrize(
         pytest.param(DYNAMIC, id="dynamic rope"),
         pytest.param(MIXED, id="mixed layers"),
         pytest.param(GEMMA4, id="heads of two sizes"),
+        pytest.param(GEMMA4_SMALL, id="shared keys, per-layer inputs"),
         pytest.param(HYBRID, id="delta rule"),
         pytest.param(SHORT_CONV, id="short convolution"),
         pytest.param(MAMBA, id="mamba"),

@@ -58,6 +58,10 @@ GEMMA4 = dataclasses.replace(
     rope=models.RopeConfig(scaling="proportional", partial_rotary=0.25),
     moe=MoEConfig(4, 2, 24, 48, added_to_sum=0.0, shared_gate=False, branches=True),
 )  # fmt: skip
+GEMMA4_SMALL = dataclasses.replace(
+    GEMMA4, num_layers=3, window_layers=(True, False, True), shared_kv_layers=1, moe=None,
+    wide_shared_mlp=True, per_layer_inputs=6,
+)  # fmt: skip
 HYBRID = dataclasses.replace(
     QWEN, num_layers=4, layer_kinds=("delta", "delta", "attention", "delta"), attention_gate=True,
     delta=DeltaConfig(2, 4, 8, 8),
@@ -135,6 +139,7 @@ def one_update(config, dtype, strict=True, share=True):
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
         pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
         (GEMMA4, "float32"),
+        (GEMMA4_SMALL, "float32"),
         (HYBRID, "float32"),
         pytest.param(NEGATIVE, "bfloat16", marks=pytest.mark.slow),
         (LFM2, "float32"),
@@ -161,6 +166,7 @@ def one_update(config, dtype, strict=True, share=True):
         "windows, caps, sinks, biases",
         "gpt-oss bfloat16",
         "heads of two sizes",
+        "shared keys, per-layer inputs",
         "delta rule",
         "delta rule, betas up to 2, bfloat16",
         "short convolution",
