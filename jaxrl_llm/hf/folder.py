@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING, HEAD, SCORE = (TABLE[ours][0] for ours in ("embed", "lm_head", "value"))
 
+_KEYS = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.[kv]_(?:proj|norm)\.")
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old checkpoints
 _PREFIX = re.compile(r"^(?:language_model\.|(model\.)language_model\.)")
 _OTHER_MODEL = re.compile(
@@ -56,7 +57,8 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     stored = _split_convolutions(_original_names(_split_experts(stored, config), config), config)
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     ignored = {HEAD} if config.tie_embeddings else set()
-    ignored |= {name for name in stored if _DERIVED.fullmatch(name)} | unused
+    unread = _unread_keys(stored, config)
+    ignored |= {name for name in stored if _DERIVED.fullmatch(name)} | unused | unread
     if problem := list_mismatches(stored, expected, "config.json", ignored):
         what = f"not the weights that its {config.family} config.json describes"
         raise UserError(f"{folder}: {what}; {problem}")
@@ -64,6 +66,9 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
         _check_tied_head(stored[HEAD], stored[EMBEDDING])
     if unused:
         line = f"{len(unused)} weights of multi-token prediction are not used; exports copy them"
+        print_on_first(f"{folder}: {line}")
+    if unread:
+        line = f"left out: {len(unread)} weights of keys and values of layers that read those of others"
         print_on_first(f"{folder}: {line}")
     return {name: stored[name] for name in expected}
 
@@ -138,6 +143,14 @@ def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
             f"{head.file}: {HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true in config.json. "
             "Make it false to use this head, as transformers 5 does, or remove the tensor, which 4 ignores."
         )
+
+
+def _unread_keys(stored: Collection[str], config: TransformerConfig) -> set[str]:
+    """Return the weights of keys and values of layers that read those of earlier layers, which transformers
+    skips, too."""
+    first = config.num_layers - config.shared_kv_layers
+    found = ((name, _KEYS.match(name)) for name in stored if config.shared_kv_layers)
+    return {name for name, match in found if match and first <= int(match[1]) < config.num_layers}
 
 
 def _split_experts(stored: dict[str, StoredTensor], config: TransformerConfig) -> dict[str, StoredTensor]:

@@ -269,21 +269,11 @@ class Transformer(nnx.Module):
         lengths = trajectory_lengths(c, rows.positions, rows.segments)
         tables = per_token(rope_fn(c), None, rows.positions, lengths)
         x = constrain_residual(scale_embeddings(c, look_up(fetch(self.embed[...]), tokens, dtype)))
-        if routes is not None:
-            routes = jnp.moveaxis(reorder_tokens(routes, method), 2, 0)
+        routes = None if routes is None else jnp.moveaxis(reorder_tokens(routes, method), 2, 0)
         inputs = self._layer_inputs(x, tokens, dtype, strict)
 
-        def layer(c, carry, layer, numbers):
-            (x, shared), (numbers, routes) = carry, numbers
-            x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(layer, dtype)
-            of_kind = whole if c.kind in RECURRENT else rows
-            settings = {"method": method, "strict": strict, "shared": shared}
-            mix = make_attention_fn(c, w, of_kind, window=numbers.window, **settings)
-            settings = {"strict": strict, "valid": rows.segments > 0, "routes": routes}
-            settings |= {"attention_fn": mix, "layer_inputs": numbers.inputs}
-            x, kv, routing = block(c, w, x, layer_rope(c, tables, numbers), **settings)
-            sums = routing and (routing_sums(c.moe, routing, readers), routing.chosen)
-            return x, kv if keeps_kv else None, sums
+        settings = {"tables": tables, "readers": readers, "dtype": dtype, "method": method, "strict": strict}
+        layer = _layer_fn(c, rows, whole, **settings)
 
         def step(c, carry, *args):
             (x, shared), run = carry, functools.partial(layer, c)
@@ -292,7 +282,7 @@ class Transformer(nnx.Module):
             x, kv, out = run((x, read_shared(c, shared)), *args)
             return (x, put_shared(c, shared, kv)), out
 
-        weights, keeps_kv = {name: getattr(self, name) for name in layer_stacks(c)}, c.shared_kv_layers > 0
+        weights = {name: getattr(self, name) for name in layer_stacks(c)}
         numbers = lambda run: numbers_of(c, run, routes, inputs)
         (x, _), outs = scan_layers(c, weights, numbers, step, carry=(x, no_shared_kv(c, x)))
         x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
@@ -307,6 +297,28 @@ class Transformer(nnx.Module):
         rows = look_up(w.embed, tokens, dtype)
         w = jax.tree.map(lambda x: rounded(x, dtype), w._replace(embed=None))
         return per_layer_inputs(self.config, w, x, rows, strict=strict)
+
+
+def _layer_fn(
+    c: TransformerConfig, rows: Packing, in_order: Packing, *, tables, readers, dtype: DTypeLike, method, strict
+):
+    """Return the function (stack, (x, keys and values of another layer), weights, (numbers, routes)) -> (x, keys
+    and values if others read them, (sums of the routing, routes)) of a layer, for `Transformer.forward`."""
+    keeps_kv = c.shared_kv_layers > 0
+
+    def layer(c, carry, layer, numbers):
+        (x, shared), (numbers, routes) = carry, numbers
+        x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(layer, dtype)
+        of_kind = in_order if c.kind in RECURRENT else rows
+        how = {"window": numbers.window, "method": method, "strict": strict, "shared": shared}
+        settings = {"strict": strict, "valid": rows.segments > 0, "routes": routes}
+        settings |= {"attention_fn": make_attention_fn(c, w, of_kind, **how)}
+        rope, inputs = layer_rope(c, tables, numbers), numbers.inputs
+        x, kv, routing = block(c, w, x, rope, layer_inputs=inputs, **settings)
+        sums = routing and (routing_sums(c.moe, routing, readers), routing.chosen)
+        return x, kv if keeps_kv else None, sums
+
+    return layer
 
 
 def numbers_of(

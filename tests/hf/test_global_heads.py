@@ -1,9 +1,16 @@
-"""The config.json of Gemma 4: heads of global layers in both spellings, and what is refused."""
+"""The config.json of Gemma 4: heads of global layers, shared keys, per-layer inputs, and what is refused."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm.hf.config import read_config, to_hf_config
+from jaxrl_llm.models.decode import init_ring_cache
 from jaxrl_llm.models.global_heads import GlobalHeads
+from jaxrl_llm.models.shared_kv import kv_sources
+from jaxrl_llm.models.stacks import layer_stacks
 
 RAW = {
     **{"model_type": "gemma4_text", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48},
@@ -17,9 +24,9 @@ RAW = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input=8 is not supported; supported: 0"),
-        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input=256 is not supported"),
-        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 is not supported; supported: 0"),
+        ({"hidden_size_per_layer_input": 8}, "vocab_size_per_layer_input=262144 is not supported; .* 96"),
+        ({"num_kv_shared_layers": 3}, "shared_kv_layers is 3: it must be below num_layers, 3"),
+        ({"num_kv_shared_layers": 1}, "no earlier layer with no window has keys for the last layers"),
         ({"enable_moe_block": True}, "num_experts=None must be a whole number"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling=.* supported: rope_parameters"),
@@ -33,6 +40,25 @@ def test_what_gemma4_lacks_is_refused_by_name(changes, message):
     raw = {**RAW, **changes}
     with pytest.raises(ValueError, match=message):
         read_config({key: value for key, value in raw.items() if value is not None})
+
+
+def test_layers_read_keys_of_the_last_one_of_their_kind():
+    """The last 3 of 6 layers; caches hold keys of the others."""
+    types = ["full_attention", "sliding_attention"] * 2 + ["sliding_attention", "full_attention"]
+    own = {"num_hidden_layers": 6, "layer_types": types, "num_kv_shared_layers": 3}
+    config = read_config({**RAW, **own, "use_double_wide_mlp": True})
+    assert kv_sources(config) == [0, 1, 2, 1, 1, 2]
+    stacks = layer_stacks(config)
+    assert [*stacks] == ["global_layers", "layers", "shared_layers", "shared_global_layers"]
+    assert [stack.mlp_size for stack in stacks.values()] == [48, 48, 96, 96]
+    cache = jax.eval_shape(lambda: init_ring_cache(config, 5, 7, jnp.bfloat16))
+    heads = [x.shape[1:3] for x in cache.k]
+    assert heads == [(1, 32), (2, 16), (1, 32)]
+    alone = dataclasses.replace(config, shared_kv_layers=0, wide_shared_mlp=False)
+    size = lambda c: sum(
+        x.size for x in jax.tree.leaves(jax.eval_shape(lambda: init_ring_cache(c, 5, 7, "f4")))
+    )
+    assert size(alone) == 2 * size(config) - 1  # and the cursor
 
 
 def test_both_spellings_of_the_global_heads_of_gemma4():

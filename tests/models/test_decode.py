@@ -122,8 +122,8 @@ SLOW = {
 }
 
 
-ROUNDING = dict.fromkeys(("four norms, two ropes", *(name for name in VARIANTS if "shared keys" in name)), 4e-5)
-"""Logits of up to 6: 2.4e-5 was seen."""
+ROUNDING = {"four norms, two ropes": 4e-5}  # logits of up to 6; 2.4e-5 was seen on an AMD processor
+ROUNDING |= {name: 2e-4 for name in VARIANTS if "shared keys" in name}  # 6e-5 was seen
 
 
 @pytest.mark.parametrize("variant", with_slow(VARIANTS, SLOW))

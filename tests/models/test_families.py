@@ -516,6 +516,8 @@ def test_the_language_model_of_one_that_sees_images(kind, case, *, modules, pref
         tensors.pop("lm_head.weight")
     elif prefix == "language_model.model.":
         tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
+    if unread := model.config.to_dict().get("num_kv_shared_layers"):
+        tensors[f"{prefix}layers.7.self_attn.v_proj.weight"] = torch.ones(2, 2)
     outer = "" if prefix == "language_model.model." else "model."
     towers = {f"{outer}{module}.x.weight": torch.ones(2, 2) for module in modules.split()}
     save_file(tensors | towers, tmp_path / "model.safetensors")
@@ -524,7 +526,9 @@ def test_the_language_model_of_one_that_sees_images(kind, case, *, modules, pref
     (tmp_path / "config.json").write_text(json.dumps(raw))
     params = load_params(tmp_path, read_config(tmp_path))
     left = f"exports: {modules.replace(' ', ' and ')} ({len(towers)} weights)"
-    assert f"left out of the model and of {left}" in capsys.readouterr().err
+    lines = capsys.readouterr().err
+    assert f"left out of the model and of {left}" in lines
+    assert ("left out: 1 weights of keys and values" in lines) == bool(unread)
     tokens = some_tokens()
     np.testing.assert_array_equal(our_logits(params, tokens), our_logits(ours(model), tokens))
     save_model(params, params.config, tmp_path / "out", dtype="float32")
