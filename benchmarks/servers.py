@@ -44,6 +44,7 @@ from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfi
 from jaxrl_llm.rollout.engine import Engine, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.servers.engine import ServerEngine
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.launch import ServerProcesses
 from jaxrl_llm.rollout.servers.pool import ServerPool
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -107,7 +108,6 @@ def measure_servers(
     group = GroupTransport(source, sys.executable, servers.timeout)
     closing.callback(group.close)
     disk = DiskTransport(folder / "weights", DTYPE, make_tokenizer())
-    on_first = lambda work: work()
     publisher_of = lambda transport: Publisher(
         pool,
         transport,
@@ -115,11 +115,12 @@ def measure_servers(
         MODEL,
         tolerance=tolerance_of(DTYPE, None),
         score=sequence_scorer(DTYPE, mesh),
-        on_first=on_first,
+        on_first=lambda work: work(),
         wait_for_servers=launched.wait,
     )
     medians = {}
-    for name, transport in {"disk": disk, "http": HttpTransport(source), "group": group}.items():
+    transports = {"disk": disk, "http": HttpTransport(source, KINDS["sglang"]), "group": group}
+    for name, transport in transports.items():
         publisher = publisher_of(transport)
         pushes = [publisher.publish(params, f"{name}-{i}") for i in range(options.repetitions + 1)][1:]
         assert all(push["servers/usable"] == options.servers for push in pushes), pool.describe()
@@ -131,7 +132,7 @@ def measure_servers(
         MODEL,
         pool,
         publisher=publisher_of(disk),
-        on_first=on_first,
+        on_first=lambda work: work(),
         tokenizer=make_tokenizer(),
     )
     return medians, speeds | {"sglang": tokens_per_second(engine, params, options.repetitions)}

@@ -13,10 +13,12 @@ import contextlib
 import functools
 import hashlib
 import math
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,7 +26,6 @@ import numpy as np
 from jaxrl_llm.bridge.buckets import ITEMSIZE, Bucket
 from jaxrl_llm.bridge.probe import Probe
 from jaxrl_llm.bridge.push import (
-    SHORT_TIMEOUT,
     Part,
     Publisher,
     Push,
@@ -35,10 +36,11 @@ from jaxrl_llm.bridge.push import (
     push_metrics,
 )
 from jaxrl_llm.bridge.servers import WEIGHTS, Json, Receiver, ServerLike, parsing_reply
-from jaxrl_llm.bridge.transports.http_weights import pickle_bucket, request_pieces
-from jaxrl_llm.errors import ServerError
+from jaxrl_llm.bridge.transports.http_weights import pickle_bucket
+from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.hf.gather import gather_tensors
-from jaxrl_llm.hf.names import adapter_tensors
+from jaxrl_llm.hf.names import adapter_tensors, tensor_bytes
+from jaxrl_llm.hf.peft import save_adapter
 from jaxrl_llm.hf.peft_config import peft_config
 from jaxrl_llm.models import LoraConfig, abstract, named_leaves, without_value_head
 from jaxrl_llm.models.lora import base as without_effect
@@ -49,7 +51,7 @@ from jaxrl_llm.structs import Metrics, Params
 PREFIX = "jaxrl_llm-"
 """Prefix of every name, which identifies leftovers of a killed run on a server."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that SGLang computes as one: adapters of some of them are mixed up or ignored."""
+"""Layers that servers compute as one: SGLang mixes up or ignores adapters of some of them."""
 
 TEST_SIZES = (0.3, 1.0, 3.0, 10.0)
 """Sizes of the outputs of test adapters, relative to outputs of layers: the first with enough effect is
@@ -131,6 +133,7 @@ class Adapter:
     Attributes:
         name: that requests give.
         payload: pickled tensors in base64. options: the other fields of the request that loads them.
+        folder: with the adapter, for servers that read it from files; then there is no payload.
         tried: addresses of servers that were given it, with whatever outcome.
     """
 
@@ -139,32 +142,43 @@ class Adapter:
     options: Json
     num_bytes: int
     probe: Probe
+    folder: Path | None = None
     tried: set[str] = field(default_factory=set)
 
-    async def load(self, receiver: Receiver) -> Json:
+    async def load(self, receiver: Receiver) -> list[str]:
         """Load the adapter on a server. A server accepts a name once, so leftovers of an earlier attempt are
-        unloaded first.
+        unloaded first. Returns the names of all loaded adapters.
 
         Raises:
             ServerError: the adapter is not loaded, or not certainly.
         """
         if receiver.server.url in self.tried:
             with contextlib.suppress(ServerError):  # usually it is not loaded
-                await unload(receiver, self.name)
+                await receiver.pool.kind.unload_adapter(receiver, self.name)
         self.tried.add(receiver.server.url)
-        body = request_pieces(self.payload, receiver.ranks, self.options)
-        return await receiver.update("/load_lora_adapter_from_tensors", body)
+        with parsing_reply(receiver.server.url):
+            return await receiver.pool.kind.load_adapter(receiver, self)
 
 
-async def unload(receiver: Receiver, name: str) -> None:
-    """Have a server unload an adapter; SGLang waits for the requests that use it."""
-    await receiver.update("/unload_lora_adapter", {"lora_name": name}, SHORT_TIMEOUT)
+def write_adapter(params: Params, folder: Path, name: str, probe: Probe) -> Adapter:
+    """Write the adapters of a model as a PEFT folder `name` in a folder. A collective; process 0 writes.
+
+    Raises:
+        ServerError: it cannot be written. The run then ends as without servers, and saves its state.
+    """
+    params = fit_adapters(params)
+    num_bytes = sum(tensor_bytes(tensor, "float32") for tensor in adapter_tensors(params.config))
+    try:
+        written = save_adapter(params, folder / name, "")
+    except (OSError, UserError) as error:
+        raise ServerError(f"the adapters for the servers are not written: {error}") from error
+    return Adapter(name, b"", {}, num_bytes, probe=probe, folder=written)
 
 
 def prepare_adapter(params: Params, dtype: str, name: str, probe: Probe) -> Adapter:
     """Gather the adapters of a model, as tensors in a request. A collective; process 0 gets the tensors.
 
-    A file would not do: a server whose own weights are dummies (`--load-format dummy`) reads none.
+    For SGLang a file would not do: a server whose own weights are dummies (`--load-format dummy`) reads none.
 
     Args:
         dtype: "float32" or "bfloat16", of the tensors.
@@ -192,12 +206,14 @@ class AdapterPublisher:
     Args:
         publisher: of the base.
         dtype: "float32" or "bfloat16", of the tensors that are sent.
+        folder: that servers read adapters from; None = they get them in requests.
 
     Attributes: base: label of the base on the servers, unique to this run; names of adapters start with it.
     """
 
-    def __init__(self, publisher: Publisher, dtype: str):
+    def __init__(self, publisher: Publisher, dtype: str, folder: Path | None = None):
         self.publisher, self.dtype, self.problem = publisher, dtype, publisher.problem
+        self.folder = folder
         self.pool, self.score, self.tolerance = publisher.pool, publisher.score, publisher.tolerance
         self.served_params = publisher.served_params
         self.base: str = publisher.on_first(lambda: PREFIX + uuid.uuid4().hex[:8])
@@ -215,8 +231,9 @@ class AdapterPublisher:
         check_finite(params)
         if self._test is None:
             self._test = self._prepare_test(params)
-        adapter = prepare_adapter(params, self.dtype, label, publisher.make_probe(params, self.base, label))
+        adapter = self._prepare(params, label, publisher.make_probe(params, self.base, label))
         publisher.on_first(publisher.wait_for_servers)
+        # The base, for servers that lack it, and then the adapters.
         parts: Iterator[Part] = iter(())
         if sends_base := publisher.on_first(self._needs_base):
             parts = publisher.transport.parts(without_adapters(params), self.base)
@@ -233,6 +250,8 @@ class AdapterPublisher:
         metrics = publisher.on_first(
             lambda: self._push.finish() | {"bridge/probe_mean_abs": max(adapter.probe.differences.values())}
         )
+        if self.pool and self.folder:
+            self._remove_unused(label)
         return push_metrics(start, gather_seconds, base_bytes + adapter.num_bytes) | metrics
 
     def _prepare_test(self, params: Params) -> Adapter:
@@ -244,7 +263,19 @@ class AdapterPublisher:
             probe = publisher.make_probe(changed, self.base, name)
             if np.abs(probe.expected - plain).mean() > TEST_EFFECT * self.tolerance:
                 break
-        return prepare_adapter(changed, self.dtype, name, probe)
+        return self._prepare(changed, name, probe)
+
+    def _prepare(self, params: Params, name: str, probe: Probe) -> Adapter:
+        if self.folder:
+            return write_adapter(params, self.folder, name, probe)
+        return prepare_adapter(params, self.dtype, name, probe)
+
+    def _remove_unused(self, label: str) -> None:
+        """Remove folders of adapters that no request names; servers may read the others again."""
+        used = {label, self._test.name, *self.pool.labels_in_use}
+        for old in self.folder.iterdir():
+            if old.name not in used:
+                shutil.rmtree(old, ignore_errors=True)
 
     def _needs_base(self) -> bool:
         """Return whether the base has to be gathered: it cannot be sent again, and a server lacks it.
@@ -264,15 +295,14 @@ class AdapterPublisher:
         receiver = await make_receiver(self.pool, server, self.problem)
         async with server.update_lock:
             start = time.perf_counter()
-            reply = await self._load(adapter, receiver)
+            names = await self._load(adapter, receiver)
             self._push.add_seconds(server, time.perf_counter() - start)
             await adapter.probe.check(receiver)
-            with parsing_reply(server.url):
-                loaded = [name for name in reply.get("loaded_adapters") or () if name.startswith(PREFIX)]
-            for name in sorted({*loaded} - {adapter.name} - self.pool.labels_in_use):
-                await unload(receiver, name)
+            loaded = {name for name in names if name.startswith(PREFIX)}
+            for name in sorted(loaded - {adapter.name} - self.pool.labels_in_use):
+                await self.pool.kind.unload_adapter(receiver, name)
 
-    async def _load(self, adapter: Adapter, receiver: Receiver) -> Json:
+    async def _load(self, adapter: Adapter, receiver: Receiver) -> list[str]:
         """Load adapters; in mode "abort", responses in flight are aborted and continue with the new
         adapters."""
         if self.publisher.pause != "abort":
@@ -284,7 +314,7 @@ class AdapterPublisher:
         """Probe a server that has received the base, through random adapters."""
         await self._test.load(receiver)
         await self._test.probe.check(receiver)
-        await unload(receiver, self._test.name)
+        await self.pool.kind.unload_adapter(receiver, self._test.name)
 
 
 def lacks_base(server: ServerLike) -> bool:

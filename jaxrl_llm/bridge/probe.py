@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxrl_llm.bridge.servers import Receiver, parsing_reply
+from jaxrl_llm.bridge.servers import Receiver
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
@@ -71,19 +71,9 @@ class Probe:
         Raises:
             ServerError: the difference is too large, or the server has other weights than the pushed ones.
         """
-        body = {
-            "input_ids": self.ids.tolist(),
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        if self.adapter:
-            body["lora_path"] = self.adapter
-        reply, url = await receiver.request_in_health("/generate", body), receiver.server.url
-        with parsing_reply(url):
-            version = str(reply["meta_info"]["weight_version"])[:100]
-            rows = reply["meta_info"]["input_token_logprobs"]
-            logprobs = np.array([logprob for logprob, *_ in rows[1:]], np.float32)
+        url, score = receiver.server.url, receiver.pool.kind.score
+        version, scores = await receiver.in_health(score(receiver, self.ids.tolist(), self.adapter))
+        logprobs = np.array(scores, np.float32)
         # The label shows which weights answered, the difference whether they are right.
         if version != self.label:
             raise ServerError(f"{url} answers with weights {version!r} after {self.label!r} was sent")

@@ -19,6 +19,7 @@ from jaxrl_llm import models
 from jaxrl_llm.bridge.probe import Probe, SequenceScorer, probe_tokens
 from jaxrl_llm.bridge.servers import (
     CACHE,
+    SHORT_TIMEOUT,
     WEIGHTS,
     Json,
     PauseMode,
@@ -27,12 +28,11 @@ from jaxrl_llm.bridge.servers import (
     ServerLike,
     parsing_reply,
 )
-from jaxrl_llm.errors import NoRouteError, RefusedError, RunError, ServerError
+from jaxrl_llm.errors import RunError, ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Metrics, Params
 
 RETRY_TIMEOUT = 10.0  # seconds for a server that gave no reply last time
-SHORT_TIMEOUT = 30.0  # seconds for a reply that needs no work
 MAX_RANKS = 4096  # processes of one server
 Problem = Callable[[Json], str]
 """(reply to /server_info) -> why the server cannot be used; "" = it can."""
@@ -292,15 +292,13 @@ class Push:
             start = time.perf_counter()
             await receiver.resume_memory(WEIGHTS)
             async with paused_generation(receiver, self.pause):
-                async with update_session(receiver) if self.transport.session else contextlib.nullcontext():
+                async with update_session(receiver, self.label, self.transport.session):
                     await self._send(receiver, part)
                     while not part.last:
                         part = await self._next(inbox)
                         await self._send(receiver, part)
-                if self.pause == "in_place":
-                    # Refused while responses in flight read the cache; the answer is plain text.
-                    with contextlib.suppress(ServerError):
-                        await receiver.request("/flush_cache", {})
+                if self.pause == "in_place" or self.pool.kind.drops_cache_alone:
+                    await self.pool.kind.drop_cache(receiver)
             self.pause_seconds[server.url] = time.perf_counter() - start
             await receiver.resume_memory(CACHE)
             await self.check(receiver)
@@ -336,55 +334,48 @@ async def make_receiver(pool: PoolLike, server: ServerLike, problem: Problem) ->
         ServerError: it does not reply, or has a problem.
     """
     timeout = RETRY_TIMEOUT if server.unreachable else SHORT_TIMEOUT
-    info = await pool.request(server, "/server_info", timeout=min(timeout, pool.timeout))
+    info = await pool.kind.info(pool, server, min(timeout, pool.timeout))
     ranks = info.get("tp_size", 1)
     with parsing_reply(server.url):
         if type(ranks) is not int or not 1 <= ranks <= MAX_RANKS:
             raise ValueError(f"/server_info: tp_size {str(ranks)[:20]!r}")
-        text = problem(info)
+        text = pool.kind.problem(info) or problem(info)
     if text:
         raise ServerError(f"{server.url} {text}")
-    return Receiver(pool, server, ranks)
+    return Receiver(pool, server, ranks, info)
 
 
 @contextlib.asynccontextmanager
 async def paused_generation(receiver: Receiver, mode: PauseMode) -> AsyncIterator[None]:
     """Pause a server's generation inside the context; it continues afterwards, also after an error."""
+    kind = receiver.pool.kind
     receiver.pool.interruptions += 1
     try:
-        await receiver.request("/pause_generation", {"mode": mode})
+        await kind.pause(receiver, mode)
         yield
     except BaseException:
         with contextlib.suppress(ServerError):
-            await receiver.request("/continue_generation", {}, SHORT_TIMEOUT)
+            await kind.resume(receiver, SHORT_TIMEOUT)
         raise
-    await receiver.request("/continue_generation", {})
+    await kind.resume(receiver)
 
 
 @contextlib.asynccontextmanager
-async def update_session(receiver: Receiver) -> AsyncIterator[None]:
-    """Open the weight-update session that SGLang demands since 0.5.21; older servers have none."""
-    if not await _begin(receiver):
+async def update_session(receiver: Receiver, label: str, session: bool) -> AsyncIterator[None]:
+    """Open the weight-update session of servers that have one.
+
+    Args:
+        label: of the weights.
+        session: of the transport.
+    """
+    kind = receiver.pool.kind
+    if not await kind.begin(receiver, session):
         yield
         return
     try:
         yield
     except BaseException:
         with contextlib.suppress(ServerError):
-            await receiver.request("/end_weight_update", {}, SHORT_TIMEOUT)
+            await kind.end(receiver, "", SHORT_TIMEOUT)
         raise
-    await receiver.update("/end_weight_update", {})
-
-
-async def _begin(receiver: Receiver) -> bool:
-    """Open a session, after ending one that a killed trainer has left; False = the server has none."""
-    try:
-        await receiver.update("/begin_weight_update", {})
-    except NoRouteError:
-        return False
-    except RefusedError as refusal:
-        if "already open" not in str(refusal):
-            raise
-        await receiver.update("/end_weight_update", {})
-        await receiver.update("/begin_weight_update", {})
-    return True
+    await kind.end(receiver, label)

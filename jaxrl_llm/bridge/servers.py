@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from jaxrl_llm.errors import InvalidReplyError, ServerError
 
 if TYPE_CHECKING:
     import asyncio
+    from pathlib import Path
+
+    from jaxrl_llm.bridge.adapters import Adapter
+    from jaxrl_llm.bridge.buckets import Bucket
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
 PauseMode = Literal["abort", "retract", "in_place"]
-"""SGLang's treatment of requests in flight while weights change (`/pause_generation`)."""
+"""SGLang's words for what becomes of requests in flight while weights change (`/pause_generation`)."""
 
 CACHE, WEIGHTS = "kv_cache", "weights"
 """SGLang's tags for the memory that a colocated server releases while the trainer works."""
@@ -23,7 +27,78 @@ QUIET_LIMIT = 20.0
 """Seconds without a reply after which /health is requested."""
 HEALTH_TIMEOUT = 30.0
 """Seconds that /health may take: it sleeps one, then waits up to 20 for a token."""
+SHORT_TIMEOUT = 30.0  # seconds for a reply that needs no work
 MAX_SHOWN = 300  # characters of a server's message that an error shows
+
+
+class ServerKind(Protocol):
+    """One kind of server: its routes, and its form of what the pool asks.
+
+    The pool's requests to generate, their replies and `info` are JSON in SGLang's form. The methods raise
+    ServerError if the server refuses, fails or does not reply.
+    """
+
+    name: str
+    """In messages."""
+    up_route: str
+    """GET answers 200 once the server works."""
+    generate_route: str
+    sends_tied_head: bool
+    """Tied embeddings are sent as the output head, too."""
+    drops_cache_alone: bool
+    """True if `drop_cache` is a separate call after every push; else the push drops the cache."""
+
+    def request_of(self, body: Json) -> Json:
+        """Return the server's form of the pool's request to generate."""
+
+    def reply_of(self, reply: Json, body: Json) -> Json:
+        """Return the pool's form of a reply to `body`; raises any error of `parsing_reply` if it cannot."""
+
+    async def info(self, pool: PoolLike, server: ServerLike, timeout: float) -> Json:
+        """Return what a server says of itself, with "tp_size"."""
+
+    async def score(self, receiver: Receiver, ids: list[int], adapter: str) -> tuple[str, list[float]]:
+        """Return the version of the server's weights, and the log-probs of ids[1:], nats.
+
+        Args:
+            adapter: name of the adapters; "" = none.
+        """
+
+    def problem(self, info: Json) -> str:
+        """Return why the server cannot be used, with the fix; "" = it can."""
+
+    async def abort_all(self, pool: PoolLike, server: ServerLike, timeout: float) -> None:
+        """Abort all requests in flight: they end with what they have."""
+
+    async def pause(self, receiver: Receiver, mode: PauseMode) -> None:
+        """Stop generation until `resume`."""
+
+    async def resume(self, receiver: Receiver, timeout: float = 0.0) -> None:
+        """Continue generation."""
+
+    async def begin(self, receiver: Receiver, session: bool) -> bool:
+        """Open an update session; False = this server has none, or the transport (`session`) needs none."""
+
+    async def end(self, receiver: Receiver, label: str, timeout: float = 0.0) -> None:
+        """Close the session; `label` is of the weights, "" if they did not arrive."""
+
+    async def send_folder(self, receiver: Receiver, folder: Path, options: Json) -> None:
+        """Have the server load a Hugging Face folder that it sees."""
+
+    def pack(self, bucket: Bucket) -> bytes:
+        """Return a bucket's tensors as a part of a request."""
+
+    async def send_bucket(self, receiver: Receiver, payload: bytes, *, last: bool, options: Json) -> None:
+        """Send what `pack` returned; `last` = the push is complete with it."""
+
+    async def drop_cache(self, receiver: Receiver) -> None:
+        """Drop cached keys and values of older weights."""
+
+    async def load_adapter(self, receiver: Receiver, adapter: Adapter) -> list[str]:
+        """Load an adapter. Returns the names of all that are loaded."""
+
+    async def unload_adapter(self, receiver: Receiver, name: str) -> None:
+        """Unload an adapter that no request names."""
 
 
 class ServerLike(Protocol):
@@ -43,6 +118,7 @@ class ServerLike(Protocol):
 class PoolLike(Protocol):
     """All servers of a run, and the event loop that sends the requests."""
 
+    kind: ServerKind
     servers: Sequence[ServerLike]
     timeout: float
     """Seconds that one request may take."""
@@ -101,25 +177,27 @@ class Receiver:
 
     Attributes:
         ranks: processes of the server, each with a part of the model (tensor parallelism).
+        info: what the server said of itself.
     """
 
     pool: PoolLike
     server: ServerLike
     ranks: int = 1
+    info: Json = field(default_factory=dict)
 
     async def request(self, path: str, body: Any, timeout: float = 0.0) -> Json:
         """Send a request and return the JSON object of the reply."""
         return await self.pool.request(self.server, path, body, timeout)
 
-    async def request_in_health(self, path: str, body: Any) -> Json:
-        """Send a short request; while the reply is missing, the server must prove its health.
+    async def in_health(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Await a short request; while the reply is missing, the server must prove its health.
 
         Raises:
             ServerError: the request fails, or the server is unhealthy.
         """
         import asyncio  # slow to import: not for --help
 
-        reply = asyncio.create_task(self.request(path, body))
+        reply = asyncio.create_task(work)
         try:
             while not (await asyncio.wait([reply], timeout=QUIET_LIMIT))[0]:
                 await self.pool.request_bytes(self.server, "/health", timeout=HEALTH_TIMEOUT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.bridge import adapters, fp8
+from jaxrl_llm.bridge import adapters, fp8, vllm
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Problem, Publisher, WeightTransport
+from jaxrl_llm.bridge.servers import ServerKind
 from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport, weight_folder
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
@@ -24,6 +25,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import export_config, save_description
 from jaxrl_llm.hf.folder import read_headers
+from jaxrl_llm.hf.names import Encode
 from jaxrl_llm.host.processes import on_first, print_on_first, share
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig, lora
@@ -32,11 +34,14 @@ from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.servers.commands import ROUTES_FLAG
 from jaxrl_llm.rollout.servers.engine import ServerEngine
 from jaxrl_llm.rollout.servers.health import ServerList, run_health_checks
-from jaxrl_llm.rollout.servers.launch import ROUTES_FLAG, ServerProcesses, routes_problem
+from jaxrl_llm.rollout.servers.kinds import KINDS
+from jaxrl_llm.rollout.servers.launch import ServerProcesses, routes_problem
 from jaxrl_llm.rollout.servers.pool import ServerPool
 from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE
+from jaxrl_llm.structs import Params
 
 
 def make_engine(
@@ -50,7 +55,7 @@ def make_engine(
     folder: Path | None = None,
     resident: int = 0,
 ) -> Engine:
-    """Return the native engine, in a thread for asynchronous rollout, or the engine on SGLang servers.
+    """Return the native engine, in a thread for asynchronous rollout, or the engine on servers.
 
     Servers to be launched are started.
 
@@ -60,8 +65,8 @@ def make_engine(
         meshes: `make_meshes`.
         resident: bytes of the trainer's arrays on each device of the rollout.
     """
-    if config.rollout.engine == "sglang":
-        return _sglang(
+    if config.rollout.engine != "native":
+        return _servers(
             config, model, meshes[POLICY], tokenizer, eos_ids=eos_ids, closing=closing, stored=folder
         )
     # The native engine: on a thread of its own where responses may be older than a step.
@@ -87,20 +92,19 @@ def make_engine(
     return engine
 
 
-def _sglang(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, stored) -> ServerEngine:
+def _servers(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, stored) -> ServerEngine:
     model = dataclasses.replace(model, value_head=False)  # servers do not use it
     base = lora.base_config(model)
     rollout, servers, run_dir = config.rollout, config.servers, Path(config.run_dir)
     if stored is not None:
         _check_names(WeightSource(base, rollout.dtype, servers.bucket_bytes), base, stored)
     # The tensors to send, and the way to the servers.
-    eight_bits, encode, served_params = servers.quantization == "fp8", None, lambda params: params
-    if eight_bits:
-        encode, served_params = fp8.quantized_tensors, partial(fp8.rounded_params, dtype=rollout.dtype)
+    eight_bits, kind = servers.quantization == "fp8", KINDS[rollout.engine]
+    encode, served_params = _encoding(kind, base, rollout.dtype, eight_bits)
     source = WeightSource(base, rollout.dtype, servers.bucket_bytes, encode)
     local = rollout.launch > 0
     folder = closing.enter_context(weight_folder(run_dir, servers.folder, local, source.num_bytes))
-    transport = _transport(servers, source, DiskTransport(folder, rollout.dtype, tokenizer, encode))
+    transport = _transport(servers, source, kind, DiskTransport(folder, rollout.dtype, tokenizer, encode))
     # Process 0 starts the servers, or connects to running ones.
     pool, wait_until_ready, routes = None, lambda: None, config.routing.replay == "rollout"
     flags, problem = _requirements(model, rollout, routes, eight_bits)
@@ -128,7 +132,8 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, st
         served_params=served_params,
     )
     if model.lora:
-        publisher = adapters.AdapterPublisher(publisher, rollout.dtype)
+        own = folder / "adapters" if rollout.engine == "vllm" else None
+        publisher = adapters.AdapterPublisher(publisher, rollout.dtype, own)
     return ServerEngine(
         rollout,
         servers,
@@ -140,6 +145,16 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, st
         eos_ids=eos_ids,
         routes=routes,
     )
+
+
+def _encoding(
+    kind: ServerKind, base: TransformerConfig, dtype: str, eight_bits: bool
+) -> tuple[Encode | None, Callable[[Params], Params]]:
+    """Return the form in which tensors are sent, and the weights that servers compute with."""
+    if eight_bits:
+        return fp8.quantized_tensors, partial(fp8.rounded_params, dtype=dtype)
+    tied = kind.sends_tied_head and base.tie_embeddings
+    return vllm.with_tied_head if tied else None, lambda params: params
 
 
 def _with_room(model: TransformerConfig) -> TransformerConfig:
@@ -160,7 +175,11 @@ def _requirements(
     """Return the flags that servers need for adapters, routes and fp8, and the check that they have them."""
     flags: list[str] = []
     problems: list[Problem] = []
-    if model.lora:
+    if model.lora and rollout.engine == "vllm":
+        size = {"rank": model.lora.rank, "max_versions": max_adapter_versions(rollout)}
+        flags += vllm.vllm_lora_flags(**size)
+        problems.append(partial(vllm.adapter_problem, **size))
+    elif model.lora:
         flags += adapters.lora_flags(model.lora, max_adapter_versions(rollout))
         check = partial(adapters.server_problem, lora=model.lora)
         problems.append(partial(check, max_versions=max_adapter_versions(rollout)))
@@ -191,7 +210,7 @@ def _pool(
     members = None
     urls: Sequence[str] = processes.urls if processes else rollout.servers
     if urls[0].startswith("@"):
-        members = ServerList(Path(urls[0][1:]))
+        members = ServerList(Path(urls[0][1:]), rollout.engine)
         urls = members()
     pool = ServerPool(
         urls,
@@ -200,6 +219,7 @@ def _pool(
         rollout.slots,
         patience=servers.patience,
         router=servers.router,
+        kind=KINDS[rollout.engine],
     )
     closing.callback(pool.close)
     if not processes and not members:
@@ -208,18 +228,22 @@ def _pool(
     return pool
 
 
-def _transport(servers: ServersConfig, source: WeightSource, disk: DiskTransport) -> WeightTransport:
+def _transport(
+    servers: ServersConfig, source: WeightSource, kind: ServerKind, disk: DiskTransport
+) -> WeightTransport:
     """Return the transport that the config names."""
     if servers.transport == "disk":
         return disk
     if servers.transport == "group":
         return GroupTransport(source, servers.python, servers.timeout)
+    if kind.name == "vLLM":
+        return HttpTransport(source, kind)
     print_on_first(
         f"--servers.transport {servers.transport}: weights are sent to the servers as pickles. A pickle can "
         "run code, and anyone who can reach a server can send one: keep it on a private network."
     )
     if servers.transport == "http":
-        return HttpTransport(source)
+        return HttpTransport(source, kind)
     return IpcTransport(source, servers.devices)
 
 

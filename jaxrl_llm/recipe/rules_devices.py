@@ -81,7 +81,7 @@ def _rollout_is_apart(config: TrainConfig, devices: Sequence[Device]) -> Iterato
 
 
 def _memory_is_shared(config: TrainConfig, devices: Sequence[Device]) -> Iterator[str]:
-    if config.rollout.engine != "sglang" or config.servers.transport != "ipc":
+    if config.rollout.engine == "native" or config.servers.transport != "ipc":
         return
     processes = len({device.process_index for device in devices})
     if processes > 1 or devices[0].platform not in ("gpu", "cuda"):

@@ -97,7 +97,7 @@ def _experts_are_routed(config: TrainConfig, models: Models) -> Iterator[str]:
 
 
 def _routes_are_reported(config: TrainConfig, models: Models) -> Iterator[str]:
-    family, served = models[POLICY].family, config.rollout.engine == "sglang"
+    family, served = models[POLICY].family, config.rollout.engine != "native"
     if config.routing.replay == "rollout" and served and family in WITHOUT_SERVED_ROUTES:
         yield (
             f"--routing.replay rollout: SGLang servers of {family} end with an error when they should "
@@ -106,7 +106,7 @@ def _routes_are_reported(config: TrainConfig, models: Models) -> Iterator[str]:
 
 
 def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
-    if config.rollout.engine != "sglang":
+    if config.rollout.engine == "native":
         return
     model, unsent, fix = models[POLICY], "", "Set it to native."
     # Architectures that are not sent, then adapters.
@@ -131,7 +131,7 @@ def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
         unsent = "adapters of experts"
         fix = "Set --lora.targets q_proj k_proj v_proj o_proj, or --rollout.engine native."
     if unsent:
-        yield f"--rollout.engine is sglang: {unsent} are not sent to servers. {fix}"
+        yield f"--rollout.engine is {config.rollout.engine}: {unsent} are not sent to servers. {fix}"
 
 
 def _fp8_has_blocks(config: TrainConfig, models: Models) -> Iterator[str]:

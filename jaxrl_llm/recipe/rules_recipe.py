@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from jaxrl_llm import algos
@@ -269,15 +270,15 @@ def _drafts_have_slots(config: TrainConfig) -> Iterator[str]:
 
 
 def _servers_hold_the_base(config: TrainConfig) -> Iterator[str]:
-    served = config.rollout.engine == "sglang"
+    served = config.rollout.engine != "native"
     if config.lora.quantize != "none" and served:
         yield (
-            f"--lora.quantize {config.lora.quantize}: SGLang servers hold the base without quantization, "
+            f"--lora.quantize {config.lora.quantize}: servers hold the base without quantization, "
             "whose log-probs are not the trainer's. Set --rollout.engine native, or --lora.quantize none."
         )
     if config.lora.rank and served and config.rollout.weight_noise:
         yield (
-            "--rollout.weight_noise changes all weights, and with --lora.rank SGLang servers get adapters "
+            "--rollout.weight_noise changes all weights, and with --lora.rank servers get adapters "
             "alone. Set --rollout.engine native, or --rollout.weight_noise 0."
         )
 
@@ -286,7 +287,7 @@ def _fp8_is_served(config: TrainConfig) -> Iterator[str]:
     key = "--servers.quantization fp8"
     if config.servers.quantization != "fp8":
         return
-    if config.rollout.engine != "sglang":
+    if config.rollout.engine == "native":
         yield f"{key} is for SGLang servers: add --rollout.engine sglang, or set --servers.quantization none."
     if config.rollout.dtype != "bfloat16":
         yield f"{key}: SGLang multiplies bfloat16 alone by such weights. Set --rollout.dtype bfloat16."
@@ -315,8 +316,31 @@ def _addresses_are_right(config: TrainConfig) -> Iterator[str]:
     except (ValueError, OSError) as error:
         yield f"--rollout.servers is {servers[0]}: it must be a text file with one address a line ({error})."
         return
-    for problem in filter(None, map(auth.address_problem, urls)):
+    problem_of = partial(auth.address_problem, engine=config.rollout.engine)
+    for problem in filter(None, map(problem_of, urls)):
         yield f"--rollout.servers is {servers[0]}: {problem}"
+
+
+def _vllm_has_it(config: TrainConfig) -> Iterator[str]:
+    if config.rollout.engine != "vllm":
+        return
+    servers, sampling = config.servers, config.rollout.sampling
+    only = "--rollout.engine sglang"
+    if servers.transport not in ("disk", "http"):
+        yield f"--servers.transport {servers.transport} is not for vLLM: set disk or http, or {only}."
+    if servers.quantization != "none":
+        yield f"--servers.quantization {servers.quantization} is not for vLLM: set none, or {only}."
+    if servers.pause == "in_place":
+        yield f"--servers.pause in_place: vLLM computes all keys again. Set retract or abort, or {only}."
+    if servers.colocated:
+        yield f"--servers.colocated is not for vLLM: set it to False, or {only}."
+    if config.routing.replay == "rollout":
+        yield f"--routing.replay rollout is not for vLLM: set none or old, or {only}."
+    if (sampling.top_p, sampling.top_k or 0, sampling.min_p) != (1.0, 0, 0.0):
+        yield (
+            "--rollout.sampling.top_p, top_k and min_p: vLLM reports log-probs after these filters, and "
+            f"the trainer has none. Set 1.0, 0 and 0.0, or {only}."
+        )
 
 
 def _gpus_are_shared(config: TrainConfig) -> Iterator[str]:
@@ -362,6 +386,12 @@ RECIPE = (
     Rule("recipe", "servers.quantization rollout.engine rollout.dtype algo.correction", _fp8_is_served),
     Rule("recipe", "rollout.draft_tokens rollout.slots rollout.draft_slots", _drafts_have_slots),
     Rule("recipe", "rollout.servers", _addresses_are_right),
+    Rule(
+        "recipe",
+        "rollout.engine servers.transport servers.quantization servers.pause servers.colocated "
+        "routing.replay rollout.sampling",
+        _vllm_has_it,
+    ),
     Rule("recipe", "servers.colocated rollout.max_staleness rollout.launch", _gpus_are_shared),
     Rule("recipe", "servers.devices servers.python servers.transport rollout.launch", _servers_start),
 )

@@ -91,13 +91,14 @@ class SamplingConfig:
 class RolloutConfig(PlacementConfig):
     """The rollout engine and its sampling."""
 
-    engine: Literal["native", "sglang"] = "native"
-    """Engine that generates the responses, on this process's own devices or in a pool of SGLang servers."""
+    engine: Literal["native", "sglang", "vllm"] = "native"
+    """Engine that generates the responses: on this process's own devices, or in a pool of SGLang or vLLM
+    servers."""
     servers: tuple[str, ...] = ()
-    """SGLang servers that run already, as http://host:port; or @file, a text file with one address a line,
+    """Servers that run already, as http://host:port; or @file, a text file with one address a line,
     which is read again every second: servers may join and leave."""
     launch: Annotated[int, Range(0, 1024)] = 0
-    """SGLang servers to start on this machine, as child processes; their logs go to the run directory."""
+    """Servers to start on this machine, as child processes; their logs go to the run directory."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling of training rollouts; evaluation has eval.sampling."""
     slots: Annotated[int, Range(1, 65536, usual="64 is usual")] = 64
@@ -145,25 +146,25 @@ class RolloutConfig(PlacementConfig):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem), for rules across fields."""
         yield from super().problems()
-        if self.engine == "sglang" and self.is_own:
+        if self.engine != "native" and self.is_own:
             yield (
                 "mesh" if self.mesh else "devices",
-                "is for the native engine: SGLang servers have separate devices (--servers.devices, "
+                "is for the native engine: servers have separate devices (--servers.devices, "
                 "--servers.flags). Leave it out, or set --rollout.engine native.",
             )
-        if self.engine == "sglang" and self.sampling.kept_sets:
+        if self.engine != "native" and self.sampling.kept_sets:
             yield (
                 "sampling.kept_sets",
-                "is for the native engine: SGLang does not report tokens kept by filters. Set it to False.",
+                "is for the native engine: servers do not report tokens kept by filters. Set it to False.",
             )
         if self.cache == "ring" and self.cache_dtype in EIGHT_BITS:
             yield "cache_dtype", f"is {self.cache_dtype}: it needs --rollout.cache paged."
         # Drafts.
-        if self.draft_tokens and self.engine == "sglang":
+        if self.draft_tokens and self.engine != "native":
             yield (
                 "draft_tokens",
-                f"is {self.draft_tokens}: it is for the native engine. Set it to 0; SGLang servers have "
-                'other drafts, such as --servers.flags "--speculative-algorithm NGRAM".',
+                f"is {self.draft_tokens}: it is for the native engine. Set it to 0; servers have "
+                'other drafts, such as SGLang with --servers.flags "--speculative-algorithm NGRAM".',
             )
         if self.draft_tokens and self.cache == "ring":
             yield (
@@ -171,12 +172,12 @@ class RolloutConfig(PlacementConfig):
                 f"is {self.draft_tokens}: rejected drafts would overwrite a ring. Set --rollout.cache "
                 "paged (or auto), or --rollout.draft_tokens 0.",
             )
-        if self.engine == "sglang" and self.dtype == "float16":
+        if self.engine != "native" and self.dtype == "float16":
             yield "dtype", "is float16: it needs --rollout.engine native; servers take float32 and bfloat16."
         # Servers, and devices of asynchronous rollout.
         if self.engine == "native" and (self.servers or self.launch):
             name = "servers" if self.servers else "launch"
-            yield name, "is for SGLang servers: add --rollout.engine sglang."
+            yield name, "is for servers: add --rollout.engine sglang or vllm."
         if self.engine == "native" and self.max_staleness and not self.devices:
             yield (
                 "max_staleness",
@@ -184,28 +185,33 @@ class RolloutConfig(PlacementConfig):
                 "separate devices. Add them, such as --devices 0:4 --rollout.devices 4:8, or "
                 "--rollout.engine sglang; or set it to 0.",
             )
-        if self.engine == "sglang" and bool(self.servers) == bool(self.launch):
+        if self.engine != "native" and bool(self.servers) == bool(self.launch):
             yield (
                 "engine",
-                "is sglang: it needs either --rollout.servers http://host:port (running ones) or "
+                f"is {self.engine}: it needs either --rollout.servers http://host:port (running ones) or "
                 "--rollout.launch N (N are started on this machine).",
             )
         from_file = [url for url in self.servers if url.startswith("@")]
         if from_file and len(self.servers) > 1:
             yield "servers", f"is {' '.join(self.servers)}: it must be addresses, or one @file with them."
-        for problem in filter(None, map(auth.address_problem, () if from_file else self.servers)):
-            yield "servers", f"is wrong: {problem}"
+        yield from _address_problems(() if from_file else self.servers, self.engine)
+
+
+def _address_problems(urls: Sequence[str], engine: str) -> Iterator[tuple[str, str]]:
+    """Yield ("servers", problem) of addresses that may not be used."""
+    for problem in filter(None, (auth.address_problem(url, engine) for url in urls)):
+        yield "servers", f"is wrong: {problem}"
 
 
 @dataclass(frozen=True)
 class ServersConfig:
-    """Start, requests and weight updates of SGLang servers."""
+    """Start, requests and weight updates of servers."""
 
     python: str = sys.executable
-    """Interpreter that has sglang, for servers that are started here; with transport group, one that has
-    torch, for the trainer's end of the groups."""
+    """Interpreter that has sglang or vllm, for servers that are started here; with transport group, one that
+    has torch, for the trainer's end of the groups."""
     flags: str = ""
-    """More flags for them, as on SGLang's own command line: "--tp 2 --mem-fraction-static 0.6"."""
+    """More flags for them, as on the server's own command line: "--tp 2 --mem-fraction-static 0.6"."""
     devices: tuple[str, ...] = ()
     """CUDA_VISIBLE_DEVICES of each server started here, such as 0,1 2,3; none given = the run's."""
     start_timeout: Seconds = 600.0
@@ -217,7 +223,7 @@ class ServersConfig:
     transport: Literal["disk", "http", "group", "ipc"] = "disk"
     """Transport of weights to the servers: files that they read (disk), requests (http), a torch process
     group, gloo over TCP (group), or handles of memory on GPUs that trainer and server share (ipc). http and
-    ipc send pickles to the servers; nothing receives one."""
+    ipc send pickles to SGLang servers; nothing receives one. vLLM has disk and, with our plugin, http."""
     quantization: Literal["none", "fp8"] = "none"
     """fp8: linear layers are sent and computed in 8 bits, in blocks of 128 x 128 with a scale each; needs
     algo.correction, and rollout.dtype bfloat16 for all else."""
@@ -232,7 +238,7 @@ class ServersConfig:
     restarts: CountOrZero = 3
     """Times that a server started here is started again when it ends by itself."""
     router: str = ""
-    """Address of an SGLang router, http://host:port, that gets the requests to generate; weights still go to
+    """Address of a router, http://host:port, that gets the requests to generate; weights still go to
     each of the servers. "" = each response goes to the least busy server."""
     colocated: bool = False
     """Servers started here share their GPUs with the trainer: they release memory while it trains."""

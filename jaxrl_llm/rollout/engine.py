@@ -154,7 +154,7 @@ class Dialogue(Protocol):
 
 
 class Engine(Protocol):
-    """The interface of the native engine and of a pool of SGLang servers.
+    """The interface of the native engine and of a pool of servers.
 
     With several processes each calls every method, in the same order and with the same arguments (they are
     collectives), and gets the same results.

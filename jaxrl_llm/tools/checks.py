@@ -23,6 +23,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from jaxrl_llm import models
+from jaxrl_llm.bridge.servers import ServerKind
 from jaxrl_llm.builders.exports import kept_exports
 from jaxrl_llm.builders.pin import map_models
 from jaxrl_llm.config import TrainConfig
@@ -43,12 +44,13 @@ from jaxrl_llm.rewards.load import LIBRARIES, resolve_reward
 from jaxrl_llm.rewards.sample import RewardLoadError
 from jaxrl_llm.rollout.servers.auth import request_headers
 from jaxrl_llm.rollout.servers.health import read_addresses
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.tools.devices import GIB, Finding, check_devices, check_versions, run_command_line
 from jaxrl_llm.tools.host_memory import check_run_memory, on_one_cpu
 from jaxrl_llm.user_file import expand_home
 
-MIN_SHM = GIB  # NCCL and SGLang exchange data in shared memory
+MIN_SHM = GIB  # NCCL and servers exchange data in shared memory
 MIN_MEMORY = 4 * GIB
 MIN_DISK = 100 * 2**20  # less is a full disk: a toy model's checkpoints alone take some megabytes
 HUB_TIMEOUT = 10.0  # seconds
@@ -66,7 +68,7 @@ def examine(config: TrainConfig | None) -> Iterator[Finding]:
     yield from check_versions()
     yield report_host_memory()
     yield from [check_run_memory(config)] if config else []
-    yield check_shared_memory(config is not None and config.rollout.engine == "sglang")
+    yield check_shared_memory(config is not None and config.rollout.engine != "native")
     yield check_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache_folder(COMPILED))))
     yield check_clock(existing_parent(run_dir))
     yield from check_processes()
@@ -75,7 +77,7 @@ def examine(config: TrainConfig | None) -> Iterator[Finding]:
     yield from check_hub(hub_names(config)) if config else []
     yield from check_extras(needed_packages(config) if config else [])
     yield check_sandbox(config is not None and any(tool.startswith("python") for tool in config.env.tools))
-    yield from check_sglang(config)
+    yield from check_servers(config)
     yield from check_devices()
 
 
@@ -101,9 +103,9 @@ def check_shared_memory(needed: bool, folder: str = "/dev/shm") -> Finding:
     try:
         size = shutil.disk_usage(folder).total
     except OSError:
-        return Finding("/dev/shm", "note", "absent: NCCL and SGLang exchange data there")
+        return Finding("/dev/shm", "note", "absent: NCCL and servers exchange data there")
     if size < MIN_SHM:
-        fix = f"{size / 2**20:.0f} MiB; NCCL and SGLang need {MIN_SHM // GIB} GiB: docker run --shm-size=16g"
+        fix = f"{size / 2**20:.0f} MiB; NCCL and servers need {MIN_SHM // GIB} GiB: docker run --shm-size=16g"
         return Finding("/dev/shm", "fix" if needed else "note", fix)
     return Finding("/dev/shm", "ok", f"{size / GIB:.1f} GiB")
 
@@ -353,20 +355,22 @@ async def _run_in_sandbox() -> str:
     return await Sandbox(SandboxConfig()).run("print(1 + 1)")
 
 
-def check_sglang(config: TrainConfig | None) -> Iterator[Finding]:
-    """Check the SGLang of the recipe: its interpreter, and servers that run already."""
+def check_servers(config: TrainConfig | None) -> Iterator[Finding]:
+    """Check the servers of the recipe: their interpreter, and those that run already."""
     python = config.servers.python if config else sys.executable
-    needed = config is not None and config.rollout.engine == "sglang"
+    needed = config is not None and config.rollout.engine != "native"
+    package = config.rollout.engine if needed else "sglang"
     if not needed or config.rollout.launch:
-        code = "import importlib.metadata as m; print(m.version('sglang'))"
+        found = f"for name in ({package!r}, '{package}-cpu') for each in m.distributions(name=name)"
+        code = f"import importlib.metadata as m; print(*(each.version {found}))"
         done = run_command_line([python, "-c", code])
-        if isinstance(done, str) or done.returncode:
-            text = f"not installed for {python}: pip install sglang there, or set --servers.python"
-            yield Finding("sglang", "fix" if needed else "note", text)
+        if isinstance(done, str) or done.returncode or not done.stdout.strip():
+            text = f"not installed for {python}: pip install {package} there, or set --servers.python"
+            yield Finding(package, "fix" if needed else "note", text)
         else:
-            yield Finding("sglang", "ok", f"{done.stdout.strip()} in {python}")
+            yield Finding(package, "ok", f"{done.stdout.strip()} in {python}")
     for address in _addresses(config) if needed else ():
-        yield _check_server(address)
+        yield _check_server(address, KINDS[package])
 
 
 def _addresses(config: TrainConfig) -> Iterator[str]:
@@ -374,12 +378,13 @@ def _addresses(config: TrainConfig) -> Iterator[str]:
         yield from read_addresses(Path(name[1:])) if name.startswith("@") else (name,)
 
 
-def _check_server(address: str) -> Finding:
-    route = "/model_info"
-    request = urllib.request.Request(address.rstrip("/") + route, headers=request_headers(route))
+def _check_server(address: str, kind: ServerKind) -> Finding:
+    request = urllib.request.Request(
+        address.rstrip("/") + kind.up_route, headers=request_headers(kind.up_route)
+    )
     try:
         with urllib.request.urlopen(request, timeout=10) as reply:
-            model = json.loads(reply.read()).get("model_path", "?")
+            model = json.loads(reply.read() or "{}").get("model_path", "a model")
     except (OSError, ValueError) as error:
         return Finding("server", "fix", f"{address} does not answer ({error}): start it")
     return Finding("server", "ok", f"{address} serves {model}")

@@ -35,8 +35,9 @@ from jaxrl_llm.models.lora import add_adapters, with_lora
 from jaxrl_llm.models.lora import base as adapter_base
 from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
 from jaxrl_llm.rollout.servers import auth
+from jaxrl_llm.rollout.servers.commands import server_command
 from jaxrl_llm.rollout.servers.health import run_health_checks
-from jaxrl_llm.rollout.servers.launch import server_command
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.validate import read_generated
 
 pytest.importorskip("torch")  # the fake server reads as SGLang does
@@ -69,7 +70,7 @@ def make(servers, tmp_path):
     def engine(transport="disk", lora=LORA, urls=(), **settings):
         made = DiskTransport(tmp_path / "weights", "float32", TOKENIZER)
         if transport == "http":
-            made = HttpTransport(WeightSource(MODEL, "float32", 12_000))
+            made = HttpTransport(WeightSource(MODEL, "float32", 12_000), KINDS["sglang"])
         urls = urls or [server.url for server in servers]
         settings = {"patience": 5.0, "timeout": 20.0} | settings
         one = engine_for(urls, made, with_lora(MODEL, lora), **settings)

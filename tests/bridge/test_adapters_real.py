@@ -18,6 +18,7 @@ from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.train import main
 
 pytestmark = NEEDED
@@ -49,7 +50,9 @@ def make(url):
 def engine_of_adapters(url, lora, **settings):
     """An engine on the server, with a pool of its own."""
     source = WeightSource(MODEL, "float32", 40_000)
-    return engine_on([url], HttpTransport(source), with_lora(MODEL, lora), timeout=120.0, **settings)
+    return engine_on(
+        [url], HttpTransport(source, KINDS["sglang"]), with_lora(MODEL, lora), timeout=120.0, **settings
+    )
 
 
 def adapted(seed, lora=LORA):

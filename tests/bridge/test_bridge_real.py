@@ -23,6 +23,7 @@ from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 pytestmark = NEEDED
@@ -51,7 +52,7 @@ def engine_by(name, urls, folder, closing, **settings):
     if name == "disk":
         transport = DiskTransport(folder / "weights", "float32", TOKENIZER)
     elif name == "http":
-        transport = HttpTransport(source)
+        transport = HttpTransport(source, KINDS["sglang"])
     else:
         transport = GroupTransport(source, sys.executable, 60.0)
     engine = engine_on(urls, transport, **settings)

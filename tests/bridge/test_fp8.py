@@ -30,6 +30,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.recipe.checks import check_models
 from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
@@ -154,7 +155,7 @@ def engine_on(server, transport, served):
     """An engine whose probe is of the weights of `served`."""
     source = WeightSource(SERVED, "float32", 100_000, fp8.quantized_tensors)
     group = transport == "group"
-    made = GroupTransport(source, sys.executable, 30.0) if group else HttpTransport(source)
+    made = GroupTransport(source, sys.executable, 30.0) if group else HttpTransport(source, KINDS["sglang"])
     engine = engine_for([server.url], made, SERVED)
     engine.publisher.score, engine.publisher.served_params = sequence_scorer("float32", one_device()), served
     yield engine

@@ -20,6 +20,7 @@ from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.learn.scoring import sequence_scorer
+from jaxrl_llm.rollout.servers.kinds import KINDS
 
 pytestmark = NEEDED
 TOLERANCE = 0.02  # nats: both compute in bfloat16
@@ -39,7 +40,7 @@ def engine_by(launched, transport, folder):
     source = WeightSource(model, "bfloat16", 100_000, fp8.quantized_tensors)
     made = {
         "disk": lambda: DiskTransport(folder, "bfloat16", encode=fp8.quantized_tensors),
-        "http": lambda: HttpTransport(source),
+        "http": lambda: HttpTransport(source, KINDS["sglang"]),
         "group": lambda: GroupTransport(source, sys.executable, 60.0),
     }[transport]()
     engine = engine_on(servers.urls, made, model, probe_tolerance=TOLERANCE)

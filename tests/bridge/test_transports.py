@@ -20,6 +20,7 @@ from jaxrl_llm.errors import RunError, ServerError
 from jaxrl_llm.hf import export
 from jaxrl_llm.recipe.checks import check_on_devices
 from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
+from jaxrl_llm.rollout.servers.kinds import KINDS
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def make(servers, tmp_path):
         source = WeightSource(MODEL, "float32", 12_000)
         if transport == "http":
             pytest.importorskip("torch")  # the fake server reads as SGLang does
-            made = HttpTransport(source)
+            made = HttpTransport(source, KINDS["sglang"])
         if transport == "group":
             made = GroupTransport(source, sys.executable, 30.0)
         one = engine_for([s.url for s in servers], made, **settings)
@@ -321,10 +322,11 @@ def test_handles_name_a_gpu_by_its_uuid():
 
 def test_the_transport_of_the_config_and_its_warning(capsys):
     source = WeightSource(MODEL, "float32", 1 << 20)
-    assert isinstance(engines._transport(ServersConfig(transport="http"), source, None), HttpTransport)
+    made = engines._transport(ServersConfig(transport="http"), source, KINDS["sglang"], None)
+    assert isinstance(made, HttpTransport)
     assert "--servers.transport http: weights are sent to the servers as pickles" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"--servers.transport ipc: trainer and"):
-        engines._transport(ServersConfig(transport="ipc"), source, None)
+        engines._transport(ServersConfig(transport="ipc"), source, KINDS["sglang"], None)
 
 
 def test_what_is_sent_is_what_the_models_folder_holds(tmp_path):

@@ -62,13 +62,13 @@ def test_every_number_has_a_range_that_refuses_nonsense(config):
         (
             RolloutConfig(engine="sglang", launch=1, draft_tokens=7),
             "draft_tokens",
-            "is 7: it is for the native engine. Set it to 0; SGLang servers have other drafts, such",
+            "is 7: it is for the native engine. Set it to 0; servers have other drafts, such",
         ),
-        (RolloutConfig(launch=1), "launch", "is for SGLang servers: add --rollout.engine sglang."),
+        (RolloutConfig(launch=1), "launch", "is for servers: add --rollout.engine sglang or vllm."),
         (
             RolloutConfig(servers=("http://127.0.0.1:1",)),
             "servers",
-            "is for SGLang servers: add --rollout.eng",
+            "is for servers: add --rollout.eng",
         ),
         (
             RolloutConfig(max_staleness=1),

@@ -70,8 +70,7 @@ class DiskTransport:
         pass
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
-        body = {"model_path": str(part.content), "load_format": "auto", **options}
-        await receiver.update("/update_weights_from_disk", body)
+        await receiver.pool.kind.send_folder(receiver, part.content, options)
 
 
 @contextlib.contextmanager

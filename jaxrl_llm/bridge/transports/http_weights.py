@@ -1,8 +1,7 @@
-"""Weights in requests: each bucket a pickle in the body of /update_weights_from_tensor."""
+"""Weights in requests: each bucket in the body of one; for SGLang as a pickle."""
 
 from __future__ import annotations
 
-import base64
 import json
 import pickle
 import struct
@@ -12,7 +11,7 @@ from typing import Any
 
 from jaxrl_llm.bridge.buckets import Bucket, WeightSource
 from jaxrl_llm.bridge.push import Part
-from jaxrl_llm.bridge.servers import Json, Receiver
+from jaxrl_llm.bridge.servers import Json, Receiver, ServerKind
 from jaxrl_llm.structs import Params
 
 STORAGE = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float8_e4m3fn": "ByteStorage"}
@@ -83,26 +82,23 @@ WRITE_BYTES = 2**20  # given to the socket at once
 
 
 class HttpTransport:
-    """Sends one payload to all servers, once for each rank of tensor parallelism: SGLang reads it so."""
+    """Sends one payload to all servers; to SGLang once for each rank of tensor parallelism."""
 
     session = True
     can_resend = False
 
-    def __init__(self, source: WeightSource):
-        self.source = source
+    def __init__(self, source: WeightSource, kind: ServerKind):
+        self.source, self.kind = source, kind
 
     def parts(self, params: Params, label: str) -> Iterator[Part]:
         for part in self.source.parts(params):
-            content = part.content and base64.b64encode(pickle_bucket(part.content))
-            yield part._replace(content=content)
+            yield part._replace(content=part.content and self.kind.pack(part.content))
 
     async def connect(self, receiver: Receiver) -> None:
         pass
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
-        await receiver.update(
-            "/update_weights_from_tensor", request_pieces(part.content, receiver.ranks, options)
-        )
+        await self.kind.send_bucket(receiver, part.content, last=part.last, options=options)
 
 
 async def request_pieces(payload: bytes, ranks: int, options: Json) -> AsyncIterator[bytes | memoryview]:

@@ -1,4 +1,4 @@
-"""The SGLang engine: responses from a pool of servers, token ids in, token ids and log-probs out."""
+"""The engine on servers: responses from a pool of servers, token ids in, token ids and log-probs out."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PendingResponses:
 
 
 class ServerEngine:
-    """A pool of SGLang servers behind the engine protocol.
+    """A pool of servers behind the engine protocol.
 
     Args:
         pool: in process 0, which sends all requests; None elsewhere.

@@ -25,7 +25,6 @@ from jaxrl_llm.rollout.turns import (
 )
 from jaxrl_llm.structs import Metrics
 
-ABORT = {"rid": "", "abort_all": True}
 ABORT_TIMEOUT = 10.0
 SNAPSHOT_TIMEOUT = 30.0  # seconds; later, missing parts are generated again
 POLL_INTERVAL = 0.05
@@ -84,8 +83,7 @@ class ResponseGenerator:
         deadline = time.monotonic() + SNAPSHOT_TIMEOUT
         while self.meter.running and time.monotonic() < deadline:  # again: some were on their way
             aborts = [
-                self.pool.request(server, "/abort_request", ABORT, ABORT_TIMEOUT)
-                for server in self.pool.usable
+                self.pool.kind.abort_all(self.pool, server, ABORT_TIMEOUT) for server in self.pool.usable
             ]
             await asyncio.gather(*aborts, return_exceptions=True)
             await asyncio.sleep(POLL_INTERVAL)

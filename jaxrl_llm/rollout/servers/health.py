@@ -72,8 +72,8 @@ async def _check_health(pool: ServerPool, server: Server) -> None:
 class ServerList:
     """Addresses in a text file, one a line; # begins a comment. The file is read at every call."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, engine: str):
+        self.path, self.engine = path, engine
         self._known: list[str] = []
         self._printed: set[str] = set()
 
@@ -84,7 +84,7 @@ class ServerList:
         except (OSError, ValueError) as error:
             self._print_once(f"{self.path}: {error}; the servers stay as they were")
             return self._known
-        problems = {url: auth.address_problem(url) for url in urls}
+        problems = {url: auth.address_problem(url, self.engine) for url in urls}
         for problem in filter(None, problems.values()):
             self._print_once(f"{self.path}: {problem}")
         self._known = [url for url in urls if not problems[url]]

@@ -1,4 +1,4 @@
-"""SGLang servers as child processes: started together, waited for, stopped with the run that started them.
+"""Servers as child processes: started together, waited for, stopped with the run that started them.
 
 Linux ends them with the run, so that a killed run leaves no server on the accelerator.
 """
@@ -13,7 +13,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -26,36 +25,17 @@ from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig, flag_value
 from jaxrl_llm.rollout.servers import auth
+from jaxrl_llm.rollout.servers.commands import (
+    ROUTES_FLAG,
+    server_command,
+    server_environment,
+    write_plugin,
+)
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.pool import ServerPool
 from jaxrl_llm.rollout.servers.server import Server, print_line
 
-START = """
-import contextlib, ctypes, os, signal, sys
-with contextlib.suppress(OSError, AttributeError):  # Linux alone has it: 1 is PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the run that started this server has ended")
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
-START_WITH_KEYS = """
-import logging, os, runpy, sys
-keys = {flag: os.environ[name] for flag, name in FLAGS.items() if os.environ.get(name)}
-make = logging.getLogRecordFactory()
-def without_keys(*args, **kwargs):
-    record = make(*args, **kwargs)
-    text = record.getMessage()
-    if any(key in text for key in keys.values()):
-        for key in keys.values():
-            text = text.replace(key, "***")
-        record.msg, record.args = text, ()
-    return record
-logging.setLogRecordFactory(without_keys)
-sys.argv[1:] += [word for pair in keys.items() for word in pair]
-runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-"""  # SGLang takes keys on its command line alone, and logs it: here neither `ps` nor the log shows them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-ROUTES_FLAG = "--enable-return-routed-experts"
-CPU_LORA = ("--lora-backend", "torch_native")  # other backends are GPU kernels
 PORTS = range(20_000, 32_768)  # below the ephemeral ports of Linux
 KILL_DELAY = 10.0  # seconds between SIGTERM and SIGKILL
 POLL_INTERVAL = 0.5
@@ -68,7 +48,7 @@ class ServerProcesses:
 
     Args:
         model: folder with config and tokenizer; its weights, if any, are read later.
-        logs: directory for sglang_0.log, sglang_1.log, ...
+        logs: directory for sglang_0.log, sglang_1.log, ... or vllm_0.log, ...
         flags: more of them, which `servers.flags` override.
     """
 
@@ -82,11 +62,18 @@ class ServerProcesses:
         flags: Sequence[str] = (),
     ):
         self.timeout, self.restarts = servers.start_timeout, servers.restarts
+        self.kind = KINDS[config.engine]
         logs.mkdir(parents=True, exist_ok=True)
-        self.logs = [logs / f"sglang_{index}.log" for index in range(config.launch)]
+        self.logs = [logs / f"{config.engine}_{index}.log" for index in range(config.launch)]
         ports = free_ports(config.launch)
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
         self.commands = [server_command(config, servers, model, port, flags=flags) for port in ports]
+        # The environment, in which vLLM finds our plugin.
+        plugins = logs.absolute() / "vllm_plugin"
+        if config.engine == "vllm":
+            write_plugin(plugins)
+            print_line("vLLM's routes for weights take no key: its servers listen on 127.0.0.1 alone")
+        self.environment = server_environment(config.engine, plugins)
         self.visible = servers.devices or [os.environ.get(VISIBLE, "")] * config.launch
         self.starts = [0] * config.launch
         self._replied = False  # all servers, once
@@ -101,7 +88,7 @@ class ServerProcesses:
             if code is None or self.starts[index] > self.restarts:
                 return ""
             kill_group(self.processes[index])  # its children may hold the port or the accelerator
-            message = f"the SGLang server at {url} ended with {code} ({self.logs[index]}) and"
+            message = f"the {self.kind.name} server at {url} ended with {code} ({self.logs[index]}) and"
             try:
                 self.processes[index] = self._start(index)
             except OSError as error:  # no memory, no space for the log
@@ -110,7 +97,7 @@ class ServerProcesses:
 
     def _start(self, index: int) -> subprocess.Popen:
         self.starts[index] += 1
-        environment = dict(os.environ)
+        environment = os.environ | self.environment
         if devices := self.visible[index]:
             environment[VISIBLE] = devices
         if "cpu" in self.commands[index]:
@@ -136,19 +123,25 @@ class ServerProcesses:
                 message has the end of a log.
         """
         deadline, enough = time.monotonic() + self.timeout, any if self._replied else all
-        while not enough(map(is_up, self.urls)):
+        while not enough(map(self.is_up, self.urls)):
             for url in self.urls if self._replied else ():
                 if message := self.restart(url):
                     print_line(message)
             ended = [i for i, process in enumerate(self.processes) if process.poll() is not None]
             if len(ended) == len(self.processes) or (ended and not self._replied):
-                self._fail(ended[0], f"the SGLang server ended with {self.processes[ended[0]].returncode}")
+                self._fail(
+                    ended[0], f"the {self.kind.name} server ended with {self.processes[ended[0]].returncode}"
+                )
             if time.monotonic() > deadline:
-                index = next((i for i, url in enumerate(self.urls) if not is_up(url)), 0)
+                index = next((i for i, url in enumerate(self.urls) if not self.is_up(url)), 0)
                 setting = f"{self.timeout:g} s (--servers.start_timeout)"
                 self._fail(index, f"no answer from {self.urls[index]} in {setting}")
             time.sleep(POLL_INTERVAL)
         self._replied = True
+
+    def is_up(self, url: str) -> bool:
+        """Return whether the server of this address works."""
+        return is_up(url, self.kind.up_route)
 
     def _fail(self, index: int, problem: str) -> NoReturn:
         log = self.logs[index]
@@ -170,28 +163,6 @@ def kill_group(process: subprocess.Popen) -> None:
     """Kill a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def server_command(
-    config: RolloutConfig, servers: ServersConfig, model: Path, port: int, *, flags: Sequence[str] = ()
-) -> list[str]:
-    """Return the command that starts one server; `servers.flags` come last and override the others."""
-    own = shlex.split(servers.flags)
-    module = (
-        ("-c", f"FLAGS = {auth.FLAGS}{START_WITH_KEYS}")
-        if auth.server_keys()
-        else ("-m", "sglang.launch_server")
-    )
-    server = [
-        *(servers.python, *module, "--model-path", str(model)),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype),
-        *("--load-format", "dummy", "--max-running-requests", str(config.slots), "--skip-server-warmup"),
-        *([MEMORY_SAVER] if servers.colocated else []),
-        *flags,
-        *(CPU_LORA if "--enable-lora" in flags and flag_value(own, "--device") == "cpu" else []),
-        *own,
-    ]
-    return [sys.executable, "-I", "-c", START, str(os.getpid()), *server]
 
 
 def routes_problem(info: Json) -> str:
@@ -217,10 +188,10 @@ def free_ports(count: int) -> list[int]:
     raise ServerError(f"{len(ports)} ports of {PORTS.start} to {PORTS.stop - 1} are free, {count} are needed")
 
 
-def is_up(url: str) -> bool:
+def is_up(url: str, route: str) -> bool:
     """Return whether a server replies at this address."""
     try:
-        request = urllib.request.Request(f"{url}/model_info", headers=auth.request_headers("/model_info"))
+        request = urllib.request.Request(f"{url}{route}", headers=auth.request_headers(route))
         with DIRECT.open(request, timeout=5) as reply:
             return reply.status == 200
     except (OSError, HTTPException):  # the second: a program with another protocol
@@ -232,7 +203,6 @@ def log_tail(log: Path) -> str:
     return log.read_text(errors="replace")[-LOG_TAIL:]
 
 
-MEMORY_SAVER = "--enable-memory-saver"
 IDLE_TIMEOUT = 30.0  # seconds until a server has no request left
 MAX_FRACTION = 0.92  # of a GPU's memory for both: the rest is for CUDA contexts, graphs and communication
 FRACTIONS = (

@@ -1,4 +1,4 @@
-"""A pool of SGLang servers: the least busy one gets a request, one that fails is left out.
+"""A pool of servers of one kind: the least busy one gets a request, one that fails is left out.
 
 A server is in use only after a reply with the newest weights. Any failure - no reply in time, an error, a
 reply that cannot be true, other weights than were sent - takes it out of use until the newest weights have
@@ -18,9 +18,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
-from jaxrl_llm.bridge.servers import Json, parsing_reply
+from jaxrl_llm.bridge.servers import Json, ServerKind, parsing_reply
 from jaxrl_llm.errors import BusyError, RefusedError, ServerError, UnreachableError, UserError
 from jaxrl_llm.rollout.servers.client import Client
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.server import Server, print_line
 from jaxrl_llm.rollout.servers.validate import Generated, max_reply_bytes
 from jaxrl_llm.structs import Metrics
@@ -50,6 +51,7 @@ class ServerPool:
         retries: times that a request is tried, on one server or another.
         slots: requests at once on one server.
         patience: seconds to wait if no server is usable, or all are too busy.
+        kind: of all of them, and of the router.
         router: address of a router in front of the servers, which then gets all requests to generate;
             "" = none.
 
@@ -66,7 +68,9 @@ class ServerPool:
         *,
         patience: float = 0.0,
         router: str = "",
+        kind: ServerKind = KINDS["sglang"],
     ):
+        self.kind = kind
         self.servers = [Server(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self.timeout, self.retries, self.slots, self.patience = timeout, retries, slots, patience
         self.router = Server(router) if router else None
@@ -143,11 +147,11 @@ class ServerPool:
         """
 
         async def check(server: Server) -> None:
-            await self.request(server, "/model_info", timeout=START_TIMEOUT)
+            await self.request_bytes(server, self.kind.up_route, timeout=START_TIMEOUT)
             if server is not self.router:
-                info = await self.request(server, "/server_info", timeout=START_TIMEOUT)
+                info = await self.kind.info(self, server, START_TIMEOUT)
                 with parsing_reply(server.url):
-                    text = problem(info)
+                    text = self.kind.problem(info) or problem(info)
                 if text:
                     raise ServerError(f"{server.url} {text}")
 
@@ -225,7 +229,7 @@ class ServerPool:
         if not self.servers or any(server.unreachable for server in self.servers):
             await self._until_usable()
         if not self.usable:
-            raise ServerError(f"no SGLang server can be used: {self.describe()}")
+            raise ServerError(f"no {self.kind.name} server can be used: {self.describe()}")
         if self.router:
             self.router.label = label
 
@@ -271,7 +275,8 @@ class ServerPool:
         sticky = {"X-SMG-Routing-Key": str(group)} if server is self.router else {}
         body = {**body, "rid": uuid.uuid4().hex} | ({"lora_path": label} if self.names_adapters else {})
         limit = max_reply_bytes(body)
-        work = self.request(server, "/generate", body, headers=sticky, max_bytes=limit)
+        route, asked = self.kind.generate_route, self.kind.request_of(body)
+        work = self.request(server, route, asked, headers=sticky, max_bytes=limit)
         with server.running(asyncio.create_task(work), label) as request:
             await asyncio.wait({request})
             if request.cancelled():
@@ -283,7 +288,7 @@ class ServerPool:
                     raise ServerError(f"{server.url} has lost its adapters: {error}") from None
                 raise
             with parsing_reply(server.url):
-                generated = read(reply, body, label)
+                generated = read(self.kind.reply_of(reply, body), body, label)
             server.record_response(len(generated.ids))
             async with server.update_lock:
                 if server.failures != failures:
@@ -325,7 +330,7 @@ class ServerPool:
                 waited = f" for {self.patience:g} s (--servers.patience)" * bool(
                     self.patience and not hopeless
                 )
-                raise ServerError(f"no SGLang server can be used{waited}: {self.describe()}")
+                raise ServerError(f"no {self.kind.name} server can be used{waited}: {self.describe()}")
             self._print_wait(f"no server can be used; waiting {self.patience:g} s for one: {self.describe()}")
             await asyncio.sleep(POLL_INTERVAL)
 

@@ -1,4 +1,4 @@
-"""State of one SGLang server: its use, requests and failures."""
+"""State of one server: its use, requests and failures."""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ def read_generated(
         raise RefusedError(
             f"it ended a response for length after {len(ids)} of {max_tokens} tokens, with "
             f"{len(body['input_ids'])} before them: they do not fit its --context-length or "
-            "--max-total-tokens. Start it with more, or shorten --max_response_tokens by 2 or more"
+            "--max-total-tokens (--max-model-len of vLLM). Start it with more, "
+            "or shorten --max_response_tokens by 2 or more"
         )
     counts = {len(ids), len(reply.get("output_ids", ids)), meta.get("completion_tokens", len(ids))}
     if len(counts) > 1 or list(reply.get("output_ids", ids)) != ids:

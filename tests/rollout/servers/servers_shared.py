@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import models
+from jaxrl_llm.bridge import vllm
 from jaxrl_llm.bridge.adapters import AdapterPublisher, server_problem
 from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Publisher
@@ -18,6 +19,7 @@ from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfi
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.servers.engine import ServerEngine
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.launch import ServerProcesses
 from jaxrl_llm.rollout.servers.pool import ServerPool
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -43,19 +45,31 @@ def score_of(model):
     return sequence_scorer("float32", one_device())
 
 
-def engine_for(urls, transport, model=MODEL, slots=4, *, rollout=ROLLOUT, routes=True, **settings):
-    """An SGLang engine with a pool of its own, which asks for the routes of a model with experts; `settings`
+def engine_for(
+    urls, transport, model=MODEL, slots=4, *, rollout=ROLLOUT, routes=True, folder=None, **settings
+):
+    """An engine with a pool of its own, which asks for the routes of a model with experts; `settings`
     are of ServersConfig."""
     config = ServersConfig(**settings)
     pool = ServerPool(
-        urls, config.timeout, config.retries, slots, patience=config.patience, router=config.router
+        urls,
+        config.timeout,
+        config.retries,
+        slots,
+        patience=config.patience,
+        router=config.router,
+        kind=KINDS[rollout.engine],
     )
     tolerance = tolerance_of("float32", config.probe_tolerance)
     on_first = lambda work: work()
     publisher = Publisher(
         pool, transport, config.pause, model, tolerance=tolerance, score=score_of(model), on_first=on_first
     )
-    if model.lora:
+    if model.lora and folder:
+        size = {"rank": model.lora.rank, "max_versions": 2}
+        publisher.problem = functools.partial(vllm.adapter_problem, **size)
+        publisher = AdapterPublisher(publisher, "float32", folder)
+    elif model.lora:
         publisher.problem = functools.partial(server_problem, lora=model.lora, max_versions=2)
         publisher = AdapterPublisher(publisher, "float32")
     routes = routes and bool(model.moe)

@@ -102,7 +102,7 @@ def sleeping(tmp_path, monkeypatch):
     launched = launch(tmp_path, count=2, python=str(program), restarts=1, start_timeout=1.0)
     launched.silent = set()
     alive = lambda url: launched.processes[launched.urls.index(url)].poll() is None
-    monkeypatch.setattr(launching, "is_up", lambda url: url not in launched.silent and alive(url))
+    monkeypatch.setattr(launching, "is_up", lambda url, route: url not in launched.silent and alive(url))
     monkeypatch.setattr(launching, "POLL_INTERVAL", 0.02)
     yield launched
     launched.close()
@@ -156,7 +156,7 @@ def test_an_address_with_another_protocol_is_no_server_that_is_up():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert not launching.is_up(url)
+        assert not launching.is_up(url, "/model_info")
         thread.join()
 
 

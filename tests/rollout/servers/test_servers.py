@@ -385,7 +385,7 @@ def test_a_server_that_hangs_is_found_and_its_requests_go_elsewhere(make, server
 def test_servers_join_and_leave_by_their_file(make, servers, tmp_path, capsys):
     file = tmp_path / "servers.txt"
     file.write_text(f"# the pool\n{servers[0].url}/\n")
-    members = ServerList(file)
+    members = ServerList(file, "sglang")
     assert members() == [servers[0].url]
     engine = make(urls=members(), members=members)
     engine.publish(weights(), 1)
@@ -422,7 +422,7 @@ def test_keys_come_from_the_environment_and_each_route_gets_its_own(make, server
     for server in servers:
         server.keys = ("tell", "change")
     engine = make(patience=1.0)
-    with pytest.raises(ServerError, match=r"answered 401 .*set JAXRL_SERVER_API_KEY and JAXRL_SGLANG_A"):
+    with pytest.raises(ServerError, match=r"answered 401 .*set JAXRL_SERVER_API_KEY and JAXRL_SERVER_A"):
         engine.publish(weights(), 1)
     monkeypatch.setenv(auth.API_KEY, "tell")
     monkeypatch.setenv(auth.ADMIN_KEY, "change")

@@ -24,7 +24,7 @@ from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.servers import auth, health
 from jaxrl_llm.rollout.servers.health import ServerList, run_health_checks
-from jaxrl_llm.rollout.servers.launch import DIRECT, is_up
+from jaxrl_llm.rollout.servers.launch import DIRECT
 
 pytestmark = NEEDED
 KEYS = {auth.API_KEY: "tell-me-4711", auth.ADMIN_KEY: "change-it-0815"}
@@ -124,7 +124,7 @@ def test_keys_are_asked_for_and_neither_ps_nor_the_logs_show_them(tended, monkey
     with pytest.raises(ServerError, match=r"answered 401 to /(pause_generation|update_weights)"):
         engine.publish(models.init(MODEL, jax.random.key(0)), 7)
     monkeypatch.delenv(auth.API_KEY)
-    assert not is_up(launched.urls[0])
+    assert not launched.is_up(launched.urls[0])
     monkeypatch.undo()
 
 
@@ -152,7 +152,7 @@ def test_a_server_that_was_restarted_unseen_is_noticed_and_given_the_weights(run
     engine.publish(models.init(MODEL, jax.random.key(0)), 7)
     kill(launched, 1)
     launched.processes[1] = launched._start(1)
-    until(lambda: is_up(launched.urls[1]))
+    until(lambda: launched.is_up(launched.urls[1]))
     server, problems = engine.pool.servers[1], []
     leave_out = server.leave_out
     server.leave_out = lambda error: (problems.append(str(error)), leave_out(error))
@@ -225,7 +225,7 @@ def test_servers_join_and_leave_by_their_file(between, tmp_path):
     engine, proxies = between
     file = tmp_path / "servers.txt"
     file.write_text(proxies[0].url)
-    checks = engine.pool.start(run_health_checks(engine.pool, ServerList(file)))
+    checks = engine.pool.start(run_health_checks(engine.pool, ServerList(file, "sglang")))
     until(lambda: [server.url for server in engine.pool.usable] == [proxies[0].url])
     written(engine, requests(tokens=8))
     file.write_text(f"{proxies[0].url}\n{proxies[1].url}  # joins\n")

@@ -20,6 +20,7 @@ from jaxrl_llm.models import RopeConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.recipe.rules_model import WITHOUT_SERVED_ROUTES
 from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.validate import routed_experts
 from jaxrl_llm.train import main
 
@@ -50,7 +51,9 @@ def engine(tmp_path_factory):
     """On one server; a bucket has 2 of a layer's 8 experts."""
     folder, flags = tmp_path_factory.mktemp("experts"), ("--enable-return-routed-experts",)
     with started(folder, 1, model=EXPERTS, more_flags=flags) as launched:
-        made = engine_on(launched.urls, HttpTransport(WeightSource(EXPERTS, "float32", 20_000)), EXPERTS)
+        made = engine_on(
+            launched.urls, HttpTransport(WeightSource(EXPERTS, "float32", 20_000), KINDS["sglang"]), EXPERTS
+        )
         yield made
         made.pool.close()
 
@@ -77,7 +80,7 @@ def test_other_families(family, tmp_path):
     has_routes = family not in WITHOUT_SERVED_ROUTES
     flags = ("--enable-return-routed-experts",) if has_routes else ()
     with started(tmp_path, 1, model=config, more_flags=flags) as launched:
-        transport = HttpTransport(WeightSource(config, "float32", 20_000))
+        transport = HttpTransport(WeightSource(config, "float32", 20_000), KINDS["sglang"])
         engine = engine_on(launched.urls, transport, config, routes=has_routes)
         try:
             assert engine.publish(params, 1)["bridge/probe_mean_abs"] < 1e-5

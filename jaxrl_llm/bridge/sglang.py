@@ -1,0 +1,117 @@
+"""The requests of SGLang servers. The pool's form of a request to generate, and of its reply, is SGLang's."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from jaxrl_llm.bridge.servers import (
+    SHORT_TIMEOUT,
+    Json,
+    PauseMode,
+    PoolLike,
+    Receiver,
+    ServerLike,
+    parsing_reply,
+)
+from jaxrl_llm.bridge.transports.http_weights import pickle_bucket, request_pieces
+from jaxrl_llm.errors import NoRouteError, RefusedError, ServerError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jaxrl_llm.bridge.adapters import Adapter
+    from jaxrl_llm.bridge.buckets import Bucket
+
+
+class SGLang:
+    """SGLang, checked with 0.5.21 (docs/servers.md)."""
+
+    name = "SGLang"
+    up_route = "/model_info"
+    generate_route = "/generate"
+    sends_tied_head = False
+    drops_cache_alone = False
+
+    def request_of(self, body: Json) -> Json:
+        return body
+
+    def reply_of(self, reply: Json, body: Json) -> Json:
+        return reply
+
+    async def info(self, pool: PoolLike, server: ServerLike, timeout: float) -> Json:
+        return await pool.request(server, "/server_info", timeout=timeout)
+
+    async def score(self, receiver: Receiver, ids: list[int], adapter: str) -> tuple[str, list[float]]:
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        if adapter:
+            body["lora_path"] = adapter
+        reply = await receiver.request(self.generate_route, body)
+        with parsing_reply(receiver.server.url):
+            meta = reply["meta_info"]
+            return str(meta["weight_version"])[:100], [
+                score for score, *_ in meta["input_token_logprobs"][1:]
+            ]
+
+    def problem(self, info: Json) -> str:
+        return ""
+
+    async def abort_all(self, pool: PoolLike, server: ServerLike, timeout: float) -> None:
+        await pool.request(server, "/abort_request", {"rid": "", "abort_all": True}, timeout)
+
+    async def pause(self, receiver: Receiver, mode: PauseMode) -> None:
+        await receiver.request("/pause_generation", {"mode": mode})
+
+    async def resume(self, receiver: Receiver, timeout: float = 0.0) -> None:
+        await receiver.request("/continue_generation", {}, timeout)
+
+    async def begin(self, receiver: Receiver, session: bool) -> bool:
+        """Open the session that SGLang demands since 0.5.21, after ending one that a killed trainer left."""
+        if not session:
+            return False
+        try:
+            await receiver.update("/begin_weight_update", {})
+        except NoRouteError:
+            return False
+        except RefusedError as refusal:
+            if "already open" not in str(refusal):
+                raise
+            await receiver.update("/end_weight_update", {})
+            await receiver.update("/begin_weight_update", {})
+        return True
+
+    async def end(self, receiver: Receiver, label: str, timeout: float = 0.0) -> None:
+        await receiver.update("/end_weight_update", {}, timeout)
+
+    async def send_folder(self, receiver: Receiver, folder: Path, options: Json) -> None:
+        body = {"model_path": str(folder), "load_format": "auto", **options}
+        await receiver.update("/update_weights_from_disk", body)
+
+    def pack(self, bucket: Bucket) -> bytes:
+        return base64.b64encode(pickle_bucket(bucket))
+
+    async def send_bucket(self, receiver: Receiver, payload: bytes, *, last: bool, options: Json) -> None:
+        body = request_pieces(payload, receiver.ranks, options)
+        await receiver.update("/update_weights_from_tensor", body)
+
+    async def drop_cache(self, receiver: Receiver) -> None:
+        """Drop cached keys; refused while responses in flight read them. The answer is plain text."""
+        with contextlib.suppress(ServerError):
+            await receiver.request("/flush_cache", {})
+
+    async def load_adapter(self, receiver: Receiver, adapter: Adapter) -> list[str]:
+        body = request_pieces(adapter.payload, receiver.ranks, adapter.options)
+        reply = await receiver.update("/load_lora_adapter_from_tensors", body)
+        loaded: Mapping[str, str] = reply.get("loaded_adapters") or {}
+        return list(loaded)
+
+    async def unload_adapter(self, receiver: Receiver, name: str) -> None:
+        """Unload an adapter; SGLang waits for the requests that use it."""
+        await receiver.update("/unload_lora_adapter", {"lora_name": name}, SHORT_TIMEOUT)

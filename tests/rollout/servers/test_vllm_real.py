@@ -1,0 +1,220 @@
+"""The pool on a real vLLM server on a CPU, of the interpreter JAXRL_VLLM_PYTHON (`make test-vllm`)."""
+
+import dataclasses
+import functools
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from lora_models import with_random_adapters
+from servers_shared import (
+    GREEDY,
+    KEY,
+    TOKENIZER,
+    engine_for,
+    ids,
+    native,
+    one_device,
+    requests,
+    score_of,
+    until,
+)
+from test_turns import PROMPTS, Script
+
+from jaxrl_llm import models
+from jaxrl_llm.bridge import vllm
+from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.bridge.transports.disk import DiskTransport
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
+from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.errors import ServerError
+from jaxrl_llm.hf.export import save_description
+from jaxrl_llm.models import LoraConfig, TransformerConfig
+from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
+from jaxrl_llm.rollout.engine import Request
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.servers.kinds import KINDS
+from jaxrl_llm.rollout.servers.launch import ServerProcesses
+
+PYTHON = os.environ.get("JAXRL_VLLM_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="JAXRL_VLLM_PYTHON names no interpreter with vLLM")
+FLAGS = "--enforce-eager --max-model-len 256"
+LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
+CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+UNTIED = TransformerConfig(
+    vocab_size=264, hidden_size=64, mlp_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+    initializer_range=0.3, max_position=256, tie_embeddings=False,
+)  # fmt: skip
+ROLLOUT = RolloutConfig(engine="vllm", launch=1, slots=8)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def launched(request, tmp_path_factory):
+    """(server process, model): one server, started as a run starts it."""
+    model, folder = dataclasses.replace(UNTIED, tie_embeddings=request.param), tmp_path_factory.mktemp("vllm")
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in CPU.items():
+            environment.setenv(name, value)
+        shell = save_description(model, folder / "shell", TOKENIZER, "float32")
+        settings = ServersConfig(python=PYTHON, flags=FLAGS)
+        flags = vllm.vllm_lora_flags(LORA.rank, 2)
+        processes = ServerProcesses(ROLLOUT, settings, shell, folder, flags=flags)
+        try:
+            processes.wait()
+            yield processes, model
+        finally:
+            processes.close()
+
+
+@pytest.fixture
+def make(launched, tmp_path):
+    """make(transport, model, encode, ...) -> an engine on the server."""
+    pools = []
+    (url,), plain = launched[0].urls, launched[1]
+
+    def engine(transport="disk", model=None, **settings):
+        encode = settings.pop("encode", vllm.with_tied_head if plain.tie_embeddings else None)
+        made = DiskTransport(tmp_path / "weights", "float32", TOKENIZER, encode)
+        if transport == "http":
+            made = HttpTransport(WeightSource(plain, "float32", 50_000, encode), KINDS["vllm"])
+        settings = {"patience": 0.0, "timeout": 120.0} | settings
+        folder = tmp_path / "adapters"
+        one = engine_for([url], made, model or plain, 8, rollout=ROLLOUT, folder=folder, **settings)
+        pools.append(one.pool)
+        return one
+
+    yield engine
+    for pool in pools:
+        pool.close()
+
+
+@functools.cache
+def params_of(model, seed):
+    return models.init(model, jax.random.key(seed))
+
+
+@pytest.mark.parametrize("transport", ["http", "disk"])
+def test_greedy_text_and_log_probs_after_each_push_are_the_native_engines(make, launched, transport):
+    engine, model = make(transport), launched[1]
+    for version in (1, 2):
+        params = params_of(model, version)
+        assert engine.publish(params, version)["bridge/probe_mean_abs"] < 1e-4
+        mine, theirs = engine.generate(requests(), GREEDY, KEY), native(params, GREEDY, model=model)
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.response_ids.tolist() == b.response_ids.tolist() and a.finish == b.finish
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+            assert set(a.versions) == {version}
+    assert not engine.check_logprobs(params, mine)
+
+
+def test_sampled_log_probs_are_of_the_softmax_at_that_temperature(make, launched):
+    engine, model = make(), launched[1]
+    params = params_of(model, 3)
+    engine.publish(params, 3)
+    made = engine.generate(requests(tokens=24), SamplingConfig(temperature=0.7), KEY)
+    assert len({tuple(t.response_ids.tolist()) for t in made}) > 3
+    again = engine.generate(requests(tokens=24), SamplingConfig(temperature=0.7), KEY)
+    assert ids(again) == ids(made)
+    for t in made:
+        said = score_of(model)(params, np.concatenate([t.prompt_ids, t.response_ids]), 0.7)
+        start = len(t.prompt_ids) - 1
+        np.testing.assert_allclose(t.logprobs, said[start : start + len(t.response_ids)], atol=1e-4)
+
+
+@pytest.mark.parametrize("pause", ["retract", "abort"])
+def test_responses_in_flight_continue_under_new_weights(make, launched, pause):
+    """Each token has the log-prob of the weights that its version names."""
+    engine, model = make(pause=pause), launched[1]
+    engine.publish(params_of(model, 4), 4)
+    sampling = SamplingConfig(temperature=1.0, ignore_eos=True)
+    pending = engine.start(requests(12, 2, 200), sampling, KEY)  # three times as many as the server runs
+    until(lambda: engine.pool.servers[0].inflight == 8)
+    engine.publish(params_of(model, 5), 5)
+    made = pending.result()
+    assert any(len(set(t.versions.tolist())) == 2 for t in made)
+    for t in made:
+        assert len(t.response_ids) == 200
+        said = score_of(model)(params_of(model, 5), np.concatenate([t.prompt_ids, t.response_ids]))
+        new = t.versions == 5
+        np.testing.assert_allclose(t.logprobs[new], said[len(t.prompt_ids) - 1 :][new], atol=1e-4)
+
+
+def test_conversations_are_those_of_the_native_engine(make, launched):
+    engine, model = make(), launched[1]
+    params = params_of(model, 6)
+    theirs = NativeEngine(RolloutConfig(slots=4, chunk=8), model, one_device(), TOKENIZER)
+    asked = [Request(p.ids, i, 1, 120) for i, p in enumerate(PROMPTS)]
+    with Conversations(Script(), EnvConfig(name="x"), TOKENIZER, ChatConfig()) as made:
+
+        def talk(engine):
+            engine.publish(params, 6)
+            if engine is theirs:
+                return engine.generate(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY))
+            return engine.start(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY)).result()
+
+        for a, b in zip(talk(engine), talk(theirs), strict=True):
+            assert a.response_ids.tolist() == b.response_ids.tolist() and a.episode == b.episode
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+def test_adapters_are_pushed_alone(make, launched):
+    model = launched[1]
+    engine = make(model=with_lora(model, LORA))
+    for version in (1, 2):
+        params = with_random_adapters(params_of(model, 0), LORA, version)
+        assert engine.publish(params, version)["bridge/probe_mean_abs"] < 1e-3
+        mine = engine.generate(requests(), GREEDY, KEY)
+        assert ids(mine) == ids(native(params, GREEDY, model=params.config))
+
+
+def test_a_refused_update_leaves_the_old_weights_and_the_server_goes_on(make, launched):
+    engine, model = make(patience=30.0), launched[1]
+    params = params_of(model, 7)
+    engine.publish(params, 7)
+    before = engine.generate(requests(), GREEDY, KEY)
+    server = engine.pool.servers[0]
+    ask = lambda route, body: engine.pool.run(engine.pool.request(server, route, body))
+    for info, message in (
+        ({"folder": "/nowhere"}, "has no safetensors files"),
+        ({"tensors": "AAAA", "hashes": {"x": ""}}, "failed"),
+    ):
+        ask("/start_weight_update", {})
+        with pytest.raises(ServerError, match=message):
+            ask("/update_weights", {"update_info": info})
+    assert ids(engine.generate(requests(), GREEDY, KEY)) == ids(before)
+    assert engine.publish(params_of(model, 8), 8)["servers/usable"] == 1
+
+
+def test_a_tied_head_that_stays_behind_is_found(make, launched):
+    if not launched[1].tie_embeddings:
+        pytest.skip("the head is a tensor of its own")
+    engine = make(encode=None)
+    failed = []
+    for version in (9, 10):
+        try:
+            engine.publish(params_of(launched[1], version), version)
+        except ServerError as error:
+            failed.append(str(error))
+    assert failed and all("log-probs differ from the trainer's" in text for text in failed)
+
+
+def test_a_killed_server_is_started_again_and_gets_the_weights(make, launched):
+    processes, model = launched
+    engine = make(patience=600.0)
+    engine.publish(params_of(model, 11), 11)
+    os.killpg(processes.processes[0].pid, signal.SIGKILL)
+    processes.processes[0].wait()
+    processes.wait()
+    params = params_of(model, 12)
+    assert engine.publish(params, 12)["servers/usable"] == 1
+    assert ids(engine.generate(requests(), GREEDY, KEY)) == ids(native(params, GREEDY, model=model))
