@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -253,24 +253,29 @@ def bytes_per_device(
 
     Args:
         memory: count arrays in this memory: on the devices, or on the host (`on_host`).
-        devices: count only arrays sharded over one of these devices; None = all arrays.
+        devices: count only arrays sharded over one of these devices, and arrays over an abstract mesh
+            (`on_host`); None = all arrays.
     """
 
     def one(x) -> int:
         sharding = getattr(x, "sharding", None)
-        if sharding is not None and devices is not None and sharding.device_set.isdisjoint(devices):
+        of_array = None if sharding is None else _devices_of(sharding)
+        if of_array and devices is not None and of_array.isdisjoint(devices):
             return 0
         if (getattr(sharding, "memory_kind", None) == HOST) != (memory == HOST):
             return 0
         shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        packed = sharding is not None and x.dtype in (jnp.int4, jnp.uint4) and not _on_cpu(sharding)
+        on_cpu = of_array is None or any(device.platform == "cpu" for device in of_array)
+        packed = x.dtype in (jnp.int4, jnp.uint4) and not on_cpu
         return -(-math.prod(shape) // 2) if packed else math.prod(shape) * np.dtype(x.dtype).itemsize
 
     return sum(map(one, jax.tree.leaves(tree)))
 
 
-def _on_cpu(sharding) -> bool:
-    return next(iter(sharding.device_set)).platform == "cpu"
+def _devices_of(sharding) -> set[jax.Device]:
+    """Return the devices of a sharding; an abstract mesh has none."""
+    is_abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    return set() if is_abstract else sharding.device_set
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

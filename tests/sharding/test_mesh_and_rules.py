@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxrl_llm.sharding
@@ -16,6 +17,7 @@ from jaxrl_llm.sharding.placement import AXES, MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import (
     ROLLOUT,
     TRAIN,
+    bytes_per_device,
     constrain,
     constrain_residual,
     num_shards,
@@ -139,3 +141,14 @@ def test_host_memory_of_gpus_that_are_only_compiled_for():
     mesh = make_mesh(MeshConfig(fsdp=2), gpu_devices("h100", 2))
     sharding = on_host(sharding_for(mesh, ("embed", "mlp"), (8, 8), TRAIN))
     assert sharding.memory_kind == "pinned_host" and sharding.shard_shape((8, 8)) == (4, 8)
+
+
+def test_arrays_over_an_abstract_mesh_are_counted_on_the_host():
+    """As `on_host` gives them for GPUs of a compile-only topology, for any devices: 32 of 64 numbers,
+    and 4-bit ones two a byte, as on every device but a CPU."""
+    devices = jax.devices()[:2]
+    mesh = make_mesh(MeshConfig(fsdp=2), devices).abstract_mesh
+    sharding = NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")
+    arrays = [jax.ShapeDtypeStruct((8, 8), dtype, sharding=sharding) for dtype in (jnp.float32, jnp.int4)]
+    assert [bytes_per_device([x], "pinned_host", devices[:1]) for x in arrays] == [128, 16]
+    assert bytes_per_device(arrays, "device", devices[:1]) == 0
