@@ -210,7 +210,7 @@ def _add_to_stream(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], y,
     """Add an output of a part of the layer to the residual stream, times the model's multiplier. After the
     last part the stream is multiplied by the layer's scalar, if the model has one, which gets no gradient."""
     is_last = name == ("input" if c.per_layer_inputs else "mlp")
-    if c.norms != "before":
+    if c.norms != "before" or name == "input":
         y = normalize(c, constrain_residual(y), getattr(w, f"{name}_out_norm")[...])
     if c.residual_multiplier != 1.0:  # in float32: bfloat16 would round the number itself
         y = (y.astype(jnp.float32) * c.residual_multiplier).astype(y.dtype)
