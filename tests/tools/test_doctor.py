@@ -376,5 +376,5 @@ def test_servers_that_do_not_answer():
         sock.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{sock.getsockname()[1]}"
         config = recipe("--rollout.engine", "sglang", "--rollout.servers", address)
-        (finding,) = checks.check_sglang(config)
+        (finding,) = checks.check_servers(config)
     assert finding.status == "fix" and f"{address} does not answer" in finding.text

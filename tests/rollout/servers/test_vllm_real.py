@@ -137,13 +137,14 @@ def test_responses_in_flight_continue_under_new_weights(make, launched, pause):
     engine, model = make(pause=pause), launched[1]
     engine.publish(params_of(model, 4), 4)
     sampling = SamplingConfig(temperature=1.0, ignore_eos=True)
-    pending = engine.start(requests(12, 2, 200), sampling, KEY)  # three times as many as the server runs
-    until(lambda: engine.pool.servers[0].inflight == 8)
+    asked = [Request(r.prompt_ids, i, 1, 60 + 10 * i) for i, r in enumerate(requests(12, 1))]
+    pending = engine.start(asked, sampling, KEY)  # more than the server runs at once
+    until(lambda: any(response.ids for response in pending.responses))
     engine.publish(params_of(model, 5), 5)
     made = pending.result()
     assert any(len(set(t.versions.tolist())) == 2 for t in made)
-    for t in made:
-        assert len(t.response_ids) == 200
+    for t, request in zip(made, asked, strict=True):
+        assert len(t.response_ids) == request.max_tokens
         said = score_of(model)(params_of(model, 5), np.concatenate([t.prompt_ids, t.response_ids]))
         new = t.versions == 5
         np.testing.assert_allclose(t.logprobs[new], said[len(t.prompt_ids) - 1 :][new], atol=1e-4)
