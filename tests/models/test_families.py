@@ -323,9 +323,10 @@ def test_config_reads_back_in_transformers(case):
 
 
 @pytest.mark.parametrize(
-    "case", ["glm-4.7", "minimax-m2", "qwen3-next", "nemotron", "granite-4", "mistral4", "gemma4 moe"]
+    "case",
+    ["glm-4.7", "minimax-m2", "qwen3-next", "nemotron", "granite-4", "mistral4", "gemma4 moe", "gemma4 small"],
 )
-def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
+def test_files_come_back_byte_for_byte(case, tmp_path, capsys):
     """Weights of a layer after the last one are skipped; transformers reads what is written."""
     model, tokens = oracle(case), some_tokens()
     folder, first, second = (tmp_path / name for name in ("theirs", "first", "second"))
@@ -333,7 +334,7 @@ def test_files_of_experts_come_back_byte_for_byte(case, tmp_path, capsys):
     stored, file = load_file(folder / "model.safetensors"), "model.safetensors"
     predictor = f"model.layers.{model.config.num_hidden_layers}.eh_proj.weight"
     predictor = "mtp.fc.weight" if case in ("qwen3-next", "nemotron") else predictor
-    has_predictor = case not in ("granite-4", "mistral4", "gemma4 moe")
+    has_predictor = case not in ("granite-4", "mistral4", "gemma4 moe", "gemma4 small")
     save_file({**stored, **({predictor: torch.ones(2, 2)} if has_predictor else {})}, folder / file)
     for source, target in ((folder, first), (first, second)):
         params = load_params(source, read_config(source))
