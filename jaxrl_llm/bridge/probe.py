@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxrl_llm.bridge.servers import Receiver
+from jaxrl_llm.bridge.servers import Receiver, parsing_reply
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
@@ -73,7 +73,8 @@ class Probe:
         """
         url, score = receiver.server.url, receiver.pool.kind.score
         version, scores = await receiver.in_health(score(receiver, self.ids.tolist(), self.adapter))
-        logprobs = np.array(scores, np.float32)
+        with parsing_reply(url):
+            logprobs = np.array(scores, np.float32)
         # The label shows which weights answered, the difference whether they are right.
         if version != self.label:
             raise ServerError(f"{url} answers with weights {version!r} after {self.label!r} was sent")
