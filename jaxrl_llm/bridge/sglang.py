@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jaxrl_llm.bridge.servers import (
@@ -109,8 +108,7 @@ class SGLang:
     async def load_adapter(self, receiver: Receiver, adapter: Adapter) -> list[str]:
         body = request_pieces(adapter.payload, receiver.ranks, adapter.options)
         reply = await receiver.update("/load_lora_adapter_from_tensors", body)
-        loaded: Mapping[str, str] = reply.get("loaded_adapters") or {}
-        return list(loaded)
+        return [str(name) for name in reply.get("loaded_adapters") or ()]
 
     async def unload_adapter(self, receiver: Receiver, name: str) -> None:
         """Unload an adapter; SGLang waits for the requests that use it."""
