@@ -366,7 +366,7 @@ them, whatever its seed. The 256 evaluated problems are distinct (`--data.eval.0
 them with numbers of two digits.
 Evaluation is greedy.
 
-GRPO in full and seed 0 of LoRA were run with the present rules for GGUF tokenizers, which are llama.cpp's,
+GRPO in full and with LoRA was run with the present rules for GGUF tokenizers, which are llama.cpp's,
 on two cores that did other work. All other runs are older. By both rules, the chats of all 10,000 sums of two
 numbers below 100 and their answers have the same token ids, and GRPO's first evaluation is the same (0.027).
 Other text, such as a number after an empty line, has other ids, and now responses also end at
