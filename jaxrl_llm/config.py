@@ -12,7 +12,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.config import GRPO, VALUE, AlgoConfig, ValueConfig
 from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
-from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
 from jaxrl_llm.learn.config import LearningRate, OptimConfig, RoutingConfig
 from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
@@ -44,6 +44,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "DeltaConfig",
     "EnvConfig",
     "EvalConfig",
+    "GatewayConfig",
     "HubConfig",
     "LogConfig",
     "LoraConfig",

@@ -16,7 +16,7 @@ from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.envs.load import DialogueSource
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.dataset import dataset_items
 from jaxrl_llm.experience.evaluate import HeldOutLoss, HeldOutResponses
@@ -80,7 +80,7 @@ def make_evaluators(
     engine: Engine | None,
     *,
     rewarder: Rewarder | None,
-    env: Conversations | None,
+    env: DialogueSource | None,
     judge: RewardPool | None,
 ) -> list[Evaluator]:
     """Return the evaluators: of responses, if anything can grade them; loss of a dataset algorithm.
@@ -94,7 +94,7 @@ def make_evaluators(
         return evaluators
     if rewarder is not None:
         prompts = held_out.eval_set(config.eval.prompts)
-        known = [bool(config.env.name) or rewarder.pool.can_score(reward_sample(p.example)) for p in prompts]
+        known = [config.env.rewards or rewarder.pool.can_score(reward_sample(p.example)) for p in prompts]
         if lacking := len(known) - sum(known):
             problem = "%d of %d held-out prompts have no answer that the reward can compare with"
             log.warning(problem, lacking, len(known))

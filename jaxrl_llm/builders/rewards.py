@@ -77,7 +77,7 @@ def _try_rows(config: TrainConfig, loader: Loader, pool: RewardPool, rows: Seque
     An evaluation passes over held-out rows without an answer, and says so itself.
     """
     scored = [row for row in rows if pool.can_score(row)]
-    if algos.of(config.algo).on_rollouts and not (config.env.name and scored):
+    if algos.of(config.algo).on_rollouts and not (config.env.rewards and scored):
         others = "" if _is_needed(config) else "; --reward.name none leaves the verifier out"
         check_answers(loader.unanswered(), loader.stats()["rows"], pool.can_score, ANSWER_FIX + others)
     on_first(lambda: pool.check(scored, skips=config.data.bad_rows == "skip"))
@@ -85,7 +85,7 @@ def _try_rows(config: TrainConfig, loader: Loader, pool: RewardPool, rows: Seque
 
 def _is_needed(config: TrainConfig) -> bool:
     """Return whether rewards reach the loss, and only a verifier can give them."""
-    others = config.env.name or any(model.weight for model in config.reward.models)
+    others = config.env.rewards or any(model.weight for model in config.reward.models)
     return algos.learns_from_rewards(config.algo) and not others
 
 
@@ -97,7 +97,7 @@ def _may_be_left_out(config: TrainConfig, unusual: bool) -> bool:
     """
     reward = config.reward
     counts = algos.learns_from_rewards(config.algo) and bool(reward.weight or reward.shaping)
-    replaced = config.env.name and reward.env == "replace"
+    replaced = config.env.rewards and reward.env == "replace"
     asked_for = reward.name != "auto"
     if unusual:
         return not counts and not asked_for

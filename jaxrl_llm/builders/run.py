@@ -44,7 +44,7 @@ from jaxrl_llm.builders.weights import (
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.template import set_template
-from jaxrl_llm.envs.load import Conversations, make_conversations
+from jaxrl_llm.envs.load import DialogueSource, make_conversations, make_gateway
 from jaxrl_llm.experience.dataset import DatasetSource
 from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rewards import Rewarder
@@ -83,7 +83,7 @@ class Run:
     evaluators: list[Evaluator]
     loaders: dict[str, Loader]  # "train", "warm_start", "eval"
     adapter: dict[str, np.ndarray]  # weights of the adapter to start from; {} = new ones
-    env: Conversations | None = None
+    env: DialogueSource | None = None
     fingerprint: str | None = None  # of the frozen weights; None = not computed yet
 
     @property
@@ -211,7 +211,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     model = trained_config(model, config)
     start = config.model.adapter
     adapter = load_adapter(expand_home(start), model, trains=True) if start else {}
-    env = make_conversations(config.env, tokenizer, config.data.chat)
+    env = make_environment(config, tokenizer)
     loaders = open_loaders(config, tokenizer, closing.enter_context(env).columns if env else {})
     config = with_steps(config, loaders["train"])
     rows = try_first_rows(config, loaders)
@@ -246,6 +246,20 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     )  # fmt: skip
 
 
+def make_environment(config: TrainConfig, tokenizer: Any) -> DialogueSource | None:
+    """Return the other side of conversations; None if the policy writes one turn. Raises UserError."""
+    if not config.env.gateway.active:
+        return make_conversations(config.env, tokenizer, config.data.chat)
+    return make_gateway(
+        config.env,
+        tokenizer,
+        config.data.chat,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_response_tokens=config.max_response_tokens,
+        slots=config.rollout.slots,
+    )
+
+
 def set_sources(
     config: TrainConfig,
     stages: Sequence[Stage],
@@ -253,7 +267,7 @@ def set_sources(
     engine: Engine | None,
     *,
     rewarder: Rewarder | None,
-    env: Conversations | None,
+    env: DialogueSource | None,
 ) -> None:
     """Give each stage its source of experience: the policy's responses, or a dataset."""
     last, train = stages[-1], loaders["train"]
@@ -307,7 +321,7 @@ def dataset_source(stage: Stage, loader: Loader, examples: int) -> DatasetSource
 
 
 def make_rollout_source(
-    config: TrainConfig, loader: Loader, engine: Engine, rewarder: Rewarder, *, env: Conversations | None
+    config: TrainConfig, loader: Loader, engine: Engine, rewarder: Rewarder, *, env: DialogueSource | None
 ) -> RolloutSource:
     """Return the source of experience of a run that learns from its own responses."""
     return RolloutSource(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxrl_llm.ranges import Range
+from jaxrl_llm.ranges import CountOrZero, Range
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,48 @@ class ToolsConfig:
 
 
 @dataclass(frozen=True)
+class GatewayConfig:
+    """Programs that call the policy over HTTP (docs/agents.md): a trajectory is the run of a program."""
+
+    command: str = ""
+    """Program of each trajectory, such as "python my_agent.py"; it reads its row as JSON on standard input,
+    and finds address and key of the gateway in OPENAI_BASE_URL and OPENAI_API_KEY. "" = none is started."""
+    host: str = "127.0.0.1"
+    """Address to listen on; others than this machine's own are open to the network."""
+    port: Annotated[int, Range(0, 65535)] = 0
+    """Port to listen on; 0 = any free one. With a port and no command, programs elsewhere connect."""
+    copies: CountOrZero = 0
+    """Programs that run at once; more wait. 0 = as many as rollout.slots."""
+    seconds: Annotated[float, Range(0.1, 1e6, usual="600 is usual")] = 600.0
+    """Wall-clock time of a program; one that takes longer is killed, and its trajectory masked."""
+    memory_mb: CountOrZero = 4096
+    """Address space of each process of a program; 0 = no limit."""
+    reward: str = "verifier"
+    """Reward of a program that posts none: of the run's reward functions for the last turn (verifier), 1 for
+    exit code 0 and 0 for exit code 1 (exit), of a function of yours for the whole trajectory, such as
+    my_agent.py:reward, or none, which masks the trajectory (post)."""
+
+    @property
+    def active(self) -> bool:
+        """True if programs call the policy."""
+        return bool(self.command or self.port)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem)."""
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            yield "command", f"is {self.command!r}: {error}. Write it as for a shell."
+        else:
+            if words and not shutil.which(words[0]):
+                yield "command", f"is {self.command!r}: there is no program {words[0]}."
+        if self.reward not in ("verifier", "exit", "post") and ".py:" not in self.reward:
+            yield "reward", f"is {self.reward!r}: it must be verifier, exit, post, or FILE.py:NAME."
+        if self.reward == "exit" and not self.command:
+            yield "reward", "is exit: programs elsewhere have no exit code here. They post a reward."
+
+
+@dataclass(frozen=True)
 class EnvConfig:
     """The environment or the tools of a run, and their limits."""
 
@@ -68,6 +112,8 @@ class EnvConfig:
     """Longest observation after one turn; the rest is cut off, with a note to the policy."""
     toolbox: ToolsConfig = field(default_factory=ToolsConfig)
     """Settings of the built-in tools."""
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    """Programs that call the policy over HTTP."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""
@@ -76,10 +122,18 @@ class EnvConfig:
                 "name",
                 f"is {self.name}, and env.tools is set, which is an environment too: give one of the two.",
             )
+        if self.gateway.active and (self.name or self.tools):
+            set_too = "name" if self.name else "tools"
+            yield set_too, "is set, and env.gateway is an environment too: give one of the two."
         if doubled := [name for name in self.tools if self.tools.count(name) > 1]:
             yield "tools", f"has {doubled[0]} twice: name each tool once."
 
     @property
     def active(self) -> bool:
-        """True if an environment or a tool is set."""
-        return bool(self.name or self.tools)
+        """True if the policy writes several turns: an environment, a tool or the gateway is set."""
+        return bool(self.name or self.tools or self.gateway.active)
+
+    @property
+    def rewards(self) -> bool:
+        """True if the environment may give the reward itself."""
+        return bool(self.name) or (self.gateway.active and self.gateway.reward != "verifier")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -21,10 +22,12 @@ from jaxrl_llm.envs.config import EnvConfig, ToolsConfig
 from jaxrl_llm.envs.dialogue import EnvDialogue, check_template
 from jaxrl_llm.envs.env import Env, Tool
 from jaxrl_llm.envs.formats import FORMATS, ToolCall
+from jaxrl_llm.envs.gateway.gateway import Gateway
 from jaxrl_llm.envs.python_file import load_env, load_tool
 from jaxrl_llm.envs.tools import TOOLS
 from jaxrl_llm.envs.tools.mcp_server import McpServer
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout.engine import Dialogue, Request
 from jaxrl_llm.user_file import did_you_mean
 
 SAMPLE_CALL = ToolCall(
@@ -107,6 +110,21 @@ def _written_call(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
 SEARCH = 'an MCP server now: --env.tools "mcp:python examples/search_server.py CORPUS" (docs/agents_tools.md)'
 
 
+class DialogueSource(Protocol):
+    """The environment of a run: `Conversations`, or the `Gateway` of programs."""
+
+    columns: dict[str, Any]
+    """Columns that every row gets: the tools, for the chat template to show."""
+    line: str
+    """A line on it, for the start of a run; "" = none."""
+
+    def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
+        """Return the request of a prompt's responses."""
+
+    def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> Dialogue:
+        """Return the environment of responses to these prompts; the same key, the same seeds."""
+
+
 @dataclass
 class Conversations:
     """Makes the dialogue of each rollout call; their environments share an event loop in a thread.
@@ -127,6 +145,10 @@ class Conversations:
     def __post_init__(self):
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
+
+    def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
+        """Return the request of a prompt's responses."""
+        return Request(prompt.ids, index, responses, max_tokens)
 
     def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> EnvDialogue:
         """Return the environment of responses to these prompts; the same key, the same seeds."""
@@ -152,6 +174,12 @@ class Conversations:
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
             self.loop.close()
+
+
+def make_gateway(config: EnvConfig, tokenizer: Any, chat: ChatConfig, **sizes: int) -> Gateway:
+    """Return the gateway of a run, which listens; `sizes` are as of `Gateway`. Raises UserError."""
+    call_format = functools.cache(lambda: _format(config, tokenizer, chat)[0])
+    return Gateway(config, tokenizer, chat, call_format=call_format, **sizes)
 
 
 def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> Conversations | None:

@@ -15,7 +15,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import PackItem
-from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.envs.load import DialogueSource
 from jaxrl_llm.experience.reward_models import add_scores
 from jaxrl_llm.experience.rewards import Rewarder, verify
 from jaxrl_llm.experience.rollouts import generate_responses
@@ -53,7 +53,7 @@ class HeldOutResponses:
     max_tokens: int
     key: jax.Array
     chat: ChatConfig
-    env: Conversations | None = None  # as in training
+    env: DialogueSource | None = None  # as in training
     win_rate: WinRate | None = None
     num_logged: int = 64  # prompts whose first response is returned as a sample
 

@@ -17,7 +17,7 @@ from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.algos.contract import Requirements
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import from_trajectory
-from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.envs.load import DialogueSource
 from jaxrl_llm.experience.metrics import group_by_prompt, has_variance, staleness, statistics
 from jaxrl_llm.experience.rewards import Rewarder
 from jaxrl_llm.learn.stage import Experience, Timer
@@ -60,7 +60,7 @@ class RolloutSource:
     responses: int  # to each prompt
     max_tokens: int  # of a response
     weight_noise: float = 0.0
-    env: Conversations | None = None  # other side of conversations of several turns
+    env: DialogueSource | None = None  # other side of conversations of several turns
     max_staleness: int = 0  # steps
     steps: int = 0  # of the run; no draw is started for later ones
     cursor: int = 0  # the next draw
@@ -210,7 +210,7 @@ def generate_responses(
     *,
     sampling: SamplingConfig,
     key: jax.Array,
-    env: Conversations | None = None,
+    env: DialogueSource | None = None,
 ) -> list[Trajectory]:
     """Return `responses` to each prompt, in order; prompt_index is the position in `prompts`."""
     settings = {"sampling": sampling, "key": key, "env": env}
@@ -225,9 +225,10 @@ def start_responses(
     *,
     sampling: SamplingConfig,
     key: jax.Array,
-    env: Conversations | None = None,
+    env: DialogueSource | None = None,
     partial: Sequence[PartialResponse] = (),
 ) -> Pending:
     """Start `responses` to each prompt; `partial` ones, if any, are continued."""
-    requests = [Request(p.ids, i, responses, max_tokens) for i, p in enumerate(prompts)]
+    make = env.request if env else lambda prompt, *sizes: Request(prompt.ids, *sizes)
+    requests = [make(prompt, i, responses, max_tokens) for i, prompt in enumerate(prompts)]
     return engine.start(requests, sampling, key, env and env.dialogue(prompts, key), partial=partial)

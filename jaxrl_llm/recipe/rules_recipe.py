@@ -139,7 +139,7 @@ def _strict_rounds_alike(config: TrainConfig) -> Iterator[str]:
 def _something_rewards(config: TrainConfig) -> Iterator[str]:
     reward, learns = config.reward, algos.learns_from_rewards(config.algo)
     models = any(model.weight for model in reward.models)
-    used = reward.weight or models or config.env.name or any(weight for _, weight in reward.shaping)
+    used = reward.weight or models or config.env.rewards or any(weight for _, weight in reward.shaping)
     if learns and not used:
         yield (
             "--reward.weight is 0 and nothing else rewards, so every reward would be 0. Set a reward model "

@@ -34,6 +34,8 @@ def new_responses(
     before = [one.copy() for one in partial] or [PartialResponse() for _ in pairs]
     responses = []
     for (request, g), own, one in zip(pairs, sample_keys(key, names)[: len(pairs)], before, strict=True):
+        if one.prompt_ids:
+            request = request._replace(prompt_ids=np.array(one.prompt_ids, np.int32))
         servers = [EARLIER_RUN] if one.ids else []
         responses.append(dataclasses.replace(one, request=request, index=g, key=own, servers=servers))
         if not one.finish and len(one.ids) >= request.max_tokens:
@@ -93,9 +95,10 @@ def is_complete(response: PartialResponse, turns: bool) -> bool:
     if not turns:
         return bool(response.finish)
     replies = response.episode.turns if response.episode else 0
-    if response.finish == "length":  # the last turn was cut off, or its reply did not fit
+    if response.finish == "length" and not response.request.opens:
+        # The last turn was cut off, or its reply did not fit; a dialogue that opens replies to cut turns.
         return replies >= len(response.observed)
-    return response.finish == "stop" and replies > len(response.observed)
+    return bool(response.finish) and replies > len(response.observed)
 
 
 def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -> bytes:
@@ -119,6 +122,8 @@ def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -
     kept = [ids for _, _, one in rows for ids in one.kept]
     arrays["num_kept"] = np.array([len(one.kept) for _, _, one in rows], np.int32)
     arrays["kept"] = np.stack(kept) if kept else np.zeros(0, np.int32)
+    arrays["num_prompt_ids"] = np.array([len(one.prompt_ids) for _, _, one in rows], np.int32)
+    arrays["prompt_ids"] = np.array([i for _, _, one in rows for i in one.prompt_ids], np.int32)
     for name, dtype in PER_TOKEN.items():
         arrays[name] = np.array([x for _, _, one in rows for x in getattr(one, name)], dtype)
     out = io.BytesIO()
@@ -138,7 +143,7 @@ def unpack_responses(data: bytes) -> dict[int, list[list[PartialResponse]]]:
     forks: list[list[Fork]] = [[] for _ in arrays["length"]]
     for row, first, keep in arrays["forks"].tolist() if "forks" in arrays else ():
         forks[row].append(Fork(first, keep))
-    lists_of = {name: [()] * len(arrays["length"]) for name in ("routes", "kept")}
+    lists_of = {name: [()] * len(arrays["length"]) for name in ("routes", "kept", "prompt_ids")}
     for name in lists_of:
         if name in arrays:
             lists_of[name] = np.split(arrays[name], np.cumsum(arrays[f"num_{name}"])[:-1])

@@ -47,12 +47,15 @@ def max_stop_tokens(stops: Sequence[str]) -> int:
 
 def request_reply(dialogue: Dialogue, response: PartialResponse) -> Future[Reply]:
     """Send the turn that has just ended to the environment."""
+    start = response.turn_start
+    more = {"logprobs": response.logprobs[start:]} if response.request.opens else {}
     return dialogue.reply(
         response.request.prompt_index,
         response.index,
         response.conversation,
         response.ids,
-        start=response.turn_start,
+        start=start,
+        **more,
     )
 
 
@@ -84,8 +87,14 @@ def append_reply(response: PartialResponse, reply: Reply) -> bool:
     if reply.conversation is not None:
         response.conversation = reply.conversation
     response.episode = reply.episode
+    response.turn_tokens, response.turn_stop = reply.max_tokens, reply.stop
     if reply.done:
+        response.finish = response.finish or "stop"
         return False
+    if not response.ids:  # the request opens
+        response.prompt_ids = list(reply.ids)
+        response.request = response.request._replace(prompt_ids=np.array(reply.ids, np.int32))
+        return True
     ids, keep = reply.ids, response.num_present if reply.keep is None else int(reply.keep)
     if keep < response.num_present and not ids:  # a fork has a token of its own
         keep, ids = keep - 1, response.present[keep - 1 : keep].tolist()

@@ -27,6 +27,7 @@ RECIPES = (
     "dpo_tiny.py",
     "gkd_smollm2.py",
     "gkd_tiny.py",
+    "grpo_agent_tiny.py",
     "grpo_async.py",
     "grpo_guess_tiny.py",
     "grpo_moe_tiny.py",

@@ -39,6 +39,13 @@ class TurnQueue:
         self._keys = [response.key for response in responses]  # of the present turn
         self._arrived: queue.SimpleQueue = queue.SimpleQueue()
 
+    def open(self, responses: Sequence[PartialResponse]) -> list[PartialResponse]:
+        """Ask for the prompts that the dialogue gives; return the responses that have one already."""
+        for response in responses:
+            if response.request.opens:
+                self.send(response)
+        return [response for response in responses if not response.request.opens]
+
     def key_of(self, response: PartialResponse) -> np.ndarray:
         """Return the random key data of the response's present turn, uint32 [2]."""
         return self._keys[self._number[id(response)]]
@@ -70,8 +77,9 @@ class TurnQueue:
         for i, reply in replies:
             response = self.responses[i]
             (continued if append_reply(response, reply) else ended).append(response)
-        keys = turn_keys(np.array([r.key for r in continued]), [len(r.observed) for r in continued])
-        for response, key in zip(continued, keys, strict=True):
+        later = [response for response in continued if response.observed]
+        keys = turn_keys(np.array([r.key for r in later]), [len(r.observed) for r in later])
+        for response, key in zip(later, keys, strict=True):
             self._keys[self._number[id(response)]] = key
         return continued, ended
 

@@ -72,7 +72,7 @@ class Scheduler:
         memory: DraftMemory | None = None,
     ):
         self.shapes, self.programs, self.weights = shapes, programs, weights
-        self.waiting: deque[PartialResponse] = deque(responses)
+        self.waiting: deque[PartialResponse] = deque(turns.open(responses) if turns else responses)
         self.stop_ids, self.turns = frozenset(stop_ids), turns
         num_slots = shapes.slot_counts[-1]
         self.running: list[PartialResponse | None] = [None] * num_slots  # by slot
@@ -129,7 +129,7 @@ class Scheduler:
                 break
             response = self._next_for(slot // per_shard)
             context, key = response.context, self.turns.key_of(response) if self.turns else response.key
-            max_new_tokens = response.request.max_tokens - len(response.ids)
+            max_new_tokens = response.room
             needed = {"num_context": len(context), "max_new_tokens": max_new_tokens}
             if not self.cache.allocate(slot, _prompt_key(response), **needed, conversation=response):
                 continue  # another shard may have free slots
@@ -308,9 +308,10 @@ class Scheduler:
             response.kept.extend(() if chunk.kept is None else chunk.kept[:produced, s])
             slots.tokens[s] = response.ids[-1]
             # A stop string may end the response before the device's end.
+            strings = (*stops, *response.turn_stop)
             end = (
-                stop_end(response.ids, checked, stops, detokenize, turn_start=response.turn_start)
-                if stops
+                stop_end(response.ids, checked, strings, detokenize, turn_start=response.turn_start)
+                if strings
                 else None
             )
             if end is not None:
@@ -320,7 +321,7 @@ class Scheduler:
             if not slots.active[s]:
                 response.finish = "stop" if stopped else "length"
                 self.running[s] = None
-                if stopped and self.turns:
+                if response.ended_turn and self.turns:
                     read = int(slots.positions[s])
                     self.cache.finish(s, response, response.num_present, num_read=read)
                     self.turns.send(response)

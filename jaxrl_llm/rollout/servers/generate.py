@@ -103,20 +103,26 @@ class ResponseGenerator:
         dialogue: Dialogue | None,
     ) -> None:
         """Generate one response, turn by turn; it occupies no slot while the environment works."""
-        if dialogue and response.observed and not await self._replayed(response, dialogue):
+        begun = bool(response.observed) or response.request.opens
+        if dialogue and begun and not await self._replayed(response, dialogue):
             return
         await self._finish_turn(response, sampling, group_servers)
-        while dialogue and response.finish == "stop" and await self._answered(response, dialogue):
+        while dialogue and response.ended_turn and await self._answered(response, dialogue):
             await self._finish_turn(response, sampling, group_servers)
 
     async def _replayed(self, response: PartialResponse, dialogue: Dialogue) -> bool:
         """Send a new environment the turns of an earlier run. Returns whether another turn follows.
 
         As long as its replies are the same the response stays as it was; another reply replaces all that
-        followed.
+        followed. A dialogue that opens gives the prompt first.
         """
         again = response.restarted()
         again.servers = response.servers
+        if response.request.opens:
+            more = await self._answered(again, dialogue)
+            if not more or again.prompt_ids != response.prompt_ids:
+                vars(response).update(vars(again))
+                return more
         before = len(response.request.prompt_ids)
         for start, end in response.observed:
             turn = slice(len(again.ids), start)
@@ -129,6 +135,7 @@ class ResponseGenerator:
                 vars(response).update(vars(again))
                 return more
         response.conversation, response.episode = again.conversation, again.episode
+        response.turn_tokens, response.turn_stop = again.turn_tokens, again.turn_stop
         return True
 
     async def _answered(self, response: PartialResponse, dialogue: Dialogue) -> bool:
@@ -183,7 +190,7 @@ class ResponseGenerator:
             interruptions = self.pool.interruptions
             if finish != "abort":
                 response.finish = finish
-            elif len(response.ids) >= request.max_tokens:
+            elif response.room <= 0:
                 response.finish = "length"
             elif stalled > self.pool.retries:
                 raise ServerError(f"a response was broken off {stalled} times before its first token")
@@ -201,7 +208,7 @@ class ResponseGenerator:
             checked: tokens of the response before the request.
             finish: one of FINISHES, as the server reported it.
         """
-        ids, stops = response.ids, sampling.stop_strings
+        ids, stops = response.ids, (*sampling.stop_strings, *response.turn_stop)
         end = (
             stop_end(ids, checked, stops, self._detokenize, turn_start=response.turn_start) if stops else None
         )
@@ -217,8 +224,8 @@ class ResponseGenerator:
             "top_k": sampling.top_k or -1,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
-            "max_new_tokens": response.request.max_tokens - len(response.ids),
-            "stop": list(sampling.stop_strings),
+            "max_new_tokens": response.room,
+            "stop": [*sampling.stop_strings, *response.turn_stop],
             "stop_token_ids": list(sampling.stop_ids(self.eos_ids)),
             "ignore_eos": sampling.ignore_eos,
             "skip_special_tokens": False,

@@ -1,0 +1,136 @@
+"""One call of a program: what every protocol is read into, and what it is answered from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from jaxrl_llm.data.rows import Message
+
+MODEL = "policy"
+
+
+class CallError(Exception):
+    """A call that is refused: an HTTP status and a message for the program.
+
+    Clients repeat 408, 409, 429 and 5xx by themselves, so what would be refused again has another status.
+    """
+
+    def __init__(self, status: int, message: str, code: str = ""):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """A tool call of the policy."""
+
+    id: str
+    name: str
+    arguments: str  # a JSON object as text
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A turn of the policy, as programs read it."""
+
+    id: str
+    content: str  # without thought, tool calls, end token and the string that stopped it
+    thought: str
+    calls: tuple[ToolUse, ...]
+    finish: str  # "stop", "length" or "tool_calls"
+    stopped_by: str  # the string that stopped it, or ""
+    ids: list[int]
+    logprobs: list[float]  # nats
+    tokens: list[str]  # text of each of `ids`
+    num_context: int  # tokens that the policy read before
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that waits for its turn of the policy."""
+
+    messages: list[Message]  # OpenAI's; [] for a prompt in plain text
+    prompt: str | list[int] = ""  # of the completions API: text or token ids, no template
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_tokens: int = 0  # 0 = as many as the response may have
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    body: dict[str, Any] = field(default_factory=dict)
+    # Of the server.
+    answer: asyncio.Future[Answer] | None = None
+    is_lost: Any = None  # tells whether the connection was cut before the answer was written
+
+
+class ApiProtocol(Protocol):
+    """One HTTP API: a module with these three functions."""
+
+    def read(self, body: dict[str, Any]) -> Call:
+        """Return the call of a request. Raises CallError (400)."""
+
+    def write(self, call: Call, answer: Answer) -> dict[str, Any]:
+        """Return the reply."""
+
+    def events(self, call: Call, answer: Answer) -> Iterator[str]:
+        """Yield the reply as server-sent events."""
+
+
+def refuse_several(body: dict[str, Any]) -> None:
+    """Refuse `n` above 1: a trajectory has one continuation of each of its contexts."""
+    if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
+        raise CallError(400, "n must be 1 here: send several calls, or start several trajectories")
+
+
+def read_limit(body: dict[str, Any], *names: str) -> int:
+    """Return the first of these limits of tokens that the body has; 0 = none."""
+    for name in names:
+        value = body.get(name)
+        if value is not None:
+            if type(value) is not int or value < 1:
+                raise CallError(400, f"{name} must be a whole number of at least 1, not {value!r:.40}")
+            return value
+    return 0
+
+
+def read_stop(value: Any) -> tuple[str, ...]:
+    """Return stop strings: a text, a list of at most 16 texts, or null."""
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(s, str) and 0 < len(s) <= 1000 for s in stops):
+        raise CallError(400, "stop must be a text or a list of texts of 1 to 1000 characters")
+    if len(stops) > 16:
+        raise CallError(400, f"stop has {len(stops)} strings; at most 16 are allowed")
+    return tuple(stops)
+
+
+def event(value: Any, name: str = "") -> str:
+    """Return one server-sent event."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+
+
+def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """Return a tool as chat templates read it."""
+    if not isinstance(name, str) or not name:
+        raise CallError(400, "each tool must have a name")
+    parameters = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
+    function = {"name": name, "description": str(description or ""), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def usage(answer: Answer) -> tuple[int, int]:
+    """Return the tokens of context and turn."""
+    return answer.num_context, len(answer.ids)
+
+
+def as_logprobs(answer: Answer) -> list[dict[str, Any]]:
+    """Return the log-probs as OpenAI's chat API lists them."""
+    rows = zip(answer.tokens, answer.logprobs, strict=True)
+    return [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in rows
+    ]

@@ -1,0 +1,256 @@
+"""The gateway of a run: the trajectories of programs that call the policy over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.data.chat import prompt_row
+from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.gateway.programs import KILL_SECONDS, Finished, Programs
+from jaxrl_llm.envs.gateway.server import Server
+from jaxrl_llm.envs.gateway.session import End, Limits, Renderer, Session
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout.engine import Reply, Request
+from jaxrl_llm.user_file import describe_error, get_attribute, import_user_file, split_name
+
+RUN_KEY = "JAXRL_GATEWAY_KEY"
+PATIENCE = 60.0  # seconds in addition to those of a program after which the run ends
+REWARD_KEY = "env.gateway.reward"
+log = logging.getLogger(__name__)
+
+
+class ProgramDialogue:
+    """`Dialogue` of one rollout call: each response is the run of a program."""
+
+    def __init__(self, gateway: Gateway, prompts: Sequence[Prompt]):
+        self.gateway, self.prompts = gateway, prompts
+        self.patience = gateway.config.gateway.seconds + PATIENCE
+        self._sessions: dict[tuple[int, int], Session] = {}
+
+    def reply(
+        self,
+        prompt_index: int,
+        response_index: int,
+        conversation: Any,
+        ids: Sequence[int],
+        *,
+        start: int,
+        logprobs: Sequence[float] = (),
+    ) -> Future[Reply]:
+        """Return the next call of the program as the reply to a turn, as `Dialogue.reply`."""
+        work = self._reply((prompt_index, response_index), list(ids[start:]), list(logprobs))
+        return asyncio.run_coroutine_threadsafe(work, self.gateway.loop)
+
+    async def _reply(self, name: tuple[int, int], turn: list[int], logprobs: list[float]) -> Reply:
+        if not turn:
+            row = self.gateway.row(self.prompts[name[0]])
+            self._sessions[name] = await self.gateway.open(row)
+        session = self._sessions[name]
+        try:
+            reply = await session.next(turn, logprobs)
+        except BaseException:  # the end of the run, or a defect here
+            self.gateway.close_session(session)
+            raise
+        if reply.done:
+            self.gateway.close_session(session)
+        return reply
+
+
+class Gateway:
+    """Makes the dialogue of each rollout call; one server and one event loop serve all. A context manager.
+
+    Args:
+        slots: of the engine: the number of programs that run at once, if the config does not say.
+    """
+
+    columns: dict[str, Any] = {}  # noqa: RUF012, nothing is added to rows
+
+    def __init__(
+        self,
+        config: EnvConfig,
+        tokenizer: Any,
+        chat: ChatConfig,
+        *,
+        call_format: Callable[[], str],
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        slots: int,
+    ):
+        self.config, self.chat, self.max_prompt_tokens = config, chat, max_prompt_tokens
+        self._limits = Limits(
+            prompt_tokens=max_prompt_tokens,
+            response_tokens=max_response_tokens,
+            turns=config.max_turns,
+            needs_reward=config.gateway.reward == "post",
+            keeps_history=config.history == "keep",
+        )
+        self._renderer = Renderer(tokenizer, chat, call_format)
+        self._reward = load_reward(config.gateway.reward)
+        self._tasks: dict[str, asyncio.Task] = {}  # of programs, by trajectory
+        self._waiting: list[Session] = []  # for programs elsewhere
+        self._slots = asyncio.Semaphore(config.gateway.copies or slots)
+        settings, run_key = config.gateway, os.environ.get(RUN_KEY, "")
+        if not settings.command and not run_key:
+            raise UserError(
+                "--env.gateway.port without a command: programs elsewhere need a key to connect. Set "
+                f"{RUN_KEY} in the environment of the run and of the programs, or --env.gateway.command"
+            )
+        self.server = Server(max_prompt_tokens + max_response_tokens, self._claim, run_key)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True)
+        self._thread.start()
+        self._programs = Programs(settings.command, settings.memory_mb) if settings.command else None
+        start = self.server.start(settings.host, settings.port)
+        try:
+            asyncio.run_coroutine_threadsafe(start, self.loop).result()
+        except OSError as error:
+            raise UserError(
+                f"--env.gateway: cannot listen on {settings.host}, port {settings.port}: {error}"
+            ) from None
+        self.line = f"gateway at {self.server.address}: " + (
+            f"a trajectory is a run of {settings.command!r}" if settings.command else "programs connect to it"
+        )
+
+    def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
+        """Return the request of a prompt, whose responses get their prompts from programs."""
+        longest = np.zeros(self.max_prompt_tokens, np.int32)
+        return Request(longest, index, responses, max_tokens, opens=True)
+
+    def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> ProgramDialogue:
+        """Return the programs of responses to these prompts."""
+        return ProgramDialogue(self, prompts)
+
+    def row(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the row of data that a program reads."""
+        example = prompt.example
+        return {**example.columns, "answer": example.answer, **prompt_row(example, self.chat)}
+
+    async def open(self, row: dict[str, Any]) -> Session:
+        """Return a new trajectory once a program may run, and start its program."""
+        await self._slots.acquire()
+        session = Session(row, self._renderer, self._limits)
+        self.server.add(session)
+        if self._programs:
+            self._tasks[session.id] = asyncio.create_task(self._run(session))
+        else:
+            self._waiting.append(session)
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """Kill the program of a trajectory, and forget it."""
+        session.ended = True
+        self.server.remove(session)
+        if session in self._waiting:
+            self._waiting.remove(session)
+        if task := self._tasks.pop(session.id, None):
+            task.cancel()
+        self._slots.release()
+
+    def _claim(self) -> Session | None:
+        """Give a trajectory to a program elsewhere."""
+        if not self._waiting:
+            return None
+        session = self._waiting.pop(0)
+        self._tasks[session.id] = asyncio.create_task(self._expire(session))
+        return session
+
+    async def _expire(self, session: Session) -> None:
+        await asyncio.sleep(self.config.gateway.seconds)
+        session.end(End(failure=self._too_long()))
+
+    def _too_long(self) -> str:
+        return f"the program took longer than {self.config.gateway.seconds:g} s (--env.gateway.seconds)"
+
+    async def _run(self, session: Session) -> None:
+        """Run the program of a trajectory, and end the trajectory with it."""
+        base = f"{self.server.address}/t/{session.id}"
+        variables = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), f"{base}/v1")
+        variables |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), session.key)
+        variables |= {"ANTHROPIC_BASE_URL": base, "GATEWAY_URL": base}
+        try:
+            async with asyncio.timeout(self.config.gateway.seconds):
+                finished = await self._programs.run(session.row, variables)
+            end = await self._judge(session, finished)
+        except TimeoutError:
+            end = End(failure=self._too_long())
+        except OSError as error:
+            end = End(failure=f"the program cannot be started: {error}")
+        session.end(end)
+
+    async def _judge(self, session: Session, finished: Finished) -> End:
+        """Return the end of a trajectory whose program has ended; a reward that was posted comes first."""
+        code, how = finished.code, self.config.gateway.reward
+        if session.reward is not None:
+            return End()
+        if callable(self._reward):
+            return await self._reward_of(session, finished)
+        if how == "exit" and code in (0, 1):
+            return End(reward=float(code == 0))
+        if code:
+            shown = f": {finished.output[-300:]}" if finished.output else ""
+            return End(failure=f"the program ended with code {code}{shown}")
+        return End()
+
+    async def _reward_of(self, session: Session, finished: Finished) -> End:
+        """Return the reward of the user's function."""
+        messages = list(session.episode.messages)
+        try:
+            value = await asyncio.to_thread(self._reward, session.row, messages, finished.code)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"the reward is {value!r:.80}, not a finite number")
+        except (Exception, SystemExit) as error:
+            return End(failure=f"--{REWARD_KEY}: {describe_error(error)}")
+        return End(reward=float(value))
+
+    def __enter__(self) -> Gateway:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the programs, then the server."""
+
+        async def stop() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=KILL_SECONDS) if others else None
+            await self.server.stop()
+            self.loop.stop()
+
+        if self._programs:
+            self._programs.close()
+        asyncio.run_coroutine_threadsafe(stop(), self.loop)
+        self._thread.join(timeout=2 * KILL_SECONDS)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+def load_reward(name: str) -> Callable[[dict, list, int], float] | None:
+    """Return the function of "file.py:function"; None for the other ways of rewarding.
+
+    Raises:
+        UserError: there is no such function of three arguments.
+    """
+    path, attribute = split_name(name)
+    if not attribute:
+        return None
+    function = get_attribute(import_user_file(path, REWARD_KEY), attribute, REWARD_KEY)
+    try:
+        inspect.signature(function).bind({}, [], 0)
+    except TypeError as error:
+        raise UserError(
+            f"--{REWARD_KEY} {name}: it is called as {attribute}(row, messages, exit_code): {error}"
+        ) from None
+    return function

@@ -1,0 +1,102 @@
+"""The programs of trajectories: started with limits, and killed with their children at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)  # names of variables
+MAX_SHOWN = 2000  # characters of a program's output that a failure shows
+KILL_SECONDS = 5.0  # that the system may take to end a killed program
+LIMITED = 'ulimit -v "$1" && shift && exec "$@"'
+WATCHDOG = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+"""Reads "+GROUP" and "-GROUP", and kills the groups that are left when the run ends, kill -9 included."""
+
+
+class Finished(NamedTuple):
+    """The end of a program."""
+
+    code: int  # negative = a signal
+    output: str  # the end of what it printed
+
+
+class Programs:
+    """Starts one program after another; a context manager.
+
+    Args:
+        command: as for a shell.
+        memory_mb: address space of each process; 0 = no limit.
+    """
+
+    def __init__(self, command: str, memory_mb: int):
+        words = shlex.split(command)
+        limit = ["/bin/sh", "-c", LIMITED, "sh", str(memory_mb * 1024)] if memory_mb else []
+        self.words = [*limit, *words]
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", WATCHDOG],
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # no signal of the terminal reaches it
+        )
+
+    async def run(self, row: dict[str, Any], variables: dict[str, str]) -> Finished:
+        """Run the program and wait for its end; a cancelled one is killed.
+
+        Args:
+            row: JSON on its standard input.
+            variables: of its environment, besides those of this process that hold no secret.
+        """
+        kept = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
+        process = await asyncio.create_subprocess_exec(
+            *self.words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=kept | variables,
+            start_new_session=True,
+        )
+        self._tell(f"+{process.pid}")
+        try:
+            with contextlib.suppress(ConnectionError):  # it does not read
+                process.stdin.write(json.dumps(row, default=str).encode())
+                await process.stdin.drain()
+            process.stdin.close()
+            tail = b""
+            while chunk := await process.stdout.read(1 << 16):
+                tail = (tail + chunk)[-MAX_SHOWN:]
+            return Finished(await process.wait(), tail.decode(errors="replace").strip())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_SECONDS):
+                    await process.wait()
+            self._tell(f"-{process.pid}")
+
+    def close(self) -> None:
+        """Kill the programs that still run."""
+        with contextlib.suppress(OSError):
+            self._watchdog.stdin.close()
+        self._watchdog.wait()
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed: it has killed all
+            print(line, file=self._watchdog.stdin, flush=True)

@@ -1,0 +1,180 @@
+"""The HTTP server of the gateway: keys, routes, errors, calls that clients repeat."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from jaxrl_llm.data.rows import RowError, check_row
+from jaxrl_llm.envs.dialogue import MAX_REWARD
+from jaxrl_llm.envs.gateway import chat
+from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, Call, CallError
+from jaxrl_llm.envs.gateway.session import End, Session, hash_of
+
+MAX_BODY = 16 << 20  # bytes
+PROTOCOLS: dict[str, ApiProtocol] = {"/v1/chat/completions": chat}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """Finds the trajectory of a request by path, header or key, and passes its calls on.
+
+    Args:
+        max_tokens: of prompt and response, for programs that ask.
+        claim: returns a trajectory to a program elsewhere, or None; not called without `run_key`.
+        run_key: of programs elsewhere.
+    """
+
+    def __init__(
+        self, max_tokens: int, claim: Callable[[], Session | None] = lambda: None, run_key: str = ""
+    ):
+        self.max_tokens, self.claim, self.run_key = max_tokens, claim, run_key
+        self.address = ""
+        self._by_id: dict[str, Session] = {}
+        self._by_key: dict[bytes, Session] = {}
+        self._runner: web.AppRunner | None = None
+
+    def add(self, session: Session) -> None:
+        """Accept calls of a trajectory."""
+        self._by_id[session.id] = self._by_key[hash_of(session.key.encode())] = session
+
+    def remove(self, session: Session) -> None:
+        """Forget a trajectory."""
+        self._by_id.pop(session.id, None)
+        self._by_key.pop(hash_of(session.key.encode()), None)
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. Raises OSError."""
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
+        for prefix in ("", "/t/{trajectory}"):
+            for path, protocol in PROTOCOLS.items():
+                app.router.add_post(prefix + path, self._generator(path, protocol))
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_post(f"{prefix}/reward", self._reward)
+            app.router.add_post(f"{prefix}/done", self._done)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/trajectories", self._claim)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        bound = site._server.sockets[0].getsockname()[1]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        if self._runner:
+            await self._runner.cleanup()
+
+    def _session(self, request: web.Request) -> Session:
+        """Return the trajectory of a request. Raises CallError (401, 404)."""
+        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        key = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not key:
+            raise CallError(401, "a key is required: Authorization: Bearer KEY, or x-api-key: KEY")
+        session = self._by_key.get(hash_of(key.encode(errors="replace")))
+        if session is None or not hmac.compare_digest(session.key.encode(), key.encode(errors="replace")):
+            raise CallError(401, "the key is wrong, or its trajectory has ended")
+        named = request.match_info.get("trajectory") or request.headers.get("x-session-id")
+        if named and not hmac.compare_digest(named.encode(errors="replace"), session.id.encode()):
+            raise CallError(404, "the key is of another trajectory")
+        return session
+
+    def _generator(self, path: str, protocol: ApiProtocol) -> Handler:
+        async def generate(request: web.Request) -> web.StreamResponse:
+            session = self._session(request)
+            data = await request.read()
+            body = _json(data)
+            repeats = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
+            def make() -> Call:
+                call = protocol.read(body)
+                call.body = body
+                return call
+
+            call = session.submit(hash_of(path.encode(), data), repeats, make)
+            call.is_lost = lambda: request.transport is None or request.transport.is_closing()
+            answer = await asyncio.shield(call.answer)
+            if not call.stream:
+                reply: web.StreamResponse = web.json_response(protocol.write(call, answer))
+                await reply.prepare(request)
+            else:
+                reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await reply.prepare(request)
+                for text in protocol.events(call, answer):
+                    await reply.write(text.encode())
+            await reply.write_eof()
+            if not call.is_lost():
+                call.is_lost = lambda: False
+            return reply
+
+        return generate
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
+        return web.json_response({"object": "list", "data": [model | {"max_model_len": self.max_tokens}]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        value = _json(await request.read()).get("reward")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or abs(value) > MAX_REWARD:
+            raise CallError(400, f"reward must be a number within +-{MAX_REWARD:g}")
+        session.reward = float(value)
+        return web.json_response({"reward": session.reward})
+
+    async def _done(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        body = _json(await request.read() or b"{}")
+        failure = body.get("failure", "")
+        session.end(End(failure=str(failure)[:500]))
+        return web.json_response({"done": True})
+
+    async def _claim(self, request: web.Request) -> web.Response:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not self.run_key or not hmac.compare_digest(given.encode(errors="replace"), self.run_key.encode()):
+            raise CallError(401, "the key of the run is required: Authorization: Bearer KEY")
+        if (session := self.claim()) is None:
+            raise CallError(429, "no trajectory waits for a program now")
+        base = f"{self.address}/t/{session.id}"
+        reply = {"id": session.id, "base_url": f"{base}/v1", "api_key": session.key, "row": session.row}
+        return web.Response(text=json.dumps(reply, default=str), content_type="application/json")
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn refusals into replies of OpenAI's form, which Anthropic's clients read, too."""
+    try:
+        return await handler(request)
+    except CallError as error:
+        status, message, code = error.status, str(error), error.code
+    except RowError as error:
+        status, message, code = 400, str(error), ""
+    except web.HTTPException as error:
+        status, message, code = error.status, error.reason, ""
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    body = {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": code or None}}
+    headers = {"Retry-After": "1"} if status == 429 else {}
+    return web.json_response(body, status=status, headers=headers)
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    """Return the object of a body. Raises CallError (400) or RowError."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CallError(400, f"the body is not JSON: {error!s:.200}") from None
+    if not isinstance(body, dict):
+        raise CallError(400, "the body must be a JSON object")
+    check_row(body, "the body")
+    return body

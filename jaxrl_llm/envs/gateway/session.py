@@ -1,0 +1,356 @@
+"""One trajectory of a program: its calls, one after another, as the turns of one conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.data.chat import encode_observation, encode_prompt, prompt_messages
+from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.rows import Example, Message, RowError
+from jaxrl_llm.data.template import control_tokens, token_ids
+from jaxrl_llm.envs.calls import check_arguments, parse_calls
+from jaxrl_llm.envs.formats import ToolCall
+from jaxrl_llm.envs.gateway.call import Answer, Call, CallError, ToolUse
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout.engine import Reply, reads_thought
+from jaxrl_llm.structs import Episode
+from jaxrl_llm.thoughts import split_thought
+
+CALL_MARKS = ("<tool_call>", "<function=", "<|python_tag|>", "<|python_start|>")
+MAX_CALLS = 10_000  # remembered for clients that repeat them
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of every trajectory of a run."""
+
+    prompt_tokens: int
+    response_tokens: int
+    turns: int
+    needs_reward: bool  # nothing but the program rewards
+    keeps_history: bool  # a template that rewrites earlier turns does not change what the policy has read
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a trajectory."""
+
+    reward: float | None = None  # None = the run's reward functions score the last turn
+    failure: str = ""
+
+
+class Renderer:
+    """Calls as token ids, and turns as answers.
+
+    Args:
+        call_format: returns the format of tool calls. Raises UserError: it is not known.
+    """
+
+    def __init__(self, tokenizer: Any, chat: ChatConfig, call_format: Callable[[], str]):
+        self.tokenizer, self.chat, self.call_format = tokenizer, chat, call_format
+        self._controls = frozenset(tokenizer.convert_tokens_to_ids(list(control_tokens(tokenizer))))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with control tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """Return the control token that ends a turn, or ""."""
+        return self.decode(ids[-1:]) if ids[-1] in self._controls else ""
+
+    def answer(self, call: Call, context: Sequence[int], ids: list[int], logprobs: list[float]) -> Answer:
+        """Return a turn as programs read it."""
+        end = self.end_of(ids)
+        text = self.decode(ids[: len(ids) - bool(end)])
+        found = [(text.find(stop), stop) for stop in call.stop if stop in text]
+        at, stopped_by = min(found, default=(len(text), ""))
+        thought, shown = "", text[:at]
+        if call.messages:
+            thought, shown = split_thought(shown, reads_thought(self.tokenizer, context))
+        calls = self._calls(shown, call.tools) if call.tools else []
+        if calls:
+            starts = [shown.find(mark) for mark in CALL_MARKS if mark in shown]
+            shown = shown[: min(starts, default=0)].strip()
+        complete = end or stopped_by or not call.max_tokens or len(ids) < call.max_tokens
+        finish = "tool_calls" if calls else "stop" if complete else "length"
+        return Answer(
+            id=secrets.token_hex(12),
+            content=shown,
+            thought=thought,
+            calls=tuple(calls),
+            finish=finish,
+            stopped_by=stopped_by,
+            ids=ids,
+            logprobs=logprobs,
+            tokens=[self.decode([i]) for i in ids],
+            num_context=len(context),
+        )
+
+    def _calls(self, text: str, tools: list[dict[str, Any]]) -> list[ToolUse]:
+        """Return the tool calls of a text; text that cannot be read as a call stays text."""
+        schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
+        calls = []
+        for call in parse_calls(text, self.call_format()):
+            if isinstance(call, ToolCall):
+                typed = check_arguments(call, schemas.get(call.name, {})) if call.name in schemas else call
+                arguments = typed.arguments if isinstance(typed, ToolCall) else call.arguments
+                id = f"call_{secrets.token_hex(8)}"
+                calls.append(ToolUse(id, call.name, json.dumps(arguments, ensure_ascii=False)))
+        return calls
+
+
+class Session:
+    """One trajectory. Everything runs in the gateway's event loop.
+
+    Args:
+        row: the row of data, for the program and for reward functions.
+    """
+
+    def __init__(self, row: dict[str, Any], renderer: Renderer, limits: Limits):
+        self.id, self.key = secrets.token_urlsafe(12), secrets.token_urlsafe(24)
+        self.row, self.renderer, self.limits = row, renderer, limits
+        self.episode, self.reward = Episode(), None  # type: Episode, float | None
+        self.ended = False
+        self._events: asyncio.Queue[Call | End] = asyncio.Queue()
+        self._calls: dict[bytes, Call] = {}  # hash of the body -> its newest call
+        self._pending: Call | None = None  # that the engine answers
+        self._first: Call | None = None
+        self._known: list[Message | Answer] = []  # messages of the newest call, and the answer to it
+        self._text = ""  # the same of a prompt in plain text
+        self._read: list[Message] = []  # as the template renders them, with the policy's own text
+        self._context: list[int] = []  # prompt, turns and observations
+        self._used = 0  # tokens of the response, observations included
+        self._answer: Answer | None = None  # the newest
+        self._end = ""  # control token that ended the newest turn
+
+    def submit(self, digest: bytes, repeats: bool, make: Callable[[], Call]) -> Call:
+        """Queue a call, or return the earlier one that a client repeats.
+
+        A client repeats a call whose answer it has not got: it says so, or its connection was cut.
+
+        Args:
+            digest: hash of protocol and body.
+            repeats: the client says that it repeats a call.
+        """
+        known = self._calls.get(digest)
+        if known and (repeats or known.is_lost()):
+            return known
+        if self.ended:
+            raise CallError(400, "this trajectory has ended", "trajectory_ended")
+        if len(self._calls) >= MAX_CALLS:
+            raise CallError(400, f"this trajectory has had {MAX_CALLS} calls")
+        call = self._calls[digest] = make()
+        call.answer = asyncio.get_running_loop().create_future()
+        self._events.put_nowait(call)
+        return call
+
+    def end(self, end: End) -> None:
+        """End the trajectory after the calls that wait."""
+        self._events.put_nowait(end)
+
+    async def next(self, ids: list[int], logprobs: list[float]) -> Reply:
+        """Answer the pending call with the policy's turn, and return the next call as the engine's reply."""
+        if ids:
+            await self._deliver(ids, logprobs)
+        while isinstance(event := await self._events.get(), Call):
+            try:
+                new = await asyncio.to_thread(self._extend, event)
+            except CallError as error:
+                self._refuse(event, error)
+                if error.code == "branch":
+                    return self.close(End(failure=str(error)))
+            except (RowError, UserError) as error:
+                self._refuse(event, CallError(400, str(error)))
+            else:
+                self._pending = event
+                self._context += new
+                return Reply(new, False, self.episode, max_tokens=event.max_tokens, stop=event.stop)
+        return self.close(event)
+
+    def close(self, end: End) -> Reply:
+        """Refuse the calls that wait, and return the end of the conversation."""
+        self.ended = True
+        waiting = [self._events.get_nowait() for _ in range(self._events.qsize())]
+        for call in [self._pending, *waiting]:
+            if isinstance(call, Call):
+                self._refuse(call, CallError(400, "this trajectory has ended", "trajectory_ended"))
+        failure, reward = end.failure, end.reward if self.reward is None else self.reward
+        if not failure and not self._context:
+            failure = "the program ended without a call"
+        if not failure and reward is None and self.limits.needs_reward:
+            failure = "the program posted no reward (--env.gateway.reward post)"
+        self.episode = dataclasses.replace(self.episode, reward=reward, failure=failure)
+        return Reply([], True, self.episode)
+
+    def _refuse(self, call: Call, error: CallError) -> None:
+        if call.answer and not call.answer.done():
+            call.answer.set_exception(error)
+            call.answer.exception()  # read: perhaps nobody waits for it any more
+        self._calls = {digest: known for digest, known in self._calls.items() if known is not call}
+
+    async def _deliver(self, ids: list[int], logprobs: list[float]) -> None:
+        """Answer the pending call, and add its turn to the conversation."""
+        call, renderer = self._pending, self.renderer
+        answer = await asyncio.to_thread(renderer.answer, call, self._context, ids, logprobs)
+        self._answer, self._pending, self._end = answer, None, renderer.end_of(ids)
+        self._context += ids
+        self._used += len(ids)
+        text = renderer.decode(ids[: len(ids) - bool(self._end)])
+        own = {"role": "assistant", "content": text}
+        self._known, self._read = [*call.messages, answer], [*self._read, own]
+        self._text = f"{call.prompt}{answer.content}"
+        self.episode = dataclasses.replace(
+            self.episode,
+            turns=self.episode.turns + 1,
+            tool_calls=self.episode.tool_calls + len(answer.calls),
+            messages=(*self.episode.messages, own),
+        )
+        if not call.answer.done():
+            call.answer.set_result(answer)
+
+    def _extend(self, call: Call) -> list[int]:
+        """Return the ids that a call adds to the context, and set its limit of tokens.
+
+        Raises:
+            CallError, RowError, UserError: the call is refused; with the code "branch" its trajectory, too.
+        """
+        if self.episode.turns >= self.limits.turns:
+            raise CallError(400, f"the trajectory has had its {self.limits.turns} calls (--env.max_turns)")
+        if call.messages and call.messages[-1]["role"] == "assistant":
+            raise CallError(400, "the last message must not be the assistant's")
+        if self._first is None:
+            new, read = self._opening(call)
+            room = self.limits.response_tokens
+        else:
+            new, read = self._following(call)
+            room = self.limits.response_tokens - self._used - len(new)
+        if room < 1:
+            raise CallError(
+                400,
+                f"the conversation exceeds the maximum context length: {self.limits.response_tokens} tokens "
+                "follow the first prompt at most (--max_response_tokens)",
+                "context_length_exceeded",
+            )
+        if self._first is None:
+            self._first = call
+        else:
+            self._used += len(new)
+            observed = read[len(self._read) :]
+            self.episode = dataclasses.replace(self.episode, messages=(*self.episode.messages, *observed))
+        self._read = read
+        call.max_tokens = min(call.max_tokens or room, room)
+        return new
+
+    def _example(self, call: Call) -> Example:
+        columns = {"tools": call.tools} if call.tools else {}
+        return Example(tuple(call.messages), None, columns=columns, where="the call")
+
+    def _opening(self, call: Call) -> tuple[list[int], list[Message]]:
+        """Return the prompt of the first call, and its messages."""
+        renderer, read = self.renderer, list[Message]()
+        if call.messages:
+            example = self._example(call)
+            ids = encode_prompt(renderer.tokenizer, example, renderer.chat).tolist()
+            read = prompt_messages(example, renderer.chat) or list(call.messages)
+        elif isinstance(call.prompt, list):
+            ids = call.prompt
+        else:
+            ids = token_ids(renderer.tokenizer, call.prompt, "the prompt")
+        if not 0 < len(ids) <= self.limits.prompt_tokens:
+            raise CallError(
+                400,
+                f"the prompt has {len(ids)} tokens, and exceeds the maximum context length: it must have 1 "
+                f"to {self.limits.prompt_tokens} (--max_prompt_tokens)",
+                "context_length_exceeded",
+            )
+        return ids, read
+
+    def _following(self, call: Call) -> tuple[list[int], list[Message]]:
+        """Return the ids after the newest turn, and all messages.
+
+        Raises:
+            CallError: code "branch": the call does not continue the conversation.
+        """
+        if bool(call.messages) != bool(self._first.messages):
+            raise _branch("the call is of another API than the first one")
+        if not call.messages:
+            return self._prompt_rest(call.prompt), []
+        if call.tools != self._first.tools:
+            raise _branch("the call has other tools than the first one")
+        new = call.messages[len(self._known) :]
+        for place, known in enumerate(self._known):
+            if place >= len(call.messages) or not _is_same(known, call.messages[place]):
+                raise _branch(f"its message {place} is not the one of the conversation so far")
+        if not new or any(message["role"] == "assistant" for message in new):
+            raise _branch("no message of a user or tool alone follows the policy's turn")
+        read = [*self._read, *new]
+        try:
+            ids = encode_observation(
+                self.renderer.tokenizer,
+                self._example(self._first),
+                read,
+                len(self._read) - 1,
+                config=self.renderer.chat,
+                end=self._end,
+                strict=not self.limits.keeps_history,
+            )
+        except RowError:
+            raise
+        except UserError as error:
+            raise _branch(str(error)) from error
+        return ids, read
+
+    def _prompt_rest(self, prompt: str | list[int]) -> list[int]:
+        """Return the ids that a completions prompt adds to the context."""
+        if isinstance(prompt, list):
+            if prompt[: len(self._context)] != self._context or len(prompt) == len(self._context):
+                raise _branch("the prompt does not begin with the tokens of the conversation so far")
+            return prompt[len(self._context) :]
+        if not prompt.startswith(self._text) or prompt == self._text:
+            raise _branch("the prompt does not begin with the text of the conversation so far")
+        rest = prompt[len(self._text) :]
+        for written in (self._answer.stopped_by, self._end):  # the policy has read these tokens already
+            rest = rest.removeprefix(written)
+        return token_ids(self.renderer.tokenizer, rest, "the prompt", after=self._text)
+
+
+def _branch(reason: str) -> CallError:
+    return CallError(400, f"the call does not continue its trajectory: {reason}", "branch")
+
+
+def _is_same(known: Message | Answer, message: Message) -> bool:
+    """Return whether a message of a call is a message of the conversation so far.
+
+    The policy's turn is the one whose text and tool calls the program was given: its thought may be left out,
+    and fields of the client's own may be added.
+    """
+    if not isinstance(known, Answer):
+        return known == message
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    given = [(call.get("name"), _parsed(call.get("arguments"))) for call in calls]
+    return (
+        message["role"] == "assistant"
+        and message["content"].strip() == known.content.strip()
+        and given == [(call.name, _parsed(call.arguments)) for call in known.calls]
+        and message.get("reasoning_content", known.thought) == known.thought
+    )
+
+
+def _parsed(arguments: Any) -> Any:
+    """Parse the JSON text of arguments; other values are returned unchanged."""
+    try:
+        return json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+
+
+def hash_of(*parts: bytes) -> bytes:
+    """Return a hash of parts."""
+    return hashlib.sha256(b"\0".join(parts)).digest()

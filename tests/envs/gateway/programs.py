@@ -1,0 +1,94 @@
+"""Programs of the gateway's tests: plain HTTP, nothing of jaxrl_llm. `python programs.py NAME`."""
+
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+
+BASE, KEY = os.environ.get("OPENAI_BASE_URL", ""), os.environ.get("OPENAI_API_KEY", "")
+
+
+def post(path, body, base=BASE, key=KEY, **headers):
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
+    request = urllib.request.Request(base + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
+
+
+def chat(messages, **more):
+    return post("/chat/completions", {"model": "m", "messages": messages, **more})
+
+
+def two_turns(row):
+    """Two calls, the second of at most 3 tokens; the reward is the number of calls."""
+    messages = list(row["messages"])
+    first = chat(messages, logprobs=True)["choices"][0]
+    messages += [first["message"], {"role": "user", "content": "go on"}]
+    second = chat(messages, max_tokens=3)
+    assert second["choices"][0]["finish_reason"] in ("stop", "length")
+    assert second["usage"]["completion_tokens"] <= 3
+    post("/reward", {"reward": 2.0}, base=os.environ["GATEWAY_URL"])
+
+
+def refused(row):
+    """Calls that are refused one by one leave the trajectory as it was."""
+    for body in (
+        {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user", "content": "x" * 1000}]},
+        {"messages": row["messages"], "n": 2}, {"messages": row["messages"], "max_tokens": 0},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+    ):  # fmt: skip
+        try:
+            post("/chat/completions", body)
+        except urllib.error.HTTPError as error:
+            assert error.code == 400, error.code
+            assert json.load(error)["error"]["message"]
+        else:
+            raise AssertionError(body)
+    two_turns(row)
+
+
+def branches(row):
+    """A second conversation in the same trajectory."""
+    chat(row["messages"])
+    chat([{"role": "user", "content": "something else"}])
+
+
+def no_call(row):
+    """No call."""
+
+
+def crashes(row):
+    chat(row["messages"])
+    print("the reason")
+    sys.exit(3)
+
+
+def wrong(row):
+    chat(row["messages"])
+    sys.exit(1)
+
+
+def right(row):
+    chat(row["messages"])
+
+
+def sleeps(row):
+    """Leaves a child behind, and never ends."""
+    child = os.fork()
+    if not child:
+        time.sleep(1000)
+    with open(row["pids"], "a") as file:
+        print(os.getpid(), child, file=file)
+    chat(row["messages"])
+    time.sleep(1000)
+
+
+def greedy_of_memory(row):
+    chat(row["messages"])
+    bytearray(1 << 31)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](json.load(sys.stdin))

@@ -1,0 +1,155 @@
+"""Trajectories of programs that call the policy over HTTP, in a real engine."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
+from jaxrl_llm.envs.load import make_gateway
+from jaxrl_llm.experience.rollouts import generate_responses
+from jaxrl_llm.rollout.config import SamplingConfig
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parents[1] / "rollout" / "native"), str(HERE.parents[1])]  # helpers of these tests
+
+from small_engine import KEY, VERSION, engine, expected_logprobs  # noqa: E402
+
+TOKENIZER, CHAT = make_tokenizer(), ChatConfig()
+SAMPLED = SamplingConfig(stop_tokens=tuple(range(1, 128, 2)))  # short turns of random weights
+PROMPT, RESPONSE = 32, 64
+
+
+def prompts(*texts, **columns):
+    rows = [Example(({"role": "user", "content": t},), None, answer=t, columns=columns) for t in texts]
+    return [Prompt(row, encode_prompt(TOKENIZER, row, CHAT), i) for i, row in enumerate(rows)]
+
+
+@pytest.fixture
+def opened():
+    """opened(program, ...) -> a gateway, closed at the end."""
+    made = []
+
+    def make(program, max_turns=8, **settings):
+        settings = {"command": f"{sys.executable} {HERE / 'programs.py'} {program}", **settings}
+        config = EnvConfig(gateway=GatewayConfig(**settings), max_turns=max_turns, format="hermes")
+        sizes = {"max_prompt_tokens": PROMPT, "max_response_tokens": RESPONSE, "slots": 4}
+        made.append(make_gateway(config, TOKENIZER, CHAT, **sizes))
+        return made[-1]
+
+    yield make
+    for gateway in made:
+        gateway.__exit__()
+
+
+def run(gateway, texts=("3+4=", "hello"), responses=2, **columns):
+    made = engine()
+    made.set_lengths(PROMPT, RESPONSE, turns=True)
+    rows = prompts(*texts, **columns)
+    return generate_responses(made, rows, responses, RESPONSE, sampling=SAMPLED, key=KEY, env=gateway)
+
+
+def test_the_trainer_agrees_with_every_token_of_a_program(opened):
+    """Prompt ids, response ids, log-probs, versions and reward of two calls are one trajectory."""
+    made = run(opened("two_turns"))
+    assert [(t.prompt_index, t.response_index) for t in made] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for t in made:
+        assert t.episode.failure == "" and t.episode.reward == 2.0 and t.episode.turns == 2
+        row = prompts(("3+4=", "hello")[t.prompt_index])[0]
+        assert t.prompt_ids.tolist() == row.ids.tolist()
+        start, end = np.flatnonzero(np.diff(t.mask)) + 1
+        observed = TOKENIZER.decode(t.response_ids[start:end])
+        says = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+        assert observed.removeprefix("<|im_end|>") == says
+        assert len(t.response_ids) - end <= 3
+        expected = expected_logprobs(t.prompt_ids, t.response_ids)
+        expected = expected[np.arange(len(t.response_ids)), t.response_ids]
+        np.testing.assert_allclose(t.logprobs, np.where(t.mask, expected, 0.0), atol=3e-5)
+        assert t.versions.tolist() == [VERSION] * len(t.response_ids)
+        assert [m["role"] for m in t.messages] == ["assistant", "user", "assistant"]
+    # The same calls, the same text: it depends on no clock.
+    for first, second in zip(made, run(opened("two_turns", copies=1)), strict=True):
+        assert first.response_ids.tolist() == second.response_ids.tolist()
+
+
+def test_a_call_that_is_refused_changes_nothing(opened):
+    for first, second in zip(run(opened("two_turns")), run(opened("refused")), strict=True):
+        assert second.episode.failure == ""
+        assert first.response_ids.tolist() == second.response_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "reward", "failure"),
+    [
+        ("no_call", {}, None, "the program ended without a call"),
+        ("crashes", {}, None, "the program ended with code 3: the reason"),
+        ("right", {}, None, ""),
+        ("right", {"reward": "exit"}, 1.0, ""),
+        ("wrong", {"reward": "exit"}, 0.0, ""),
+        ("right", {"reward": "post"}, None, "the program posted no reward"),
+        ("right", {"reward": f"{HERE}/rewards.py:number_of_turns"}, 1.0, ""),
+        ("right", {"reward": f"{HERE}/rewards.py:fails"}, None, "gateway.reward: ValueError: no reward"),
+        ("greedy_of_memory", {"memory_mb": 1000}, None, "MemoryError"),
+        ("branches", {}, None, "the call does not continue its trajectory: its message 0"),
+    ],
+)
+def test_how_a_program_ends(opened, *, program, settings, reward, failure):
+    (t,) = run(opened(program, **settings), ["?"], 1)
+    assert t.episode.reward == reward and failure in t.episode.failure
+    assert bool(failure) == bool(t.episode.failure)
+
+
+def test_a_program_that_does_not_end_is_killed_with_its_children(opened, tmp_path):
+    gateway = opened("sleeps", seconds=3.0)
+    (t,) = run(gateway, ["?"], 1, pids=str(tmp_path / "pids"))
+    assert "the program took longer than 3 s" in t.episode.failure
+    assert_gone((tmp_path / "pids").read_text().split())
+
+
+def assert_gone(pids):
+    deadline = time.monotonic() + 10
+    while any(is_alive(int(pid)) for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+KILLED = """
+import os, sys
+from jaxrl_llm.envs.gateway.programs import Programs
+import asyncio
+programs = Programs(f"{sys.executable} -c 'import os, time; os.fork(); print(1); time.sleep(1000)'", 0)
+async def main():
+    task = asyncio.create_task(programs.run({}, {}))
+    await asyncio.sleep(1)
+    print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
+    await task
+asyncio.run(main())
+"""
+
+
+def test_programs_end_with_a_run_that_is_killed():
+    run = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    pids = run.stdout.readline().split()
+    assert len(pids) == 2 and all(is_alive(int(pid)) for pid in pids)  # program and watchdog
+    children = Path(f"/proc/{pids[1]}/task/{pids[1]}/children").read_text().split()
+    assert len(children) == 1
+    os.kill(run.pid, 9)
+    run.wait()
+    run.stdout.close()
+    assert_gone([*pids, *children])
