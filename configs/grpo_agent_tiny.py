@@ -5,8 +5,8 @@ Hardware:  any CPU with 2 cores
 Time:      about 8 minutes of CPU time, half of it starts of Python
 Expected:  the share of games that are won, eval/pass@1, rises from 0.23 after the SFT warm-up to 0.59
 
-The game is grpo_guess_tiny.py's. The other side is a program of 40 lines, examples/guess_agent.py (run it from a
-checkout), which is started for each response; its exit code is the reward.
+The game is grpo_guess_tiny.py's. The other side is a program of 40 lines, examples/guess_agent.py (run it in
+a checkout), which is started for each response; its exit code is the reward.
 """
 
 import dataclasses

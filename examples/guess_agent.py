@@ -16,7 +16,7 @@ URL = urlsplit(os.environ["OPENAI_BASE_URL"])
 HEADERS = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
 
 
-def ask(connection: http.client.HTTPConnection, messages: list[dict]) -> dict:
+def call_model(connection: http.client.HTTPConnection, messages: list[dict]) -> dict:
     body = json.dumps({"model": "policy", "messages": messages})
     connection.request("POST", f"{URL.path}/chat/completions", body, HEADERS)
     reply = json.load(connection.getresponse())
@@ -27,7 +27,7 @@ def play(row: dict) -> bool:
     connection = http.client.HTTPConnection(URL.hostname, URL.port)
     messages, number = list(row["messages"]), int(row["answer"])
     for _ in range(5):
-        messages.append(ask(connection, messages))
+        messages.append(call_model(connection, messages))
         guess = messages[-1]["content"].strip()
         if guess == str(number):
             return True

@@ -340,8 +340,7 @@ class TrainConfig:
     @property
     def shares_prompts(self) -> bool:
         """True where the trainer's rows hold a prompt once for several responses of the policy."""
-        several = self.responses_per_prompt > 1
-        return self.share_prefixes and several and algos.of(self.algo).on_rollouts
+        return self.share_prefixes and self.responses_per_prompt > 1 and algos.of(self.algo).on_rollouts
 
     @property
     def min_row_tokens(self) -> int:

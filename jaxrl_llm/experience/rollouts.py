@@ -213,8 +213,9 @@ def generate_responses(
     env: DialogueSource | None = None,
 ) -> list[Trajectory]:
     """Return `responses` to each prompt, in order; prompt_index is the position in `prompts`."""
-    settings = {"sampling": sampling, "key": key, "env": env}
-    return start_responses(engine, prompts, responses, max_tokens, **settings).result()
+    return start_responses(
+        engine, prompts, responses, max_tokens, sampling=sampling, key=key, env=env
+    ).result()
 
 
 def start_responses(
@@ -229,6 +230,6 @@ def start_responses(
     partial: Sequence[PartialResponse] = (),
 ) -> Pending:
     """Start `responses` to each prompt; `partial` ones, if any, are continued."""
-    make = env.request if env else lambda prompt, *sizes: Request(prompt.ids, *sizes)
-    requests = [make(prompt, i, responses, max_tokens) for i, prompt in enumerate(prompts)]
+    make = env.request if env else lambda p, *sizes: Request(p.ids, *sizes)
+    requests = [make(p, i, responses, max_tokens) for i, p in enumerate(prompts)]
     return engine.start(requests, sampling, key, env and env.dialogue(prompts, key), partial=partial)

@@ -65,7 +65,7 @@ class PartialResponse:
         return self.observed[-1][1] if self.observed else 0
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         """Return the number of tokens that the present turn may still take."""
         room = self.request.max_tokens - len(self.ids)
         if not self.turn_tokens:

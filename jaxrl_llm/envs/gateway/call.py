@@ -122,7 +122,7 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
     return {"type": "function", "function": function}
 
 
-def usage(answer: Answer) -> tuple[int, int]:
+def token_counts(answer: Answer) -> tuple[int, int]:
     """Return the tokens of context and turn."""
     return answer.num_context, len(answer.ids)
 

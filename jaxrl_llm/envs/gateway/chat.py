@@ -17,29 +17,54 @@ from jaxrl_llm.envs.gateway.call import (
     read_limit,
     read_stop,
     refuse_several,
-    usage,
+    token_counts,
 )
 
 
-def read(body: dict[str, Any]) -> Call:
-    """Return the call of a request. Raises CallError (400) or RowError."""
-    refuse_several(body)
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise CallError(400, "messages must be a list with at least one message")
-    # The role "developer" is OpenAI's newer name of "system".
-    named = [
-        {**m, "role": "system"} if isinstance(m, dict) and m.get("role") == "developer" else m
-        for m in messages
-    ]
-    return Call(
-        list(read_messages(named, "messages")),
-        tools=[] if body.get("tool_choice") == "none" else read_tools(body.get("tools")),
-        max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
-        stop=read_stop(body.get("stop")),
-        stream=body.get("stream") is True,
-        body=body,
-    )
+class ChatApi:
+    """Chat completions."""
+
+    def read(self, body: dict[str, Any]) -> Call:
+        """Return the call of a request. Raises CallError (400) or RowError."""
+        refuse_several(body)
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise CallError(400, "messages must be a list with at least one message")
+        # The role "developer" is OpenAI's newer name of "system".
+        named = [
+            {**m, "role": "system"} if isinstance(m, dict) and m.get("role") == "developer" else m
+            for m in messages
+        ]
+        return Call(
+            list(read_messages(named, "messages")),
+            tools=[] if body.get("tool_choice") == "none" else read_tools(body.get("tools")),
+            max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
+            stop=read_stop(body.get("stop")),
+            stream=body.get("stream") is True,
+            body=body,
+        )
+
+    def write(self, call: Call, answer: Answer) -> dict[str, Any]:
+        """Return the reply."""
+        choice = {"index": 0, "message": _message(answer), "finish_reason": answer.finish}
+        choice["logprobs"] = {"content": as_logprobs(answer)} if call.body.get("logprobs") else None
+        return {**_head(call, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+    def events(self, call: Call, answer: Answer) -> Iterator[str]:
+        """Yield the reply as chunks: the whole turn in one, then its end."""
+        head = _head(call, answer, "chat.completion.chunk")
+        delta = _message(answer)
+        for index, tool_call in enumerate(delta.get("tool_calls", ())):
+            tool_call["index"] = index
+        first = {"index": 0, "delta": delta, "finish_reason": None}
+        if call.body.get("logprobs"):
+            first["logprobs"] = {"content": as_logprobs(answer)}
+        yield event({**head, "choices": [first]})
+        yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish}]})
+        options = call.body.get("stream_options")
+        if isinstance(options, dict) and options.get("include_usage"):
+            yield event({**head, "choices": [], "usage": _usage(answer)})
+        yield event("[DONE]")
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]]:
@@ -50,30 +75,6 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(function, dict) for function in functions):
         raise CallError(400, 'tools must be a list of {"type": "function", "function": {...}}')
     return [function_tool(f.get("name"), f.get("description"), f.get("parameters")) for f in functions]
-
-
-def write(call: Call, answer: Answer) -> dict[str, Any]:
-    """Return the reply."""
-    choice = {"index": 0, "message": _message(answer), "finish_reason": answer.finish}
-    choice["logprobs"] = {"content": as_logprobs(answer)} if call.body.get("logprobs") else None
-    return {**_head(call, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
-
-
-def events(call: Call, answer: Answer) -> Iterator[str]:
-    """Yield the reply as chunks: the whole turn in one, then its end."""
-    head = _head(call, answer, "chat.completion.chunk")
-    delta = _message(answer)
-    for index, tool_call in enumerate(delta.get("tool_calls", ())):
-        tool_call["index"] = index
-    first = {"index": 0, "delta": delta, "finish_reason": None}
-    if call.body.get("logprobs"):
-        first["logprobs"] = {"content": as_logprobs(answer)}
-    yield event({**head, "choices": [first]})
-    yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish}]})
-    options = call.body.get("stream_options")
-    if isinstance(options, dict) and options.get("include_usage"):
-        yield event({**head, "choices": [], "usage": _usage(answer)})
-    yield event("[DONE]")
 
 
 def _message(answer: Answer) -> dict[str, Any]:
@@ -100,5 +101,5 @@ def _head(call: Call, answer: Answer, kind: str) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    read, written = usage(answer)
+    read, written = token_counts(answer)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

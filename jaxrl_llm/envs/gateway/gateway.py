@@ -19,9 +19,9 @@ from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.envs.config import EnvConfig
-from jaxrl_llm.envs.gateway.programs import KILL_SECONDS, Finished, Programs
-from jaxrl_llm.envs.gateway.server import Server
-from jaxrl_llm.envs.gateway.session import End, Limits, Renderer, Session
+from jaxrl_llm.envs.gateway.programs import KILL_SECONDS, Finished, ProgramRunner
+from jaxrl_llm.envs.gateway.server import GatewayServer
+from jaxrl_llm.envs.gateway.session import AgentSession, End, Limits, Renderer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.engine import Reply, Request
 from jaxrl_llm.user_file import describe_error, get_attribute, import_user_file, split_name
@@ -38,7 +38,7 @@ class ProgramDialogue:
     def __init__(self, gateway: Gateway, prompts: Sequence[Prompt]):
         self.gateway, self.prompts = gateway, prompts
         self.patience = gateway.config.gateway.seconds + PATIENCE
-        self._sessions: dict[tuple[int, int], Session] = {}
+        self._sessions: dict[tuple[int, int], AgentSession] = {}
 
     def reply(
         self,
@@ -89,6 +89,7 @@ class Gateway:
         max_response_tokens: int,
         slots: int,
     ):
+        # What every trajectory needs.
         self.config, self.chat, self.max_prompt_tokens = config, chat, max_prompt_tokens
         self._limits = Limits(
             prompt_tokens=max_prompt_tokens,
@@ -98,21 +99,22 @@ class Gateway:
             keeps_history=config.history == "keep",
         )
         self._renderer = Renderer(tokenizer, chat, call_format)
-        self._reward = load_reward(config.gateway.reward)
+        self._reward = load_trajectory_reward(config.gateway.reward)
         self._tasks: dict[str, asyncio.Task] = {}  # of programs, by trajectory
-        self._waiting: list[Session] = []  # for programs elsewhere
+        self._waiting: list[AgentSession] = []  # for programs elsewhere
         self._slots = asyncio.Semaphore(config.gateway.copies or slots)
+        # The server, in a thread.
         settings, run_key = config.gateway, os.environ.get(RUN_KEY, "")
         if not settings.command and not run_key:
             raise UserError(
                 "--env.gateway.port without a command: programs elsewhere need a key to connect. Set "
                 f"{RUN_KEY} in the environment of the run and of the programs, or --env.gateway.command"
             )
-        self.server = Server(max_prompt_tokens + max_response_tokens, self._claim, run_key)
+        self.server = GatewayServer(max_prompt_tokens + max_response_tokens, self._claim, run_key)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True)
         self._thread.start()
-        self._programs = Programs(settings.command, settings.memory_mb) if settings.command else None
+        self._programs = ProgramRunner(settings.command, settings.memory_mb) if settings.command else None
         start = self.server.start(settings.host, settings.port)
         try:
             asyncio.run_coroutine_threadsafe(start, self.loop).result()
@@ -138,10 +140,10 @@ class Gateway:
         example = prompt.example
         return {**example.columns, "answer": example.answer, **prompt_row(example, self.chat)}
 
-    async def open(self, row: dict[str, Any]) -> Session:
+    async def open(self, row: dict[str, Any]) -> AgentSession:
         """Return a new trajectory once a program may run, and start its program."""
         await self._slots.acquire()
-        session = Session(row, self._renderer, self._limits)
+        session = AgentSession(row, self._renderer, self._limits)
         self.server.add(session)
         if self._programs:
             self._tasks[session.id] = asyncio.create_task(self._run(session))
@@ -149,7 +151,7 @@ class Gateway:
             self._waiting.append(session)
         return session
 
-    def close_session(self, session: Session) -> None:
+    def close_session(self, session: AgentSession) -> None:
         """Kill the program of a trajectory, and forget it."""
         session.ended = True
         self.server.remove(session)
@@ -159,7 +161,7 @@ class Gateway:
             task.cancel()
         self._slots.release()
 
-    def _claim(self) -> Session | None:
+    def _claim(self) -> AgentSession | None:
         """Give a trajectory to a program elsewhere."""
         if not self._waiting:
             return None
@@ -167,14 +169,14 @@ class Gateway:
         self._tasks[session.id] = asyncio.create_task(self._expire(session))
         return session
 
-    async def _expire(self, session: Session) -> None:
+    async def _expire(self, session: AgentSession) -> None:
         await asyncio.sleep(self.config.gateway.seconds)
         session.end(End(failure=self._too_long()))
 
     def _too_long(self) -> str:
         return f"the program took longer than {self.config.gateway.seconds:g} s (--env.gateway.seconds)"
 
-    async def _run(self, session: Session) -> None:
+    async def _run(self, session: AgentSession) -> None:
         """Run the program of a trajectory, and end the trajectory with it."""
         base = f"{self.server.address}/t/{session.id}"
         variables = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), f"{base}/v1")
@@ -190,7 +192,7 @@ class Gateway:
             end = End(failure=f"the program cannot be started: {error}")
         session.end(end)
 
-    async def _judge(self, session: Session, finished: Finished) -> End:
+    async def _judge(self, session: AgentSession, finished: Finished) -> End:
         """Return the end of a trajectory whose program has ended; a reward that was posted comes first."""
         code, how = finished.code, self.config.gateway.reward
         if session.reward is not None:
@@ -204,7 +206,7 @@ class Gateway:
             return End(failure=f"the program ended with code {code}{shown}")
         return End()
 
-    async def _reward_of(self, session: Session, finished: Finished) -> End:
+    async def _reward_of(self, session: AgentSession, finished: Finished) -> End:
         """Return the reward of the user's function."""
         messages = list(session.episode.messages)
         try:
@@ -237,7 +239,7 @@ class Gateway:
             self.loop.close()
 
 
-def load_reward(name: str) -> Callable[[dict, list, int], float] | None:
+def load_trajectory_reward(name: str) -> Callable[[dict, list, int], float] | None:
     """Return the function of "file.py:function"; None for the other ways of rewarding.
 
     Raises:

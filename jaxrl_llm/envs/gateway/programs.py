@@ -38,7 +38,7 @@ class Finished(NamedTuple):
     output: str  # the end of what it printed
 
 
-class Programs:
+class ProgramRunner:
     """Starts one program after another; a context manager.
 
     Args:
@@ -64,6 +64,7 @@ class Programs:
             row: JSON on its standard input.
             variables: of its environment, besides those of this process that hold no secret.
         """
+        # Start it, as the leader of a group of processes.
         kept = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
         process = await asyncio.create_subprocess_exec(
             *self.words,
@@ -74,6 +75,7 @@ class Programs:
             start_new_session=True,
         )
         self._tell(f"+{process.pid}")
+        # Give it the row, and read what it prints.
         try:
             with contextlib.suppress(ConnectionError):  # it does not read
                 process.stdin.write(json.dumps(row, default=str).encode())

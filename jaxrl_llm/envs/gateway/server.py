@@ -13,16 +13,16 @@ from aiohttp import web
 
 from jaxrl_llm.data.rows import RowError, check_row
 from jaxrl_llm.envs.dialogue import MAX_REWARD
-from jaxrl_llm.envs.gateway import chat
 from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, Call, CallError
-from jaxrl_llm.envs.gateway.session import End, Session, hash_of
+from jaxrl_llm.envs.gateway.chat import ChatApi
+from jaxrl_llm.envs.gateway.session import AgentSession, End, hash_of
 
 MAX_BODY = 16 << 20  # bytes
-PROTOCOLS: dict[str, ApiProtocol] = {"/v1/chat/completions": chat}
+PROTOCOLS: dict[str, ApiProtocol] = {"/v1/chat/completions": ChatApi()}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Server:
+class GatewayServer:
     """Finds the trajectory of a request by path, header or key, and passes its calls on.
 
     Args:
@@ -32,19 +32,19 @@ class Server:
     """
 
     def __init__(
-        self, max_tokens: int, claim: Callable[[], Session | None] = lambda: None, run_key: str = ""
+        self, max_tokens: int, claim: Callable[[], AgentSession | None] = lambda: None, run_key: str = ""
     ):
         self.max_tokens, self.claim, self.run_key = max_tokens, claim, run_key
         self.address = ""
-        self._by_id: dict[str, Session] = {}
-        self._by_key: dict[bytes, Session] = {}
+        self._by_id: dict[str, AgentSession] = {}
+        self._by_key: dict[bytes, AgentSession] = {}
         self._runner: web.AppRunner | None = None
 
-    def add(self, session: Session) -> None:
+    def add(self, session: AgentSession) -> None:
         """Accept calls of a trajectory."""
         self._by_id[session.id] = self._by_key[hash_of(session.key.encode())] = session
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: AgentSession) -> None:
         """Forget a trajectory."""
         self._by_id.pop(session.id, None)
         self._by_key.pop(hash_of(session.key.encode()), None)
@@ -72,7 +72,7 @@ class Server:
         if self._runner:
             await self._runner.cleanup()
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request) -> AgentSession:
         """Return the trajectory of a request. Raises CallError (401, 404)."""
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
         key = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
@@ -88,6 +88,7 @@ class Server:
 
     def _generator(self, path: str, protocol: ApiProtocol) -> Handler:
         async def generate(request: web.Request) -> web.StreamResponse:
+            # Queue the call.
             session = self._session(request)
             data = await request.read()
             body = _json(data)
@@ -100,6 +101,7 @@ class Server:
 
             call = session.submit(hash_of(path.encode(), data), repeats, make)
             call.is_lost = lambda: request.transport is None or request.transport.is_closing()
+            # Wait for its answer, and write it.
             answer = await asyncio.shield(call.answer)
             if not call.stream:
                 reply: web.StreamResponse = web.json_response(protocol.write(call, answer))

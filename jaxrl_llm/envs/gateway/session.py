@@ -67,10 +67,12 @@ class Renderer:
 
     def answer(self, call: Call, context: Sequence[int], ids: list[int], logprobs: list[float]) -> Answer:
         """Return a turn as programs read it."""
+        # The text up to a stop string.
         end = self.end_of(ids)
         text = self.decode(ids[: len(ids) - bool(end)])
         found = [(text.find(stop), stop) for stop in call.stop if stop in text]
         at, stopped_by = min(found, default=(len(text), ""))
+        # Thought, tool calls and the text before them.
         thought, shown = "", text[:at]
         if call.messages:
             thought, shown = split_thought(shown, reads_thought(self.tokenizer, context))
@@ -106,7 +108,7 @@ class Renderer:
         return calls
 
 
-class Session:
+class AgentSession:
     """One trajectory. Everything runs in the gateway's event loop.
 
     Args:
@@ -192,7 +194,7 @@ class Session:
     def _refuse(self, call: Call, error: CallError) -> None:
         if call.answer and not call.answer.done():
             call.answer.set_exception(error)
-            call.answer.exception()  # read: perhaps nobody waits for it any more
+            call.answer.exception()  # read: the client may have left
         self._calls = {digest: known for digest, known in self._calls.items() if known is not call}
 
     async def _deliver(self, ids: list[int], logprobs: list[float]) -> None:
@@ -225,6 +227,7 @@ class Session:
             raise CallError(400, f"the trajectory has had its {self.limits.turns} calls (--env.max_turns)")
         if call.messages and call.messages[-1]["role"] == "assistant":
             raise CallError(400, "the last message must not be the assistant's")
+        # The tokens it adds, and how many may follow.
         if self._first is None:
             new, read = self._opening(call)
             room = self.limits.response_tokens
@@ -238,6 +241,7 @@ class Session:
                 "follow the first prompt at most (--max_response_tokens)",
                 "context_length_exceeded",
             )
+        # It is accepted.
         if self._first is None:
             self._first = call
         else:
@@ -278,6 +282,7 @@ class Session:
         Raises:
             CallError: code "branch": the call does not continue the conversation.
         """
+        # The conversation so far must be its beginning.
         if bool(call.messages) != bool(self._first.messages):
             raise _branch("the call is of another API than the first one")
         if not call.messages:
@@ -290,6 +295,7 @@ class Session:
                 raise _branch(f"its message {place} is not the one of the conversation so far")
         if not new or any(message["role"] == "assistant" for message in new):
             raise _branch("no message of a user or tool alone follows the policy's turn")
+        # Render what follows.
         read = [*self._read, *new]
         try:
             ids = encode_observation(

@@ -129,7 +129,7 @@ class Scheduler:
                 break
             response = self._next_for(slot // per_shard)
             context, key = response.context, self.turns.key_of(response) if self.turns else response.key
-            max_new_tokens = response.room
+            max_new_tokens = response.tokens_left
             needed = {"num_context": len(context), "max_new_tokens": max_new_tokens}
             if not self.cache.allocate(slot, _prompt_key(response), **needed, conversation=response):
                 continue  # another shard may have free slots

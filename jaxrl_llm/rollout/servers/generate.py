@@ -190,7 +190,7 @@ class ResponseGenerator:
             interruptions = self.pool.interruptions
             if finish != "abort":
                 response.finish = finish
-            elif response.room <= 0:
+            elif response.tokens_left <= 0:
                 response.finish = "length"
             elif stalled > self.pool.retries:
                 raise ServerError(f"a response was broken off {stalled} times before its first token")
@@ -224,7 +224,7 @@ class ResponseGenerator:
             "top_k": sampling.top_k or -1,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
-            "max_new_tokens": response.room,
+            "max_new_tokens": response.tokens_left,
             "stop": [*sampling.stop_strings, *response.turn_stop],
             "stop_token_ids": list(sampling.stop_ids(self.eos_ids)),
             "ignore_eos": sampling.ignore_eos,

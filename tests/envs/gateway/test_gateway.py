@@ -131,9 +131,9 @@ def is_alive(pid):
 
 KILLED = """
 import os, sys
-from jaxrl_llm.envs.gateway.programs import Programs
+from jaxrl_llm.envs.gateway.programs import ProgramRunner
 import asyncio
-programs = Programs(f"{sys.executable} -c 'import os, time; os.fork(); print(1); time.sleep(1000)'", 0)
+programs = ProgramRunner(f"{sys.executable} -c 'import os, time; os.fork(); print(1); time.sleep(1000)'", 0)
 async def main():
     task = asyncio.create_task(programs.run({}, {}))
     await asyncio.sleep(1)
