@@ -176,6 +176,15 @@ class Conversations:
             self.loop.close()
 
 
+def make_requests(
+    env: DialogueSource | None, prompts: Sequence[Prompt], responses: int, max_tokens: int
+) -> list[Request]:
+    """Return a request of `responses` to each prompt."""
+    if env is None:
+        return [Request(prompt.ids, i, responses, max_tokens) for i, prompt in enumerate(prompts)]
+    return [env.request(prompt, i, responses, max_tokens) for i, prompt in enumerate(prompts)]
+
+
 def make_gateway(config: EnvConfig, tokenizer: Any, chat: ChatConfig, **sizes: int) -> Gateway:
     """Return the gateway of a run, which listens; `sizes` are as of `Gateway`. Raises UserError."""
     call_format = functools.cache(lambda: _format(config, tokenizer, chat)[0])

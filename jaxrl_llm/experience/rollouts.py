@@ -17,13 +17,13 @@ from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.algos.contract import Requirements
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import from_trajectory
-from jaxrl_llm.envs.load import DialogueSource
+from jaxrl_llm.envs.load import DialogueSource, make_requests
 from jaxrl_llm.experience.metrics import group_by_prompt, has_variance, staleness, statistics
 from jaxrl_llm.experience.rewards import Rewarder
 from jaxrl_llm.learn.stage import Experience, Timer
 from jaxrl_llm.models.params import perturbed
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, Request
+from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending
 from jaxrl_llm.rollout.keys import weight_noise_key
 from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
 from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
@@ -213,9 +213,8 @@ def generate_responses(
     env: DialogueSource | None = None,
 ) -> list[Trajectory]:
     """Return `responses` to each prompt, in order; prompt_index is the position in `prompts`."""
-    return start_responses(
-        engine, prompts, responses, max_tokens, sampling=sampling, key=key, env=env
-    ).result()
+    settings = {"sampling": sampling, "key": key, "env": env}
+    return start_responses(engine, prompts, responses, max_tokens, **settings).result()
 
 
 def start_responses(
@@ -230,6 +229,5 @@ def start_responses(
     partial: Sequence[PartialResponse] = (),
 ) -> Pending:
     """Start `responses` to each prompt; `partial` ones, if any, are continued."""
-    make = env.request if env else lambda p, *sizes: Request(p.ids, *sizes)
-    requests = [make(p, i, responses, max_tokens) for i, p in enumerate(prompts)]
+    requests = make_requests(env, prompts, responses, max_tokens)
     return engine.start(requests, sampling, key, env and env.dialogue(prompts, key), partial=partial)
