@@ -107,6 +107,22 @@ def read_stop(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def model_of(call: Call) -> str:
+    """Return the name of the model that the program has asked for."""
+    model = call.body.get("model")
+    return model if isinstance(model, str) else MODEL
+
+
+def text_of_parts(value: Any, where: str) -> str:
+    """Return the text of a text, or of a list of parts that have one."""
+    if isinstance(value, str):
+        return value
+    texts = [part.get("text") if isinstance(part, dict) else None for part in value or ()]
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in texts):
+        raise CallError(400, f"{where} must be a text, or a list of parts that are text")
+    return "".join(texts)
+
+
 def event(value: Any, name: str = "") -> str:
     """Return one server-sent event."""
     text = value if isinstance(value, str) else json.dumps(value)

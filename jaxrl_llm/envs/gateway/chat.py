@@ -7,13 +7,13 @@ from typing import Any
 
 from jaxrl_llm.data.messages import read_messages
 from jaxrl_llm.envs.gateway.call import (
-    MODEL,
     Answer,
     Call,
     CallError,
     as_logprobs,
     event,
     function_tool,
+    model_of,
     read_limit,
     read_stop,
     refuse_several,
@@ -91,12 +91,11 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 
 def _head(call: Call, answer: Answer, kind: str) -> dict[str, Any]:
-    model = call.body.get("model")
     return {
         "id": f"chatcmpl-{answer.id}",
         "object": kind,
         "created": answer.created,
-        "model": model if isinstance(model, str) else MODEL,
+        "model": model_of(call),
     }
 
 

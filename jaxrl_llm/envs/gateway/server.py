@@ -13,12 +13,20 @@ from aiohttp import web
 
 from jaxrl_llm.data.rows import RowError, check_row
 from jaxrl_llm.envs.dialogue import MAX_REWARD
+from jaxrl_llm.envs.gateway.anthropic import MessagesApi
 from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, Call, CallError
 from jaxrl_llm.envs.gateway.chat import ChatApi
+from jaxrl_llm.envs.gateway.completions import CompletionsApi
+from jaxrl_llm.envs.gateway.responses import ResponsesApi
 from jaxrl_llm.envs.gateway.session import AgentSession, End, hash_of
 
 MAX_BODY = 16 << 20  # bytes
-PROTOCOLS: dict[str, ApiProtocol] = {"/v1/chat/completions": ChatApi()}
+PROTOCOLS: dict[str, ApiProtocol] = {
+    "/v1/chat/completions": ChatApi(),
+    "/v1/completions": CompletionsApi(),
+    "/v1/responses": ResponsesApi(),
+    "/v1/messages": MessagesApi(),
+}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

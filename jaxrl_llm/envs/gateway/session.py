@@ -55,6 +55,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, chat: ChatConfig, call_format: Callable[[], str]):
         self.tokenizer, self.chat, self.call_format = tokenizer, chat, call_format
+        self.vocab_size = len(tokenizer)
         self._controls = frozenset(tokenizer.convert_tokens_to_ids(list(control_tokens(tokenizer))))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -228,6 +229,8 @@ class AgentSession:
         if call.messages and call.messages[-1]["role"] == "assistant":
             raise CallError(400, "the last message must not be the assistant's")
         # The tokens it adds, and how many may follow.
+        if isinstance(call.prompt, list) and (wrong := max(call.prompt)) >= self.renderer.vocab_size:
+            raise CallError(400, f"token id {wrong} is outside the vocabulary")
         if self._first is None:
             new, read = self._opening(call)
             room = self.limits.response_tokens

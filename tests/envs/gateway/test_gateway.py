@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_engine import KEY, VERSION, engine, expected_logprobs
 
 from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.config import ChatConfig
@@ -20,10 +21,6 @@ from jaxrl_llm.experience.rollouts import generate_responses
 from jaxrl_llm.rollout.config import SamplingConfig
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parents[1] / "rollout" / "native"), str(HERE.parents[1])]  # helpers of these tests
-
-from small_engine import KEY, VERSION, engine, expected_logprobs  # noqa: E402
-
 TOKENIZER, CHAT = make_tokenizer(), ChatConfig()
 SAMPLED = SamplingConfig(stop_tokens=tuple(range(1, 128, 2)))  # short turns of random weights
 PROMPT, RESPONSE = 32, 64

@@ -1,0 +1,213 @@
+"""The four protocols of the gateway, its keys, and calls that clients repeat."""
+
+import pytest
+from scripted import END, RUN, TOKENIZER, Program, ScriptedEngine, events_of, open_gateway
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}
+HI = {"role": "user", "content": "hello"}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "%s"}}</tool_call>'
+TWO_CALLS = f"look: {CALL % 'Oslo'}{CALL % 'Rome'}{END}"
+
+
+@pytest.fixture
+def gateway(monkeypatch):
+    with open_gateway(monkeypatch) as opened:
+        yield opened
+
+
+def test_a_chat_with_thoughts_and_parallel_calls_continues_on_the_policys_own_tokens(gateway):
+    engine, program = ScriptedEngine(gateway, f"<think>hm</think>{TWO_CALLS}", f"warm{END}"), Program(gateway)
+    assert program.row["answer"] == "42" and program.row["messages"] == [HI]
+    reply = program.call("/chat/completions", model="any", messages=[HI], tools=[CHAT_TOOL], logprobs=True)
+    choice = reply["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "look:"
+    assert choice["message"]["reasoning_content"] == "hm" and reply["model"] == "any"
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"]["arguments"] for call in calls] == ['{"city": "Oslo"}', '{"city": "Rome"}']
+    logprobs = choice["logprobs"]["content"]
+    assert {row["logprob"] for row in logprobs} == {-0.5}
+    assert "".join(row["token"] for row in logprobs) == f"<think>hm</think>{TWO_CALLS}"
+    assert reply["usage"]["completion_tokens"] == len(logprobs)
+    # The thought is left out, as most clients do, and fields of a client are added.
+    own = {k: v for k, v in choice["message"].items() if k != "reasoning_content"} | {"refusal": None}
+    results = [{"role": "tool", "tool_call_id": c["id"], "content": "20 C"} for c in calls]
+    reply = program.call("/chat/completions", messages=[HI, own, *results], tools=[CHAT_TOOL])
+    assert reply["choices"][0]["message"] == {"role": "assistant", "content": "warm"}
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    program.done(reward=0.25)
+    episode, text = engine.result()
+    assert (episode.failure, episode.reward, episode.turns, episode.tool_calls) == ("", 0.25, 2, 2)
+    shown = TOKENIZER.apply_chat_template([HI], tools=[CHAT_TOOL], tokenize=False, add_generation_prompt=True)
+    observed = "\n<|im_start|>tool\n20 C<|im_end|>" * 2 + "\n<|im_start|>assistant\n"
+    assert text == f"{shown}<think>hm</think>{TWO_CALLS}{observed}warm{END}"
+
+
+def test_a_stream_of_chat_has_the_same_turn(gateway):
+    engine, program = ScriptedEngine(gateway, TWO_CALLS), Program(gateway)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    text = program.call("/chat/completions", messages=[HI], tools=[CHAT_TOOL], **options)
+    first, last, usage = events_of(text)
+    assert text.endswith("data: [DONE]\n\n")
+    delta = first["choices"][0]["delta"]
+    assert delta["content"] == "look:" and [c["index"] for c in delta["tool_calls"]] == [0, 1]
+    assert last["choices"][0]["finish_reason"] == "tool_calls" and usage["usage"]["completion_tokens"] > 9
+    program.done()
+    assert engine.result()[0].failure == ""
+
+
+def test_limits_and_stop_strings_hold_for_their_call(gateway):
+    engine, program = ScriptedEngine(gateway, f"one STOP two{END}", f"abcdef{END}"), Program(gateway)
+    first = program.call("/chat/completions", messages=[HI], stop=["STOP"])["choices"][0]
+    assert (first["message"]["content"], first["finish_reason"]) == ("one ", "stop")
+    messages = [HI, first["message"], {"role": "user", "content": "on"}]
+    second = program.call("/chat/completions", messages=messages, max_tokens=3)["choices"][0]
+    assert (second["message"]["content"], second["finish_reason"]) == ("abc", "length")
+    program.done()
+    episode, text = engine.result()
+    assert episode.failure == "" and "assistant\none STOP<|im_end|>\n<|im_start|>user\non" in text
+
+
+def test_anthropics_messages(gateway):
+    engine, program = (
+        ScriptedEngine(gateway, f"<think>hm</think>{CALL % 'Oslo'}{END}", f"warm{END}"),
+        Program(gateway),
+    )
+    tool = {"name": "weather", "description": "d", "input_schema": SCHEMA}
+    given = {
+        "model": "m",
+        "max_tokens": 100_000,
+        "system": [{"type": "text", "text": "be brief"}],
+        "tools": [tool],
+    }
+    first = program.call("/messages", messages=[HI], **given)
+    assert (first["type"], first["role"], first["stop_reason"]) == ("message", "assistant", "tool_use")
+    thinking, use = first["content"]
+    assert thinking["thinking"] == "hm" and (use["name"], use["input"]) == ("weather", {"city": "Oslo"})
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "20 C"}]}
+    messages = [HI, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+    text = program.call("/messages", messages=messages, stream=True, **given)
+    kinds = [event["type"] for event in events_of(text)]
+    assert kinds == [
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop",
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert events_of(text)[2]["delta"] == {"type": "text_delta", "text": "warm"}
+    program.done()
+    episode, read = engine.result()
+    assert episode.failure == "" and "<|im_start|>system\nbe brief<|im_end|>" in read
+    assert "<|im_start|>tool\n20 C<|im_end|>" in read
+
+
+def test_openais_responses(gateway):
+    engine, program = (
+        ScriptedEngine(gateway, f"<think>hm</think>look {CALL % 'Oslo'}{END}", f"warm{END}"),
+        Program(gateway),
+    )
+    tool = {"type": "function", "name": "weather", "description": "d", "parameters": SCHEMA}
+    given = {"model": "m", "instructions": "be brief", "tools": [tool]}
+    first = program.call("/responses", input="hello", **given)
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+    assert first["status"] == "completed" and first["output"][1]["content"][0]["text"] == "look"
+    call = first["output"][2]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "20 C"}
+    given["input"] = [HI, *first["output"], result]
+    events = events_of(program.call("/responses", stream=True, **given))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.completed"
+    assert [e["delta"] for e in events if e["type"] == "response.output_text.delta"] == ["warm"]
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "warm"
+    program.done()
+    assert engine.result()[0].failure == ""
+
+
+def test_completions_of_text_and_of_ids(gateway):
+    engine, program = ScriptedEngine(gateway, f"one{END}", f"two{END}", f"three{END}"), Program(gateway)
+    first = program.call("/completions", prompt="Q:", logprobs=0)["choices"][0]
+    assert (first["text"], first["finish_reason"]) == ("one", "stop")
+    assert first["logprobs"]["token_logprobs"] == [-0.5] * 4
+    second = program.call("/completions", prompt="Q:one, then")["choices"][0]
+    assert second["text"] == "two"
+    program.done()
+    assert engine.result() == (engine.replies[0].episode, f"Q:one{END}, thentwo{END}")
+    engine, program = ScriptedEngine(gateway, f"one{END}"), Program(gateway)
+    ids = program.call("/completions", prompt=[5, 6])["choices"][0]["token_ids"]
+    assert program.call("/completions", prompt=[5, 6, *ids, 7])["choices"][0]["token_ids"] == ids
+    program.done()
+    assert engine.result()[0].failure == "" and engine.read[0] == [5, 6, *ids, 7, *ids]
+
+
+def test_a_key_is_required_and_opens_one_trajectory(gateway):
+    engine = ScriptedEngine(gateway, f"one{END}", trajectories=2)
+    mine, other = Program(gateway), Program(gateway)
+    body = {"messages": [HI]}
+    assert mine.send(f"{mine.base}/chat/completions", body, key="")[0] == 401
+    assert mine.send(f"{mine.base}/chat/completions", body, key="wrong")[0] == 401
+    assert mine.send(f"{other.base}/chat/completions", body)[0] == 404
+    assert mine.send("/trajectories", {}, key="wrong")[0] == 401
+    assert mine.send("/trajectories", {}, key=RUN)[0] == 429  # none waits
+    assert mine.send("/health", {}, key="")[0] == 405
+    # The key alone, or with the header, names the trajectory as the path does; Anthropic's header, too.
+    assert mine.send("/v1/chat/completions", body)[0] == 200
+    name = mine.base.split("/")[-2]
+    again = {"messages": [HI, {"role": "assistant", "content": "one"}, HI]}
+    assert mine.send("/v1/chat/completions", again, x_session_id="x")[0] == 404
+    assert mine.send("/v1/chat/completions", again, key="", x_api_key=mine.key, x_session_id=name)[0] == 200
+    for program in (mine, other):
+        program.done()
+    turns = sorted(engine.result(name)[0].turns for name in (0, 1))
+    assert turns == [0, 2]
+    assert mine.send(f"{mine.base}/chat/completions", body)[0] == 401  # it has ended
+
+
+def test_a_call_that_a_client_repeats_is_served_again(gateway):
+    engine, program = ScriptedEngine(gateway, f"one{END}", f"two{END}"), Program(gateway)
+    url, body = f"{program.base}/chat/completions", {"messages": [HI]}
+    first = program.send(url, body)[1]
+    assert program.send(url, body, x_stainless_retry_count="1")[1] == first
+    program.call("/chat/completions", messages=[HI, first["choices"][0]["message"], HI])
+    program.done()
+    episode, text = engine.result()
+    assert (episode.failure, episode.turns) == ("", 2) and text.count("one") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/chat/completions", {}, "messages must be a list"),
+        ("/chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, "empty"),
+        ("/chat/completions", {"messages": [HI], "tools": [{}]}, "tools must be a list of"),
+        ("/chat/completions", {"messages": [HI], "n": 3}, "n must be 1 here"),
+        ("/chat/completions", {"messages": [HI], "stop": [""]}, "stop must be a text"),
+        ("/completions", {"prompt": ["a", "b"]}, "prompt must be one text"),
+        ("/completions", {"prompt": [10**9]}, "token id 1000000000 is outside"),
+        ("/responses", {"input": "a", "previous_response_id": "resp_1"}, "nothing is stored here"),
+        ("/responses", {"input": [{"type": "computer_call"}]}, "'computer_call', which is not known"),
+        ("/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ("/messages", b"[" * 100_000, "not JSON"),
+        ("/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "lone surrogate"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_answered_is_refused_and_not_repeated(gateway, path, body, message):
+    engine, program = ScriptedEngine(gateway, f"one{END}"), Program(gateway)
+    status, reply = program.send(program.base + path, body)
+    assert status == 400 and message in reply["error"]["message"] and reply["type"] == "error"
+    program.call("/chat/completions", messages=[HI])
+    program.done()
+    assert engine.result()[0].failure == ""
+
+
+def test_models_and_health(gateway):
+    import json
+    import urllib.request
+
+    engine, program = ScriptedEngine(gateway, f"one{END}"), Program(gateway)
+    request = urllib.request.Request(
+        f"{program.base}/models", headers={"Authorization": f"Bearer {program.key}"}
+    )
+    with urllib.request.urlopen(request) as reply:
+        assert json.load(reply)["data"][0]["max_model_len"] == 120_000
+    with urllib.request.urlopen(f"{gateway.server.address}/health") as reply:
+        assert reply.status == 200
+    program.done()
+    assert engine.result()[0].failure == "the program ended without a call"
