@@ -118,7 +118,17 @@ class PartialResponse:
 
     def copy(self) -> PartialResponse:
         """Return the response as it is now; the original may grow."""
-        names = "ids logprobs versions observed servers routes kept forks prompt_ids".split()
+        names = [
+            "ids",
+            "logprobs",
+            "versions",
+            "observed",
+            "servers",
+            "routes",
+            "kept",
+            "forks",
+            "prompt_ids",
+        ]
         return replace(self, **{name: [*getattr(self, name)] for name in names})
 
     def restarted(self) -> PartialResponse:
