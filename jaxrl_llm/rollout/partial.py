@@ -110,6 +110,7 @@ def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -
         "length": np.array([len(one.ids) for _, _, one in rows], np.int32),
         "finish": np.array([one.finish for _, _, one in rows], "U8"),
     }
+    # Lists of each response, one after another.
     episodes = {row: dataclasses.asdict(one.episode) for row, (_, _, one) in enumerate(rows) if one.episode}
     arrays["episodes"] = np.frombuffer(json.dumps(episodes, default=str).encode(), np.uint8)
     spans = [(row, *span) for row, (_, _, one) in enumerate(rows) for span in one.observed]

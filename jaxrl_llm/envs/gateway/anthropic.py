@@ -108,6 +108,7 @@ def _messages(item: Any, where: str) -> Iterator[Message]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise CallError(400, f"{where}.content must be a text or a list of blocks")
+    # Results of tools come first; the rest joins into one message.
     texts, calls, thoughts = [], [], []
     for block in blocks:
         match block.get("type"):

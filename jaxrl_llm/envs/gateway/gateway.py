@@ -195,6 +195,9 @@ class Gateway:
     async def _judge(self, session: AgentSession, finished: Finished) -> End:
         """Return the end of a trajectory whose program has ended; a reward that was posted comes first."""
         code, how = finished.code, self.config.gateway.reward
+        shown = f": {finished.output[-300:]}" if finished.output else ""
+        if not session.episode.turns:
+            return End(failure=f"the program ended without a call, with code {code}{shown}")
         if session.reward is not None:
             return End()
         if callable(self._reward):
@@ -202,7 +205,6 @@ class Gateway:
         if how == "exit" and code in (0, 1):
             return End(reward=float(code == 0))
         if code:
-            shown = f": {finished.output[-300:]}" if finished.output else ""
             return End(failure=f"the program ended with code {code}{shown}")
         return End()
 

@@ -89,6 +89,7 @@ def _messages(items: list[Any]) -> list[Message]:
             messages.append({"role": "assistant", "content": ""})
         return messages[-1]
 
+    # Each item by its type.
     for place, item in enumerate(items):
         where = f"input[{place}]"
         if not isinstance(item, dict):

@@ -8,7 +8,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.data.chat import encode_observation, encode_prompt, prompt_messages
@@ -44,6 +44,19 @@ class End:
 
     reward: float | None = None  # None = the run's reward functions score the last turn
     failure: str = ""
+
+
+@dataclass(eq=False)
+class Branch:
+    """One conversation of a program."""
+
+    first: Call
+    read: list[Message] = field(default_factory=list)  # for the template; the policy's turns as it wrote them
+    context: list[int] = field(default_factory=list)  # prompt, turns and observations
+    known: list[Message | Answer] = field(default_factory=list)  # messages of its newest call, and the answer
+    text: str = ""  # the same of a prompt in plain text
+    end: str = ""  # control token that ended the newest turn
+    stopped_by: str = ""  # string that stopped the newest turn
 
 
 class Renderer:
@@ -124,14 +137,9 @@ class AgentSession:
         self._events: asyncio.Queue[Call | End] = asyncio.Queue()
         self._calls: dict[bytes, Call] = {}  # hash of the body -> its newest call
         self._pending: Call | None = None  # that the engine answers
-        self._first: Call | None = None
-        self._known: list[Message | Answer] = []  # messages of the newest call, and the answer to it
-        self._text = ""  # the same of a prompt in plain text
-        self._read: list[Message] = []  # as the template renders them, with the policy's own text
-        self._context: list[int] = []  # prompt, turns and observations
+        self._branches: list[Branch] = []  # conversations; most programs have one
+        self._present: Branch | None = None  # that the policy has read last
         self._used = 0  # tokens of the response, observations included
-        self._answer: Answer | None = None  # the newest
-        self._end = ""  # control token that ended the newest turn
 
     def submit(self, digest: bytes, repeats: bool, make: Callable[[], Call]) -> Call:
         """Queue a call, or return the earlier one that a client repeats.
@@ -164,17 +172,15 @@ class AgentSession:
             await self._deliver(ids, logprobs)
         while isinstance(event := await self._events.get(), Call):
             try:
-                new = await asyncio.to_thread(self._extend, event)
+                new, keep = await asyncio.to_thread(self._extend, event)
             except CallError as error:
                 self._refuse(event, error)
-                if error.code == "branch":
-                    return self.close(End(failure=str(error)))
             except (RowError, UserError) as error:
                 self._refuse(event, CallError(400, str(error)))
             else:
                 self._pending = event
-                self._context += new
-                return Reply(new, False, self.episode, max_tokens=event.max_tokens, stop=event.stop)
+                limits = {"max_tokens": event.max_tokens, "stop": event.stop}
+                return Reply(new, False, self.episode, keep=keep, **limits)
         return self.close(event)
 
     def close(self, end: End) -> Reply:
@@ -185,7 +191,7 @@ class AgentSession:
             if isinstance(call, Call):
                 self._refuse(call, CallError(400, "this trajectory has ended", "trajectory_ended"))
         failure, reward = end.failure, end.reward if self.reward is None else self.reward
-        if not failure and not self._context:
+        if not failure and not self._branches:
             failure = "the program ended without a call"
         if not failure and reward is None and self.limits.needs_reward:
             failure = "the program posted no reward (--env.gateway.reward post)"
@@ -200,15 +206,13 @@ class AgentSession:
 
     async def _deliver(self, ids: list[int], logprobs: list[float]) -> None:
         """Answer the pending call, and add its turn to the conversation."""
-        call, renderer = self._pending, self.renderer
-        answer = await asyncio.to_thread(renderer.answer, call, self._context, ids, logprobs)
-        self._answer, self._pending, self._end = answer, None, renderer.end_of(ids)
-        self._context += ids
-        self._used += len(ids)
-        text = renderer.decode(ids[: len(ids) - bool(self._end)])
-        own = {"role": "assistant", "content": text}
-        self._known, self._read = [*call.messages, answer], [*self._read, own]
-        self._text = f"{call.prompt}{answer.content}"
+        call, branch, renderer = self._pending, self._present, self.renderer
+        answer = await asyncio.to_thread(renderer.answer, call, branch.context, ids, logprobs)
+        self._pending, self._used = None, self._used + len(ids)
+        branch.end, branch.stopped_by = renderer.end_of(ids), answer.stopped_by
+        own = {"role": "assistant", "content": renderer.decode(ids[: len(ids) - bool(branch.end)])}
+        branch.context, branch.read = [*branch.context, *ids], [*branch.read, own]
+        branch.known, branch.text = [*call.messages, answer], f"{call.prompt}{answer.content}"
         self.episode = dataclasses.replace(
             self.episode,
             turns=self.episode.turns + 1,
@@ -218,120 +222,117 @@ class AgentSession:
         if not call.answer.done():
             call.answer.set_result(answer)
 
-    def _extend(self, call: Call) -> list[int]:
-        """Return the ids that a call adds to the context, and set its limit of tokens.
+    def _extend(self, call: Call) -> tuple[list[int], int | None]:
+        """Return the ids that a call adds, and how many of the present context they follow; None = all.
+
+        Sets the call's limit of tokens.
 
         Raises:
-            CallError, RowError, UserError: the call is refused; with the code "branch" its trajectory, too.
+            CallError, RowError, UserError: the call is refused, and changes nothing.
         """
         if self.episode.turns >= self.limits.turns:
             raise CallError(400, f"the trajectory has had its {self.limits.turns} calls (--env.max_turns)")
         if call.messages and call.messages[-1]["role"] == "assistant":
             raise CallError(400, "the last message must not be the assistant's")
-        # The tokens it adds, and how many may follow.
         if isinstance(call.prompt, list) and (wrong := max(call.prompt)) >= self.renderer.vocab_size:
             raise CallError(400, f"token id {wrong} is outside the vocabulary")
-        if self._first is None:
-            new, read = self._opening(call)
-            room = self.limits.response_tokens
-        else:
-            new, read = self._following(call)
-            room = self.limits.response_tokens - self._used - len(new)
+        # What the policy reads, and how much of it it has read already.
+        continued = (self._continued(branch, call) for branch in reversed(self._branches))
+        branch, read, context = next(filter(None, continued), None) or self._begun(call)
+        keep, room = None, self.limits.response_tokens
+        new = context
+        if self._present is not None:
+            present = self._present.context
+            keep = _common(present, context[:-1])
+            new, room = context[keep:], room - self._used - len(context) + keep
+            keep = None if keep == len(present) else keep
         if room < 1:
-            raise CallError(
-                400,
-                f"the conversation exceeds the maximum context length: {self.limits.response_tokens} tokens "
-                "follow the first prompt at most (--max_response_tokens)",
-                "context_length_exceeded",
-            )
+            raise _too_long(f"{self.limits.response_tokens} tokens follow the first prompt at most")
         # It is accepted.
-        if self._first is None:
-            self._first = call
-        else:
+        if self._present is not None:
             self._used += len(new)
-            observed = read[len(self._read) :]
+            observed = read[len(branch.read) :]
             self.episode = dataclasses.replace(self.episode, messages=(*self.episode.messages, *observed))
-        self._read = read
+        if branch not in self._branches:
+            self._branches.append(branch)
+        branch.read, branch.context, self._present = read, context, branch
         call.max_tokens = min(call.max_tokens or room, room)
-        return new
+        return new, keep
 
-    def _example(self, call: Call) -> Example:
-        columns = {"tools": call.tools} if call.tools else {}
-        return Example(tuple(call.messages), None, columns=columns, where="the call")
-
-    def _opening(self, call: Call) -> tuple[list[int], list[Message]]:
-        """Return the prompt of the first call, and its messages."""
+    def _begun(self, call: Call) -> tuple[Branch, list[Message], list[int]]:
+        """Return a new conversation, its messages, and its prompt."""
         renderer, read = self.renderer, list[Message]()
         if call.messages:
-            example = self._example(call)
+            example = _example(call)
             ids = encode_prompt(renderer.tokenizer, example, renderer.chat).tolist()
             read = prompt_messages(example, renderer.chat) or list(call.messages)
         elif isinstance(call.prompt, list):
             ids = call.prompt
         else:
             ids = token_ids(renderer.tokenizer, call.prompt, "the prompt")
-        if not 0 < len(ids) <= self.limits.prompt_tokens:
-            raise CallError(
-                400,
-                f"the prompt has {len(ids)} tokens, and exceeds the maximum context length: it must have 1 "
-                f"to {self.limits.prompt_tokens} (--max_prompt_tokens)",
-                "context_length_exceeded",
-            )
-        return ids, read
+        if not ids:
+            raise CallError(400, "the prompt has no tokens")
+        if not self._branches and len(ids) > self.limits.prompt_tokens:
+            limit = self.limits.prompt_tokens
+            raise _too_long(f"the prompt has {len(ids)} tokens, of {limit} (--max_prompt_tokens)")
+        return Branch(call), read, ids
 
-    def _following(self, call: Call) -> tuple[list[int], list[Message]]:
-        """Return the ids after the newest turn, and all messages.
-
-        Raises:
-            CallError: code "branch": the call does not continue the conversation.
-        """
-        # The conversation so far must be its beginning.
-        if bool(call.messages) != bool(self._first.messages):
-            raise _branch("the call is of another API than the first one")
-        if not call.messages:
-            return self._prompt_rest(call.prompt), []
-        if call.tools != self._first.tools:
-            raise _branch("the call has other tools than the first one")
-        new = call.messages[len(self._known) :]
-        for place, known in enumerate(self._known):
-            if place >= len(call.messages) or not _is_same(known, call.messages[place]):
-                raise _branch(f"its message {place} is not the one of the conversation so far")
-        if not new or any(message["role"] == "assistant" for message in new):
-            raise _branch("no message of a user or tool alone follows the policy's turn")
+    def _continued(self, branch: Branch, call: Call) -> tuple[Branch, list[Message], list[int]] | None:
+        """Return the conversation, its messages and its context if the call continues it; else None."""
+        first, known = branch.first, branch.known
+        if not call.messages or not first.messages:
+            ids = None if call.messages or first.messages else self._rest_of_text(branch, call.prompt)
+            return None if ids is None else (branch, [], branch.context + ids)
+        # The conversation so far must be its beginning, and no turn of another policy may follow.
+        new = call.messages[len(known) :]
+        same = len(new) > 0 and all(map(_is_same, known, call.messages))
+        if call.tools != first.tools or not same or any(m["role"] == "assistant" for m in new):
+            return None
         # Render what follows.
-        read = [*self._read, *new]
+        read = [*branch.read, *new]
         try:
             ids = encode_observation(
                 self.renderer.tokenizer,
-                self._example(self._first),
+                _example(first),
                 read,
-                len(self._read) - 1,
+                len(branch.read) - 1,
                 config=self.renderer.chat,
-                end=self._end,
+                end=branch.end,
                 strict=not self.limits.keeps_history,
             )
         except RowError:
             raise
-        except UserError as error:
-            raise _branch(str(error)) from error
-        return ids, read
+        except UserError:  # the template rewrites earlier turns
+            return None
+        return branch, read, branch.context + ids
 
-    def _prompt_rest(self, prompt: str | list[int]) -> list[int]:
-        """Return the ids that a completions prompt adds to the context."""
+    def _rest_of_text(self, branch: Branch, prompt: str | list[int]) -> list[int] | None:
+        """Return the ids that a completions prompt adds to a context; None = it does not continue it."""
         if isinstance(prompt, list):
-            if prompt[: len(self._context)] != self._context or len(prompt) == len(self._context):
-                raise _branch("the prompt does not begin with the tokens of the conversation so far")
-            return prompt[len(self._context) :]
-        if not prompt.startswith(self._text) or prompt == self._text:
-            raise _branch("the prompt does not begin with the text of the conversation so far")
-        rest = prompt[len(self._text) :]
-        for written in (self._answer.stopped_by, self._end):  # the policy has read these tokens already
+            begins = prompt[: len(branch.context)] == branch.context
+            return prompt[len(branch.context) :] or None if begins else None
+        if not branch.text or not prompt.startswith(branch.text) or prompt == branch.text:
+            return None
+        rest = prompt[len(branch.text) :]
+        for written in (branch.stopped_by, branch.end):  # the policy has read these tokens already
             rest = rest.removeprefix(written)
-        return token_ids(self.renderer.tokenizer, rest, "the prompt", after=self._text)
+        return token_ids(self.renderer.tokenizer, rest, "the prompt", after=branch.text) or None
 
 
-def _branch(reason: str) -> CallError:
-    return CallError(400, f"the call does not continue its trajectory: {reason}", "branch")
+def _example(call: Call) -> Example:
+    columns = {"tools": call.tools} if call.tools else {}
+    return Example(tuple(call.messages), None, columns=columns, where="the call")
+
+
+def _too_long(reason: str) -> CallError:
+    text = f"the conversation exceeds the maximum context length: {reason}"
+    return CallError(400, text, "context_length_exceeded")
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Return the length of the common beginning."""
+    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def _is_same(known: Message | Answer, message: Message) -> bool:

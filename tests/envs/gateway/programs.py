@@ -50,9 +50,12 @@ def refused(row):
 
 
 def branches(row):
-    """A second conversation in the same trajectory."""
-    chat(row["messages"])
-    chat([{"role": "user", "content": "something else"}])
+    """A second conversation between two turns of the first, then the first call again."""
+    messages = list(row["messages"])
+    messages.append(chat(messages, max_tokens=5)["choices"][0]["message"])
+    chat([{"role": "user", "content": "else"}], max_tokens=5)
+    chat([*messages, {"role": "user", "content": "on"}], max_tokens=5)
+    chat(row["messages"], max_tokens=5)
 
 
 def no_call(row):

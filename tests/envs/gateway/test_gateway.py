@@ -18,6 +18,7 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
 from jaxrl_llm.envs.load import make_gateway
 from jaxrl_llm.experience.rollouts import generate_responses
+from jaxrl_llm.forks import contexts
 from jaxrl_llm.rollout.config import SamplingConfig
 
 HERE = Path(__file__).parent
@@ -78,6 +79,27 @@ def test_the_trainer_agrees_with_every_token_of_a_program(opened):
         assert first.response_ids.tolist() == second.response_ids.tolist()
 
 
+def test_conversations_beside_each_other_are_trained_on_as_the_policy_read_them(opened):
+    """The second one is not read by the first, whose own tokens stay as they were sampled."""
+    for t in run(opened("branches"), ["3+4="], 2):
+        assert t.episode.failure == "" and t.episode.turns == 4
+        tokens = np.concatenate([t.prompt_ids, t.response_ids])
+        found = contexts(len(tokens), t.forks)
+        first, second, again, last = (TOKENIZER.decode(tokens[c.read]) for c in found)
+        assert second.startswith("<|im_start|>user\nelse<|im_end|>\n<|im_start|>assistant\n")
+        prompt = TOKENIZER.decode(t.prompt_ids)
+        assert first.startswith(prompt) and last.startswith(prompt)
+        assert again.startswith(first) and "<|im_start|>user\non<|im_end|>" in again
+        for context in found:
+            read = tokens[context.read]
+            expected = expected_logprobs(read[:1], read[1:])[np.arange(len(read) - 1), read[1:]]
+            own = context.read[max(context.keep, 1) :] - len(t.prompt_ids)
+            new = own >= 0
+            expected = expected[max(context.keep, 1) - 1 :][new]
+            mask = t.mask[own[new]]
+            np.testing.assert_allclose(t.logprobs[own[new]], np.where(mask, expected, 0.0), atol=3e-5)
+
+
 def test_a_call_that_is_refused_changes_nothing(opened):
     for first, second in zip(run(opened("two_turns")), run(opened("refused")), strict=True):
         assert second.episode.failure == ""
@@ -87,7 +109,7 @@ def test_a_call_that_is_refused_changes_nothing(opened):
 @pytest.mark.parametrize(
     ("program", "settings", "reward", "failure"),
     [
-        ("no_call", {}, None, "the program ended without a call"),
+        ("no_call", {}, None, "the program ended without a call, with code 0"),
         ("crashes", {}, None, "the program ended with code 3: the reason"),
         ("right", {}, None, ""),
         ("right", {"reward": "exit"}, 1.0, ""),
@@ -96,7 +118,6 @@ def test_a_call_that_is_refused_changes_nothing(opened):
         ("right", {"reward": f"{HERE}/rewards.py:number_of_turns"}, 1.0, ""),
         ("right", {"reward": f"{HERE}/rewards.py:fails"}, None, "gateway.reward: ValueError: no reward"),
         ("greedy_of_memory", {"memory_mb": 1000}, None, "MemoryError"),
-        ("branches", {}, None, "the call does not continue its trajectory: its message 0"),
     ],
 )
 def test_how_a_program_ends(opened, *, program, settings, reward, failure):
