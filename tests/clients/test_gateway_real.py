@@ -1,7 +1,7 @@
 """Real clients of the gateway, each unmodified: a tool is called, and the conversation is one trajectory.
 
-The clients are in a separate environment (`scripts/clients.sh .venv-clients-agents`); without it the tests are
-skipped.
+The clients are in a separate environment (`scripts/clients.sh .venv-clients-agents`); without it the tests
+are skipped.
 """
 
 import json
