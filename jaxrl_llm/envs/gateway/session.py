@@ -47,7 +47,7 @@ class End:
 
 
 @dataclass(eq=False)
-class Branch:
+class ProgramChat:
     """One conversation of a program."""
 
     first: Call
@@ -137,8 +137,8 @@ class AgentSession:
         self._events: asyncio.Queue[Call | End] = asyncio.Queue()
         self._calls: dict[bytes, Call] = {}  # hash of the body -> its newest call
         self._pending: Call | None = None  # that the engine answers
-        self._branches: list[Branch] = []  # conversations; most programs have one
-        self._present: Branch | None = None  # that the policy has read last
+        self._branches: list[ProgramChat] = []  # conversations; most programs have one
+        self._present: ProgramChat | None = None  # that the policy has read last
         self._used = 0  # tokens of the response, observations included
 
     def submit(self, digest: bytes, repeats: bool, make: Callable[[], Call]) -> Call:
@@ -259,7 +259,7 @@ class AgentSession:
         call.max_tokens = min(call.max_tokens or room, room)
         return new, keep
 
-    def _begun(self, call: Call) -> tuple[Branch, list[Message], list[int]]:
+    def _begun(self, call: Call) -> tuple[ProgramChat, list[Message], list[int]]:
         """Return a new conversation, its messages, and its prompt."""
         renderer, read = self.renderer, list[Message]()
         if call.messages:
@@ -275,9 +275,11 @@ class AgentSession:
         if not self._branches and len(ids) > self.limits.prompt_tokens:
             limit = self.limits.prompt_tokens
             raise _too_long(f"the prompt has {len(ids)} tokens, of {limit} (--max_prompt_tokens)")
-        return Branch(call), read, ids
+        return ProgramChat(call), read, ids
 
-    def _continued(self, branch: Branch, call: Call) -> tuple[Branch, list[Message], list[int]] | None:
+    def _continued(
+        self, branch: ProgramChat, call: Call
+    ) -> tuple[ProgramChat, list[Message], list[int]] | None:
         """Return the conversation, its messages and its context if the call continues it; else None."""
         first, known = branch.first, branch.known
         if not call.messages or not first.messages:
@@ -306,7 +308,7 @@ class AgentSession:
             return None
         return branch, read, branch.context + ids
 
-    def _rest_of_text(self, branch: Branch, prompt: str | list[int]) -> list[int] | None:
+    def _rest_of_text(self, branch: ProgramChat, prompt: str | list[int]) -> list[int] | None:
         """Return the ids that a completions prompt adds to a context; None = it does not continue it."""
         if isinstance(prompt, list):
             begins = prompt[: len(branch.context)] == branch.context
