@@ -68,8 +68,7 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     for name, loader in run.loaders.items():
         counts = ", ".join(f"{what} {count:,}" for what, count in loader.stats().items())
         yield f"data for {name}: {counts}"
-    if run.env and run.env.line:
-        yield run.env.line
+    yield from run.env.lines if run.env else ()
     if date := config.data.chat.date:
         yield f"chat templates that write the date write {date} for the whole run (--data.chat.date)"
     yield from first_prompt_line(run)

@@ -21,7 +21,6 @@ from jaxrl_llm.data.template import ChatRenderer, end_tokens, read_options, toke
 from jaxrl_llm.errors import UserError
 
 OTHER_KEY = "(--data.train.0.response_key names another column)"
-PLACEHOLDER = "turn f3a94c of the policy"  # in no conversation
 Encoded = tuple[np.ndarray, np.ndarray]
 """ids int32 [.], mask int8 [.] with 1 = learned."""
 
@@ -53,71 +52,6 @@ def encode_conversation(tokenizer: Any, example: Example, config: ChatConfig) ->
         raise RowError(f"{example.where}: not a chat: the row needs messages")
     chat = ChatRenderer(tokenizer, messages, example, config)
     return np.asarray(chat.tokenize(chat.render_whole().text), np.int32)
-
-
-def encode_observation(
-    tokenizer: Any,
-    example: Example,
-    messages: list[Message],
-    turn: int,
-    *,
-    config: ChatConfig,
-    end: str,
-    strict: bool = True,
-) -> list[int]:
-    """Return the ids after a turn of the policy: the replies to it and the start of the next turn.
-
-    The template adds them after the turn, so earlier ids do not change.
-
-    Args:
-      messages: the conversation; messages[turn] is the policy's turn, and later messages are the observation.
-      end: the control token that ended the policy's turn; "" = none. The token that closes a turn is not
-          repeated; the token of the next role is included, unless the policy wrote it already.
-      strict: refuse a template that changes earlier turns. Otherwise the observation follows the turn as
-        the policy wrote it.
-
-    Raises:
-      UserError: the template changes earlier turns.
-    """
-    prompt = prompt_messages(example, config)
-    if prompt is None:
-        text = "".join(message["content"] for message in messages[turn + 1 :])
-        return token_ids(tokenizer, text, example.where, literal=True, after=messages[turn]["content"])
-    # Render with placeholders for the policy's turns, and take the text after the last one.
-    written = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant"]
-    thoughts = any("</think>" in messages[i]["content"] for i in written)
-    thinks = thoughts and not _closes_thought(ChatRenderer(tokenizer, prompt, example, config))
-    replaced = [_with_placeholder(m, thinks) if i in written else m for i, m in enumerate(messages)]
-    chat = ChatRenderer(tokenizer, replaced, example, config)
-    text = chat.render_whole(generation_prompt=True, first=turn + 1).text
-    before = chat.render(turn, generation_prompt=True) + replaced[turn]["content"]
-    if text.startswith(before):
-        rest = text[len(before) :]
-    elif PLACEHOLDER in text and not strict:
-        rest = text[text.rindex(PLACEHOLDER) + len(PLACEHOLDER) :]
-    else:
-        raise UserError(
-            "the chat template rewrites earlier turns once more follow, so the policy would not read its own "
-            "tokens. Give one that leaves them as they are (--data.chat.chat_template FILE), or keep their "
-            "tokens (--env.history keep)"
-        )
-    # Leave out an end token that the policy wrote already.
-    first = next((token for token in chat.controls if rest.startswith(token)), "") if end else ""
-    if first != end and not chat.render(turn + 1)[len(before) :].startswith(first):
-        first = ""  # it belongs to the next role, as GLM-4.5's <|observation|>
-    rest = rest[len(first) :]
-    return chat.tokenize(rest, text.removesuffix(rest))
-
-
-def _closes_thought(prompt: ChatRenderer) -> bool:
-    """Return whether the template writes an empty thought before the policy's turn, which then has none."""
-    return prompt.render(generation_prompt=True).rstrip().endswith("</think>")
-
-
-def _with_placeholder(message: Message, thinks: bool) -> Message:
-    """Replace the text of a policy's turn: its tokens exist already, and rendering might change them."""
-    thought = "<think>\nthought\n</think>\n\n" if thinks and "</think>" in message["content"] else ""
-    return {**message, "content": f"{thought}{PLACEHOLDER}"}
 
 
 def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> Encoded:

@@ -98,8 +98,9 @@ class EnvConfig:
     "mcp:COMMAND"."""
     format: Literal["auto", "hermes", "llama", "xml", "pythonic"] = "auto"
     """Format of tool calls; auto = the chat template's."""
-    history: Literal["strict", "keep"] = "strict"
-    """Chat templates that render earlier turns differently once more follow (some drop thoughts): refuse them
+    history: Literal["exact", "strict", "keep"] = "exact"
+    """Chat templates that render earlier turns differently once more follow (some drop thoughts): let the
+    policy read them so, and train each turn after the context that it had (exact), refuse such templates
     (strict), or keep the turns as generated and append the template's additions (keep)."""
     max_turns: Annotated[int, Range(1, 10_000, usual="8 is usual")] = 8
     """Largest number of turns of the policy."""

@@ -10,9 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.data.chat import chat_messages, encode_observation, prompt_messages
+from jaxrl_llm.data.chat import chat_messages, prompt_messages
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.observation import RewrittenHistory, encode_observation, rewritten_context
 from jaxrl_llm.data.rows import Example, without_reference
 from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.config import EnvConfig
@@ -34,6 +35,7 @@ class Conversation:
     messages: list[Message]
     state: Any
     episode: Episode
+    context: list[int]  # ids that the policy reads before its next turn, prompt included
 
 
 class EnvDialogue:
@@ -72,6 +74,7 @@ class EnvDialogue:
         self, p: int, g: int, conversation: Conversation | None, ids: list[int], *, start: int
     ) -> Reply:
         prompt = self.prompts[p]
+        context = conversation.context if conversation else prompt.ids.tolist()
         end = self._decode(ids[-1:]) if ids[-1] in self._controls else ""
         # The policy's text; the environment's state is made on the first turn.
         text = self._decode(ids[start : len(ids) - bool(end)])
@@ -81,10 +84,10 @@ class EnvDialogue:
                     seed = ((self.seed * 1_000_003 + p) * 1_000_003 + g) & 0x7FFFFFFF
                     messages = prompt_messages(prompt.example, self.chat) or _plain(prompt)
                     state = await self.env.reset(prompt.example, seed)
-                    conversation = Conversation(messages, state, Episode())
+                    conversation = Conversation(messages, state, Episode(), context)
                 messages = [*conversation.messages, {"role": "assistant", "content": text}]
                 number = conversation.episode.turns + 1
-                read = functools.partial(self._decode, [*prompt.ids.tolist(), *ids[:start]])
+                read = functools.partial(self._decode, context)
                 turn = Turn(text, messages, number, number >= self.config.max_turns, read=read)
                 step = check_step(await self.env.step(conversation.state, turn))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
@@ -98,12 +101,15 @@ class EnvDialogue:
         if step.done or turn.last:
             episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1]))
             return Reply([], True, episode)
-        return self._observe(prompt, messages, conversation.state, step, episode=episode, end=end)
+        said = Conversation(messages, conversation.state, episode, [*context, *ids[start:]])
+        return self._observe(prompt, said, step, end=end)
 
-    def _observe(
-        self, prompt: Prompt, messages: list[Message], state: Any, step: Step, *, episode: Episode, end: str
-    ) -> Reply:
+    def _observe(self, prompt: Prompt, said: Conversation, step: Step, *, end: str) -> Reply:
         """Return the step's observation and the start of the next turn as token ids.
+
+        Args:
+            said: the conversation up to and with the policy's turn.
+            end: the control token that ended the turn; "" = none.
 
         Raises:
             DialogueError: the chat template cannot add to the conversation.
@@ -111,27 +117,34 @@ class EnvDialogue:
         # The messages of the observation, cut to their length.
         new = observed_messages(step)
         new = [self._cut(message, len(new)) for message in new]
-        episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1], *new))
-        conversation = Conversation([*messages, *new], state, episode)
+        turn = said.messages[-1]
+        episode = dataclasses.replace(said.episode, messages=(*said.episode.messages, turn, *new))
+        messages, keep = [*said.messages, *new], len(said.context)
+        # Their ids, and what the policy still reads of the conversation so far.
         if step.raw:
-            ids = token_ids(
-                self.tokenizer, new[0]["content"], "an observation", after=messages[-1]["content"]
-            )
-            return Reply(ids, False, episode, conversation)
-        strict, known = self.config.history == "strict", len(messages) - 1
+            ids = token_ids(self.tokenizer, new[0]["content"], "an observation", after=turn["content"])
+        else:
+            try:
+                ids, keep = self._encode(
+                    prompt.example, messages, len(said.messages) - 1, said.context, end=end
+                )
+            except ValueError as error:
+                raise DialogueError(str(error)) from error
+        conversation = Conversation(messages, said.state, episode, [*said.context[:keep], *ids])
+        return Reply(ids, False, episode, conversation, keep=keep)
+
+    def _encode(
+        self, example: Example, messages: list[Message], turn: int, context: list[int], *, end: str
+    ) -> tuple[list[int], int]:
+        """Return (ids after the turn, tokens of the context that they follow)."""
+        about, history = (self.tokenizer, example, messages, turn), self.config.history
         try:
-            ids = encode_observation(
-                self.tokenizer,
-                prompt.example,
-                conversation.messages,
-                known,
-                config=self.chat,
-                end=end,
-                strict=strict,
-            )
-        except ValueError as error:
-            raise DialogueError(str(error)) from error
-        return Reply(ids, False, episode, conversation)
+            ids = encode_observation(*about, config=self.chat, end=end, strict=history != "keep")
+        except RewrittenHistory:
+            if history == "strict":
+                raise
+            return rewritten_context(*about, config=self.chat, context=context)
+        return ids, len(context)
 
     def _cut(self, message: Message, count: int) -> Message:
         """Return the message cut to its share of `max_observation_tokens`; a note tells the policy."""
@@ -154,28 +167,37 @@ class EnvDialogue:
 
 
 def check_template(
-    tokenizer: Any, chat: ChatConfig, role: str, columns: dict[str, Any], *, strict: bool, rounds: int = 2
-) -> None:
+    tokenizer: Any, chat: ChatConfig, role: str, columns: dict[str, Any], *, history: str, rounds: int = 2
+) -> bool:
     """Refuse a chat template that cannot render the turns after the first one, with or without thoughts.
 
     Args:
+        history: `EnvConfig.history`.
         rounds: observations that a conversation may have; more than 2 are as 2.
 
+    Returns: whether it rewrites earlier turns; known unless they are kept.
+
     Raises:
-        UserError: the template refuses the role of observations, or rewrites earlier turns.
+        UserError: the template refuses the role of observations, or a rewritten history is refused.
     """
     example = Example(({"role": "user", "content": "question"},), None, columns=columns)
     if chat_messages(example, chat) is None:
-        return
+        return False
+    strict, rewrites = {"strict": history != "keep"}, False
     for content in ("turn", "<think>\nthought\n</think>\n\nturn"):
         messages = prompt_messages(example, chat)
         for _ in range(min(rounds, 2)):
             turn = [{"role": "assistant", "content": content}, {"role": role, "content": "answer"}]
             messages = [*messages, *turn]
-            known = len(messages) - 2
-            encode_observation(
-                tokenizer, example, messages, known, config=chat, end=tokenizer.eos_token, strict=strict
-            )
+            about = tokenizer, example, messages, len(messages) - 2
+            try:
+                encode_observation(*about, config=chat, end=tokenizer.eos_token, **strict)
+            except RewrittenHistory:
+                if history == "strict":
+                    raise
+                rewritten_context(*about, config=chat, context=())
+                rewrites = True
+    return rewrites
 
 
 def check_step(step: Any) -> Step:

@@ -107,6 +107,10 @@ def _written_call(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
     return called.render(len(asked), generation_prompt=True), turn
 
 
+REWRITES = (
+    "the chat template rewrites earlier turns: each turn is trained after the context that it had "
+    "(--env.history exact), and what is read again counts towards --max_response_tokens"
+)
 SEARCH = 'an MCP server now: --env.tools "mcp:python examples/search_server.py CORPUS" (docs/agents_tools.md)'
 
 
@@ -138,8 +142,8 @@ class Conversations:
     chat: ChatConfig
     columns: dict[str, Any] = field(default_factory=dict)
     """Columns that every row gets: the tools, for the chat template to show."""
-    line: str = ""
-    """A line on the format of tool calls, for the start of a run; "" without tools."""
+    lines: Sequence[str] = ()
+    """Lines on the format of tool calls and on rewritten histories, for the start of a run."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self):
@@ -199,18 +203,20 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
     """
     if not config.active:
         return None
-    columns, line = {}, ""
+    columns, lines = {}, []
     if config.tools:
         tools = make_tools(config.tools, config.toolbox)
         columns["tools"] = [{"type": "function", "function": tool.schema} for tool in tools.values()]
         format, line = _format(config, tokenizer, chat)
+        lines.append(line)
         env: Env = ToolEnv(tools, format, config.tool_timeout, config.max_calls)
     else:
         env = load_env(config.name)
     if role := getattr(env, "role", "user"):
-        strict, rounds = config.history == "strict", config.max_turns - 1
-        check_template(tokenizer, chat, role, columns, strict=strict, rounds=rounds)
-    return Conversations(env, config, tokenizer, chat, columns=columns, line=line)
+        settings = {"history": config.history, "rounds": config.max_turns - 1}
+        if check_template(tokenizer, chat, role, columns, **settings):
+            lines.append(REWRITES)
+    return Conversations(env, config, tokenizer, chat, columns=columns, lines=lines)
 
 
 def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:

@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.data.chat import (
     encode_conversation,
-    encode_observation,
     encode_prompt,
     encode_supervised,
     plain_text_warning,
 )
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
+from jaxrl_llm.data.observation import encode_observation
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.prompt_rows import read_prompt_row
 from jaxrl_llm.data.rows import Example, RowError

@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl_llm.data.chat import encode_observation, encode_prompt, encode_supervised
+from jaxrl_llm.data.chat import encode_prompt, encode_supervised
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
+from jaxrl_llm.data.observation import encode_observation
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import RowError
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer

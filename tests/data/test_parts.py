@@ -5,8 +5,9 @@ import logging
 
 import pytest
 
-from jaxrl_llm.data.chat import encode_conversation, encode_observation, encode_prompt, encode_supervised
+from jaxrl_llm.data.chat import encode_conversation, encode_prompt, encode_supervised
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
+from jaxrl_llm.data.observation import encode_observation
 from jaxrl_llm.data.parts import find_parts, mark_parts
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import RowError

@@ -118,9 +118,12 @@ def test_without_a_template_the_reference_answer_of_a_chat_is_no_part_of_the_con
 def test_a_template_that_rewrites_earlier_turns_is_an_error_where_it_matters(say, tmp_path):
     (tmp_path / "chat.jinja").write_text(REWRITES)
     chat = ChatConfig(chat_template=str(tmp_path / "chat.jinja"))
-    say(Says(Step("go")), "40<|im_end|>", chat=chat)
+    say(Says(Step("go")), "40<|im_end|>", chat=chat, history="strict")
     with pytest.raises(DialogueError, match=r"template rewrites earlier turns.*--data.chat.chat_template"):
-        say(Says(Step("go")), "<think>hm</think>40<|im_end|>", chat=chat)
+        say(Says(Step("go")), "<think>hm</think>40<|im_end|>", chat=chat, history="strict")
+    (reply,) = say(Says(Step("go")), "<think>hm</think>40<|im_end|>", chat=chat)
+    said = "k>40<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    assert texts([reply]) == [said] and reply.keep == len(encode_prompt(TOKENIZER, QUESTION, CHAT))
 
 
 def test_turns_may_be_kept_as_they_were_written_whatever_the_template_makes_of_them(say, tmp_path):
@@ -131,7 +134,7 @@ def test_turns_may_be_kept_as_they_were_written_whatever_the_template_makes_of_t
     chat = ChatConfig(chat_template=str(tmp_path / "chat.jinja"))
     turns = "<think>hm</think>40<|im_end|>", "<think>so</think>41<|im_end|>"
     with pytest.raises(DialogueError, match=r"--env.history keep"):
-        say(Says(Step("go"), Step("on")), *turns, chat=chat)
+        say(Says(Step("go"), Step("on")), *turns, chat=chat, history="strict")
     said = texts(say(Says(Step("go"), Step("on")), *turns, chat=chat, history="keep"))
     follows = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     assert said == [follows.format("go"), follows.format("on")]
@@ -156,20 +159,29 @@ DROPS = """{%- set ns = namespace(last=0) %}{%- for m in messages %}
 
 
 def checked(template, **settings):
-    """Return the conversations of a game under a template."""
+    """Return the lines on the conversations of a game under a template."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    make_conversations(EnvConfig(**settings), tokenizer, CHAT).__exit__()
+    with make_conversations(EnvConfig(**settings), tokenizer, CHAT) as made:
+        return made.lines
 
 
 def test_a_template_that_drops_thoughts_is_refused_before_the_run():
     """Not at the first thought, hours later."""
     drops, calls = DROPS.replace("START", "''"), {"tools": ("calculator",), "format": "hermes"}
     with pytest.raises(UserError, match=r"template rewrites earlier turns.*--env.history keep"):
-        checked(drops, name="guess")
+        checked(drops, name="guess", history="strict")
     checked(drops, name="guess", history="keep")
-    checked(drops, name="guess", max_turns=1)  # no observation follows
-    checked(drops, **calls)  # thoughts before results of tools stay
+    checked(drops, name="guess", history="strict", max_turns=1)  # no observation follows
+    checked(drops, **calls, history="strict")  # thoughts before results of tools stay
+
+
+def test_a_run_says_that_the_template_rewrites_earlier_turns():
+    drops = DROPS.replace("START", "''")
+    assert [line.partition(":")[0] for line in checked(drops, name="guess")] == [
+        "the chat template rewrites earlier turns"
+    ]
+    assert not checked(TEMPLATE, name="guess") and not checked(drops, name="guess", history="keep")
 
 
 def test_a_template_that_cannot_render_the_third_turn_is_refused_before_the_run():
