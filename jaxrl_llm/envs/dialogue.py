@@ -101,14 +101,14 @@ class EnvDialogue:
         if step.done or turn.last:
             episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1]))
             return Reply([], True, episode)
-        said = Conversation(messages, conversation.state, episode, [*context, *ids[start:]])
-        return self._observe(prompt, said, step, end=end)
+        talk = Conversation(messages, conversation.state, episode, [*context, *ids[start:]])
+        return self._observe(prompt, talk, step, end=end)
 
-    def _observe(self, prompt: Prompt, said: Conversation, step: Step, *, end: str) -> Reply:
+    def _observe(self, prompt: Prompt, talk: Conversation, step: Step, *, end: str) -> Reply:
         """Return the step's observation and the start of the next turn as token ids.
 
         Args:
-            said: the conversation up to and with the policy's turn.
+            talk: the conversation up to and with the policy's turn.
             end: the control token that ended the turn; "" = none.
 
         Raises:
@@ -117,20 +117,20 @@ class EnvDialogue:
         # The messages of the observation, cut to their length.
         new = observed_messages(step)
         new = [self._cut(message, len(new)) for message in new]
-        turn = said.messages[-1]
-        episode = dataclasses.replace(said.episode, messages=(*said.episode.messages, turn, *new))
-        messages, keep = [*said.messages, *new], len(said.context)
+        turn = talk.messages[-1]
+        episode = dataclasses.replace(talk.episode, messages=(*talk.episode.messages, turn, *new))
+        messages, keep = [*talk.messages, *new], len(talk.context)
         # Their ids, and what the policy still reads of the conversation so far.
         if step.raw:
             ids = token_ids(self.tokenizer, new[0]["content"], "an observation", after=turn["content"])
         else:
             try:
                 ids, keep = self._encode(
-                    prompt.example, messages, len(said.messages) - 1, said.context, end=end
+                    prompt.example, messages, len(talk.messages) - 1, talk.context, end=end
                 )
             except ValueError as error:
                 raise DialogueError(str(error)) from error
-        conversation = Conversation(messages, said.state, episode, [*said.context[:keep], *ids])
+        conversation = Conversation(messages, talk.state, episode, [*talk.context[:keep], *ids])
         return Reply(ids, False, episode, conversation, keep=keep)
 
     def _encode(
