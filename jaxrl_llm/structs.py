@@ -96,7 +96,7 @@ class Trajectory:
     greedy_process: float = 0.0  # `process_reward` of that response
     routes: np.ndarray | None = None  # uint8 or uint16 [tokens, L, K] of all tokens, `router.route_spec`
     kept: np.ndarray | None = None  # int32 [R', K], ids that filters kept at the policy's tokens, -1 = none
-    forks: tuple[Fork, ...] = ()  # rewrites of the history; `forks.contexts` gives what each turn read
+    forks: tuple[Fork, ...] = ()  # rewrites of the history; `forks.contexts` gives the context of each turn
 
     @property
     def num_tokens(self) -> int:

@@ -30,7 +30,7 @@ def rewritten_context(
     config: ChatConfig,
     context: Sequence[int],
 ) -> tuple[list[int], int]:
-    """Return what the policy reads after a turn if the template renders the conversation again, as it does
+    """Return the context after a turn if the template renders the conversation again, as it does
     outside training: (ids that follow the kept tokens of the context, number of kept tokens).
 
     Args:

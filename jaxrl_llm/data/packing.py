@@ -135,7 +135,7 @@ def unpack(
 class Branch(NamedTuple):
     """One context of a sequence: the whole of it, unless it has forks (`forks.contexts`)."""
 
-    item: PackItem  # what the context reads, in order; trained on are tokens that no context before has
+    item: PackItem  # the context's tokens, in order; trained on are tokens that no context before has
     index: int  # of the sequence
     keep: int  # leading tokens that the branch before has
     first: int  # number in the sequence of the token that follows them

@@ -109,7 +109,7 @@ def _written_call(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
 
 REWRITES = (
     "the chat template rewrites earlier turns: each turn is trained after the context that it had "
-    "(--env.history exact), and what is read again counts towards --max_response_tokens"
+    "(--env.history exact), and turns that are read again count towards --max_response_tokens"
 )
 SEARCH = 'an MCP server now: --env.tools "mcp:python examples/search_server.py CORPUS" (docs/agents_tools.md)'
 

@@ -155,7 +155,7 @@ class Reply(NamedTuple):
     episode: Episode
     conversation: Any = None  # so far, for the next reply; None = as before
     keep: int | None = None
-    """Tokens of the present context (what the policy read before the turn, prompt included, and the turn)
+    """Tokens of the present context (prompt, earlier turns and observations, and the turn)
     that the next turn still reads; `ids` follow them. None = all. Fewer = the history is rewritten, and `ids`
     begin with earlier turns as the policy reads them from now on. They are observations, which count towards
     `max_tokens`; each turn is trained on after the context that it was sampled in."""
