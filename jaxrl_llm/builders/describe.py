@@ -68,7 +68,8 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     for name, loader in run.loaders.items():
         counts = ", ".join(f"{what} {count:,}" for what, count in loader.stats().items())
         yield f"data for {name}: {counts}"
-    yield from run.env.lines if run.env else ()
+    if run.env and run.env.line:
+        yield run.env.line
     if date := config.data.chat.date:
         yield f"chat templates that write the date write {date} for the whole run (--data.chat.date)"
     yield from first_prompt_line(run)

@@ -142,8 +142,8 @@ class Conversations:
     chat: ChatConfig
     columns: dict[str, Any] = field(default_factory=dict)
     """Columns that every row gets: the tools, for the chat template to show."""
-    lines: Sequence[str] = ()
-    """Lines on the format of tool calls and on rewritten histories, for the start of a run."""
+    line: str = ""
+    """Lines on the format of tool calls and on rewritten histories, for the start of a run; "" = none."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self):
@@ -216,7 +216,7 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
         settings = {"history": config.history, "rounds": config.max_turns - 1}
         if check_template(tokenizer, chat, role, columns, **settings):
             lines.append(REWRITES)
-    return Conversations(env, config, tokenizer, chat, columns=columns, lines=lines)
+    return Conversations(env, config, tokenizer, chat, columns=columns, line="\n".join(lines))
 
 
 def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:

@@ -101,7 +101,7 @@ def test_a_run_says_which_format_it_reads(tokenizer):
         tokenizer.chat_template = template(call, prompt)
         config = EnvConfig(tools=("calculator",), **settings)
         with make_conversations(config, tokenizer, ChatConfig()) as made:
-            return made.lines[0]
+            return made.line
 
     hermes = 'tool calls are read as hermes, such as \'<tool_call>\\n{"name": "weather", '
     assert line(HERMES).startswith(hermes) and line(HERMES).endswith("</tool_call>'")

@@ -163,7 +163,7 @@ def checked(template, **settings):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     with make_conversations(EnvConfig(**settings), tokenizer, CHAT) as made:
-        return made.lines
+        return made.line
 
 
 def test_a_template_that_drops_thoughts_is_refused_before_the_run():
@@ -178,9 +178,7 @@ def test_a_template_that_drops_thoughts_is_refused_before_the_run():
 
 def test_a_run_says_that_the_template_rewrites_earlier_turns():
     drops = DROPS.replace("START", "''")
-    assert [line.partition(":")[0] for line in checked(drops, name="guess")] == [
-        "the chat template rewrites earlier turns"
-    ]
+    assert checked(drops, name="guess").startswith("the chat template rewrites earlier turns: each turn")
     assert not checked(TEMPLATE, name="guess") and not checked(drops, name="guess", history="keep")
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl_llm.data.chat import encode_observation, encode_prompt, prompt_messages
+from jaxrl_llm.data.chat import encode_prompt, prompt_messages
 from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.observation import encode_observation
 from jaxrl_llm.data.rows import Example, Message, RowError
 from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.calls import check_arguments, parse_calls
