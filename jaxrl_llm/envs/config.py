@@ -78,12 +78,12 @@ class GatewayConfig:
         except ValueError as error:
             yield "command", f"is {self.command!r}: {error}. Write it as for a shell."
         else:
-            if words and not shutil.which(words[0]):
-                yield "command", f"is {self.command!r}: there is no program {words[0]}."
+            if self.command and not shutil.which("".join(words[:1])):
+                yield "command", f"is {self.command!r}: there is no program {''.join(words[:1])}."
         if self.reward not in ("verifier", "exit", "post") and ".py:" not in self.reward:
             yield "reward", f"is {self.reward!r}: it must be verifier, exit, post, or FILE.py:NAME."
-        if self.reward == "exit" and not self.command:
-            yield "reward", "is exit: programs elsewhere have no exit code here. They post a reward."
+        if self.reward not in ("verifier", "post") and not self.command:
+            yield "reward", f"is {self.reward}: programs elsewhere do not end here. They post a reward."
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,9 @@ class Gateway:
         self._tasks: dict[str, asyncio.Task] = {}  # of programs, by trajectory
         self._waiting: list[AgentSession] = []  # for programs elsewhere
         self._slots = asyncio.Semaphore(config.gateway.copies or slots)
+        self.line, self._thread = "", None
+        if jax.process_index() != 0:  # replies come from process 0
+            return
         # The server, in a thread.
         settings, run_key = config.gateway, os.environ.get(RUN_KEY, "")
         if not settings.command and not run_key:
@@ -110,7 +113,9 @@ class Gateway:
                 "--env.gateway.port without a command: programs elsewhere need a key to connect. Set "
                 f"{RUN_KEY} in the environment of the run and of the programs, or --env.gateway.command"
             )
-        self.server = GatewayServer(max_prompt_tokens + max_response_tokens, self._claim, run_key)
+        self.server = GatewayServer(
+            max_prompt_tokens + max_response_tokens, self._claim, "" if settings.command else run_key
+        )
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True)
         self._thread.start()
@@ -233,6 +238,8 @@ class Gateway:
             await self.server.stop()
             self.loop.stop()
 
+        if not self._thread:
+            return
         if self._programs:
             self._programs.close()
         asyncio.run_coroutine_threadsafe(stop(), self.loop)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)  # names of variables
 MAX_SHOWN = 2000  # characters of a program's output that a failure shows
+POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0  # that the system may take to end a killed program
 LIMITED = 'ulimit -v "$1" && shift && exec "$@"'
 WATCHDOG = """
@@ -75,19 +76,22 @@ class ProgramRunner:
             start_new_session=True,
         )
         self._tell(f"+{process.pid}")
-        # Give it the row, and read what it prints.
+        # Give it the row, and meanwhile read what it prints: it may print before it reads.
+        tail = bytearray()
+        writing = asyncio.create_task(_write(process.stdin, json.dumps(row, default=str).encode()))
+        reading = asyncio.create_task(_read_tail(process.stdout, tail))
         try:
-            with contextlib.suppress(ConnectionError):  # it does not read
-                process.stdin.write(json.dumps(row, default=str).encode())
-                await process.stdin.drain()
-            process.stdin.close()
-            tail = b""
-            while chunk := await process.stdout.read(1 << 16):
-                tail = (tail + chunk)[-MAX_SHOWN:]
-            return Finished(await process.wait(), tail.decode(errors="replace").strip())
+            # Its end counts, not that of its output, which children may hold open.
+            while process.returncode is None and not reading.done():
+                await asyncio.wait({reading}, timeout=POLL_SECONDS)
+            code = await process.wait()
+            _kill_group(process.pid)
+            await asyncio.wait({reading}, timeout=1.0)
+            return Finished(code, tail.decode(errors="replace").strip())
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            writing.cancel()
+            reading.cancel()
+            _kill_group(process.pid)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KILL_SECONDS):
                     await process.wait()
@@ -102,3 +106,22 @@ class ProgramRunner:
     def _tell(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed: it has killed all
             print(line, file=self._watchdog.stdin, flush=True)
+
+
+async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # it does not read
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
+async def _read_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
+    """Read to the end, and keep the last bytes in `tail`."""
+    while chunk := await stream.read(1 << 16):
+        tail += chunk
+        del tail[:-MAX_SHOWN]
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

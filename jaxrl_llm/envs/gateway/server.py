@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -35,8 +34,8 @@ class GatewayServer:
 
     Args:
         max_tokens: of prompt and response, for programs that ask.
-        claim: returns a trajectory to a program elsewhere, or None; not called without `run_key`.
-        run_key: of programs elsewhere.
+        claim: returns a trajectory to a program elsewhere, or None.
+        run_key: of programs elsewhere, which alone may claim trajectories and end them; "" = there are none.
     """
 
     def __init__(
@@ -65,9 +64,11 @@ class GatewayServer:
                 app.router.add_post(prefix + path, self._generator(path, protocol))
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}/reward", self._reward)
-            app.router.add_post(f"{prefix}/done", self._done)
+            if self.run_key:
+                app.router.add_post(f"{prefix}/done", self._done)
         app.router.add_get("/health", self._health)
-        app.router.add_post("/trajectories", self._claim)
+        if self.run_key:
+            app.router.add_post("/trajectories", self._claim)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -138,7 +139,7 @@ class GatewayServer:
         session = self._session(request)
         value = _json(await request.read()).get("reward")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or abs(value) > MAX_REWARD:
+        if not is_number or not abs(value) <= MAX_REWARD:  # NaN is refused, too
             raise CallError(400, f"reward must be a number within +-{MAX_REWARD:g}")
         session.reward = float(value)
         return web.json_response({"reward": session.reward})
@@ -152,11 +153,13 @@ class GatewayServer:
 
     async def _claim(self, request: web.Request) -> web.Response:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not self.run_key or not hmac.compare_digest(given.encode(errors="replace"), self.run_key.encode()):
+        if not hmac.compare_digest(given.encode(errors="replace"), self.run_key.encode()):
             raise CallError(401, "the key of the run is required: Authorization: Bearer KEY")
         if (session := self.claim()) is None:
             raise CallError(429, "no trajectory waits for a program now")
-        base = f"{self.address}/t/{session.id}"
+        # The address that the program has used: the gateway may listen at 0.0.0.0, or have a proxy in front.
+        scheme = request.headers.get("X-Forwarded-Proto", request.scheme)
+        base = f"{scheme}://{request.host}/t/{session.id}"
         reply = {"id": session.id, "base_url": f"{base}/v1", "api_key": session.key, "row": session.row}
         return web.Response(text=json.dumps(reply, default=str), content_type="application/json")
 

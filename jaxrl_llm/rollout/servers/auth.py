@@ -39,16 +39,17 @@ def address_problem(url: str, engine: str = "sglang") -> str:
     Args:
         engine: kind of the server, "sglang" or "vllm".
     """
+    is_plain = url.lower().startswith("http:")
     if not (host := host_of(url)):
         return f"{mask_text(repr(url))} is no address; write http://host:port."
     if holds_login(url) or "?" in url or "#" in url:
         return f"the address of {host} holds a password or a parameter: set {API_KEY} instead."
-    if engine == "vllm" and url.startswith("http:") and not is_private(host):
+    if engine == "vllm" and is_plain and not is_private(host):
         return (
             f"{url} is plain http to another host, and vLLM's routes for weights take no key. Use the IP "
             "address of a private network, a tunnel to 127.0.0.1, or https with a proxy that demands the key."
         )
-    if engine != "vllm" and url.startswith("http:") and not is_loopback(host) and not server_keys():
+    if engine != "vllm" and is_plain and not is_loopback(host) and not server_keys():
         return (
             f"{url} is plain http to another host, and there is no key: anyone who reaches it can change its "
             f"weights. Start it with --api-key and set {API_KEY} (and {ADMIN_KEY}) to it here, or use https."

@@ -88,10 +88,26 @@ def sleeps(row):
     time.sleep(1000)
 
 
+def leaves_a_child(row):
+    """Ends, while a child holds its output open."""
+    chat(row["messages"])
+    if not os.fork():
+        time.sleep(1000)
+
+
+def prints_first():
+    """Prints more than a pipe holds before it reads its row."""
+    print("x" * 1_000_000, flush=True)
+    right(json.load(sys.stdin))
+
+
 def greedy_of_memory(row):
     chat(row["messages"])
     bytearray(1 << 31)
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](json.load(sys.stdin))
+    if sys.argv[1] == "prints_first":
+        prints_first()
+    else:
+        globals()[sys.argv[1]](json.load(sys.stdin))

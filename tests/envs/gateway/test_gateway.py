@@ -133,6 +133,12 @@ def test_a_program_that_does_not_end_is_killed_with_its_children(opened, tmp_pat
     assert_gone((tmp_path / "pids").read_text().split())
 
 
+@pytest.mark.parametrize("program", ["leaves_a_child", "prints_first"])
+def test_a_program_ends_with_itself_and_may_print_before_it_reads(opened, program):
+    (t,) = run(opened(program, seconds=8.0), ["?"], 1, long="y" * 1_000_000)
+    assert (t.episode.failure, t.episode.turns) == ("", 1)
+
+
 def assert_gone(pids):
     deadline = time.monotonic() + 10
     while any(is_alive(int(pid)) for pid in pids):

@@ -1,7 +1,8 @@
 """The four protocols of the gateway, its keys, and calls that clients repeat."""
 
+import jax
 import pytest
-from scripted import END, RUN, TOKENIZER, Program, ScriptedEngine, events_of, open_gateway
+from scripted import END, ROW, RUN, TOKENIZER, Program, ScriptedEngine, events_of, open_gateway
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}
@@ -195,6 +196,31 @@ def test_what_cannot_be_answered_is_refused_and_not_repeated(gateway, path, body
     program.call("/chat/completions", messages=[HI])
     program.done()
     assert engine.result()[0].failure == ""
+
+
+def test_a_reward_must_be_a_number_in_range(gateway):
+    engine, program = ScriptedEngine(gateway, f"one{END}"), Program(gateway)
+    for value in (10**400, float("nan"), 1e7, True, "1"):
+        assert program.send(program.base.removesuffix("/v1") + "/reward", {"reward": value})[0] == 400
+    program.call("/chat/completions", messages=[HI])
+    program.done()
+    assert engine.result()[0].reward == 1.0
+
+
+def test_a_gateway_open_to_the_network_names_the_address_that_the_program_has_used(monkeypatch):
+    with open_gateway(monkeypatch, host="0.0.0.0") as opened:
+        opened.server.address = opened.server.address.replace("0.0.0.0", "localhost")
+        engine, program = ScriptedEngine(opened, f"one{END}"), Program(opened)
+        assert program.base.startswith(f"{opened.server.address}/t/")
+        program.done()
+        engine.result()
+
+
+def test_process_0_alone_has_the_server(gateway, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    port = int(gateway.server.address.rpartition(":")[2])
+    with open_gateway(monkeypatch, port=port) as other:
+        assert other.line == "" and other.request(ROW, 0, 1, 5).opens
 
 
 def test_models_and_health(gateway):

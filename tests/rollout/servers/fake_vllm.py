@@ -37,7 +37,8 @@ class FakeVLLM:
         plugin: it has our plugin. held: the checkpoint's tensors. dead: its engine has ended.
         max_model_len: a request beyond it is cut without a word. ignored: sampling keys it did not know.
         breaks_update: the next update fails. calls: (route, query, body) of everything but generation.
-        seen: bodies of generation. held_back: tokens after which a response waits for an abort; 0 = never.
+        drops: end of the names of tensors that a load leaves out. seen: bodies of generation.
+        held_back: tokens after which a response waits for an abort; 0 = never.
     """
 
     def __init__(self, config, plugin=True):
@@ -55,7 +56,7 @@ class FakeVLLM:
         self.model.restart()
         self.held, self.label, self.collected = {}, "default", {}
         self.active = self.dead = self.paused = self.breaks_update = False
-        self.aborts, self.held_back, self.waiting = 0, 0, 0
+        self.aborts, self.held_back, self.waiting, self.drops = 0, 0, 0, None
         self.logprobs_mode = "processed_logprobs"
         self.calls, self.seen, self.ignored = [], [], set()
 
@@ -240,7 +241,8 @@ class FakeVLLM:
 
     def _load(self, tensors):
         """Keep tensors that are not sent: a part of a fused layer, or the head of a tied model."""
-        self.held |= tensors
+        lost = {name for name in tensors if self.drops and name.endswith(self.drops)}
+        self.held |= {name: tensor for name, tensor in tensors.items() if name not in lost}
         if HEAD not in self.held:  # of a start without weights
             self.held[HEAD] = self.held["model.embed_tokens.weight"][::-1].copy()
         names = {tensor.name for tensor in hf_tensors(self.config)}

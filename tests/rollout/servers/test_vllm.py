@@ -104,6 +104,16 @@ def test_a_server_that_failed_an_update_is_used_once_it_has_the_weights_and_a_pr
     assert engine.publish(weights(3, TIED), 3)["servers/usable"] == 2
 
 
+def test_the_probe_finds_a_fused_layer_of_which_a_part_arrived(make, both):
+    """vLLM fuses q, k and v: without k it keeps the old k beside the new q and v, and answers 200."""
+    engine = make("http")
+    engine.publish(weights(1, TIED), 1)
+    both[1].drops = "0.self_attn.k_proj.weight"
+    assert engine.publish(weights(2, TIED), 2)["servers/usable"] == 1
+    assert both[1].label == both[0].label and "differ from the trainer's" in engine.pool.describe()
+    assert {t.server for t in engine.generate(requests(), GREEDY, KEY)} == {both[0].url}
+
+
 def test_an_engine_that_an_update_ended_is_left_out(make, both):
     for server in both:
         server.plugin = False
@@ -259,6 +269,7 @@ def test_a_server_is_started_on_loopback_with_the_plugin_and_its_key_in_the_envi
     [
         ("http://127.0.0.1:1", True), ("http://localhost:1", True), ("http://10.0.0.7:1", True),
         ("https://vllm.example", True), ("http://8.8.8.8:1", False), ("http://vllm.example:1", False),
+        ("HTTP://8.8.8.8:1", False),
     ],
 )  # fmt: skip
 def test_addresses_that_anyone_reaches_are_refused_though_there_is_a_key(url, good, monkeypatch):
