@@ -21,7 +21,7 @@ from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.config import LogConfig, profiled_steps
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig, name_problem
-from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig, same_responses
 from jaxrl_llm.sharding.config import (
     ALL_DEVICES,
     CRITIC,
@@ -339,8 +339,9 @@ class TrainConfig:
 
     @property
     def shares_prompts(self) -> bool:
-        """True where the trainer's rows hold a prompt once for several responses of the policy."""
-        return self.share_prefixes and self.responses_per_prompt > 1 and algos.of(self.algo).on_rollouts
+        """True if the trainer's rows hold a prompt once for several responses or contexts of the policy."""
+        several = self.responses_per_prompt > 1 or self.env.active
+        return self.share_prefixes and several and algos.of(self.algo).on_rollouts
 
     @property
     def min_row_tokens(self) -> int:
@@ -384,14 +385,6 @@ class TrainConfig:
         """Prompts times responses; for an algorithm that learns from examples, the examples."""
         on_rollouts = algos.of(self.algo).on_rollouts
         return self.prompts_per_step * (self.responses_per_prompt if on_rollouts else 1)
-
-
-def same_responses(count: int) -> str:
-    """Return the problem of a temperature of 0 with several responses to a prompt."""
-    return (
-        f"is 0: all {count} responses to a prompt would be the same. Set it above 0 (1.0 is usual for "
-        "training, 0.6 for evaluation) or ask for 1 response."
-    )
 
 
 def nearest_divisors(number: int, near: int) -> list[int]:

@@ -73,6 +73,8 @@ class Requirements:
     """A value head on the trained model."""
     critic: bool = False
     """Values of a critic with its own backbone."""
+    sequences: bool = False
+    """The loss adds up tokens of a response (`LossInputs.segments`), so its contexts must share a row."""
     sum_pi_squared: bool = False
     """Sum over the vocabulary of p^2 of the policy before the first update: `advantages` reads it."""
     square_in_loss: bool = False

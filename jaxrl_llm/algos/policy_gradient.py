@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,11 +28,14 @@ def requires(config: PolicyConfig) -> Requirements:
     """Return the arrays and models that these settings read."""
     reads_old = config.advantage.startswith("otb")
     reads_old |= config.kl_in != "loss" and config.kl_coef != 0
+    correction = config.correction
+    of_sequences = any(rule.startswith("seq") for rule, *_ in correction.reject)
     return Requirements(
+        sequences=of_sequences or correction.weight == "sequence",
         entropy=config.entropy_coef != 0 or config.entropy_target is not None,
         old_logprobs=config.old == "recompute" or reads_old,
         old_logprobs_source="policy" if config.old == "recompute" else config.old,
-        corrected=config.correction.active,
+        corrected=correction.active,
         ref_logprobs=config.kl_coef != 0,
         values=config.advantage == "gae" and config.critic == "shared",
         critic=config.advantage == "gae" and config.critic == "separate",
@@ -41,6 +45,11 @@ def requires(config: PolicyConfig) -> Requirements:
         components=config.advantage == "gdpo",
         draws=config.max_draws if config.dynamic_sampling else 1,
     )
+
+
+def requires_sequences(config: PolicyConfig) -> Requirements:
+    """Return `requires` of a loss that adds up the tokens of a response."""
+    return replace(requires(config), sequences=True)
 
 
 def advantages(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from jaxrl_llm.algos.clipped import clip, policy_loss
 from jaxrl_llm.algos.config import Bound, ClippedConfig, Old, PolicyAggregation, PolicyConfig
 from jaxrl_llm.algos.kl import MAX_LOG_RATIO, clamp, log_ratio
-from jaxrl_llm.algos.policy_gradient import policy_algorithm, requires
+from jaxrl_llm.algos.policy_gradient import policy_algorithm, requires_sequences
 from jaxrl_llm.algos.reduce import sequence_mean, sequence_sum
 from jaxrl_llm.ranges import Positive, Range, Weight
 from jaxrl_llm.structs import LossInputs, Metrics
@@ -79,6 +79,7 @@ gspo = policy_algorithm(
     of PPO's. `aggregation = "token"` is veRL 0.9's and ChatLearn's.""",
     ClippedConfig(clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
     gspo_loss,
+    requires=requires_sequences,
 )
 
 luspo = policy_algorithm(
@@ -89,6 +90,7 @@ luspo = policy_algorithm(
     longer shrinks with the length of its response.""",
     ClippedConfig(clip_low=3e-4, clip_high=4e-4, aggregation="sequence_sum"),
     gspo_loss,
+    requires=requires_sequences,
 )
 
 # CISPO
@@ -189,6 +191,7 @@ gmpo = policy_algorithm(
     its tokens' mean.""",
     GMPOConfig(),
     gmpo_loss,
+    requires=requires_sequences,
 )
 
 # VESPO
@@ -235,6 +238,7 @@ vespo = policy_algorithm(
     out without a clip and without dividing by the length. k and lambda differ by the sign of A.""",
     VESPOConfig(),
     vespo_loss,
+    requires=requires_sequences,
 )
 
 # DPPO
@@ -346,5 +350,5 @@ a_star_po = policy_algorithm(
     and no ratio bounds how far later updates would push the step's responses down.""",
     AStarPOConfig(advantage="optimal_value", aggregation="sequence"),
     a_star_po_loss,
-    requires=lambda config: replace(requires(config), ref_logprobs=True),
+    requires=lambda config: replace(requires_sequences(config), ref_logprobs=True),
 )

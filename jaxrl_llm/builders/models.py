@@ -236,6 +236,7 @@ def make_learner(
         sequence_parallel=config.mesh.sequence_parallel,
         strict=config.strict and on_rollouts and requires.logprobs,
         share_prefixes=shares and prefix_sharing(model, config.model.dtype, mesh),
+        whole_sequences=requires.sequences,
         temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
         num_kept=config.rollout.sampling.num_kept if on_rollouts and requires.logprobs else 0,

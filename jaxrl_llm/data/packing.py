@@ -71,6 +71,7 @@ def pack(
     *,
     replay: bool = False,
     share: Sharing = False,
+    keep_whole: bool = False,
     num_kept: int = 0,
 ) -> list[Batch]:
     """Pack by first-fit decreasing into rows of `row_length` and micro-batches of `rows` rows, padding the
@@ -83,13 +84,14 @@ def pack(
         group_size: consecutive sequences that stay together in one row (2 = a pair).
         replay: include the routes that the sequences have.
         share: store a prefix that several sequences of a row share only once.
+        keep_whole: all contexts of a sequence with forks are in one row, shared or not.
         num_kept: ids per kept set; 0 = leave kept sets out.
 
     Raises:
         UserError: a group longer than a row.
     """
     branches = branches_of(sequences)
-    packed = arrange(sequences, row_length, group_size, share)
+    packed = arrange(sequences, row_length, group_size, share, keep_whole=keep_whole)
     route = next((s.routes[0] for s in sequences if s.routes is not None), None) if replay else None
     batches = []
     for start in range(0, len(packed), rows):
@@ -108,6 +110,7 @@ def unpack(
     *,
     on_targets: bool = True,
     share: Sharing = False,
+    keep_whole: bool = False,
 ) -> list[np.ndarray]:
     """Return per-token outputs of the batches of `pack`, [B, T, ...], as one array [t, ...] per sequence.
 
@@ -118,7 +121,8 @@ def unpack(
     """
     outputs: list[np.ndarray] = [np.zeros(0)] * len(sequences)
     branches, rows = branches_of(sequences), itertools.chain.from_iterable(values)
-    for members, row in zip(arrange(sequences, row_length, group_size, share), rows, strict=False):
+    packed = arrange(sequences, row_length, group_size, share, keep_whole=keep_whole)
+    for members, row in zip(packed, rows, strict=False):
         for place in members:
             branch, found = branches[place.index], row[place.columns]
             if on_targets:
@@ -174,14 +178,19 @@ def row_tokens(sequences: Sequence[PackItem], share: Sharing) -> int:
 
 
 def arrange(
-    sequences: Sequence[PackItem], row_length: int, group_size: int = 1, share: Sharing = False
+    sequences: Sequence[PackItem],
+    row_length: int,
+    group_size: int = 1,
+    share: Sharing = False,
+    *,
+    keep_whole: bool = False,
 ) -> list[list[Place]]:
     """Return the places of the sequences' branches in each row.
 
-    Groups stay whole and in order. So do the branches of a sequence if they share their prefixes; otherwise
-    each branch by itself takes a place, unless its group has several sequences.
+    Groups stay whole and in order. So do the branches of a sequence if they share their prefixes, or with
+    `keep_whole`; otherwise each branch by itself takes a place, unless its group has several sequences.
     """
-    branches, whole = branches_of(sequences), share is True or group_size > 1
+    branches, whole = branches_of(sequences), keep_whole or share is True or group_size > 1
     of_group = lambda n: branches[n].index // group_size if whole else n
     groups = [list(members) for _, members in itertools.groupby(range(len(branches)), key=of_group)]
     if share:
@@ -200,7 +209,8 @@ def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
         if length > row_length:
             raise UserError(
                 f"a sequence of {length} tokens does not fit a row of {row_length}; raise "
-                "--max_prompt_tokens or --max_response_tokens, or filter it (--data.overlong filter)"
+                "--max_prompt_tokens or --max_response_tokens, or filter it (--data.overlong filter); a "
+                "conversation whose history is rewritten needs less with --env.history keep"
             )
         row = next((r for r, tokens in enumerate(free) if tokens >= length), None)
         if row is None:

@@ -85,9 +85,8 @@ class Scorer:
     ) -> list[np.ndarray]:
         """Return per-token values of micro-batches, [B, T, ...], as one array [t, ...] for each item."""
         values, c = [np.asarray(x) for x in values], self.config
-        return unpack(
-            values, items, c.row_tokens, self.group_size, on_targets=on_targets, share=c.share_prefixes
-        )
+        how = {"share": c.share_prefixes, "keep_whole": c.whole_sequences}
+        return unpack(values, items, c.row_tokens, self.group_size, on_targets=on_targets, **how)
 
     def write_signal(
         self, name: str, minibatches: Sequence[Sequence[PackItem]], values: Sequence[Sequence[jax.Array]]
@@ -103,7 +102,11 @@ class Scorer:
     def shared_tokens(self, items: Sequence[PackItem]) -> list[int]:
         """Return the lengths of the prefixes that contexts have in common with others of their rows."""
         c = self.config
-        rows = arrange(items, c.row_tokens, self.group_size, c.share_prefixes) if c.share_prefixes else []
+        rows = []
+        if c.share_prefixes:
+            rows = arrange(
+                items, c.row_tokens, self.group_size, c.share_prefixes, keep_whole=c.whole_sequences
+            )
         return [place.shared for row in rows for place in row if place.shared]
 
     def shared_fraction(self, minibatches: Sequence[Sequence[PackItem]]) -> Metrics:
@@ -121,7 +124,14 @@ class Scorer:
         return [
             self.put(b)
             for b in pack(
-                items, c.row_tokens, rows, size, replay=replay, share=c.share_prefixes, num_kept=c.num_kept
+                items,
+                c.row_tokens,
+                rows,
+                size,
+                replay=replay,
+                share=c.share_prefixes,
+                keep_whole=c.whole_sequences,
+                num_kept=c.num_kept,
             )
         ]
 

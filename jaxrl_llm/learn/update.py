@@ -55,6 +55,7 @@ class StepConfig:
     remat: str = "none"
     sequence_parallel: str = "ring"  # context parallelism, where the mesh divides the tokens of a row
     share_prefixes: Sharing = False  # a row stores shared prefixes of its trajectories once
+    whole_sequences: bool = False  # the contexts of a trajectory are in one row, shared or not
     strict: bool = False  # batch-invariant: a log-prob depends, bit for bit, on its trajectory alone
     temperature: float = 1.0  # of the rollout: its log-probs are of the softmax at this temperature
     score_rows: int = 0  # rows of a micro-batch that is scored without gradient; 0 = rows

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from jaxrl_llm import algos
-from jaxrl_llm.config import GENERATIVE, TrainConfig, same_responses
+from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.hub import SUFFIX, hub_spelling, parse_hub_name
@@ -22,6 +22,7 @@ from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.recipe.fields import field_problems
 from jaxrl_llm.recipe.keys import short_repr, shorten
 from jaxrl_llm.recipe.rule import Rule
+from jaxrl_llm.rollout.config import same_responses
 from jaxrl_llm.rollout.servers import auth, launch
 from jaxrl_llm.rollout.servers.health import read_addresses
 from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE

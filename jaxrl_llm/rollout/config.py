@@ -270,3 +270,11 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
         if flag == name:
             value = rest if equals else after
     return value
+
+
+def same_responses(count: int) -> str:
+    """Return the problem of a temperature of 0 with several responses to a prompt."""
+    return (
+        f"is 0: all {count} responses to a prompt would be the same. Set it above 0 (1.0 is usual for "
+        "training, 0.6 for evaluation) or ask for 1 response."
+    )

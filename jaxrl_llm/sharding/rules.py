@@ -272,7 +272,7 @@ def bytes_per_device(
     return sum(map(one, jax.tree.leaves(tree)))
 
 
-def _devices_of(sharding) -> set[jax.Device]:
+def _devices_of(sharding) -> Collection[Any]:
     """Return the devices of a sharding; an abstract mesh has none."""
     is_abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
     return set() if is_abstract else sharding.device_set

@@ -11,6 +11,7 @@ from gradients import SUM, assert_same, assert_same_gradients, gradients_of
 from random_weights import random_params, weights_for
 
 from jaxrl_llm import algos, models
+from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.builders.models import config_with_heads
 from jaxrl_llm.data.packing import arrange, branches_of, from_trajectory, pack, unpack
 from jaxrl_llm.forks import Fork, contexts
@@ -135,6 +136,8 @@ SLOW = {
     "tokens": (algos.dapo.Config(), {"share_prefixes": True}),
     "tokens, separate rows": (algos.dapo.Config(), {"rows": 3}),
     "sequences, several rows": (GSPO, {"share_prefixes": True, "row_tokens": 48, "rows": 2}),
+    "sequences, contexts apart": (GSPO, {"whole_sequences": True, "row_tokens": 48, "rows": 2}),
+    "sequences, flat": (GSPO, {"model": HYBRID, "share_prefixes": "flat", "whole_sequences": True}),
     "strict": (GRPO, {"share_prefixes": True, "strict": True}),
     "delta rule": (GRPO, {"model": HYBRID, "share_prefixes": "flat"}),
 }  # fmt: skip
@@ -179,6 +182,14 @@ def test_a_trajectory_is_a_tree_in_its_row():
     assert batch.positions[0].tolist() == [*range(8), *range(6, 10), *range(2, 7)]
     assert batch.mask[0].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0]
     assert batch.lengths[0].tolist() == [6.0] * 17
+
+
+def test_losses_over_sequences_need_them_in_one_row():
+    """A user's loss says so by `Requirements.sequences`."""
+    by_sequence = Correction("token", reject=(("seq_mean_k1", -1.0, 1.0),))
+    of = lambda algo: algos.requirements(algo).sequences
+    assert of(GSPO) and of(algos.vespo.Config()) and of(algos.grpo.Config(correction=by_sequence))
+    assert not of(GRPO) and not of(algos.grpo.Config(correction=Correction("token")))
 
 
 def test_the_step_of_one_row():
