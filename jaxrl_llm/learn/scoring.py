@@ -121,19 +121,9 @@ class Scorer:
         """Return the micro-batches that `data.packing.pack` makes of these items, on the devices."""
         c, size = self.config, self.group_size
         replay = replay and c.replay is not None
-        return [
-            self.put(b)
-            for b in pack(
-                items,
-                c.row_tokens,
-                rows,
-                size,
-                replay=replay,
-                share=c.share_prefixes,
-                keep_whole=c.whole_sequences,
-                num_kept=c.num_kept,
-            )
-        ]
+        how = {"share": c.share_prefixes, "keep_whole": c.whole_sequences}
+        packed = pack(items, c.row_tokens, rows, size, replay=replay, num_kept=c.num_kept, **how)
+        return [self.put(batch) for batch in packed]
 
 
 class BucketedScorer:
