@@ -94,8 +94,9 @@ def model_outputs(
         divergence: settings of `linear_divergence`.
     """
     dtype = jnp.dtype(config.dtype)
-    rows, how = (batch.tokens, batch.positions, batch.segments), config.sequence_parallel
-    settings = dict(last=batch.last, dtype=dtype, remat=config.remat, strict=config.strict, sequence_parallel=how)
+    settings = {"last": batch.last, "dtype": dtype, "remat": config.remat, "strict": config.strict}
+    settings["sequence_parallel"] = config.sequence_parallel
+    rows = batch.tokens, batch.positions, batch.segments
     # One forward pass, whatever is asked of it.
     hidden, sums, routes = params.forward(*rows, batch.routes, **settings)
     head = batch_invariant.rounded(params.head, dtype)
