@@ -177,8 +177,7 @@ class RolloutSource:
         with timer("rollout"):
             sampled, *greedy = [responses.result() for responses in draw.pending]
             untrusted = self.engine.check_logprobs(params, sampled)
-        waited = time.perf_counter() - begin
-        metrics["rollout/wait_seconds"] = metrics.get("rollout/wait_seconds", 0.0) + waited
+        metrics["rollout/wait_seconds"] = metrics.get("rollout/wait_seconds", 0) + time.perf_counter() - begin
         with timer("reward"):
             metrics |= self.rewarder(draw.prompts, [*sampled, *itertools.chain(*greedy)])
         for i in untrusted:  # masked, as a failed reward is
