@@ -253,9 +253,12 @@ class ServersConfig:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem), for rules across fields."""
         try:
-            shlex.split(self.flags)
+            names = {word.partition("=")[0] for word in shlex.split(self.flags)}
         except ValueError as error:
             yield "flags", f"is {self.flags!r}: {error}. Write it as for a shell."
+        else:
+            for name in names & auth.FLAGS.keys():
+                yield "flags", f"holds the value of {name}, which `ps` shows: set {auth.FLAGS[name]} instead."
         if self.router and (problem := auth.address_problem(self.router)):
             yield "router", f"is wrong: {problem}"
         if self.transport == "group" and not shutil.which(self.python):

@@ -40,6 +40,11 @@ def test_every_number_has_a_range_that_refuses_nonsense(config):
     [
         (ServersConfig(flags='--tp 2 "--x'), "flags", "is '--tp 2 \"--x': No closing quotation. Write it as"),
         (
+            ServersConfig(flags="--tp 2 --api-key=7"),
+            "flags",
+            "holds the value of --api-key, which `ps`",
+        ),
+        (
             ServersConfig(router="host:1"),
             "router",
             "is wrong: 'host:1' is no address; write http://host:port.",

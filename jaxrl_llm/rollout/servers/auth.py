@@ -7,6 +7,7 @@ import ipaddress
 import os
 
 from jaxrl_llm.addresses import holds_login, host_of, mask_text
+from jaxrl_llm.errors import UserError
 
 API_KEY, ADMIN_KEY = "JAXRL_SERVER_API_KEY", "JAXRL_SERVER_ADMIN_KEY"
 FLAGS = {"--api-key": API_KEY, "--admin-api-key": ADMIN_KEY}  # SGLang's flag -> our variable
@@ -18,7 +19,15 @@ API_ROUTES = (
 
 
 def server_keys() -> dict[str, str]:
-    """Return SGLang's flag -> its value, of the keys that are set."""
+    """Return SGLang's flag -> its value, of the keys that are set.
+
+    Raises:
+        UserError: a variable has its earlier name.
+    """
+    for name in FLAGS.values():
+        earlier = name.replace("SERVER", "SGLANG")
+        if os.environ.get(earlier) and not os.environ.get(name):
+            raise UserError(f"{earlier} is called {name} now: set that variable to the same key")
     return {flag: os.environ[name] for flag, name in FLAGS.items() if os.environ.get(name)}
 
 

@@ -12,7 +12,7 @@ import pytest
 from servers_shared import STUB, launch, until
 
 from jaxrl_llm.builders.engines import _with_room
-from jaxrl_llm.errors import ServerError
+from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.hf.config import to_hf_config
 from jaxrl_llm.models import RopeConfig, TransformerConfig
 from jaxrl_llm.rollout.servers import auth
@@ -198,3 +198,12 @@ def test_servers_are_told_of_two_more_positions():
     raw = to_hf_config(_with_room(TransformerConfig(max_position=64, rope=rope)))
     assert raw["max_position_embeddings"] == 66
     assert raw["rope_scaling"]["original_max_position_embeddings"] == 64
+
+
+def test_a_key_in_a_variable_with_its_earlier_name_is_not_overlooked(monkeypatch):
+    monkeypatch.setenv("JAXRL_SGLANG_API_KEY", "tell-4711")
+    with pytest.raises(UserError, match=r"^JAXRL_SGLANG_API_KEY is called JAXRL_SERVER_API_KEY now") as error:
+        auth.server_keys()
+    assert "4711" not in str(error.value)
+    monkeypatch.setenv(auth.API_KEY, "tell-4712")
+    assert auth.server_keys() == {"--api-key": "tell-4712"}
