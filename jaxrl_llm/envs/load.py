@@ -189,7 +189,7 @@ def make_requests(
     return [env.request(prompt, i, responses, max_tokens) for i, prompt in enumerate(prompts)]
 
 
-def make_gateway(config: EnvConfig, tokenizer: Any, chat: ChatConfig, **sizes: int) -> Gateway:
+def make_gateway(config: EnvConfig, tokenizer: Any, chat: ChatConfig, **sizes: Any) -> Gateway:
     """Return the gateway of a run, which listens; `sizes` are as of `Gateway`. Raises UserError."""
     call_format = functools.cache(lambda: _format(config, tokenizer, chat)[0])
     return Gateway(config, tokenizer, chat, call_format=call_format, **sizes)

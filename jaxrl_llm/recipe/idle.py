@@ -96,6 +96,11 @@ IDLE = (
         "it is read by the divergence alpha only",
         lambda c: _dpo(c, lambda dpo: dpo.divergence != "alpha"),
     ),
+    Idle(
+        "env.tool_timeout env.max_calls env.max_observation_tokens",
+        "programs (--env.gateway) execute their tools themselves",
+        lambda c: c.env.gateway.active,
+    ),
     Idle("eval.judge", "--eval.every is 0", lambda c: not c.eval.every),
     Idle("checkpoint.hf_keep", "--checkpoint.hf_every is 0", lambda c: not c.checkpoint.hf_every),
     Idle(

@@ -64,6 +64,11 @@ def notes(config, algo: str, line: str) -> list[str]:
         ("grpo", "--log.group g --log.name n", f"--log.name, --log.group have no effect: {NO_LOGGER}"),
         ("grpo", "--hub.private True", "--hub.private has no effect: --hub.push is empty"),
         ("grpo", "--lora.alpha 64", f"--lora.alpha has no effect: {NO_RANK}"),
+        (
+            "grpo",
+            "--env.gateway.command true --env.tool_timeout 5 --env.max_turns 9",
+            "--env.tool_timeout has no effect: programs (--env.gateway) execute their tools themselves",
+        ),
     ],
 )
 def test_a_setting_without_effect_is_noted(config, algo, line, note):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import ipaddress
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -74,6 +76,7 @@ class Gateway:
 
     Args:
         slots: of the engine: the number of programs that run at once, if the config does not say.
+        sampling: as of `GatewayServer`.
     """
 
     columns: dict[str, Any] = {}  # noqa: RUF012, nothing is added to rows
@@ -88,6 +91,7 @@ class Gateway:
         max_prompt_tokens: int,
         max_response_tokens: int,
         slots: int,
+        sampling: Mapping[str, float | None] = MappingProxyType({}),
     ):
         # What every trajectory needs.
         self.config, self.chat, self.max_prompt_tokens = config, chat, max_prompt_tokens
@@ -114,7 +118,10 @@ class Gateway:
                 f"{RUN_KEY} in the environment of the run and of the programs, or --env.gateway.command"
             )
         self.server = GatewayServer(
-            max_prompt_tokens + max_response_tokens, self._claim, "" if settings.command else run_key
+            max_prompt_tokens + max_response_tokens,
+            self._claim,
+            run_key="" if settings.command else run_key,
+            sampling=sampling,
         )
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True)
@@ -130,6 +137,11 @@ class Gateway:
         self.line = f"gateway at {self.server.address}: " + (
             f"a trajectory is a run of {settings.command!r}" if settings.command else "programs connect to it"
         )
+        if not is_loopback(settings.host):
+            self.line += (
+                f"\nWARNING: --env.gateway.host {settings.host} is open to the network: whoever reaches the "
+                "port and has a key can talk to the policy, and nothing is encrypted (docs/agents.md)"
+            )
 
     def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
         """Return the request of a prompt, whose responses get their prompts from programs."""
@@ -246,6 +258,14 @@ class Gateway:
         self._thread.join(timeout=2 * KILL_SECONDS)
         if not self._thread.is_alive():
             self.loop.close()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a host."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
 
 
 def load_trajectory_reward(name: str) -> Callable[[dict, list, int], float] | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +28,7 @@ PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/responses": ResponsesApi(),
     "/v1/messages": MessagesApi(),
 }
+log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -36,12 +39,19 @@ class GatewayServer:
         max_tokens: of prompt and response, for programs that ask.
         claim: returns a trajectory to a program elsewhere, or None.
         run_key: of programs elsewhere, which alone may claim trajectories and end them; "" = there are none.
+        sampling: the run's values of settings that calls may have, too; None = not a setting of the run.
     """
 
     def __init__(
-        self, max_tokens: int, claim: Callable[[], AgentSession | None] = lambda: None, run_key: str = ""
+        self,
+        max_tokens: int,
+        claim: Callable[[], AgentSession | None] = lambda: None,
+        *,
+        run_key: str = "",
+        sampling: Mapping[str, float | None] = MappingProxyType({}),
     ):
-        self.max_tokens, self.claim, self.run_key = max_tokens, claim, run_key
+        self.max_tokens, self.claim, self.run_key, self.sampling = max_tokens, claim, run_key, sampling
+        self._has_noted = False
         self.address = ""
         self._by_id: dict[str, AgentSession] = {}
         self._by_key: dict[bytes, AgentSession] = {}
@@ -109,6 +119,7 @@ class GatewayServer:
                 return call
 
             call = session.submit(hash_of(path.encode(), data), repeats, make)
+            self._note_unused(body)
             call.is_lost = lambda: request.transport is None or request.transport.is_closing()
             # Wait for its answer, and write it.
             answer = await asyncio.shield(call.answer)
@@ -126,6 +137,16 @@ class GatewayServer:
             return reply
 
         return generate
+
+    def _note_unused(self, body: dict[str, Any]) -> None:
+        """Note, once, a call's settings of sampling that are not the run's."""
+        unused = [name for name, own in self.sampling.items() if body.get(name) not in (None, own)]
+        if unused and not self._has_noted:
+            self._has_noted = True
+            shown = ", ".join(f"{name} {body[name]!r:.20}" for name in unused)
+            log.warning(
+                "a program asks for %s, not used: the run decides (docs/agents.md, noted once)", shown
+            )
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -175,6 +196,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         status, message, code = 400, str(error), ""
     except web.HTTPException as error:
         status, message, code = error.status, error.reason, ""
+    except ConnectionError:  # the client has left
+        status, message, code = 400, "the connection was cut", ""
     kind = "authentication_error" if status == 401 else "invalid_request_error"
     body = {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": code or None}}
     headers = {"Retry-After": "1"} if status == 429 else {}

@@ -237,3 +237,22 @@ def test_models_and_health(gateway):
         assert reply.status == 200
     program.done()
     assert engine.result()[0].failure == "the program ended without a call"
+
+
+def test_sampling_of_a_call_that_is_not_used_is_noted_once(gateway, caplog):
+    gateway.server.sampling = {"temperature": 1.0, "top_p": 1.0, "seed": None}
+    engine, program = ScriptedEngine(gateway, f"a{END}"), Program(gateway)
+    program.call("/chat/completions", messages=[HI], temperature=1, top_p=None)
+    assert not caplog.messages
+    for seed in (3, 4):
+        program.call("/chat/completions", messages=[HI], temperature=0.5, seed=seed)
+    (line,) = caplog.messages
+    assert line.startswith("a program asks for temperature 0.5, seed 3, not used: the run decides")
+    program.done()
+    assert engine.result()[0].failure == ""
+
+
+def test_a_host_that_others_reach_is_warned_of(gateway, monkeypatch):
+    assert "WARNING" not in gateway.line
+    with open_gateway(monkeypatch, host="0.0.0.0") as other:
+        assert "WARNING: --env.gateway.host 0.0.0.0 is open to the network" in other.line
