@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
-from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
 from jaxrl_llm.envs.gateway.programs import KILL_SECONDS, Finished, ProgramRunner
 from jaxrl_llm.envs.gateway.server import GatewayServer
 from jaxrl_llm.envs.gateway.session import AgentSession, End, Limits, Renderer
@@ -134,14 +134,7 @@ class Gateway:
             raise UserError(
                 f"--env.gateway: cannot listen on {settings.host}, port {settings.port}: {error}"
             ) from None
-        self.line = f"gateway at {self.server.address}: " + (
-            f"a trajectory is a run of {settings.command!r}" if settings.command else "programs connect to it"
-        )
-        if not is_loopback(settings.host):
-            self.line += (
-                f"\nWARNING: --env.gateway.host {settings.host} is open to the network: whoever reaches the "
-                "port and has a key can talk to the policy, and nothing is encrypted (docs/agents.md)"
-            )
+        self.line = start_line(self.server.address, settings)
 
     def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
         """Return the request of a prompt, whose responses get their prompts from programs."""
@@ -258,6 +251,18 @@ class Gateway:
         self._thread.join(timeout=2 * KILL_SECONDS)
         if not self._thread.is_alive():
             self.loop.close()
+
+
+def start_line(address: str, settings: GatewayConfig) -> str:
+    """Return the line of the start of a run, with a warning if others can connect."""
+    does = f"a trajectory is a run of {settings.command!r}" if settings.command else "programs connect to it"
+    line = f"gateway at {address}: {does}"
+    if is_loopback(settings.host):
+        return line
+    return (
+        f"{line}\nWARNING: --env.gateway.host {settings.host} is open to the network: whoever reaches the port "
+        "and has a key can talk to the policy, and nothing is encrypted (docs/agents.md)"
+    )
 
 
 def is_loopback(host: str) -> bool:
