@@ -111,17 +111,15 @@ class Gateway:
         if jax.process_index() != 0:  # replies come from process 0
             return
         # The server, in a thread.
-        settings, run_key = config.gateway, os.environ.get(RUN_KEY, "")
+        settings = config.gateway
+        run_key = "" if settings.command else os.environ.get(RUN_KEY, "")
         if not settings.command and not run_key:
             raise UserError(
                 "--env.gateway.port without a command: programs elsewhere need a key to connect. Set "
                 f"{RUN_KEY} in the environment of the run and of the programs, or --env.gateway.command"
             )
         self.server = GatewayServer(
-            max_prompt_tokens + max_response_tokens,
-            self._claim,
-            run_key="" if settings.command else run_key,
-            sampling=sampling,
+            max_prompt_tokens + max_response_tokens, self._claim, run_key=run_key, sampling=sampling
         )
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True)
@@ -260,8 +258,8 @@ def start_line(address: str, settings: GatewayConfig) -> str:
     if is_loopback(settings.host):
         return line
     return (
-        f"{line}\nWARNING: --env.gateway.host {settings.host} is open to the network: whoever reaches the port "
-        "and has a key can talk to the policy, and nothing is encrypted (docs/agents.md)"
+        f"{line}\nWARNING: --env.gateway.host {settings.host} is open to the network: whoever reaches the "
+        "port and has a key can talk to the policy, and nothing is encrypted (docs/agents.md)"
     )
 
 
