@@ -132,7 +132,7 @@ class Gateway:
             raise UserError(
                 f"--env.gateway: cannot listen on {settings.host}, port {settings.port}: {error}"
             ) from None
-        self.line = start_line(self.server.address, settings)
+        self.line = gateway_line(self.server.address, settings)
 
     def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
         """Return the request of a prompt, whose responses get their prompts from programs."""
@@ -251,7 +251,7 @@ class Gateway:
             self.loop.close()
 
 
-def start_line(address: str, settings: GatewayConfig) -> str:
+def gateway_line(address: str, settings: GatewayConfig) -> str:
     """Return the line of the start of a run, with a warning if others can connect."""
     does = f"a trajectory is a run of {settings.command!r}" if settings.command else "programs connect to it"
     line = f"gateway at {address}: {does}"
