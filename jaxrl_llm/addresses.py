@@ -6,6 +6,7 @@ through `mask_text`.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
@@ -81,3 +82,11 @@ def host_of(url: str) -> str:
 def holds_login(url: str) -> bool:
     """Return whether an address has a user or password, which no client of this package sends."""
     return "@" in urlsplit(url).netloc
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

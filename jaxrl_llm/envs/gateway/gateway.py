@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import ipaddress
 import logging
 import math
 import os
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.addresses import is_loopback
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
@@ -261,14 +261,6 @@ def gateway_line(address: str, settings: GatewayConfig) -> str:
         f"{line}\nWARNING: --env.gateway.host {settings.host} is open to the network: whoever reaches the "
         "port and has a key can talk to the policy, and nothing is encrypted (docs/agents.md)"
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a host."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # another name
-        return False
 
 
 def load_trajectory_reward(name: str) -> Callable[[dict, list, int], float] | None:

@@ -189,6 +189,8 @@ class GatewayServer:
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn refusals into replies of OpenAI's form, which Anthropic's clients read, too."""
     try:
+        if (request.content_length or 0) > MAX_BODY:  # aiohttp counts what arrives, and waits for the rest
+            raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length)
         return await handler(request)
     except CallError as error:
         status, message, code = error.status, str(error), error.code

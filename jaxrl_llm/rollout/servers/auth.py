@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import os
 
-from jaxrl_llm.addresses import holds_login, host_of, mask_text
+from jaxrl_llm.addresses import holds_login, host_of, is_loopback, mask_text
 from jaxrl_llm.errors import UserError
 
 API_KEY, ADMIN_KEY = "JAXRL_SERVER_API_KEY", "JAXRL_SERVER_ADMIN_KEY"
@@ -71,11 +71,3 @@ def is_private(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_private
     return is_loopback(host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is of this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
