@@ -14,8 +14,8 @@ from jaxrl_llm.models.mixer_config import ATTENTION
 from jaxrl_llm.models.stacks import layer_stacks
 from jaxrl_llm.sharding.rules import constrain
 
-KeysValues = tuple[Array, Array]
-"""Keys and values [B, T, K, E] of a layer."""
+KeysValues = tuple[Array, Array | None]
+"""Keys and values [B, T, K, E] of a layer; latents have no values."""
 SharedKV = dict[bool, KeysValues]
 """Has a window? -> keys and values of the newest layer with one, or without; {} if all layers have them."""
 

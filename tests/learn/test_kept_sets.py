@@ -187,7 +187,7 @@ def test_sets_of_partial_responses_survive_a_checkpoint_and_a_cut():
         ({"sampling": SamplingConfig(0.0, 20, kept_sets=True)}, "must have a temperature above 0"),
         (
             {"sampling": SAMPLING, "engine": "sglang", "launch": 1},
-            "SGLang does not report tokens kept by filters",
+            "servers do not report tokens kept by filters",
         ),
     ],
 )

@@ -84,13 +84,16 @@ CASES += zip(PROJECTED, (mesh for mesh in MESHES.values() if mesh.sequence == 1)
 
 @pytest.mark.parametrize(("config", "mesh_config"), CASES, ids=[*MESHES, "delta tensor=2", "delta tensor=4"])
 def test_eight_devices_give_the_logits_of_one(config, mesh_config):
+    """Float32 rounds the delta rule by up to 1.8e-5 of the largest logit on some processors; float64 agrees to
+    1.8e-14."""
     mesh = make_mesh(mesh_config)
     params = jax.device_put(random_params(config), models.shardings(config, mesh, TRAIN))
     with jax.set_mesh(mesh):
         got = logits(params, *put_rows(mesh, rows()))
     assert len(got.sharding.device_set) == 8
     expected = on_one_device(config)
-    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    tolerance = 4e-5 if config.delta else 1e-5
+    np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.compilers

@@ -203,7 +203,8 @@ def test_conversations_are_kept_with_their_rewards_and_have_no_second_environmen
 )
 def test_complete_responses(finish, observed, turns, with_env, *, without):
     episode = None if turns is None else Episode(turns)
-    response = PartialResponse([1, 2, 3], finish=finish, observed=observed, episode=episode)
+    request = Request(np.zeros(1, np.int32), 0, 1, 3)
+    response = PartialResponse([1, 2, 3], finish=finish, observed=observed, episode=episode, request=request)
     assert is_complete(response, turns=True) is with_env
     assert is_complete(response, turns=False) is without
 
