@@ -99,6 +99,7 @@ MODEL = TransformerConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_pad_token_that_is_the_end_token_changes_nothing():
     """Ids, masks and log-probs of a rollout; a prompt may hold the end token, too."""
     prompts = [np.array(ids, np.int32) for ids in ([7, 1, 9], [1], [20, 21, 22, 1, 1])]

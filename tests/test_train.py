@@ -102,11 +102,13 @@ def test_another_algorithm_is_told_to_use_another_folder(finished, capsys):
     assert f"another run directory. Add --run_dir {finished}_rloo." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_more_steps_continue_a_finished_run(finished, tmp_path):
     assert train(finished, "--steps", "4", "--warm_start.steps", "2", "--eval.every", "0") == 0
     assert [r["step"] for r in rows(finished)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_an_outage_ended_is_made_up_for(tmp_path):
     """The last one, of step 2: by the next start, and once."""
     evaluated, evaluate = [], HeldOutResponses.__call__
@@ -189,6 +191,7 @@ algorithm = Algorithm("nan_algo", "", "tokens", Config(), loss)
 """
 
 
+@pytest.mark.slow
 def test_nan_losses_stop_the_run_with_its_checkpoint_intact(tmp_path, capsys):
     """Also: an algorithm is a user's own file."""
     algo = tmp_path / "nan_algo.py"
@@ -205,6 +208,7 @@ def test_nan_losses_stop_the_run_with_its_checkpoint_intact(tmp_path, capsys):
     assert [r["nonfinite"] for r in rows(run_dir)] == [0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_fails_stops_the_run(tmp_path, capsys):
     reward = tmp_path / "bad.py"
     reward.write_text("def reward(sample):\n    raise KeyError('no such column')\n")

@@ -134,6 +134,7 @@ def test_the_test_adapters_change_log_probs_by_more_than_the_tolerance(make):
     assert 0.4 < effects[0] < 2.0 < effects[1]
 
 
+@pytest.mark.slow
 def test_the_same_adapters_are_not_sent_twice(make):
     engine, params = make(), adapted()
     engine.publish(params, 1)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax._src.array import ArrayImpl
+from slow_cases import with_slow
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import gkd, grpo, ppo
@@ -208,7 +209,7 @@ def on_one_device(case):
         pytest.param(OTHER_DEVICES, id="devices"),
     ],
 )
-@pytest.mark.parametrize("case", ROLES)
+@pytest.mark.parametrize("case", with_slow(ROLES, {"adapters", "ppo", "gkd"}))
 def test_a_model_of_any_placement_gives_the_step_of_one_device(case, placement):
     stage, state, reference = built(case, ROLES[case], placement)
     metrics, params, frozen = steps(stage, state, reference)

@@ -57,6 +57,7 @@ def test_a_last_step_that_does_not_fit_fails_the_run(tmp_path, capsys, monkeypat
     assert saved(tmp_path) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_no_room_for_the_export_either(tmp_path, capsys, monkeypatch, full_after_one_save):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(export.shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -75,6 +76,7 @@ def test_a_full_disk_stops_the_run_if_asked(tmp_path, capsys, full_after_one_sav
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_without_its_checkpoints_is_not_trained_anew(tmp_path, capsys):
     assert train(tmp_path) == 0
     shutil.rmtree(tmp_path / "checkpoints")

@@ -252,6 +252,7 @@ def mxfp4_tensors(config):
     return tensors
 
 
+@pytest.mark.slow
 def test_mxfp4_gives_the_bytes_of_transformers_on_every_mesh(tmp_path):
     """Lossless in bfloat16; each device decodes its part, whose borders are not borders of blocks."""
     config, tensors = read_config(OSS), mxfp4_tensors(read_config(OSS))

@@ -163,6 +163,7 @@ def test_padding_changes_nothing(before, after):
         assert not np.delete(np.asarray(x), np.s_[before : before + length], axis=1).any()
 
 
+@pytest.mark.slow
 def test_rows_in_parts_equal_the_row():
     """The final state of a part, of any length, is the initial state of the next: prefill by parts."""
     tokens, segments = make_tokens((2, 90)), np.ones((2, 90), np.int32)
@@ -229,6 +230,7 @@ def test_steps_equal_the_recurrence_bit_by_bit():
     assert_close((out, state), (chunked[0][:, -1], chunked[1]))
 
 
+@pytest.mark.slow
 def test_bfloat16_is_rounded_once():
     """Inputs of the activation type, computed in float32; out has their type, the state stays float32."""
     q, k, v, g, beta = make_tokens((1, 70))

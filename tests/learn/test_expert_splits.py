@@ -100,6 +100,7 @@ def assert_same(got, expected):
     assert_same_gradients(gradient, expected_gradient)
 
 
+@pytest.mark.slow
 def test_the_loss_has_both_parts():
     """A fifth of the tokens or more are clipped; two layers have a balance loss above 1 each."""
     metrics, gradient = reference_update()

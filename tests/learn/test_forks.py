@@ -192,6 +192,7 @@ def test_losses_over_sequences_need_them_in_one_row():
     assert not of(GRPO) and not of(algos.grpo.Config(correction=Correction("token")))
 
 
+@pytest.mark.slow
 def test_the_step_of_one_row():
     check(GSPO, share_prefixes=True, row_tokens=128)
 

@@ -55,6 +55,7 @@ def test_small_gradients_are_flushed_to_zero_without_a_scale_and_kept_with_it():
     assert zeros(scaled) < 0.05 and error(scaled) < 0.003
 
 
+@pytest.mark.slow
 def test_a_scale_of_a_power_of_two_leaves_float32_gradients_bit_for_bit():
     same = jax.tree.map(np.array_equal, gradients("float32", None), gradients("float32", 2.0**15))
     assert all(jax.tree.leaves(same))
@@ -92,6 +93,7 @@ def test_an_overflow_is_skipped_counted_and_halves_the_scale(gradient):
     assert (float(state.loss_scale), int(state.nonfinite), int(state.version)) == (2.0**14, 0, 4)
 
 
+@pytest.mark.slow
 def test_a_learner_of_float16_has_float32_weights_and_a_scale():
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     build = lambda dtype: Learner(

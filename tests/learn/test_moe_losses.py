@@ -173,6 +173,7 @@ TWO_STACKS = TransformerConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_selection_bias_moves_towards_the_mean_load():
     """Loads 3, 1, 2, 2 of layer 1 and 2, 2, 3, 1 of layer 2, mean 2, then all 2; the gradient itself is 0.
     Layer 1, attention, is layers[0]; layer 2 is conv_layers[0]."""

@@ -76,6 +76,7 @@ def test_offloaded_updates_are_those_of_the_plain_run_also_from_a_checkpoint(pla
     saver.close()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_be_continued_with_or_without(plain, tmp_path):
     built, other = learner(offload=False), learner(offload=True)
     saver = Checkpointer(CheckpointConfig(async_save=False), tmp_path)
@@ -104,6 +105,7 @@ def test_a_model_in_host_memory_scores_as_on_the_devices():
         np.testing.assert_array_equal(one["logprobs"], other["logprobs"])
 
 
+@pytest.mark.slow
 def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices():
     step = StepConfig(row_tokens=16, rows=8, remat="full")
     optimizer, mesh = make_optimizer(OptimConfig(), 10), make_mesh(MeshConfig(fsdp=4, tensor=2))

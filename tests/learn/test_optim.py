@@ -200,6 +200,7 @@ def test_a_warm_up_by_ratio():
     ]
 
 
+@pytest.mark.slow
 def test_decay_spares_norms_biases_and_sinks():
     model = dataclasses.replace(TINY, attention_sinks=True, qkv_bias=True)
     params = jax.tree.map(lambda x: x + 1, models.init(model, jax.random.key(0)))

@@ -74,6 +74,7 @@ def test_rows_packing_order_and_devices_change_nothing(name):
     assert_same((metrics, found), (wanted, wanted_gradient))
 
 
+@pytest.mark.slow
 def test_a_pair_with_an_empty_side_changes_nothing():
     algo, tasks = CASES["dpo"]
     items = items_of(algo, tasks, 4)

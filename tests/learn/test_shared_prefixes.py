@@ -214,6 +214,7 @@ SLOW = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_one_row_with_each_prompt_once_gives_the_step_of_rows_with_copies():
     check(GRPO, rows=1)
 

@@ -159,6 +159,7 @@ def test_bfloat16_stays_near_float32(reference_update):
     assert {x.dtype for x in jax.tree.leaves(gradient)} == {np.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_old_log_probs_of_later_minibatches_are_those_before_the_first():
     """With a ratio of one everywhere nothing is clipped; after a large first update much is."""
     algo = grpo.Config(kl_coef=0.0, clip_low=0.01, clip_high=0.01)

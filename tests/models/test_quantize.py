@@ -191,6 +191,7 @@ def check_equal(result, expected):
         assert error <= 1e-5 * np.linalg.norm(gradient) + 1e-7, name
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_dequantized_model(on_one_device):
     check_equal(on_one_device, gradients(dequantized(quantized("nf4"))))
 
@@ -208,6 +209,7 @@ def test_all_linear_layers_of_the_delta_rule_are_quantized_and_adapted():
     check_equal((loss, changes), gradients(dequantized(params, base)))
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_update_of_one_device(on_one_device):
     check_equal(gradients(quantized("nf4"), MeshConfig(fsdp=4, tensor=2)), on_one_device)
 

@@ -279,6 +279,7 @@ def test_relabelled_pairs_swap_where_the_rejected_one_is_better(write, tmp_path)
     ]
 
 
+@pytest.mark.slow
 def test_generated_rows_load_in_sft_and_dpo_and_in_score(policy, write, tmp_path, capsys):
     """Pairs by one command; all responses, then the best of them, by two."""
     prompts = write("p.jsonl", [{"prompt": "1+1=", "answer": "2"}, {"messages": [QUESTION], "answer": "4"}])

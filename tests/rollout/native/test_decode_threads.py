@@ -66,6 +66,7 @@ def test_two_lanes_generate_what_one_does(two_cores, monkeypatch, strict):
     assert 0 < metrics["rollout/slot_occupancy"] <= 1 and 0 < metrics["rollout/prefill_share"] < 1
 
 
+@pytest.mark.slow
 def test_lanes_compile_nothing_after_warm_up(two_cores):
     one = new_engine(slots=SLOTS, chunk=8)
     one.warm_up(40, LIMIT)

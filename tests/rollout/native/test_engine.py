@@ -120,6 +120,7 @@ def test_limits_of_each_request_hold():
     assert [len(t.response_ids) for t in out] == [n for n in limits for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_on_eight_devices_the_same_text_and_nothing_compiles_after_warm_up():
     """Slots over data and fsdp, heads and vocabulary over tensor; counted by us and by jax."""
     sharded = new_engine((2, 2, 2), slots=7, chunk=8, prefill_tokens=64)  # 7 becomes 8

@@ -123,6 +123,7 @@ def test_drafts_of_scanned_layers_change_no_text(monkeypatch):
         assert reader.metrics["rollout/draft_accepted"] >= least
 
 
+@pytest.mark.slow
 def test_8_bit_pages_have_states_in_full():
     """The first log-prob reads the prompt from pages."""
     one = [requests()[0]._replace(num_responses=1, max_tokens=8)]

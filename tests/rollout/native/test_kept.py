@@ -36,6 +36,7 @@ def test_each_token_is_read_once_and_the_text_is_that_of_both_caches():
     assert ring.metrics["rollout/reused_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_conversations_without_pages_are_read_again():
     """Three slots for fifteen conversations, whose first turns all end before the first reply."""
     few = engine(page=8, slots=3, chunk=5, pages=14)
@@ -55,6 +56,7 @@ def test_more_pages_than_slots_need_keep_the_conversations_that_wait_for_a_slot(
         assert roomy.metrics[f"rollout/{name}"] == talked()[1][f"rollout/{name}"]
 
 
+@pytest.mark.slow
 def test_eight_devices_keep_turns_and_compile_nothing_after_warm_up():
     """Slots over data and fsdp, each shard with its own pages; kv heads over tensor."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])

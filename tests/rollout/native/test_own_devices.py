@@ -65,6 +65,7 @@ def requests():
     return [Request(np.arange(2, 2 + n, dtype=np.int32), n, 2, LIMIT) for n in (3, 5)]
 
 
+@pytest.mark.slow
 def test_each_call_has_the_weights_that_were_published_when_it_was_made(engine, trainer, expected):
     """The thread is held until all is queued: every call but the last has weights that are not the newest."""
     with pytest.raises(ValueError, match="call publish"):
@@ -100,6 +101,7 @@ def test_a_snapshot_is_complete_and_is_not_generated_again(engine, trainer, expe
     assert all(set(t.versions) == {0} and t.server == "" for t in trajectories)
 
 
+@pytest.mark.slow
 def test_unfinished_responses_of_another_engine_are_generated_anew(engine, trainer, expected):
     engine.publish(trained(0, trainer), 0)
     others = [PartialResponse([5], [-1.0], [9], "stop"), *(PartialResponse([5], [-1.0], [9]) for _ in "abc")]
@@ -110,6 +112,7 @@ def test_unfinished_responses_of_another_engine_are_generated_anew(engine, train
     assert_same(rest, expected[0][1:])
 
 
+@pytest.mark.slow
 def test_nothing_compiles_in_the_thread_after_a_warm_up(engine, trainer):
     engine.warm_up(5, LIMIT)
     count = engine.engine.compile_count()

@@ -134,6 +134,7 @@ def test_new_weights_use_no_page_of_older_ones():
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
+@pytest.mark.slow
 def test_the_text_is_the_same_on_eight_devices():
     """Slots over data and fsdp, each shard with its own pages; kv heads over tensor."""
     sharded = engine((2, 2, 2), cache="paged", page=8, slots=4, chunk=16)

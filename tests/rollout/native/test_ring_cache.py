@@ -13,6 +13,7 @@ from jaxrl_llm.models.delta import DeltaState
 from jaxrl_llm.rollout.config import SamplingConfig
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_generates_what_separate_layers_do(monkeypatch):
     monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
     scanned = new_engine(slots=2, chunk=8)

@@ -50,6 +50,7 @@ def test_a_snapshot_has_what_is_written_and_the_writing_goes_on(make, servers):
     assert [t.response_ids.tolist() for t in pending.result()] == [t.response_ids.tolist() for t in theirs]
 
 
+@pytest.mark.slow
 def test_written_responses_are_continued_and_never_written_again(make, servers):
     engine, params = make(), weights()
     engine.publish(params, 1)

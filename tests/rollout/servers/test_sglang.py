@@ -183,6 +183,7 @@ def test_with_ignore_eos_no_stop_string_ends_a_response(make, servers):
     assert mine.text == theirs.text == 'FdW_o"QQQQfQ'
 
 
+@pytest.mark.slow
 def test_log_probs_are_compared_under_the_routes_that_servers_reported(make, servers):
     """A router that would choose otherwise, as rounding makes one do, is not the server's fault."""
     engine, params = make(urls=[servers[0].url], model=EXPERTS), weights(model=EXPERTS)
