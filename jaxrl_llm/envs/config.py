@@ -81,9 +81,9 @@ class GatewayConfig:
             if self.command and not shutil.which("".join(words[:1])):
                 yield "command", f"is {self.command!r}: there is no program {''.join(words[:1])}."
         if self.reward not in ("verifier", "exit", "post") and ".py:" not in self.reward:
-            yield "reward", f"is {self.reward!r}: it must be verifier, exit, post, or FILE.py:NAME."
-        if self.reward not in ("verifier", "post") and not self.command:
-            yield "reward", f"is {self.reward}: programs elsewhere do not end here. They post a reward."
+            yield "reward", f"is {self.reward!r:.80}: it must be verifier, exit, post, or FILE.py:NAME."
+        elif self.reward not in ("verifier", "post") and not self.command:
+            yield "reward", f"is {self.reward:.80}: programs elsewhere do not end here. They post a reward."
 
 
 @dataclass(frozen=True)
