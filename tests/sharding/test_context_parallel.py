@@ -102,8 +102,10 @@ def on_one_device(model=MODEL):
 def test_sharded_rows_give_the_loss_and_gradients_of_whole_ones(config, model=MODEL):
     (loss, gradient), (loss_0, gradient_0) = loss_and_gradient(config, 8, model), on_one_device(model)
     assert loss == pytest.approx(loss_0, rel=1e-5)
+    # Rounding of recurrent layers depends on the processor: 5.7e-5 was seen, 5e-15 in float64.
+    tolerance = 1e-4 if model.layer_kinds else 2e-5
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(gradient_0), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max(), rtol=0)
+        np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max(), rtol=0)
 
 
 @pytest.mark.slow
