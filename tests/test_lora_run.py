@@ -218,7 +218,7 @@ def test_a_run_on_a_quantized_base_continues_bit_for_bit(command, kind, tmp_path
         (["--lora.rank", "5"], "lora.rank: was 4, now 5"),
         (
             ["--rollout.engine", "sglang", "--rollout.launch", "1", "--rollout.weight_noise", "0.1"],
-            "--rollout.weight_noise changes all weights, and with --lora.rank SGLang servers get adapters",
+            "--rollout.weight_noise changes all weights, and with --lora.rank servers get adapters",
         ),
     ],
 )
