@@ -44,6 +44,7 @@ def test_only_what_an_algorithm_reads_is_computed():
     assert needs(remax.config, greedy=True)
     assert needs(
         gspo.Config(advantage="gae", old="recompute"),
+        sequences=True,
         critic=True,
         old_logprobs=True,
         old_logprobs_source="policy",
