@@ -38,3 +38,12 @@ def contexts(num_tokens: int, forks: Sequence[Fork] = ()) -> list[Context]:
         found.append(Context(read, keep))
         keep, first = next_keep, end
     return found
+
+
+def common_length(equal: np.ndarray) -> int:
+    """Return the number of leading tokens that two texts have in common.
+
+    Args:
+        equal: bool [n], whether their tokens are equal at each place that both have.
+    """
+    return len(equal) if equal.all() else int(np.argmin(equal))

@@ -43,7 +43,7 @@ ALLOWED: dict[str, str | None] = {
     "checkpoint": "ranges removed addresses errors structs user_file host models",
     "bridge": "ranges errors structs models hf",
     "rollout": "ranges jaxrl_kernels addresses errors forks structs thoughts sharding models bridge",
-    "envs": "ranges addresses errors structs outcome thoughts user_file data rollout",
+    "envs": "ranges addresses errors forks structs outcome thoughts user_file data rollout",
     # what joins them
     "learn": "ranges jaxrl_kernels errors structs sharding models algos data checkpoint",
     "experience": (

@@ -12,6 +12,7 @@ from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example, Message
 from jaxrl_llm.data.template import ChatRenderer, token_ids
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.forks import common_length
 from jaxrl_llm.thoughts import as_message
 
 PLACEHOLDER = "turn f3a94c of the policy"  # in no conversation
@@ -41,8 +42,7 @@ def rewritten_context(
     chat = ChatRenderer(tokenizer, turns, example, config)
     ids = chat.tokenize(chat.render_whole(generation_prompt=True, first=turn + 1).text)
     length = min(len(ids), len(context))
-    equal = np.asarray(ids[:length]) == np.asarray(context[:length])
-    keep = length if equal.all() else int(np.argmin(equal))
+    keep = common_length(np.asarray(ids[:length]) == np.asarray(context[:length]))
     return ids[keep:], keep
 
 

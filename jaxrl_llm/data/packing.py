@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.forks import Fork, contexts
+from jaxrl_llm.forks import Fork, common_length, contexts
 from jaxrl_llm.structs import SIGNALS, Batch, Sharing, Trajectory
 
 IN_LOSS = tuple(signal.name for signal in SIGNALS if signal.in_loss)
@@ -319,8 +319,7 @@ def shared_tokens(before: PackItem, item: PackItem) -> int:
     equal = before.tokens[:length] == item.tokens[:length]
     if item.routes is not None and before.routes is not None:
         equal &= (before.routes[:length] == item.routes[:length]).all(axis=(1, 2))
-    common = length if equal.all() else int(np.argmin(equal))
-    return max(min(common, context_tokens(item)) - 1, 0)
+    return max(min(common_length(equal), context_tokens(item)) - 1, 0)
 
 
 def context_tokens(item: PackItem) -> int:

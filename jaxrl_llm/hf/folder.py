@@ -68,7 +68,7 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
         line = f"{len(unused)} weights of multi-token prediction are not used; exports copy them"
         print_on_first(f"{folder}: {line}")
     if unread:
-        line = f"left out: {len(unread)} weights of keys and values of layers that read those of others"
+        line = f"left out: {len(unread)} weights of keys and values of layers that read other layers'"
         print_on_first(f"{folder}: {line}")
     return {name: stored[name] for name in expected}
 
@@ -146,8 +146,8 @@ def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
 
 
 def _unread_keys(stored: Collection[str], config: TransformerConfig) -> set[str]:
-    """Return the weights of keys and values of layers that read those of earlier layers, which transformers
-    skips, too."""
+    """Return the key and value weights of layers that read earlier layers' keys; transformers skips them,
+    too."""
     first = config.num_layers - config.shared_kv_layers
     found = ((name, _KEYS.match(name)) for name in stored if config.shared_kv_layers)
     return {name for name, match in found if match and first <= int(match[1]) < config.num_layers}

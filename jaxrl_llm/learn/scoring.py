@@ -30,6 +30,7 @@ class Scorer:
     def __init__(self, config: StepConfig, mesh: Mesh, group_size: int = 1):
         self.config, self.mesh, self.group_size = config, mesh, group_size
         self.replicated = NamedSharding(mesh, PartitionSpec())
+        self._placing = {"share": config.share_prefixes, "keep_whole": config.whole_sequences}
         self.run = jax.jit(
             functools.partial(model_outputs, config=config),
             static_argnames=("names",),
@@ -84,9 +85,8 @@ class Scorer:
         self, values: Sequence[jax.Array], items: Sequence[PackItem], on_targets: bool = True
     ) -> list[np.ndarray]:
         """Return per-token values of micro-batches, [B, T, ...], as one array [t, ...] for each item."""
-        values, c = [np.asarray(x) for x in values], self.config
-        how = {"share": c.share_prefixes, "keep_whole": c.whole_sequences}
-        return unpack(values, items, c.row_tokens, self.group_size, on_targets=on_targets, **how)
+        values, length = [np.asarray(x) for x in values], self.config.row_tokens
+        return unpack(values, items, length, self.group_size, on_targets=on_targets, **self._placing)
 
     def write_signal(
         self, name: str, minibatches: Sequence[Sequence[PackItem]], values: Sequence[Sequence[jax.Array]]
@@ -101,12 +101,9 @@ class Scorer:
 
     def shared_tokens(self, items: Sequence[PackItem]) -> list[int]:
         """Return the lengths of the prefixes that contexts have in common with others of their rows."""
-        c = self.config
-        rows = []
-        if c.share_prefixes:
-            rows = arrange(
-                items, c.row_tokens, self.group_size, c.share_prefixes, keep_whole=c.whole_sequences
-            )
+        if not self.config.share_prefixes:
+            return []
+        rows = arrange(items, self.config.row_tokens, self.group_size, **self._placing)
         return [place.shared for row in rows for place in row if place.shared]
 
     def shared_fraction(self, minibatches: Sequence[Sequence[PackItem]]) -> Metrics:
@@ -121,8 +118,7 @@ class Scorer:
         """Return the micro-batches that `data.packing.pack` makes of these items, on the devices."""
         c, size = self.config, self.group_size
         replay = replay and c.replay is not None
-        how = {"share": c.share_prefixes, "keep_whole": c.whole_sequences}
-        packed = pack(items, c.row_tokens, rows, size, replay=replay, num_kept=c.num_kept, **how)
+        packed = pack(items, c.row_tokens, rows, size, replay=replay, num_kept=c.num_kept, **self._placing)
         return [self.put(batch) for batch in packed]
 
 

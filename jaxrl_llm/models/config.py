@@ -192,8 +192,8 @@ class TransformerConfig:
     keys_as_values: bool = False
     """Values are the projected keys, before their norm and RoPE; there is no value projection (Gemma 4)."""
     shared_kv_layers: Annotated[int, Range(0, 10_000)] = 0
-    """Last layers without keys and values: each reads those of the last earlier layer that has them, and a
-    window if it has one (Gemma 4 E2B)."""
+    """Last layers without keys and values: each reads the keys and values of the last earlier layer that
+    has both, and a window if it has one (Gemma 4 E2B)."""
     wide_shared_mlp: bool = False
     """The feed-forward of these layers is twice as wide."""
     one_branch: bool = False

@@ -41,7 +41,7 @@ def read_shared(c: TransformerConfig, shared: SharedKV) -> KeysValues | None:
 
 
 def put_shared(c: TransformerConfig, shared: SharedKV, kv: KeysValues | None) -> SharedKV:
-    """Return the keys and values with those of a layer of a stack, if the layer has them."""
+    """Return the shared keys and values with `kv` in its place, if layers of this stack have keys."""
     return {**shared, _has_window(c): kv} if c.has_kv and _has_window(c) in shared else shared
 
 

@@ -356,7 +356,7 @@ async def _run_in_sandbox() -> str:
 
 
 def check_servers(config: TrainConfig | None) -> Iterator[Finding]:
-    """Check the servers of the recipe: their interpreter, and those that run already."""
+    """Check the servers of the recipe: their interpreter, and servers that run already."""
     python = config.servers.python if config else sys.executable
     needed = config is not None and config.rollout.engine != "native"
     package = config.rollout.engine if needed else "sglang"

@@ -143,6 +143,12 @@ def token_counts(answer: Answer) -> tuple[int, int]:
     return answer.num_context, len(answer.ids)
 
 
+def usage_of(answer: Answer) -> dict[str, int]:
+    """Return the counts of tokens as OpenAI's chat and completions name them."""
+    read, written = token_counts(answer)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
 def as_logprobs(answer: Answer) -> list[dict[str, Any]]:
     """Return the log-probs as OpenAI's chat API lists them."""
     rows = zip(answer.tokens, answer.logprobs, strict=True)

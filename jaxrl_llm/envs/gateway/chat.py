@@ -17,7 +17,7 @@ from jaxrl_llm.envs.gateway.call import (
     read_limit,
     read_stop,
     refuse_several,
-    token_counts,
+    usage_of,
 )
 
 
@@ -48,7 +48,7 @@ class ChatApi:
         """Return the reply."""
         choice = {"index": 0, "message": _message(answer), "finish_reason": answer.finish}
         choice["logprobs"] = {"content": as_logprobs(answer)} if call.body.get("logprobs") else None
-        return {**_head(call, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+        return {**_head(call, answer, "chat.completion"), "choices": [choice], "usage": usage_of(answer)}
 
     def events(self, call: Call, answer: Answer) -> Iterator[str]:
         """Yield the reply as chunks: the whole turn in one, then its end."""
@@ -63,7 +63,7 @@ class ChatApi:
         yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish}]})
         options = call.body.get("stream_options")
         if isinstance(options, dict) and options.get("include_usage"):
-            yield event({**head, "choices": [], "usage": _usage(answer)})
+            yield event({**head, "choices": [], "usage": usage_of(answer)})
         yield event("[DONE]")
 
 
@@ -97,8 +97,3 @@ def _head(call: Call, answer: Answer, kind: str) -> dict[str, Any]:
         "created": answer.created,
         "model": model_of(call),
     }
-
-
-def _usage(answer: Answer) -> dict[str, int]:
-    read, written = token_counts(answer)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

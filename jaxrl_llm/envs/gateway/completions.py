@@ -15,7 +15,7 @@ from jaxrl_llm.envs.gateway.call import (
     read_limit,
     read_stop,
     refuse_several,
-    token_counts,
+    usage_of,
 )
 
 
@@ -44,9 +44,8 @@ class CompletionsApi:
 
     def write(self, call: Call, answer: Answer) -> dict[str, Any]:
         """Return the reply."""
-        read, written = token_counts(answer)
-        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        return {**self._head(call, answer), "choices": [self._choice(call, answer)], "usage": usage}
+        choices = [self._choice(call, answer)]
+        return {**self._head(call, answer), "choices": choices, "usage": usage_of(answer)}
 
     def events(self, call: Call, answer: Answer) -> Iterator[str]:
         """Yield the reply as one chunk."""

@@ -81,7 +81,7 @@ class ProgramRunner:
         writing = asyncio.create_task(_write(process.stdin, json.dumps(row, default=str).encode()))
         reading = asyncio.create_task(_read_tail(process.stdout, tail))
         try:
-            # Its end counts, not that of its output, which children may hold open.
+            # The program's end counts: children may hold its output open.
             while process.returncode is None and not reading.done():
                 await asyncio.wait({reading}, timeout=POLL_SECONDS)
             code = await process.wait()

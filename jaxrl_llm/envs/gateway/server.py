@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import json
 import logging
@@ -15,7 +16,7 @@ from aiohttp import web
 from jaxrl_llm.data.rows import RowError, check_row
 from jaxrl_llm.envs.dialogue import MAX_REWARD
 from jaxrl_llm.envs.gateway.anthropic import MessagesApi
-from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, Call, CallError
+from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, CallError
 from jaxrl_llm.envs.gateway.chat import ChatApi
 from jaxrl_llm.envs.gateway.completions import CompletionsApi
 from jaxrl_llm.envs.gateway.responses import ResponsesApi
@@ -113,11 +114,7 @@ class GatewayServer:
             body = _json(data)
             repeats = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
-            def make() -> Call:
-                call = protocol.read(body)
-                call.body = body
-                return call
-
+            make = functools.partial(protocol.read, body)
             call = session.submit(hash_of(path.encode(), data), repeats, make)
             self._note_unused(body)
             call.is_lost = lambda: request.transport is None or request.transport.is_closing()

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.data.chat import encode_prompt, prompt_messages
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.observation import encode_observation
@@ -20,6 +22,7 @@ from jaxrl_llm.envs.calls import check_arguments, parse_calls
 from jaxrl_llm.envs.formats import ToolCall
 from jaxrl_llm.envs.gateway.call import Answer, Call, CallError, ToolUse
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.forks import common_length
 from jaxrl_llm.rollout.engine import Reply, reads_thought
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.thoughts import split_thought
@@ -244,7 +247,8 @@ class AgentSession:
         new = context
         if self._present is not None:
             present = self._present.context
-            keep = _common(present, context[:-1])
+            length = min(len(present), len(context) - 1)
+            keep = common_length(np.equal(present[:length], context[:length]))
             new, room = context[keep:], room - self._used - len(context) + keep
             keep = None if keep == len(present) else keep
         if room < 1:
@@ -330,12 +334,6 @@ def _example(call: Call) -> Example:
 def _too_long(reason: str) -> CallError:
     text = f"the conversation exceeds the maximum context length: {reason}"
     return CallError(400, text, "context_length_exceeded")
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Return the length of the common beginning."""
-    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
 
 
 def _is_same(known: Message | Answer, message: Message) -> bool:
