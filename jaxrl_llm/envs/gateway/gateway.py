@@ -239,6 +239,7 @@ class Gateway:
                 task.cancel()
             await asyncio.wait(others, timeout=KILL_SECONDS) if others else None
             await self.server.stop()
+            await self.loop.shutdown_default_executor()  # else its threads may outlive the gateway
             self.loop.stop()
 
         if not self._thread:
