@@ -5,6 +5,7 @@ import collections
 import functools
 import io
 import re
+import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -324,3 +325,10 @@ def test_no_class_inherits_from_a_concrete_one():
             bases = {base.id for base in node.bases if isinstance(base, ast.Name)} & classes & called
             concrete = {base for base in bases if not base.endswith("Error")}
             assert not concrete, f"{node.name} inherits from {concrete}; give it one as an attribute instead"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_no_symbolic_link_is_tracked():
+    """A tracked link leads to a path of the machine that made it."""
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []

@@ -300,10 +300,18 @@ class Transformer(nnx.Module):
 
 
 def _layer_fn(
-    c: TransformerConfig, rows: Packing, in_order: Packing, *, tables, readers, dtype: DTypeLike, method, strict
+    c: TransformerConfig,
+    rows: Packing,
+    in_order: Packing,
+    *,
+    tables,
+    readers,
+    dtype: DTypeLike,
+    method,
+    strict,
 ):
-    """Return the function (stack, (x, keys and values of another layer), weights, (numbers, routes)) -> (x, keys
-    and values if others read them, (sums of the routing, routes)) of a layer, for `Transformer.forward`."""
+    """Return a layer's function for `Transformer.forward`: (stack, (x, keys and values of another layer),
+    weights, (numbers, routes)) -> (x, keys and values if others read them, (sums of the routing, routes))."""
     keeps_kv = c.shared_kv_layers > 0
 
     def layer(c, carry, layer, numbers):

@@ -166,8 +166,13 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
 
 @pytest.mark.parametrize(
     ("config", "lanes"),
-    [pytest.param(LATENTS, 1, marks=pytest.mark.slow), (ADAPTED, 1), (WINDOWED, 128), (GEMMA, 1)]
-    + [(SHARED_KV, 1)],
+    [
+        pytest.param(LATENTS, 1, marks=pytest.mark.slow),
+        (ADAPTED, 1),
+        (WINDOWED, 128),
+        (GEMMA, 1),
+        (SHARED_KV, 1),
+    ],
     ids=["latents", "latents, adapters", "lanes", "two ropes", "shared keys"],
 )
 def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):

@@ -207,7 +207,16 @@ def test_greedy_text(case):
             "minimax-m2",
             "phi-4",
         ],
-        {"qwen3.5", "qwen3.5 moe", "qwen3-next", "lfm2 moe", "nemotron", "granite-4", "olmo-hybrid", "glm-4.7"},
+        {
+            "qwen3.5",
+            "qwen3.5 moe",
+            "qwen3-next",
+            "lfm2 moe",
+            "nemotron",
+            "granite-4",
+            "olmo-hybrid",
+            "glm-4.7",
+        },
     ),
 )
 def test_adapters_are_read_by_peft(case, tmp_path):
@@ -327,7 +336,16 @@ def test_config_reads_back_in_transformers(case):
 
 @pytest.mark.parametrize(
     "case",
-    ["glm-4.7", "minimax-m2", "qwen3-next", "nemotron", "granite-4", "mistral4", "gemma4 moe", "gemma4 small"],
+    [
+        "glm-4.7",
+        "minimax-m2",
+        "qwen3-next",
+        "nemotron",
+        "granite-4",
+        "mistral4",
+        "gemma4 moe",
+        "gemma4 small",
+    ],
 )
 def test_files_come_back_byte_for_byte(case, tmp_path, capsys):
     """Weights of a layer after the last one are skipped; transformers reads what is written."""

@@ -84,8 +84,8 @@ CASES += zip(PROJECTED, (mesh for mesh in MESHES.values() if mesh.sequence == 1)
 
 @pytest.mark.parametrize(("config", "mesh_config"), CASES, ids=[*MESHES, "delta tensor=2", "delta tensor=4"])
 def test_eight_devices_give_the_logits_of_one(config, mesh_config):
-    """Float32 rounds the delta rule by up to 1.8e-5 of the largest logit on some processors; float64 agrees to
-    1.8e-14."""
+    """On some processors float32 rounds the delta rule by up to 1.8e-5 of the largest logit; float64
+    agrees to 1.8e-14."""
     mesh = make_mesh(mesh_config)
     params = jax.device_put(random_params(config), models.shardings(config, mesh, TRAIN))
     with jax.set_mesh(mesh):
