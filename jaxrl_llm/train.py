@@ -124,6 +124,7 @@ def run_on_all_processes(
         run_dir, config.log, run.total, start or -1, devices=run.devices, profile=config.profiled, clock=clock
     )
     closing.enter_context(contextlib.closing(log))
+    log.attach("prometheus", run.exporter)
     log.config(describe_run(run.config, resolved.recipe, list(argv), pins))
     for line in start_lines(run, start):
         log.message(line)
@@ -155,7 +156,6 @@ def train(
         stage = run.stage(step)
         if step == stage.start and stage is not run.stages[0]:
             state = stage.init_state(float32_params(state), state.critic)
-
         with outage:
             experience = stage.source.next(step - stage.start, state.params, int(state.version), log.phase)
         if outage.reason:

@@ -192,7 +192,7 @@ def _common(conv: Conversion, updates: int) -> None:
     put_data(conv)
     if conv.get("use_peft"):
         _lora(conv)
-    for logger in ("wandb", "mlflow", "swanlab"):
+    for logger in ("wandb", "mlflow", "swanlab", "trackio"):
         if logger in conv.get("report_to") or "all" in conv.get("report_to"):
             project = conv.get("project") or conv.get("run_name") or "huggingface"
             conv.put(f"log.{logger}", project, "report_to", "project", "run_name")

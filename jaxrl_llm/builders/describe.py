@@ -27,7 +27,8 @@ from jaxrl_llm.models.attention import original_length
 from jaxrl_llm.models.kernels import describe_kernels, turing_warning
 from jaxrl_llm.models.lora import rank_of_experts, trained_state
 from jaxrl_llm.models.quantize import SCALE
-from jaxrl_llm.report.log import PROMPTS, sample_rows
+from jaxrl_llm.report.log import PROMPTS
+from jaxrl_llm.report.samples import sample_rows
 from jaxrl_llm.sharding.placement import format_placement, placement_of
 from jaxrl_llm.structs import Trajectory
 
@@ -70,6 +71,8 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
         yield f"data for {name}: {counts}"
     if run.env and run.env.line:
         yield run.env.line
+    if run.exporter:
+        yield run.exporter.line
     if date := config.data.chat.date:
         yield f"chat templates that write the date write {date} for the whole run (--data.chat.date)"
     yield from first_prompt_line(run)

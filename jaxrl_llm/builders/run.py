@@ -62,6 +62,7 @@ from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.recipe.checks import architectures, check_models, check_on_devices
 from jaxrl_llm.recipe.dump import dump
+from jaxrl_llm.report.prometheus import Prometheus
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import POLICY, REFERENCE, ROLLOUT_ENGINE, reward_role
@@ -84,6 +85,7 @@ class Run:
     loaders: dict[str, Loader]  # "train", "warm_start", "eval"
     adapter: dict[str, np.ndarray]  # weights of the adapter to start from; {} = new ones
     env: DialogueSource | None = None
+    exporter: Prometheus | None = None
     fingerprint: str | None = None  # of the frozen weights; None = not computed yet
 
     @property
@@ -207,6 +209,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     check_critic_files(config)
     read = lambda path: model if path == config.model.path else PRETRAINED.config(path)
     check_models(sized, architectures(config, read))
+    exporter = open_exporter(config, closing)
     # Data, environment and rewards, tried on the first rows.
     model = trained_config(model, config)
     start = config.model.adapter
@@ -241,9 +244,17 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         config, loaders.get("eval"), stages[-1], engine, rewarder=rewarder, env=env, judge=judge
     )
     return Run(
-        config, meshes, model, tokenizer,
+        config, meshes, model, tokenizer, exporter=exporter,
         folder=folder, stages=stages, evaluators=evaluators, loaders=loaders, adapter=adapter, env=env,
     )  # fmt: skip
+
+
+def open_exporter(config: TrainConfig, closing: contextlib.ExitStack) -> Prometheus | None:
+    """Return the server of metrics; None without one, or in another process than the first."""
+    if not config.log.prometheus or jax.process_index() > 0:
+        return None
+    name = config.log.name or Path(config.run_dir).name
+    return closing.enter_context(contextlib.closing(Prometheus(config.log, name)))
 
 
 def make_environment(config: TrainConfig, tokenizer: Any) -> DialogueSource | None:

@@ -29,7 +29,7 @@ from jaxrl_llm.experience.reward_models import RewardModel
 from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.files import replace_lines
 from jaxrl_llm.host.processes import on_first
-from jaxrl_llm.report.log import sample_rows
+from jaxrl_llm.report.samples import sample_rows
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardSample
 from jaxrl_llm.structs import Metrics, Trajectory

@@ -115,8 +115,8 @@ IDLE = (
     ),
     Idle(
         "log.name log.group log.tags",
-        "no logger is set (--log.wandb, --log.mlflow, --log.swanlab)",
-        lambda c: not (c.log.wandb or c.log.mlflow or c.log.swanlab),
+        "no logger is set (--log.wandb, --log.mlflow, --log.swanlab, --log.trackio)",
+        lambda c: not (c.log.wandb or c.log.mlflow or c.log.swanlab or c.log.trackio or c.log.prometheus),
     ),
     Idle("hub.private", "--hub.push is empty", lambda c: not c.hub.push),
     Idle(

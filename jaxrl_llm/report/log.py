@@ -1,4 +1,4 @@
-"""Log of a run: metrics.jsonl and samples.jsonl; tensorboard, wandb, mlflow, swanlab; progress; summary.
+"""Log of a run: metrics.jsonl and samples.jsonl; loggers; progress; summary.
 
 A logger that fails (full disk, no network) is reported once and dropped; training continues.
 """
@@ -25,7 +25,7 @@ from jaxrl_llm.report.config import LogConfig
 from jaxrl_llm.report.goodput import FILE as GOODPUT_FILE
 from jaxrl_llm.report.goodput import PHASES, Goodput, PhaseClock, Profiler, startup_line, with_start
 from jaxrl_llm.report.progress import Progress, format_duration
-from jaxrl_llm.structs import Metrics, Trajectory
+from jaxrl_llm.structs import Metrics
 
 METRICS, SAMPLES, PROMPTS = "metrics.jsonl", "samples.jsonl", "prompts.jsonl"
 SUMMARY = (*curve.HELD_OUT, "eval/score", "eval/loss")  # held-out metrics of the summary
@@ -112,6 +112,12 @@ class RunLog:
         for name, logger in list(self.loggers.items()):
             self._try(name, lambda logger=logger: logger.config(tree))
 
+    def attach(self, name: str, logger: loggers.Logger | None) -> None:
+        """Send the following steps to an open logger of this start alone; None = there is none."""
+        if logger is not None:
+            self.loggers[name] = logger
+            self.runs.opened(name, logger)
+
     def steps(self, start: int, total: int, warm_up: int = 0) -> Iterator[int]:
         """Yield start, ..., total - 1; the body takes step n + 1, which is profiled if that was asked for.
 
@@ -182,7 +188,7 @@ class RunLog:
         self.shown = []
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]], limit: int | None = None) -> None:
-        """Write the first rows, by default `config.samples`; see `sample_rows`.
+        """Write the first rows, by default `config.samples`; see `samples.sample_rows`.
 
         Loggers get them with the step's line.
         """
@@ -278,6 +284,7 @@ class RunLog:
             "wandb": lambda run_id: loggers.Wandb(config, self.run_dir, run_id),
             "mlflow": lambda run_id: loggers.Mlflow(config, self.run_dir, run_id, self.total_steps),
             "swanlab": lambda run_id: loggers.Swanlab(config, self.run_dir, run_id),
+            "trackio": lambda run_id: loggers.Trackio(config, self.run_dir, run_id),
         }
         for name in [name for name in make if getattr(config, name)]:
             logger = self._try(name, lambda name=name: make[name](self.runs.id(name)))
@@ -356,33 +363,6 @@ def json_value(value: Any) -> Any:
         return value
     number = np.asarray(value).item()
     return number if isinstance(number, int) or math.isfinite(number) else None
-
-
-def sample_rows(
-    trajectories: Sequence[Trajectory], prompts: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return rows of samples.jsonl, which `python -m jaxrl_llm generate --prompts` reads.
-
-    Args:
-        prompts: `data.chat.prompt_row` of each trajectory: "prompt" and, of a chat, "messages".
-
-    Returns: the prompt's row with "response" (text), "turns" (messages of a conversation), "reward",
-        "outcome", "finish" and "response_tokens"; "opens_thought" if the prompt opens the thought that the
-        response begins in.
-    """
-    return [
-        {
-            **prompt,
-            "response": t.text,
-            **({"turns": t.messages} if t.episode else {}),
-            **({"opens_thought": True} if t.opens_thought else {}),
-            "reward": json_value(t.reward),
-            "outcome": t.outcome.name.lower(),
-            "finish": t.finish,
-            "response_tokens": len(t.response_ids),
-        }
-        for t, prompt in zip(trajectories, prompts, strict=True)
-    ]
 
 
 def summary(run_dir: Path) -> str:

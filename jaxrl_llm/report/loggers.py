@@ -1,4 +1,4 @@
-"""Loggers that receive the rows of metrics.jsonl: TensorBoard, Weights & Biases, MLflow and SwanLab.
+"""Loggers that receive the rows of metrics.jsonl: TensorBoard, Weights & Biases, MLflow, SwanLab and Trackio.
 
 A resumed training run continues the logger's run: its id and the last step that it has are in
 RUN/loggers.json, and steps that are taken again after a kill are not logged again.
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 RUNS_FILE = "loggers.json"
 FLUSH_INTERVAL = 30.0  # seconds between the writes of TensorBoard's events to the disk
-EXTRAS = ("wandb", "mlflow", "swanlab")
+EXTRAS = ("wandb", "mlflow", "swanlab", "trackio")
 """Loggers whose packages come with the extras of these names."""
 SAMPLE_COLUMNS = (
     "step",
@@ -276,6 +276,50 @@ class Swanlab:
 
     def close(self) -> None:
         self.run.finish()
+
+
+class Trackio:
+    """A Trackio run: in a SQLite file of the project in TRACKIO_DIR, or in the Space TRACKIO_SPACE_ID.
+
+    Trackio continues the newest run of a name. If another run has taken the name since the start, a new one
+    gets all steps.
+    """
+
+    last_step = None
+
+    def __init__(self, config: LogConfig, run_dir: Path, run_id: str):
+        import trackio
+
+        self.trackio, self.tags = trackio, list(config.tags)
+        self.waiting: list[tuple[dict[str, Any], int]] | None = []  # steps; None = the config is known
+        settings = {"name": config.name or run_dir.name, "group": config.group or None, "embed": False}
+        self.run = trackio.init(project=config.trackio, resume="allow" if run_id else "never", **settings)
+        if run_id and self.run.id != run_id:
+            self.run = trackio.init(project=config.trackio, resume="never", **settings)
+        self.id = self.run.id
+
+    def config(self, tree: dict[str, Any]) -> None:
+        """Set the config, which Trackio stores with the first step after its start alone."""
+        self.run.config.update(tree | ({"tags": self.tags} if self.tags else {}))
+        self._send_waiting()
+
+    def step(self, step: int, row: Row, samples: Sequence[Row]) -> None:
+        values = _numbers(row)
+        if samples:
+            values["samples"] = self.trackio.Table(columns=list(SAMPLE_COLUMNS), data=_cells(samples))
+        if self.waiting is None:
+            self.run.log(values, step=step)
+        else:
+            self.waiting.append((values, step))
+
+    def close(self) -> None:
+        self._send_waiting()
+        self.run.finish()
+
+    def _send_waiting(self) -> None:
+        for values, step in self.waiting or ():
+            self.run.log(values, step=step)
+        self.waiting = None
 
 
 def flat_texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

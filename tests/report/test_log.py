@@ -19,7 +19,8 @@ from jaxrl_llm.recipe.dump import describe_run
 from jaxrl_llm.report import curve, jsonl, log, progress
 from jaxrl_llm.report.config import LogConfig
 from jaxrl_llm.report.goodput import PhaseClock
-from jaxrl_llm.report.log import RunLog, json_value, sample_rows
+from jaxrl_llm.report.log import RunLog, json_value
+from jaxrl_llm.report.samples import sample_rows
 from jaxrl_llm.structs import Outcome, Trajectory
 
 QUIET = LogConfig(progress="none", tensorboard=False)

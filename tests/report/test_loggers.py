@@ -1,10 +1,12 @@
 """Loggers: one run of the service over all starts of a training run, tables of samples, params."""
 
+import contextlib
 import importlib.util
 import inspect
 import json
 import math
 import os
+import sqlite3
 import subprocess
 import sys
 import types
@@ -35,8 +37,11 @@ SIGNATURES = {
     "mlflow.end_run": (),
     "swanlab.init": ("workspace", "project", "id", "resume", "name", "log_dir", "group", "tags"),
     "swanlab.Run.log": ("data", "step"),
+    "trackio.init": ("project", "name", "group", "resume", "embed"),
+    "trackio.Run.log": ("metrics", "step"),
+    "trackio.Table": ("columns", "data"),
 }
-"""Parameters of wandb 0.31, mlflow 3.17 and swanlab 0.10 that are used; the fakes take these alone."""
+"""Parameters of wandb 0.31, mlflow 3.17, swanlab 0.10 and trackio 0.43 that are used; others fail."""
 
 
 class Fake(types.ModuleType):
@@ -171,7 +176,7 @@ def test_what_a_kill_left_unsent_is_sent_from_metrics_jsonl(tmp_path, monkeypatc
     assert fake.arguments("log")[0]["data"]["samples"]["data"] == [[3, *CELLS]]
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+@pytest.mark.parametrize("name", loggers.EXTRAS)
 def test_a_logger_that_is_not_installed_is_a_warning(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, name, None)
     RunLog(tmp_path, LogConfig(**FLAGS, **{name: "x"}), 1).step(1, {}, tokens=1)
@@ -240,6 +245,30 @@ def test_the_params_of_a_run_fit_mlflow_and_have_no_secret(tmp_path, monkeypatch
     assert "hunter2" not in json.dumps(params) and params["optim.b1"] == "0.9"
     assert max(map(len, params)) <= 250 and max(map(len, params.values())) <= 6000
     assert len(params) > 150
+
+
+# -- trackio
+
+
+def test_trackio_continues_its_own_run_and_stores_the_config_with_the_first_step(tmp_path, monkeypatch):
+    fake = Fake("trackio", monkeypatch, id="r1")
+    config = LogConfig(**FLAGS, trackio="p", name="x", group="g", tags=("a",))
+    log_steps(tmp_path, config, (1, 2))
+    fake.calls.clear()
+    log = RunLog(tmp_path, config, 10, resume_step=2)
+    log.step(3, {"loss": 0.5}, tokens=1)
+    assert not fake.arguments("log")  # Trackio takes no config after a step
+    log.config({"seed": 1})
+    assert [name for name, _ in fake.calls] == ["init", "config", "log"]
+    assert fake.arguments("config") == [{"seed": 1, "tags": ["a"]}] and fake.arguments("log")[0]["step"] == 3
+    start = {"project": "p", "name": "x", "group": "g", "embed": False}
+    assert fake.arguments("init") == [start | {"resume": "allow"}]
+    log.close()
+    fake.calls.clear()
+    fake.id = "another"  # took the name since
+    log_steps(tmp_path, config, (4,), resume=3)
+    assert [call["resume"] for call in fake.arguments("init")] == ["allow", "never"]
+    assert [call["step"] for call in fake.arguments("log")] == [1, 2, 3, 4]
 
 
 # -- the libraries themselves, where they are installed
@@ -335,8 +364,26 @@ def test_swanlab_itself(tmp_path):
 
 
 @pytest.mark.slow
+@needs("trackio")
+def test_trackio_itself(tmp_path):
+    folder = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    in_process("trackio", tmp_path, 1, 5, resume=-1, **folder)
+    in_process("trackio", tmp_path, 4, 7, resume=3, **folder)
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio/project.db")) as file:
+        rows = file.execute("SELECT run_id, run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+        configs = file.execute("SELECT run_id, config FROM configs").fetchall()
+    assert {(run, name) for run, name, *_ in rows} == {(configs[0][0], tmp_path.name)} and len(configs) == 1
+    assert [step for _, _, step, _ in rows] == [1, 2, 3, 4, 5, 6, 7]
+    values = json.loads(rows[6][3])
+    assert values["loss"] == 1 / 7 and "bad" not in values
+    (cells,) = values["samples"]["_value"]
+    assert cells == {"step": 7, **dict(zip(loggers.SAMPLE_COLUMNS[1:], CELLS, strict=True))}
+    assert json.loads(configs[0][1])["_Group"] == "g"
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+@pytest.mark.parametrize("name", loggers.EXTRAS)
 def test_the_fakes_have_the_parameters_of_the_libraries(name):
     library = pytest.importorskip(name)
     for key, parameters in SIGNATURES.items():

@@ -10,7 +10,7 @@ from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.report import jsonl
-from jaxrl_llm.report.log import sample_rows
+from jaxrl_llm.report.samples import sample_rows
 from jaxrl_llm.structs import Episode, Outcome, Trajectory
 from jaxrl_llm.tools.generation import read_examples
 
