@@ -39,6 +39,10 @@ class UnreachableError(ServerError):
     """No reply, or a reply that reports a failure of the server; it may recover."""
 
 
+class LostError(UnreachableError):
+    """The connection to a server failed, or it was left out for another reason: no fault of the request."""
+
+
 class NoRouteError(UnreachableError):
     """A route that the server does not have."""
 

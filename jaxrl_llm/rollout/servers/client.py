@@ -9,7 +9,7 @@ from types import MappingProxyType
 import aiohttp
 
 from jaxrl_llm.bridge.servers import Json
-from jaxrl_llm.errors import InvalidReplyError, UnreachableError
+from jaxrl_llm.errors import InvalidReplyError, LostError, UnreachableError
 from jaxrl_llm.rollout.servers import auth
 from jaxrl_llm.rollout.servers.server import Server, error_from_status
 
@@ -58,6 +58,7 @@ class Client:
             InvalidReplyError: the reply is too long, or not a JSON object.
             RefusedError: the request or the key is wrong.
             BusyError: status 429 or 503.
+            LostError: the connection failed.
             UnreachableError: no reply in time, or the reply reports a failure of the server.
         """
         reply = await self.request_bytes(server, path, body, timeout, headers=headers, max_bytes=max_bytes)
@@ -109,7 +110,8 @@ class Client:
                 f"{server.url}: no answer to {path} in {limit.total:g} s{setting}"
             ) from None
         except (aiohttp.ClientError, ValueError, OSError) as error:
-            raise UnreachableError(f"{server.url}{path}: {type(error).__name__} {error}") from None
+            kind = UnreachableError if isinstance(error, ValueError) else LostError  # the first: no address
+            raise kind(f"{server.url}{path}: {type(error).__name__} {error}") from None
         # A longer reply is not parsed.
         if len(reply) > max_bytes:
             raise InvalidReplyError(f"{server.url}{path}: a reply of more than {max_bytes:,} bytes")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.bridge.servers import HEALTH_TIMEOUT, QUIET_LIMIT
 from jaxrl_llm.errors import ServerError, UnreachableError
 from jaxrl_llm.rollout.servers import auth
@@ -35,7 +36,7 @@ async def run_health_checks(
     while True:
         await asyncio.sleep(CHECK_INTERVAL)
         if members:
-            pool.set_servers(members())
+            pool.set_servers(await asyncio.to_thread(members))  # a shared disk may hang
         for server in pool.servers:
             if pool.memory_released or not pool.label:
                 continue
@@ -70,11 +71,15 @@ async def _check_health(pool: ServerPool, server: Server) -> None:
 
 
 class ServerList:
-    """Addresses in a text file, one a line; # begins a comment. The file is read at every call."""
+    """Addresses in a text file, one a line; # begins a comment. The file is read at every call.
+
+    A change counts when two calls in a row have read the same: a file may be read while it is written.
+    """
 
     def __init__(self, path: Path, engine: str):
         self.path, self.engine = path, engine
         self._known: list[str] = []
+        self._last: list[str] | None = None  # addresses of the last call
         self._printed: set[str] = set()
 
     def __call__(self) -> list[str]:
@@ -84,10 +89,15 @@ class ServerList:
         except (OSError, ValueError) as error:
             self._print_once(f"{self.path}: {error}; the servers stay as they were")
             return self._known
+        before, self._last = self._last, urls
+        if before not in (None, urls):
+            return self._known
+        for url in {url for url in urls if urls.count(url) > 1}:
+            self._print_once(f"{self.path}: {mask_text(url)} is there twice, and counts once")
         problems = {url: auth.address_problem(url, self.engine) for url in urls}
         for problem in filter(None, problems.values()):
             self._print_once(f"{self.path}: {problem}")
-        self._known = [url for url in urls if not problems[url]]
+        self._known = [url for url in dict.fromkeys(urls) if not problems[url]]
         return self._known
 
     def _print_once(self, text: str) -> None:

@@ -19,10 +19,11 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from jaxrl_llm.bridge.servers import Json, ServerKind, parsing_reply
-from jaxrl_llm.errors import BusyError, RefusedError, ServerError, UnreachableError, UserError
+from jaxrl_llm.errors import BusyError, LostError, RefusedError, ServerError, UnreachableError, UserError
 from jaxrl_llm.rollout.servers.client import Client
 from jaxrl_llm.rollout.servers.kinds import KINDS
-from jaxrl_llm.rollout.servers.server import Server, print_line
+from jaxrl_llm.rollout.servers.server import Changes, Server, print_line
+from jaxrl_llm.rollout.servers.slots import Slots
 from jaxrl_llm.rollout.servers.validate import Generated, max_reply_bytes
 from jaxrl_llm.structs import Metrics
 
@@ -33,6 +34,9 @@ Read = Callable[[Json, Json, str], Generated]
 START_TIMEOUT = 30.0  # seconds for the first reply of a running server
 LOG_INTERVAL = 30.0  # seconds between two lines about a wait
 POLL_INTERVAL = 0.1
+MAX_LOST = 30
+"""Times that one response may lose its server. A pool whose servers come and go loses some by chance; a
+request that ends every server must end the run."""
 
 
 class ServerResponse(NamedTuple):
@@ -71,7 +75,10 @@ class ServerPool:
         kind: ServerKind = KINDS["sglang"],
     ):
         self.kind = kind
-        self.servers = [Server(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self.changes = Changes()
+        members = dict.fromkeys(url.rstrip("/") for url in urls)
+        self.servers = [Server(url, changes=self.changes) for url in members]
+        self._departing: list[Server] = []  # no members any more, with requests in flight
         self.timeout, self.retries, self.slots, self.patience = timeout, retries, slots, patience
         self.router = Server(router) if router else None
         self.excluded: dict[str, Server] = {}  # by address: not used again
@@ -81,14 +88,14 @@ class ServerPool:
         self.names_adapters = False  # requests give the label of their server's weights as their adapters
         self.memory_released = False  # colocated: no server is brought into use
         self._update: Callable[[Server], Awaitable[Any]] | None = None  # gives a server the newest weights
-        self._max_servers, self._next_line = len(self.servers), 0.0
+        self._next_line = 0.0
         # The event loop runs in a thread; requests of any thread go there.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
         self._thread.start()
         self._client = self.run(self._open(timeout))
         self.request, self.request_bytes = self._client.request, self._client.request_bytes
-        self.slot = asyncio.Semaphore(slots * len(self.servers))  # first come, first served
+        self.slot = Slots(self._num_slots)
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the pool's loop and return its result; an interrupt cancels it."""
@@ -124,12 +131,14 @@ class ServerPool:
         return "; ".join(states) or "the pool has no servers"
 
     def metrics(self) -> Metrics:
-        """Return counts since the last call; `retried` and `failures` since the start."""
+        """Return counts since the last call; `retried`, `failures`, `joined` and `lost` since the start."""
         counts = [server.take_counts() for server in self.servers]
         speeds = [each.tokens / each.busy_seconds for each in counts if each.busy_seconds] or [0.0]
         return {
             "servers/retried": self.retried,
-            "servers/failures": sum(s.failures for s in [*self.servers, *self.excluded.values()]),
+            "servers/failures": self.changes.failures,
+            "servers/joined": self.changes.joined,
+            "servers/lost": self.changes.lost,
             "servers/left_out_seconds": sum(each.left_out_seconds for each in counts),
             "servers/inflight/max": max((each.max_inflight for each in counts), default=0),
             "servers/tokens_per_second/min": min(speeds),
@@ -169,7 +178,8 @@ class ServerPool:
         """Return a response to /generate, from the server of the group's other samples if it has a slot.
 
         It counts only if the server was not left out meanwhile, and any new weights have been probed. A
-        request that one server refuses is tried on every other server.
+        request that one server refuses is tried on every other server. A server that is lost is no failure of
+        the request, up to `MAX_LOST` times.
 
         Args:
             group_servers: group -> server, kept by the caller: a shared prompt is read once.
@@ -181,7 +191,7 @@ class ServerPool:
         # Refusals are final for a server, busy servers are retried, failures leave a server out.
         problems: list[str] = []
         refusals: dict[Server, str] = {}
-        deadline, pause = time.monotonic() + self.patience, 0.25
+        deadline, pause, lost = time.monotonic() + self.patience, 0.25, 0
         while len(problems) < max(self.retries, 1):
             server = await self._pick(group_servers, group, refusals, deadline)
             failures = server.failures
@@ -201,9 +211,12 @@ class ServerPool:
                     await asyncio.sleep(pause * random.uniform(0.5, 1))
                     pause = min(2 * pause, 8.0)
                     continue
-                problems.append(str(error))
+                lost += isinstance(error, LostError)
+                if not isinstance(error, LostError) or lost >= MAX_LOST:
+                    problems.append(str(error))
                 if server.failures == failures and server is not self.router:
                     server.leave_out(error)
+                deadline, pause = time.monotonic() + self.patience, 0.25
             self.retried += 1
         different = "; ".join(dict.fromkeys(problems))
         raise ServerError(f"a response failed {len(problems)} times (--servers.retries): {different}")
@@ -246,6 +259,7 @@ class ServerPool:
             else:
                 if update is self._update and server in self.servers:
                     server.readmit(label)
+                    self.slot.wake()
 
     def set_servers(self, urls: Sequence[str]) -> None:
         """Change the members of the pool: removed servers get no more requests, new ones are admitted first.
@@ -255,12 +269,11 @@ class ServerPool:
         known = {server.url: server for server in self.servers}
         self.excluded = {url: server for url, server in self.excluded.items() if url in urls}
         members = [url for url in dict.fromkeys(urls) if url not in self.excluded]
-        self.servers = [known.pop(url, None) or Server(url) for url in members]
+        self.servers = [known.pop(url, None) or Server(url, changes=self.changes) for url in members]
         for server in known.values():
-            server.usable, server.problem = False, f"{server.url} has left the pool"
-        for _ in range(self.slots * (len(self.servers) - self._max_servers)):
-            self.slot.release()
-        self._max_servers = max(self._max_servers, len(self.servers))
+            server.depart()
+        self._departing = [s for s in [*self._departing, *known.values()] if s.inflight]
+        self.slot.wake()
 
     def exclude(self, url: str, error: ServerError) -> None:
         """Leave a server out for good."""
@@ -269,6 +282,14 @@ class ServerPool:
                 server.leave_out(error)
                 self.excluded[url] = server
         self.servers = [server for server in self.servers if server.url != url]
+
+    def _num_slots(self) -> int:
+        """Return how many requests may run: `slots` on each server in use, and the ones of departing servers.
+
+        Without a server in use, a few wait for one. A router has servers that are not known here.
+        """
+        count = len(self.servers) if self.router else len(self.usable)
+        return self.slots * max(count, 1) + sum(server.inflight for server in self._departing)
 
     async def _generate_on(self, server: Server, body: Json, group: int, read: Read) -> ServerResponse:
         failures, label = server.failures, server.label
@@ -280,7 +301,7 @@ class ServerPool:
         with server.running(asyncio.create_task(work), label) as request:
             await asyncio.wait({request})
             if request.cancelled():
-                raise ServerError(f"{server.url} was left out meanwhile: {server.problem}")
+                raise LostError(f"{server.url} was left out meanwhile: {server.problem}")
             try:
                 reply = request.result()
             except RefusedError as error:
@@ -292,7 +313,7 @@ class ServerPool:
             server.record_response(len(generated.ids))
             async with server.update_lock:
                 if server.failures != failures:
-                    raise ServerError(f"{server.url} was left out meanwhile: {server.problem}")
+                    raise LostError(f"{server.url} was left out meanwhile: {server.problem}")
                 return ServerResponse(generated, server.url)
 
     async def _pick(

@@ -58,6 +58,15 @@ def error_from_status(url: str, path: str, status: int, text: str) -> ServerErro
     return (RefusedError if status in (400, 413, 422) else UnreachableError)(message)
 
 
+@dataclass
+class Changes:
+    """Changes of all servers of a pool since the start."""
+
+    joined: int = 0  # times that a server came into use
+    lost: int = 0  # times that one went out of use: left out, or gone from the list
+    failures: int = 0  # times that one was left out
+
+
 class Counts(NamedTuple):
     """Throughput and use of a server since the last call of `take_counts`."""
 
@@ -82,6 +91,7 @@ class Server:
     released: set[str] = field(default_factory=set)  # tags of released memory: see launch.py
     next_try: float = 0.0  # when to bring it back into use
     last_reply: float = 0.0  # when it was last known to be well
+    changes: Changes = field(default_factory=Changes)  # the pool's
 
     def __post_init__(self):
         self.url = self.url.rstrip("/")
@@ -105,7 +115,8 @@ class Server:
         if "left out" not in self._since:
             print_line(f"a server is left out: {error}")
             self.failures += 1
-        self.usable, self.problem = False, str(error)
+            self.changes.failures += 1
+        self._stop_use(str(error))
         self.unreachable = isinstance(error, UnreachableError | BusyError)
         self.label, self._since["left out"] = "", self._since.get("left out", time.monotonic())
         if self.unreachable:
@@ -115,10 +126,15 @@ class Server:
         for request in self._requests:
             request.cancel()
 
+    def depart(self) -> None:
+        """Send it no more requests: it has left the pool. Requests in flight continue."""
+        self._stop_use(f"{self.url} has left the pool")
+
     def readmit(self, label: str) -> None:
         """Bring it into use: it holds the weights of this label and has been probed."""
         if "left out" in self._since:
             print_line(f"{self.url} is in use again")
+        self.changes.joined += not self.usable
         self.usable, self.problem, self.unreachable, self.label = True, "", False, label
         self.last_reply = time.monotonic()
         self._retry_delay = FIRST_RETRY
@@ -159,6 +175,10 @@ class Server:
         self._tokens, self._busy_seconds, self._left_out_seconds = 0, 0.0, 0.0
         self._max_inflight = self.inflight
         return counts
+
+    def _stop_use(self, problem: str) -> None:
+        self.changes.lost += self.usable
+        self.usable, self.problem = False, problem
 
     def _end(self, state: str) -> float:
         """End a state. Returns its seconds."""

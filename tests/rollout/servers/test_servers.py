@@ -24,11 +24,13 @@ from servers_shared import (
 )
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.errors import InvalidReplyError, RefusedError, ServerError, UnreachableError
+from jaxrl_llm.errors import InvalidReplyError, LostError, RefusedError, ServerError, UnreachableError
 from jaxrl_llm.rollout.config import ServersConfig
 from jaxrl_llm.rollout.servers import auth, client, health, launch
 from jaxrl_llm.rollout.servers.health import ServerList, run_health_checks
+from jaxrl_llm.rollout.servers.pool import MAX_LOST
 from jaxrl_llm.rollout.servers.server import Server
+from jaxrl_llm.rollout.servers.slots import Slots
 
 
 @pytest.fixture(scope="module")
@@ -382,6 +384,13 @@ def test_a_server_that_hangs_is_found_and_its_requests_go_elsewhere(make, server
     assert engine.pool.servers[0].failures == 1
 
 
+WRONG_LINES = """http://10.0.0.1:1
+http//oops
+http://127.0.0.1:9
+http://127.0.0.1:1?api_key=hidden
+"""
+
+
 def test_servers_join_and_leave_by_their_file(make, servers, tmp_path, capsys):
     file = tmp_path / "servers.txt"
     file.write_text(f"# the pool\n{servers[0].url}/\n")
@@ -389,7 +398,7 @@ def test_servers_join_and_leave_by_their_file(make, servers, tmp_path, capsys):
     assert members() == [servers[0].url]
     engine = make(urls=members(), members=members)
     engine.publish(weights(), 1)
-    file.write_text(f"{servers[0].url}\n{servers[1].url}  # new\nhttp://10.0.0.1:1\n")
+    file.write_text(f"{servers[0].url}\n{servers[1].url}  # new\n{WRONG_LINES}{servers[1].url}/\n")
     until(lambda: len(engine.pool.usable) == 2)
     assert servers[1].label == "1-1"
     file.write_text(servers[1].url)
@@ -401,7 +410,82 @@ def test_servers_join_and_leave_by_their_file(make, servers, tmp_path, capsys):
     time.sleep(0.3)
     assert len(engine.pool.usable) == 1
     said = capsys.readouterr().err
-    assert "No such file" in said and "http://10.0.0.1:1 is plain http to another host" in said
+    assert engine.pool.metrics().items() >= {"servers/joined": 2, "servers/lost": 1}.items()
+    for text in (
+        "No such file",
+        "http://10.0.0.1:1 is plain http to another host",
+        "'http//oops' is no address",
+        "a server is left out: http://127.0.0.1:9/server_info: ClientConnectorError",
+        "the address of 127.0.0.1 holds a password or a parameter",
+        f"{servers[1].url} is there twice",
+    ):
+        assert said.count(text) == 1, text
+    assert "hidden" not in said
+
+
+def test_a_list_that_is_read_while_it_is_written_changes_nothing(tmp_path):
+    file = tmp_path / "servers.txt"
+    file.write_text("http://127.0.0.1:1\n")
+    members = ServerList(file, "sglang")
+    assert members() == ["http://127.0.0.1:1"]
+    file.write_text("")
+    assert members() == ["http://127.0.0.1:1"]
+    file.write_text("http://127.0.0.1:1\nhttp://127.0.0.1:2\n")
+    assert members() == ["http://127.0.0.1:1"]
+    assert members() == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+
+
+def test_servers_that_are_lost_do_not_count_as_tries_of_a_response(make, servers):
+    """Five servers are killed while they work on it; the limit for failures of its own is 3."""
+    engine = make(checked=False, retries=3)
+    engine.publish(weights(), 1)
+    generate_on, tried = engine.pool._generate_on, []
+
+    async def killed_five_times(server, *args):
+        tried.append(server)
+        if len(tried) > limit:
+            return await generate_on(server, *args)
+        raise LostError(f"{server.url}: the connection is cut")
+
+    engine.pool._generate_on = killed_five_times
+    for server in engine.pool.servers:
+        server.leave_out = lambda error: None
+    limit, one = 5, requests(prompts=1, responses=1)
+    assert ids(engine.generate(one, GREEDY, KEY)) == expected(prompts=1, responses=1)
+    assert len(tried) == 6
+    limit = 99
+    with pytest.raises(ServerError, match="the connection is cut"):
+        engine.generate(one, GREEDY, KEY)
+    assert len(tried) == 6 + MAX_LOST + 2  # a request that ends each server ends the run
+
+
+def test_requests_in_flight_are_as_many_as_the_present_servers_take():
+    async def run():
+        limit, inside, order = [2], 0, []
+        slots = Slots(lambda: limit[0])
+
+        async def work(name, seconds):
+            nonlocal inside
+            async with slots:
+                inside += 1
+                order.append((name, inside))
+                await asyncio.sleep(seconds)
+                inside -= 1
+
+        tasks = [asyncio.create_task(work(i, 0.02)) for i in range(6)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert order == [(0, 1), (1, 2)]
+        tasks[2].cancel()
+        limit[0] = 3  # a server joins
+        slots.wake()
+        await asyncio.sleep(0.001)
+        assert order[2:] == [(3, 3)]
+        limit[0] = 1  # two leave
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert order[3:] == [(4, 1), (5, 1)]
+
+    asyncio.run(run())
 
 
 def test_a_router_gets_what_is_to_be_generated_and_the_servers_their_weights(make, servers):
