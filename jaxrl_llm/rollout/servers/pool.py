@@ -22,8 +22,8 @@ from jaxrl_llm.bridge.servers import Json, ServerKind, parsing_reply
 from jaxrl_llm.errors import BusyError, LostError, RefusedError, ServerError, UnreachableError, UserError
 from jaxrl_llm.rollout.servers.client import Client
 from jaxrl_llm.rollout.servers.kinds import KINDS
+from jaxrl_llm.rollout.servers.request_slots import RequestSlots
 from jaxrl_llm.rollout.servers.server import Changes, Server, print_line
-from jaxrl_llm.rollout.servers.slots import Slots
 from jaxrl_llm.rollout.servers.validate import Generated, max_reply_bytes
 from jaxrl_llm.structs import Metrics
 
@@ -95,7 +95,7 @@ class ServerPool:
         self._thread.start()
         self._client = self.run(self._open(timeout))
         self.request, self.request_bytes = self._client.request, self._client.request_bytes
-        self.slot = Slots(self._num_slots)
+        self.slot = RequestSlots(self._num_slots)
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the pool's loop and return its result; an interrupt cancels it."""

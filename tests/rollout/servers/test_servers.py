@@ -29,8 +29,8 @@ from jaxrl_llm.rollout.config import ServersConfig
 from jaxrl_llm.rollout.servers import auth, client, health, launch
 from jaxrl_llm.rollout.servers.health import ServerList, run_health_checks
 from jaxrl_llm.rollout.servers.pool import MAX_LOST
+from jaxrl_llm.rollout.servers.request_slots import RequestSlots
 from jaxrl_llm.rollout.servers.server import Server
-from jaxrl_llm.rollout.servers.slots import Slots
 
 
 @pytest.fixture(scope="module")
@@ -462,7 +462,7 @@ def test_servers_that_are_lost_do_not_count_as_tries_of_a_response(make, servers
 def test_requests_in_flight_are_as_many_as_the_present_servers_take():
     async def run():
         limit, inside, order = [2], 0, []
-        slots = Slots(lambda: limit[0])
+        slots = RequestSlots(lambda: limit[0])
 
         async def work(name, seconds):
             nonlocal inside

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Slots:
+class RequestSlots:
     """An asynchronous context manager that limits how many are inside; the limit may change at any time.
 
     Args:
