@@ -21,6 +21,7 @@ from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
+from jaxrl_llm.models.kernels import prefix_sharing
 from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
 from jaxrl_llm.recipe.rule import apply_rules
 from jaxrl_llm.recipe.rules_recipe import RECIPE
@@ -231,6 +232,16 @@ class Echo:
         return future
 
 
+class Rewrites(Echo):
+    """Drops the first turn and all but five tokens of the prompt, then all but seventeen tokens."""
+
+    def reply(self, prompt_index, response_index, conversation, ids, *, start):
+        future = super().reply(prompt_index, response_index, conversation, ids, start=start)
+        reply, again = future.result(), Future()
+        again.set_result(reply._replace(keep={1: 5, 2: 17}.get(reply.conversation)))
+        return again
+
+
 def make_engine(config, dtype, **settings):
     rollout = RolloutConfig(slots=4, dtype=dtype, chunk=8, **settings)
     engine = NativeEngine(rollout, config, one_device(), strict=True, routes=bool(config.moe))
@@ -239,16 +250,16 @@ def make_engine(config, dtype, **settings):
 
 
 @functools.cache
-def conversations(config, dtype, **settings):
-    return converse(make_engine(config, dtype, **settings))
+def conversations(config, dtype, dialogue=Echo, **settings):
+    return converse(make_engine(config, dtype, **settings), dialogue())
 
 
-def converse(engine):
+def converse(engine, dialogue=None):
     """Return four conversations of up to three turns, and the metrics of the call."""
     prompts = [np.arange(2, 2 + n, dtype=np.int32) for n in (5, 40)]
     requests = [Request(prompt, i, 2, 64) for i, prompt in enumerate(prompts)]
     sampling = SamplingConfig(temperature=TEMPERATURE, stop_tokens=tuple(range(1, 100, 6)))
-    return engine.generate(requests, sampling, jax.random.key(1), Echo()), engine.metrics
+    return engine.generate(requests, sampling, jax.random.key(1), dialogue or Echo()), engine.metrics
 
 
 of_each_kind = pytest.mark.parametrize(
@@ -291,11 +302,31 @@ def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype, m
     assert metrics["rollout/reused_tokens"] > 0 and any((t.mask == 0).sum() == 40 for t in kept)
     assert_same_responses(kept, again)
     assert all((t.routes is None) == (config.moe is None) for t in kept)
-    items = [from_trajectory(t) for t in kept]
-    scores = learner(config, dtype, remat="none", row_tokens=128).scorer.start(random_params(config), items)()
+    assert_scored_alike(config, dtype, kept)
+
+
+def assert_scored_alike(config, dtype, trajectories):
+    """The trainer's log-probs are the rollout's, bit for bit."""
+    items, share = [from_trajectory(t) for t in trajectories], prefix_sharing(config, dtype, one_device())
+    scorer = learner(config, dtype, remat="none", row_tokens=128, share=share).scorer
+    scores = scorer.start(random_params(config), items)()
     for item, scored in zip(items, scores, strict=True):
         on = item.mask > 0
         np.testing.assert_array_equal(scored["logprobs"][on], item.signals["rollout_logprobs"][on])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [QWEN, HYBRID], ids=["qwen3", "delta rule"])
+def test_pages_that_a_fork_has_cut_hold_the_bits_that_reading_again_would_give(config, monkeypatch):
+    """A state is not cut: a recurrent model reads rewritten histories from their start."""
+    monkeypatch.setattr(kept_turns, "MIN_PREFILL_FLOPS", 0)
+    caches = ("ring", "paged", "auto")
+    (again, _), *others = (conversations(config, "float32", Rewrites, cache=c, page=16) for c in caches)
+    assert any(len(t.forks) == 2 for t in again)
+    for kept, metrics in others:
+        assert_same_responses(kept, again)
+        assert config is HYBRID or metrics["rollout/reused_tokens"] > 0
+    assert_scored_alike(config, "float32", again)
 
 
 @of_each_kind

@@ -51,9 +51,9 @@ def sglang(tmp_path_factory):
 
 ENGINES = {
     "ring": {},
-    "ring with kept turns": {"page": 4},
-    "pages": {"cache": "paged", "page": 4},
-    "pages and drafts": {"cache": "paged", "page": 4, "draft_tokens": 3},
+    "ring with kept turns": {"page": 4, "slots": 3},
+    "pages": {"cache": "paged", "page": 4, "slots": 3},
+    "pages and drafts": {"cache": "paged", "page": 4, "slots": 3, "draft_tokens": 3},
 }
 
 
@@ -99,6 +99,19 @@ def test_each_turn_is_the_text_that_its_own_context_gives(engine):
             assert alone.response_ids.tolist() == written.tolist()
             expected = expected_logprobs(read, written)[np.arange(len(written)), written]
             np.testing.assert_allclose(logprobs, expected, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "ring"])
+def test_a_fork_prefills_what_follows_the_kept_tokens(name, monkeypatch):
+    """The prompt but its last token; of the replies, 1 of 2 tokens, and 2 of 3: decoding reads the last one.
+    Then the token that ended the third turn, and 2 of 3. The first page of the long prompt is shared with
+    other responses to it, so the fork after its first token reads that token again.
+    """
+    monkeypatch.setattr(kept, "MIN_PREFILL_FLOPS", 0)
+    engine = native(**ENGINES[name])
+    talk(engine)
+    again = 0 if name == "ring with kept turns" else 1
+    assert engine.metrics["rollout/prefill_tokens"] == (2 + 8 + 0) + 3 * (1 + 2 + 3) + again
 
 
 def test_a_reply_without_ids_reads_its_last_token_again():

@@ -91,6 +91,11 @@ class CacheManager:
         if self.pages:
             self.pages.drop(conversation)
 
+    def cut(self, conversation: Hashable, num_tokens: int) -> None:
+        """Forget the kept tokens of a conversation after the first `num_tokens`: a fork follows them."""
+        if self.pages:
+            self.pages.cut(conversation, num_tokens)
+
     def kept_in(self, conversation: Hashable) -> int | None:
         """Return the shard that keeps tokens of the conversation; None = none does."""
         return self.pages.kept_in(conversation) if self.pages else None

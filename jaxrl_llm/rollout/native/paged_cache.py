@@ -6,13 +6,15 @@ only if its longest continuation fits beside the longest continuations of all ru
 ever preempted, and no result depends on the size of the cache.
 
 Conversations: the pages of an ended turn are kept while the environment answers, and the next turn prefills
-only new tokens. Kept pages are not reserved: if running responses need pages, pages of unused prompts are
-freed first, then pages of conversations, least recently used first; such a conversation is prefilled from its
-start. A cache serves one call of `generate`, so one version of the weights.
+only new tokens; if the history is rewritten, the tokens after the point where it is. Kept pages are not
+reserved: if running responses need pages, pages of unused prompts are freed first, then pages of
+conversations, least recently used first; such a conversation is prefilled from its start. A cache serves one
+call of `generate`, so one version of the weights.
 
 States of recurrent layers are in rows beside the pages: a slot, a prompt and a kept conversation have one
 each. They suffice for all slots and their prompts; unused ones are freed like pages. A state cannot go back
-to an earlier token: if a slot has read tokens after the end of a turn (a stop string), the turn is not kept.
+to an earlier token: if a slot has read tokens after the end of a turn (a stop string), the turn is not kept,
+and a rewritten history is prefilled from its start.
 """
 
 from __future__ import annotations
@@ -177,6 +179,25 @@ class PagedLayout:
         """Keep the pages of a slot whose turn has ended, up to the first `num_tokens` tokens."""
         row, pages = self.slots[slot].row, self._free(slot, pages_for(num_tokens, self.page_size))
         self.kept[self.shard_of(slot)][conversation] = KeptPages(pages, num_tokens, row)
+
+    def cut(self, conversation: Hashable, num_tokens: int) -> None:
+        """Free the kept pages of a conversation after its first `num_tokens` tokens: a fork follows them.
+
+        The fork writes to the page that it begins in, so a page that a prompt shares is freed as a whole. A
+        state cannot go back to an earlier token: such a conversation is dropped.
+        """
+        shard = self.kept_in(conversation)
+        if shard is None or num_tokens >= (kept := self.kept[shard][conversation]).num_tokens:
+            return
+        pool = self.pools[shard]
+        if pool.ref_counts[kept.pages[num_tokens // self.page_size]] > 1:
+            num_tokens -= num_tokens % self.page_size
+        if not num_tokens or self.programs.has_states:
+            self.drop(conversation)
+            return
+        num_pages = pages_for(num_tokens, self.page_size)
+        pool.free(kept.pages[num_pages:])
+        self.kept[shard][conversation] = kept._replace(pages=kept.pages[:num_pages], num_tokens=num_tokens)
 
     def drop(self, conversation: Hashable) -> None:
         """Free the kept pages of a conversation, if any."""

@@ -8,8 +8,9 @@ long responses do not decode in a large batch.
 - **Prefix sharing.** A prompt is prefilled once for all its responses, and prompts are prefilled in batches.
   In the paged cache its pages are shared; in the ring cache every slot gets a copy.
 - **Conversations.** The pages of a turn are kept while the environment answers; the next turn prefills only
-the observation after them. A response goes to a slot in the shard of its pages, and if pages are scarce,
-responses with kept pages go first. The ring cache has pages only for this purpose (`kept.py`).
+the observation after them, or the tokens from the point where the history is rewritten. A response goes to a
+slot in the shard of its pages, and if pages are scarce, responses with kept pages go first. The ring cache
+has pages only for this purpose (`kept.py`).
 - **Cache growth.** The ring cache is as long as the longest sequence is at the end of the chunk, the paged
   cache holds the pages that each sequence needs (`cache.py`, `ring_cache.py`, `paged_cache.py`).
 - **Compiled shapes.** All sizes are rungs of short ladders (`shapes.py`), so programs are few and each is
@@ -115,9 +116,11 @@ class Scheduler:
         busy = bool(self.waiting) or self.slots.active.any()
         continued, ended = self.turns.collect(block=not busy)
         self.waiting += continued
-        forked = [r for r in continued if r.forks and r.forks[-1].first == first_of_reply(r)]
-        for response in [*ended, *forked]:
+        for response in ended:
             self.cache.drop(response)
+        for response in continued:
+            if response.forks and response.forks[-1].first == first_of_reply(response):
+                self.cache.cut(response, response.forks[-1].keep)
         return self.turns.num_waiting > 0
 
     def _admit(self) -> None:

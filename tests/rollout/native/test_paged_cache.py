@@ -270,6 +270,24 @@ def test_kept_pages_by_hand():
     assert sorted(cache.pools[0].free_pages) == list(range(1, 12))
 
 
+@pytest.mark.parametrize(
+    ("keep", "tokens", "pages"), [(11, 11, 3), (10, 10, 3), (8, 8, 2), (7, 4, 1), (4, 4, 1), (3, 0, 0)]
+)
+def test_pages_of_a_fork_by_hand(keep, tokens, pages):
+    """11 tokens in pages of 4, of which the first two are the prompt's: a fork would write to them."""
+    programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[])
+    cache = PagedLayout(programs, num_slots=1, num_pages=12, lengths=(32,))
+    assert cache.allocate(0, b"a", 10, 6)
+    cache.keep(0, "one", 11)
+    cache.cut("one", keep)
+    assert cache.kept[0].get("one", ((), 0))[:2] == ([1, 2, 4][:pages] if pages else (), tokens)
+    assert (cache.pools[0].ref_counts[1:5] == [1 + (pages > 0), 1 + (pages > 1), 1, pages > 2]).all()
+    if pages:
+        programs.has_states = True  # of which none is of an earlier token
+        cache.cut("one", 1)
+    assert not cache.kept[0]
+
+
 def test_rows_of_states_by_hand():
     """Two slots have four rows and a null row: of slots and prompts, then of conversations that wait."""
     programs = FakePrograms(num_shards=1, page_size=4, chunk=8, copied=[], has_states=True, kept=None)
