@@ -29,7 +29,7 @@ from jaxrl_llm.models.lora import rank_of_experts, trained_state
 from jaxrl_llm.models.quantize import SCALE
 from jaxrl_llm.report.log import PROMPTS
 from jaxrl_llm.report.samples import sample_rows
-from jaxrl_llm.sharding.placement import format_placement, placement_of
+from jaxrl_llm.sharding.placement import format_placement, number_of_slices, placement_of
 from jaxrl_llm.structs import Trajectory
 
 MIN_LORA_RATE = 5e-6
@@ -49,6 +49,11 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     weights = sum(math.prod(w.shape) for name, w in leaves if not name.endswith(SCALE))
     mesh = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     yield f"{weights / 1e6:,.1f}M weights on {run.mesh.size} {jax.devices()[0].device_kind} device(s): {mesh}"
+    if (found := number_of_slices(jax.devices())) > config.mesh.slices:
+        yield (
+            f"the devices are in {found} slices with slow links between them: with --mesh.data and "
+            f"--mesh.slices {found} gradients cross these once an update (docs/placement.md)"
+        )
     for role, own in run.meshes.items():
         if own != run.mesh:
             yield f"{role.rstrip('.')}: {format_placement(placement_of(own, jax.devices()))}"

@@ -21,6 +21,7 @@ from jaxrl_llm.learn.finite import initial_loss_scale
 from jaxrl_llm.learn.moe_losses import balance_weights, routing_metrics
 from jaxrl_llm.learn.optim_states import moments_on_devices, state_shardings, stored_weights
 from jaxrl_llm.learn.reference import PlacedTeachers, Teachers, teachers_of
+from jaxrl_llm.learn.replicas import by_replica, replica_shardings, with_replicas_added, zero_gradients
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.update import LossArrays, StepConfig, accumulate, apply, baseline, loss_and_metrics
 from jaxrl_llm.models import TransformerConfig, lora
@@ -53,16 +54,15 @@ class Learner:
             self.state_shapes, optimizer, self.param_shardings, offload=config.offload
         )
         self.one_at_a_time = mesh.devices.flat[0].platform == "cpu"  # a long queue of collectives deadlocks
-        self.grad_shardings = lora.split_params(self.param_shardings)[0]
+        self.grad_shardings = replica_shardings(lora.split_params(self.param_shardings)[0], mesh)
         # The programs of an update: zeros, one micro-batch, measures, the optimizer.
-        self._zeros = jax.jit(
-            lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, config.grad_dtype), params),
-            out_shardings=self.grad_shardings,
-        )
+        zeros = functools.partial(zero_gradients, dtype=config.grad_dtype, mesh=mesh)
+        self._zeros = jax.jit(zeros, out_shardings=self.grad_shardings)
+        self.metric_sharding = replica_shardings(self.replicated, mesh)
         self._accumulate = jax.jit(
-            functools.partial(accumulate, algo=algo, config=config),
+            by_replica(functools.partial(accumulate, algo=algo, config=config), mesh),
             donate_argnames=("grads",),
-            out_shardings=(self.grad_shardings, self.replicated, self.replicated),
+            out_shardings=(self.grad_shardings, self.metric_sharding, self.replicated),
             compiler_options=compiler_options(mesh, gathers_weights=True),
         )
         self._measure = jax.jit(
@@ -70,8 +70,8 @@ class Learner:
             compiler_options=compiler_options(mesh, gathers_weights=True),
         )
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
-        settings = dict(max_grad_norm=config.max_grad_norm, by_leaf=config.update_by_leaf)
-        update = functools.partial(apply, algo=algo, optimizer=optimizer, **settings)
+        step = dict(max_grad_norm=config.max_grad_norm, by_leaf=config.update_by_leaf)
+        update = with_replicas_added(functools.partial(apply, algo=algo, optimizer=optimizer, **step), mesh)
         self._apply = jax.jit(
             moments_on_devices(update, self.state_shardings) if config.offload else update,
             donate_argnames=("state",),
@@ -102,7 +102,7 @@ class Learner:
             args = (trained, zeros, LossArrays(batch, totals, tuple(teachers), frozen))
             grads, metrics, _ = jax.eval_shape(self._accumulate, *args)
         grads = with_shardings(grads, self.grad_shardings)
-        metrics = with_shardings(metrics, jax.tree.map(lambda _: self.replicated, metrics))
+        metrics = with_shardings(metrics, jax.tree.map(lambda _: self.metric_sharding, metrics))
         return {
             "accumulate": Program(self._accumulate, args, {}),
             "apply": Program(self._apply, (lora.trained_state(state), grads, metrics, number), {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_kernels.chips import CHIPS, Chip
@@ -45,6 +47,7 @@ class CollectiveStats(NamedTuple):
 
     count: float
     bytes: float  # sent by each device
+    across: float = 0.0  # of them between slices
 
 
 class SynchronousCollective(NamedTuple):
@@ -63,24 +66,30 @@ class _Collective(NamedTuple):
     source: str
     times: float
     sent: float
+    across: float
     in_loop: bool
     is_asynchronous: bool
 
 
-def count_collectives(module: Module, devices: int, hints: Hints = NO_HINTS) -> dict[str, CollectiveStats]:
+def count_collectives(
+    module: Module, devices: int, hints: Hints = NO_HINTS, *, slices: Sequence[int] = ()
+) -> dict[str, CollectiveStats]:
     """Count collectives by kind, times the trip counts of their loops.
 
     Bytes are the minimum that a device sends in a ring: (n - 1) shards of an all-gather's input, (n - 1) / n
     of the input of a reduce-scatter or all-to-all, 2 (n - 1) / n of an all-reduce's input, the input of a
-    permute.
+    permute. Between slices they are the minimum of a collective in two stages, first within each slice.
 
     Args:
         devices: number of devices, for replica groups that the text omits.
+        slices: number of the slice of each device; () = all are in one.
     """
     totals: dict[str, CollectiveStats] = {}
-    for one in _collectives(module, devices, hints):
+    for one in _collectives(module, devices, hints, slices=slices):
         old = totals.get(one.kind, CollectiveStats(0, 0))
-        totals[one.kind] = CollectiveStats(old.count + one.times, old.bytes + one.sent)
+        totals[one.kind] = CollectiveStats(
+            old.count + one.times, old.bytes + one.sent, old.across + one.across
+        )
     return totals
 
 
@@ -98,10 +107,12 @@ def synchronous_collectives(
             old = totals[one.kind, one.source]
             totals[one.kind, one.source] = CollectiveStats(old.count + one.times, old.bytes + one.sent)
     by_bytes = sorted(totals.items(), key=lambda item: -item[1].bytes)
-    return [SynchronousCollective(*key, *stats) for key, stats in by_bytes]
+    return [SynchronousCollective(*key, stats.count, stats.bytes) for key, stats in by_bytes]
 
 
-def _collectives(module: Module, devices: int, hints: Hints) -> list[_Collective]:
+def _collectives(
+    module: Module, devices: int, hints: Hints, *, slices: Sequence[int] = ()
+) -> list[_Collective]:
     """Return every collective once: one of a TPU is repeated in each fusion that it overlaps with."""
     found: dict[tuple[str, str], _Collective] = {}
     for execution in executions(module, hints):
@@ -111,14 +122,24 @@ def _collectives(module: Module, devices: int, hints: Hints) -> list[_Collective
             continue
         if kind == "all-reduce" and "all-reduce-scatter" in execution.computation:
             kind = "reduce-scatter"
+        # Bytes of the operands, by the groups that exchange them.
         key = kind, _place(kind, execution)
         computation = module.computations[execution.computation]
         operands = sum(array.bytes for arrays in operand_arrays(line, computation) for array in arrays)
-        sent = times * _bytes_sent(kind, operands, _group_size(line.rest, devices))
+        groups = replica_groups(line.rest, devices)
+        sent = times * _bytes_sent(kind, operands, len(groups[0]))
+        across = times * _bytes_across(kind, operands, groups, slices) if slices else 0.0
+        # Of repetitions, the most frequent one counts.
         same = found.get(key)
         if same is None or times > same.times:
             found[key] = _Collective(
-                kind, line.source, times, sent, in_loop=execution.in_loop, is_asynchronous=False
+                kind,
+                line.source,
+                times,
+                sent,
+                across=across,
+                in_loop=execution.in_loop,
+                is_asynchronous=False,
             )
         overlapped = _is_asynchronous(execution, module) or (same is not None and same.is_asynchronous)
         found[key] = found[key]._replace(is_asynchronous=overlapped)
@@ -167,17 +188,42 @@ def _is_overlapped(start: Instruction, computation: Computation, module: Module)
     return True  # its end is in the next iteration of a loop
 
 
-def _group_size(attributes: str, devices: int) -> int:
-    """Return the number of devices in a replica group."""
-    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
-        return len(match[1].split(","))
-    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
-        return int(match[1])
+def replica_groups(attributes: str, devices: int) -> list[list[int]]:
+    """Parse the groups of devices that exchange data; a permute's pairs are groups of two.
+
+    Args:
+        devices: number of devices, which are one group if the text has none.
+    """
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", attributes):
+        return [list(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", match[1])]
+    numbers = lambda text: [int(number) for number in text.split(",")]
+    # [groups, size]<=[dims]T(order): numbers 0, 1, ... in these dims, transposed.
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        grid = np.arange(devices).reshape(numbers(match[2]))
+        return grid.transpose(numbers(match[3]) if match[3] else None).reshape(numbers(match[1])).tolist()
+    # mesh['x'=2,'y'=4] {'y':(1)2}: whole axes, or parts of them: (size of the parts before it)its size.
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
-        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])
-        return math.prod(int(part or sizes[name]) for name, part in parts)
-    return devices
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
+        parts = [
+            (name, int(before or 1), int(size or sizes[name]))
+            for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[2])
+        ]
+        return _groups_of_axes(sizes, parts)
+    return [list(range(devices))]
+
+
+def _groups_of_axes(sizes: Mapping[str, int], parts: Sequence[tuple[str, int, int]]) -> list[list[int]]:
+    """Return the groups along parts (axis, size of the parts before it, its size) of mesh axes."""
+    dims, within = [], []
+    for name, size in sizes.items():
+        own = [(before, before * length) for axis, before, length in parts if axis == name]
+        cuts = sorted({1, size, *(cut for bounds in own for cut in bounds)})
+        for start, end in itertools.pairwise(cuts):
+            within += [len(dims)] * any(first <= start and end <= last for first, last in own)
+            dims.append(end // start)
+    others = [dim for dim in range(len(dims)) if dim not in within]
+    count = math.prod(dims[dim] for dim in within)
+    return np.arange(math.prod(dims)).reshape(dims).transpose(*others, *within).reshape(-1, count).tolist()
 
 
 def _bytes_sent(kind: str, operands: float, group: int) -> float:
@@ -186,6 +232,17 @@ def _bytes_sent(kind: str, operands: float, group: int) -> float:
     if kind == "all-gather":
         return operands * (group - 1)
     return operands * (group - 1) / group * (2 if kind == "all-reduce" else 1)
+
+
+def _bytes_across(kind: str, operands: float, groups: list[list[int]], slices: Sequence[int]) -> float:
+    """Return the bytes that a device sends to other slices, after a stage within its slice."""
+    group = max(groups, key=lambda group: len({slices[device] for device in group}))
+    count = len({slices[device] for device in group})
+    if count == 1:
+        return 0.0
+    if kind in ("all-reduce", "reduce-scatter"):  # of the part that the first stage leaves it
+        operands /= len(group) / count
+    return _bytes_sent(kind, operands, count)
 
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -210,12 +267,15 @@ class CompiledStats(NamedTuple):
     synchronous: Sequence[SynchronousCollective] = ()  # in loops, most bytes first
 
 
-def compile_program(program: Program, mesh: Mesh, platform: str, hints: Hints = NO_HINTS) -> CompiledStats:
+def compile_program(
+    program: Program, mesh: Mesh, platform: str, hints: Hints = NO_HINTS, *, slices: Sequence[int] = ()
+) -> CompiledStats:
     """Compile a program ahead of time for the devices of `mesh`.
 
     Args:
         platform: "tpu", "cuda" or "cpu".
         hints: of the work, which the text of the program does not show in full.
+        slices: of `count_collectives`.
     """
     start = time.perf_counter()
     arguments = float(bytes_per_device(program.args))
@@ -237,7 +297,7 @@ def compile_program(program: Program, mesh: Mesh, platform: str, hints: Hints = 
     if not memory.host_argument_size_in_bytes:  # a CPU counts them as the device's
         arguments -= bytes_per_device(program.args, HOST)
     module = parse(compiled.as_text())
-    counts = count_collectives(module, mesh.size, hints)
+    counts = count_collectives(module, mesh.size, hints, slices=slices)
     return CompiledStats(
         arguments,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,

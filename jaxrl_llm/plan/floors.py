@@ -80,8 +80,6 @@ def training_floor(
     memory = (2 if is_frozen else 3) * _activation_bytes(c, mesh, dtype, rows)
     memory += 2 * _bytes_read(c, held, rows) + sum(trained(held).values()) + grads
     links = _gathers(held, stored, passes=2) + _gathers(trained(held), stored, passes=1)
-    copies = mesh.size // (num_shards("embed", mesh.shape) * num_shards("heads", mesh.shape))
-    links += 2 * (copies - 1) / copies * sum(trained(stored).values())  # all-reduce of replicated shards
     links += _activation_links(c, mesh, dtype, rows, rules=GATHERED, backward=True)
     return ProgramWork(work / mesh.size, memory, links)
 

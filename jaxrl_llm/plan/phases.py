@@ -38,7 +38,7 @@ from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_stage
 from jaxrl_llm.plan.work import NO_WORK, ProgramWork
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.compile import Program
-from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE, reward_role
+from jaxrl_llm.sharding.config import CRITIC, POLICY, REPLICA_AXIS, ROLLOUT_ENGINE, reward_role
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, num_shards
 
 DECODING = r"^jit\(_decode(_drafts)?\)/while$"
@@ -206,8 +206,9 @@ def _update(
     hints = _hints(config, learner.scorer, learner.model, rows, kernels=kernels)
     args = accumulate, resident, times, work, mesh
     yield Phase(f"{name}: accumulate", *args, results=results, floor=floor, hints=hints)
-    work, updates = 15.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(grads)), config.updates_per_step
-    floor = ProgramWork(memory=2.0 * state + size)
+    trained, replicas = calls["apply"].args[0].params, mesh.shape[REPLICA_AXIS]
+    work, updates = 15.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(trained)), config.updates_per_step
+    floor = ProgramWork(memory=2.0 * state + size, links=2 * (replicas - 1) / replicas * size)
     yield Phase(f"{name}: apply", calls["apply"], resident, updates, flops=work, mesh=mesh, floor=floor)
 
 

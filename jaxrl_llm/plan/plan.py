@@ -20,7 +20,7 @@ from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.recipe.checks import architectures, check_models, check_on_devices
 from jaxrl_llm.sharding.config import POLICY
-from jaxrl_llm.sharding.placement import device_ranges, placement_of
+from jaxrl_llm.sharding.placement import device_ranges, placement_of, slice_numbers
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 
 MEMORY_KINDS = (
@@ -140,11 +140,16 @@ def make_plan(
     if warning := turing_warning(config.dtypes, mesh):
         log(warning)
     # Compile each phase and take its numbers.
-    costs = []
+    costs, slices = [], {}
+    for role, own in meshes.items():
+        slices = slice_numbers(own, sized.mesh_of(role).slices) | slices
     for phase in selected:
         log(f"compiling {phase.name}")
         with working(f"compiling {phase.name}"):
-            stats = compile_program(phase.program, phase.mesh, target.topology.platform, phase.hints)
+            of_devices = [slices[device] for device in phase.mesh.devices.flat]
+            stats = compile_program(
+                phase.program, phase.mesh, target.topology.platform, phase.hints, slices=of_devices
+            )
         costs.append(phase_cost(phase, stats, target, device_groups(meshes)))
     return Plan(
         config.model.path or "architecture of the recipe",

@@ -39,7 +39,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(memory_table(plan))
     console.print(work_table(plan))
     console.print(floor_table(plan))
-    for line in [*synchronous_lines(plan), *verdict(plan)]:
+    for line in [*synchronous_lines(plan), *slice_lines(plan), *verdict(plan)]:
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -114,6 +114,16 @@ def format_collectives(phase: PhaseCost) -> str:
     by_bytes = sorted(phase.collectives.items(), key=lambda item: -item[1]["bytes"])
     each = [f"{kind} {format_bytes(x['bytes'])} ({x['count']:.0f})" for kind, x in by_bytes]
     return ", ".join(each) or "none"
+
+
+def slice_lines(plan: Plan) -> list[str]:
+    """Return a line on the bytes of a step that each device sends to other slices, if there are several."""
+    of_phase = lambda phase: phase.calls * sum(x["across"] for x in phase.collectives.values())
+    each = {phase.name: of_phase(phase) for phase in plan.phases if of_phase(phase)}
+    if not each:
+        return []
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in each.items())
+    return [f"Between slices each device sends {format_bytes(sum(each.values()))} a step: {parts}."]
 
 
 def verdict(plan: Plan) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_kernels.dispatch import choose, load_implementation
@@ -22,7 +22,7 @@ from jaxrl_kernels.flash_attention.sinks import add_sinks, d_sinks
 from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding.ring import RingAttention, from_zigzag, to_zigzag
-from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, current_spec, num_shards
+from jaxrl_llm.sharding.rules import TRAIN, Rules, axes_of, constrain, current_sizes, current_spec, num_shards
 
 
 class UlyssesAttention(NamedTuple):
@@ -211,9 +211,9 @@ def sharded_attention(  # noqa: PLR0917 - in the order of `flash_attention`
         return flash_attention(
             q, k, v, segments, last, scale=scale, window=window, windows=windows, softcap=softcap, sinks=sinks
         )
-    mesh = jax.sharding.get_abstract_mesh()
-    head_shards = q.shape[2] // NamedSharding(mesh, spec).shard_shape(q.shape)[2]
-    ulysses_shards = head_shards * num_shards("sequence", mesh.shape)
+    sizes = current_sizes()
+    head_shards = math.prod(sizes[name] for name in axes_of(spec[2]))
+    ulysses_shards = head_shards * num_shards("sequence", sizes)
     if method == "ulysses" and q.shape[2] % ulysses_shards:
         raise UserError(heads_problem(q.shape[2], ulysses_shards))
     # Repeat a key head only until every device has one: its query heads then belong to one group.

@@ -15,6 +15,8 @@ DEVICE_RANGE = re.compile(r"(\d{1,6}):(\d{1,6})")
 POLICY, ROLLOUT_ENGINE, REFERENCE, CRITIC, TEACHER = "", "rollout.", "reference.", "critic.", "teacher."
 """Roles of models: keys of `TrainConfig.placements`. Each reward model has a role, `reward_role`."""
 AXES = ("data", "fsdp", "expert", "tensor", "sequence")
+REPLICA_AXIS = "data"
+"""Axis of whole copies of the trained weights, divided among slices."""
 AxisSize = Annotated[int, Range(-1, 2**20)]
 
 
@@ -35,6 +37,8 @@ class MeshConfig:
     """Context parallelism: shards the tokens of a row, and parameters, gradients and optimizer state."""
     sequence_parallel: Literal["ring", "ulysses"] = "ring"
     """Attention under context parallelism: ring, or Ulysses (all-to-all between tokens and heads)."""
+    slices: Annotated[int, Range(1, 2**20)] = 1
+    """Groups of devices with slow links between them (TPU slices, hosts); `data` is divided among them."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for sizes that are not a mesh."""
@@ -46,6 +50,8 @@ class MeshConfig:
             others = ", ".join(f"mesh.{name}" for name in remaining[:-1])
             problem = f"is -1, and so is {others}: one axis at most may take all remaining devices."
             yield remaining[-1], f"{problem} Set this one to 1."
+        if self.data > 0 and self.data % self.slices:
+            yield "data", f"is {self.data}: it must be a multiple of mesh.slices {self.slices}, or -1."
 
     @property
     def sizes(self) -> dict[str, int]:

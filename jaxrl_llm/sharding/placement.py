@@ -57,7 +57,33 @@ def device_array(config: MeshConfig, devices: Sequence[Device], flag: str) -> np
             f"{flag}: {spelled} does not fit the {len(devices)} {devices[0].platform} device(s) that are "
             f"visible. {_fix(config, len(devices), flag)}"
         )
+    # `data` is the first axis, so neighbouring replicas are in one slice.
+    if config.slices > 1:
+        found, replicas = number_of_slices(devices), sizes["data"]
+        if replicas % config.slices:
+            raise UserError(
+                f"{flag}.slices {config.slices} divides the replicas, and {flag}.data is {replicas}. Set "
+                f"{flag}.data to a multiple of {config.slices}."
+            )
+        if found not in (1, config.slices):
+            problem = f"is {config.slices}, and the devices are in {found} slices"
+            raise UserError(f"{flag}.slices {problem}. Set {flag}.slices {found}.")
+        devices = sorted(devices, key=_slice_of)
     return np.asarray(devices).reshape(tuple(sizes.values()))
+
+
+def number_of_slices(devices: Iterable[Device]) -> int:
+    """Return the number of slices of which the devices say that they are: TPU slices, hosts of GPUs."""
+    return len(set(map(_slice_of, devices)))
+
+
+def _slice_of(device: Device) -> int:
+    return getattr(device, "slice_index", None) or 0
+
+
+def slice_numbers(mesh: Mesh, slices: int) -> dict[jax.Device, int]:
+    """Return device -> number of its slice, in a mesh whose `data` axis is divided among slices."""
+    return {device: i * slices // mesh.size for i, device in enumerate(mesh.devices.flat)}
 
 
 def _fix(config: MeshConfig, num_devices: int, flag: str) -> str:

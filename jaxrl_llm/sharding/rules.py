@@ -102,7 +102,8 @@ def dividing_spec(
     sizes: Mapping[str, int], axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules
 ) -> PartitionSpec:
     """Return the PartitionSpec of `sharding_for` on a mesh of these axis sizes."""
-    names = dict(zip(axes, map(axes_of, partition_spec(axes, rules)), strict=True))
+    present = lambda entry: tuple(name for name in axes_of(entry) if name in sizes)
+    names = dict(zip(axes, map(present, partition_spec(axes, rules)), strict=True))
     dims = dict(zip(axes, shape, strict=True))
     divides = lambda axis, by: dims[axis] % math.prod(sizes[name] for name in by) == 0
     fitting = {axis: by if axis != "experts" and divides(axis, by) else () for axis, by in names.items()}
@@ -119,7 +120,13 @@ def current_spec(
 ) -> PartitionSpec | None:
     """Return the spec of `sharding_for` under the current mesh (`jax.set_mesh`); None on one device."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.size == 1 else dividing_spec(mesh.shape, axes, shape, rules)
+    return None if mesh.empty or mesh.size == 1 else dividing_spec(current_sizes(), axes, shape, rules)
+
+
+def current_sizes() -> dict[str, int]:
+    """Return axis -> size of the current mesh, without axes that a surrounding `shard_map` has divided."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
 
 
 def constrain(x: jax.Array, *axes: str | None, rules: Rules = TRAIN) -> jax.Array:
@@ -187,9 +194,25 @@ def _look_up_forward(table, tokens, dtype):
 
 def _look_up_backward(dtype, residuals, gradient):
     table, tokens = residuals
-    gradient = constrain(gradient, "copies", None, "embed")  # sent in the narrower type, then cast to float32
-    total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(gradient.astype(jnp.float32))
-    return constrain(total, "vocab", "embed").astype(table.dtype), None
+    weight, rows = current_spec(("vocab", "embed"), table.shape), None
+    if weight is not None:
+        rows = current_spec(("copies", None, "embed"), gradient.shape)
+
+    def local(gradient, tokens):
+        count, first = table.shape[0], 0
+        if rows is not None and (names := axes_of(weight[0])):
+            count //= math.prod(map(jax.lax.axis_size, names))
+            first = jax.lax.axis_index(names) * count
+        places = jnp.where(tokens >= first, tokens - first, count)  # rows of other devices are dropped
+        total = jnp.zeros((count, gradient.shape[-1]), jnp.float32)
+        total = total.at[places].add(gradient.astype(jnp.float32), mode="drop")
+        copies = () if rows is None else axes_of(rows[0])
+        return jax.lax.psum(total, copies) if copies else total
+
+    if rows is not None:  # gradients are sent in the narrower type, then cast to float32
+        specs = rows, PartitionSpec(rows[0])
+        local = jax.shard_map(local, in_specs=specs, out_specs=weight, check_vma=False)
+    return local(gradient, tokens).astype(table.dtype), None
 
 
 look_up.defvjp(_look_up_forward, _look_up_backward)

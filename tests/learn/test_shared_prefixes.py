@@ -166,6 +166,10 @@ SLOW = {
     "dapo": (algos.dapo.Config(), {"remat": "full"}),
     "otb": (algos.otb.Config(), {"chunk": 7}),
     "ppo with a critic": (algos.ppo.Config(), {}),
+    "gspo, data 2, tensor 2": (algos.gspo.Config(), {"mesh": MeshConfig(data=2, fsdp=2, tensor=2)}),
+    "gkd, data 4, tensor 2": (
+        algos.gkd.Config(teachers=("a", "b"), reward_coef=0.5), {"mesh": MeshConfig(data=4, fsdp=1, tensor=2)}
+    ),
     "rloo": (algos.rloo.Config(), {}),
     "passk": (algos.passk.Config(), {"rows": 1}),
     "gkd": (algos.gkd.Config(teachers=("a", "b"), reward_coef=0.5), {}),
@@ -190,12 +194,16 @@ SLOW = {
         GRPO, {"model": GEMMA4_SMALL, "mesh": MeshConfig(fsdp=2, tensor=2), "remat": "full", "rel": 2e-4}
     ),
     "delta rule": (GRPO, {"model": HYBRID, "share_prefixes": "flat"}),
+    "delta rule, data 2, tensor 2, ring": (
+        GRPO,
+        {"model": HYBRID, "share_prefixes": "flat", "mesh": MeshConfig(data=2, fsdp=1, tensor=2, sequence=2)},
+    ),
     "delta rule, fsdp 2, tensor 2": (
         GRPO, {"model": HYBRID, "share_prefixes": "flat", "mesh": MeshConfig(fsdp=2, tensor=2)}
     ),
     "mamba": (GRPO, {"model": MAMBA, "share_prefixes": "flat"}),
-    "mamba, fsdp 2, tensor 2": (
-        GRPO, {"model": MAMBA, "share_prefixes": "flat", "mesh": MeshConfig(fsdp=2, tensor=2)}
+    "mamba, data 2, fsdp 2, tensor 2": (
+        GRPO, {"model": MAMBA, "share_prefixes": "flat", "mesh": MeshConfig(data=2, fsdp=2, tensor=2)}
     ),
     "short convolution": (GRPO, {"model": SHORT_CONV, "share_prefixes": "flat"}),
     "short convolution, fsdp 2, tensor 2": (

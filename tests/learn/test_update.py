@@ -20,6 +20,8 @@ from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig, loss_inputs, model_outputs
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.plan.compiled import count_collectives
+from jaxrl_llm.plan.hlo import parse
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import BatchTotals
 
@@ -108,6 +110,28 @@ def reference_update():
 )
 def test_every_mesh_gives_the_gradient_of_one_device(mesh, reference_update):
     assert_same(one_update(learner(mesh, rows=8, max_grad_norm=0.0)), reference_update)
+
+
+@pytest.mark.slow
+def test_gradients_cross_slices_once_an_update():
+    """A micro-batch sends the log-probs of its 8 x 32 tokens, half of them to each of two slices. The update
+    sends each device's quarter of the gradients, and of norms, of which each device has all, the whole."""
+    built = learner(MeshConfig(data=2, fsdp=4, slices=2), rows=8, max_grad_norm=0.0)
+    across = {}
+    for name, program in built.update_programs(("advantages", "rollout_logprobs")).items():
+        with jax.set_mesh(built.mesh):
+            text = program.fn.lower(*program.args).compile().as_text()
+        counted = count_collectives(parse(text), 8, slices=[0] * 4 + [1] * 4)
+        across[name] = sum(stats.across for stats in counted.values())
+    weights = built.state_shapes.params
+    whole = [
+        w.size
+        for w, s in zip(*map(jax.tree.leaves, (weights, built.param_shardings)), strict=True)
+        if s.is_fully_replicated
+    ]
+    gradient = 4 * (sum(whole) + (sum(w.size for w in jax.tree.leaves(weights)) - sum(whole)) / 4)
+    assert across["accumulate"] <= 4 * 8 * 32 / 2
+    assert gradient <= across["apply"] <= gradient + 4 * 50  # and metrics
 
 
 @pytest.mark.parametrize(

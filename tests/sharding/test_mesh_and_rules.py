@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import jaxrl_llm.sharding
 from jaxrl_kernels.topology import gpu_devices, missing_compiler
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.sharding.placement import AXES, MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import AXES, MeshConfig, device_array, make_mesh
 from jaxrl_llm.sharding.rules import (
     ROLLOUT,
     TRAIN,
@@ -41,6 +42,10 @@ WRONG = {
     r"^--mesh.fsdp is -1, and so is mesh.data: .* Set this one to 1.$": MeshConfig(data=-1),
     r"^--mesh.tensor is 0: it must be at least 1, or -1 for all remaining devices.$": MeshConfig(tensor=0),
     r"Set --mesh.sequence 8": MeshConfig(sequence=2**20),
+    r"^--mesh.data is 2: it must be a multiple of mesh.slices 4, or -1.$": MeshConfig(data=2, slices=4),
+    r"^--mesh.slices 2 divides the replicas, and --mesh.data is 1. Set --mesh.data to a multiple of 2.$": (
+        MeshConfig(data=-1, fsdp=8, slices=2)
+    ),
 }
 
 
@@ -55,6 +60,18 @@ def test_sizes_out_of_range_are_refused_before_any_device_is_asked_for(size):
     ((name, problem),) = problems(MeshConfig(sequence=size))
     assert name == "sequence" and "must be at least -1 and at most 1,048,576" in problem
     assert not list(problems(MeshConfig(data=2, fsdp=-1, tensor=4)))
+
+
+def test_replicas_are_divided_among_the_slices_of_the_devices():
+    """Listed in the order of a cluster that mixes its slices."""
+    devices = [
+        SimpleNamespace(platform="tpu", process_index=0, number=i, slice_index=i % 2) for i in range(8)
+    ]
+    grid = device_array(MeshConfig(data=2, fsdp=4, slices=2), devices, "--mesh")
+    numbers = [[device.number for device in row.flat] for row in grid]
+    assert numbers == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    with pytest.raises(UserError, match=r"^--mesh.slices is 4, and .* in 2 slices. Set --mesh.slices 2.$"):
+        device_array(MeshConfig(data=4, fsdp=2, slices=4), devices, "--mesh")
 
 
 def test_shards_of_a_logical_axis_by_hand():

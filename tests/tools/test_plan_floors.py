@@ -15,7 +15,7 @@ from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.experts.dispatch import grouped_experts
 from jaxrl_llm.models.experts.weights import ExpertWeights
-from jaxrl_llm.plan.compiled import count_collectives, synchronous_collectives
+from jaxrl_llm.plan.compiled import CollectiveStats, count_collectives, synchronous_collectives
 from jaxrl_llm.plan.experts import TILES, tile_trips
 from jaxrl_llm.plan.floors import Rows, forward_floor, kernel_flops, product_widths, training_floor
 from jaxrl_llm.plan.hlo import Hints, parse
@@ -70,9 +70,9 @@ def test_a_loop_that_the_compiler_unrolled_runs_fewer_times():
     """0, 2 and 4 are below 5."""
     module = module_of(LOOP, computations=UNROLLED)
     counts = count_collectives(module, 2)
-    assert counts["collective-permute"] == (3, 3 * 32)
-    assert counts["all-gather"] == (3, 3 * 32)
-    assert counts["all-reduce"] == (6, 3 * 2 * (32 + 16) / 2)  # of one channel, but two collectives
+    assert counts["collective-permute"] == CollectiveStats(3, 3 * 32)
+    assert counts["all-gather"] == CollectiveStats(3, 3 * 32)
+    assert counts["all-reduce"] == CollectiveStats(6, 3 * 2 * (32 + 16) / 2)  # one channel, two collectives
 
 
 def test_what_nothing_overlaps_is_named_with_the_operation_it_is_of():
@@ -115,7 +115,7 @@ def test_a_sparsecore_gathers_beside_the_products_that_follow_its_operands(place
     loop = f'{LOOP}, backend_config={{"known_trip_count":{{"n":"3"}}}}'
     module = module_of(loop, computations=SPARSECORE.replace(place, kernel))
     assert bool(synchronous_collectives(module, 2)) == (place == "FIRST")
-    assert count_collectives(module, 2) == {"all-gather": (3, 3 * 32)}
+    assert count_collectives(module, 2) == {"all-gather": CollectiveStats(3, 3 * 32)}
     assert count_work(module, HINTS).memory == 3 * (32 + 64 + 32)
 
 
@@ -123,7 +123,7 @@ def test_loops_of_unknown_length_take_theirs_from_hints():
     loop = f'{LOOP}, metadata={{op_name="jit(f)/while"}}'
     unknown = module_of(loop, computations=UNROLLED.replace("direction=LT", "direction=NE"))
     hints = Hints({r"^jit\(f\)/while$": 32}, steps=16)
-    assert count_collectives(unknown, 2, hints)["collective-permute"] == (2, 64)
+    assert count_collectives(unknown, 2, hints)["collective-permute"] == CollectiveStats(2, 64)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_reduce_scatters_of_one_channel_are_several_collectives():
     """Those of `shard_map` share a channel."""
     scatter = "f32[4]{0} reduce-scatter(f32[8]{0} %p), channel_id=1, replica_groups={{0,1}}, dimensions={0}"
     module = module_of(f"  %a = {scatter}", f"  %b = {scatter}")
-    assert count_collectives(module, 2) == {"reduce-scatter": (2, 2 * 16)}
+    assert count_collectives(module, 2) == {"reduce-scatter": CollectiveStats(2, 2 * 16)}
 
 
 def test_counts_are_those_of_xla_and_a_loop_counts_every_time():
