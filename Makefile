@@ -42,7 +42,7 @@ real: $(VENV)/.installed-real weights
 
 weights: $(SMOLLM2)
 
-# wandb, mlflow, swanlab and trackio for their slow tests (220 MB), which are skipped without them.
+# wandb, mlflow, swanlab, trackio, and the models of ATIF, for their slow tests (220 MB), which are skipped without them.
 loggers: $(VENV)/.installed-loggers
 
 test: $(VENV)/.installed-test
@@ -114,7 +114,7 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-loggers: pyproject.toml | $(VENV)/.installed-test
-	$(BIN)/python -m pip install -q -e '.[wandb,mlflow,swanlab,trackio]'
+	$(BIN)/python -m pip install -q -e '.[wandb,mlflow,swanlab,trackio]' atif==1.8.0
 	touch $@
 
 $(SGLANG_VENV)/.installed: scripts/sglang_cpu/install.sh $(wildcard scripts/sglang_cpu/shim/*.py)

@@ -1,9 +1,10 @@
-"""Forks: where a conversation's history was rewritten, and the contexts that the policy read."""
+"""Turns of a conversation, where its history was rewritten, and the contexts that the policy read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,19 @@ class Fork(NamedTuple):
 
     first: int  # the first token that follows the kept ones in the new context
     keep: int  # leading tokens of the context before that the new context keeps
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """An environment's record of one turn of the policy, for logs."""
+
+    end: int  # tokens of the response up to the end of the turn
+    message: int  # number of the turn in `Episode.messages`
+    after: int  # number of the turn that it continues; -1 = it begins a conversation
+    reward: float | None = None  # of the step that answered it
+    calls: tuple[dict[str, Any], ...] = ()  # tool calls: "name", "arguments", "id"; or "text" and "error"
+    opening: dict[str, Any] = field(default_factory=dict)
+    """Of a conversation that a program begins: "messages" and "tools"."""
 
 
 class Context(NamedTuple):

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
-from jaxrl_llm.forks import Fork
+from jaxrl_llm.forks import Fork, TurnRecord
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.thoughts import as_message
 
@@ -69,6 +69,7 @@ class Episode:
     tool_errors: int = 0  # calls that were invalid or failed, timed-out ones included
     timeouts: int = 0  # calls that timed out
     messages: tuple[dict[str, Any], ...] = ()  # of the turns that got an observation, and the last
+    records: tuple[TurnRecord, ...] = ()  # of the turns that it has replied to
 
 
 @dataclass
@@ -115,8 +116,7 @@ class Trajectory:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """Response as chat messages: one turn of the assistant, or the turns of a conversation."""
-        messages = list(self.episode.messages) if self.episode else []
-        if not messages:
+        if not (messages := list(self.episode.messages) if self.episode else []):
             return [as_message(self.text)]
         turns = int((np.diff(self.mask, prepend=0) > 0).sum())
         if turns > sum(message["role"] == "assistant" for message in messages):  # the last one was cut off

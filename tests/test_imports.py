@@ -32,7 +32,7 @@ ALLOWED: dict[str, str | None] = {
     "user_file": "errors",
     "structs": "forks outcome thoughts",
     "host": "addresses errors",
-    "report": "ranges addresses errors structs host jaxrl_kernels",
+    "report": "ranges addresses errors forks structs host jaxrl_kernels",
     # the parts
     "sharding": "ranges errors jaxrl_kernels structs host",
     "models": "ranges errors jaxrl_kernels structs sharding",

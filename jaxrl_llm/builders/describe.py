@@ -279,7 +279,11 @@ MAX_PARTS = 4  # tokens of one character of UTF-8, at most
 
 
 def samples_of(run: Run, step: int, experience: Experience) -> list[dict[str, Any]]:
-    """Return the rows of samples.jsonl of a step, after its update: `sample_rows` with "per_token"."""
+    """Return the rows of samples.jsonl of a step, after its update: `sample_rows` with the numbers of tokens.
+
+    Returns: rows with "per_token" and "token_ids", of the prompt and of the tokens in "per_token"; each turn
+        of "tree" has "trained", how many of its tokens are in the loss.
+    """
     log, stage = run.config.log, run.stage(step)
     shown = experience.trajectories[: log.samples]
     examples = [experience.prompts[t.prompt_index].example for t in shown]
@@ -287,8 +291,14 @@ def samples_of(run: Run, step: int, experience: Experience) -> list[dict[str, An
     items = experience.items[: len(shown)] or [None] * len(shown)  # dynamic sampling may have kept none
     trainer = "old_logprobs" if stage.policy.config.old_logprobs_source == "recompute" else "logprobs"
     for row, trajectory, item in zip(rows, shown, items, strict=True):
+        for turn in row["tree"]:
+            start, end = turn["tokens"]
+            has_loss = item is not None and trainer in item.signals
+            turn["trained"] = int((item.mask[start:end] > 0).sum()) if has_loss else 0
         if log.sample_tokens:
             row[PER_TOKEN] = per_token(trajectory, item, run.tokenizer, trainer, limit=log.sample_tokens)
+            response = trajectory.response_ids[: log.sample_tokens].tolist()
+            row["token_ids"] = {"prompt": trajectory.prompt_ids.tolist(), "response": response}
     return rows
 
 

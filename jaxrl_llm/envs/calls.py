@@ -181,6 +181,13 @@ def _object(value: dict[str, Any], schema: dict[str, Any], root: dict[str, Any],
     return {name: _conform(item, properties.get(name, {}), root, where=name) for name, item in value.items()}
 
 
+def call_record(call: ToolCall | InvalidToolCall) -> dict[str, Any]:
+    """Return a call for `Step.calls`."""
+    if isinstance(call, InvalidToolCall):
+        return {"text": call.text, "error": call.problem}
+    return {"name": call.name, "arguments": call.arguments}
+
+
 class ToolResult(NamedTuple):
     """The result of one tool call."""
 
@@ -215,7 +222,7 @@ class ToolEnv:
         """Return the results of the turn's tool calls."""
         calls = parse_calls(turn.text, self.format)
         if not calls or turn.last:
-            return Step(done=True, tool_calls=len(calls))
+            return Step(done=True, tool_calls=len(calls), calls=list(map(call_record, calls)))
         results = await asyncio.gather(*map(self._run, calls[: self.max_calls]))
         too_many = f"error: only the first {self.max_calls} calls of a turn are carried out"
         results += [ToolResult(too_many, error=True)] * (len(calls) - len(results))
@@ -224,7 +231,8 @@ class ToolEnv:
             for call, result in zip(calls, results, strict=True)
         ]
         errors, timeouts = sum(r.error for r in results), sum(r.timeout for r in results)
-        return Step(messages, tool_calls=len(calls), tool_errors=errors, timeouts=timeouts)
+        counts = {"tool_calls": len(calls), "tool_errors": errors, "timeouts": timeouts}
+        return Step(messages, calls=list(map(call_record, calls)), **counts)
 
     async def _run(self, call: ToolCall | InvalidToolCall) -> ToolResult:
         """Carry out one call; errors become text for the policy."""

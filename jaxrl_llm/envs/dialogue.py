@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from jaxrl_llm.data.rows import Example, without_reference
 from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn
+from jaxrl_llm.forks import TurnRecord
 from jaxrl_llm.rollout.engine import DialogueError, Reply
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.user_file import describe_error
@@ -97,7 +99,7 @@ class EnvDialogue:
                 return _failed(conversation, f"the environment took longer than {self.limit:g} s")
             return _failed(conversation, describe_error(error))
         # The end, or an observation.
-        episode = add_step(conversation.episode, step)
+        episode = add_step(conversation.episode, step, len(ids))
         if step.done or turn.last:
             episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1]))
             return Reply([], True, episode)
@@ -218,16 +220,26 @@ def check_step(step: Any) -> Step:
         text = isinstance(message, dict) and (message.get("role"), message.get("content"))
         if not text or not all(isinstance(part, str) for part in text):
             raise ValueError(f"a message needs role and content as text, not {message!r:.200}")
+    try:
+        calls = json.loads(json.dumps(list(map(dict, step.calls)), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"step's calls must be a list of JSON objects: {error}") from None
     if step.raw and not messages:
         raise ValueError("step is raw and has no observation")
-    return step
+    return dataclasses.replace(step, calls=calls)
 
 
-def add_step(episode: Episode, step: Step) -> Episode:
-    """Return the episode with one more turn answered."""
-    reward = episode.reward
-    if step.reward is not None:
-        reward = (reward or 0.0) + float(step.reward)
+def add_step(episode: Episode, step: Step, end: int) -> Episode:
+    """Return the episode with one more turn answered, but without its messages.
+
+    Args:
+        end: tokens of the response up to the end of the turn.
+    """
+    reward, own = episode.reward, None if step.reward is None else float(step.reward)
+    if own is not None:
+        reward = (reward or 0.0) + own
+    last = len(episode.records) - 1
+    record = TurnRecord(end, len(episode.messages), last, own, calls=tuple(step.calls))
     return dataclasses.replace(
         episode,
         turns=episode.turns + 1,
@@ -235,6 +247,7 @@ def add_step(episode: Episode, step: Step) -> Episode:
         tool_calls=episode.tool_calls + step.tool_calls,
         tool_errors=episode.tool_errors + step.tool_errors,
         timeouts=episode.timeouts + step.timeouts,
+        records=(*episode.records, record),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ class Step:
     tool_calls: int = 0
     tool_errors: int = 0
     timeouts: int = 0
+    calls: Sequence[Mapping[str, Any]] = ()  # the tool calls, for logs: JSON with "name" and "arguments"
 
 
 class Env(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.forks import Fork
+from jaxrl_llm.forks import Fork, TurnRecord
 from jaxrl_llm.models.experts.router import unknown_route
 from jaxrl_llm.rollout.engine import PartialResponse, Request, reads_thought, text_of
 from jaxrl_llm.rollout.keys import sample_keys
@@ -160,5 +160,7 @@ def unpack_responses(data: bytes) -> dict[int, list[list[PartialResponse]]]:
         one = PartialResponse(**per_token, finish=finish, observed=observed[i], forks=forks[i])
         lists[k].append(one)
         if saved := episodes.get(str(i)):
-            lists[k][-1].episode = Episode(**{**saved, "messages": tuple(saved["messages"])})
+            records = tuple(TurnRecord(**{**r, "calls": tuple(r["calls"])}) for r in saved.get("records", ()))
+            saved |= {"messages": tuple(saved["messages"]), "records": records}
+            lists[k][-1].episode = Episode(**saved)
     return batches

@@ -217,6 +217,8 @@ class ViewArguments:
     """HTML file to write; by default view.html in the first run directory."""
     max_samples: Count = 10_000
     """Samples in the page, over all runs; more are thinned evenly over the steps."""
+    atif: Path | None = None
+    """Folder in which each of these samples is also written as a trajectory (ATIF), a JSON file each."""
 
 
 def gives_rewards(config: RewardConfig) -> bool:

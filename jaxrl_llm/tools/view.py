@@ -27,7 +27,9 @@ from jaxrl_llm.host.files import load_json, replace_text
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.thoughts import readable
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
+from jaxrl_llm.tools.atif import AtifSource, atif_document
 from jaxrl_llm.tools.config import ViewArguments
+from jaxrl_llm.tools.conversation import SampleTurn, sample_turns
 
 METRICS, SAMPLES, CONFIG, PAGE = "metrics.jsonl", "samples.jsonl", "config.json", "view.html"
 SCRIPTS = [
@@ -36,6 +38,7 @@ SCRIPTS = [
     "curves",
     "evaluation",
     "tokens",
+    "tree",
     "detail",
     "samples",
     "config",
@@ -56,7 +59,7 @@ SHOWN = {
         "outcome",
         "finish",
     ),
-    *("response_tokens", "per_token"),
+    *("response_tokens", "per_token", "token_ids", "tree"),
 }
 """Keys of samples.jsonl that the page has a place for; all others are shown by their names."""
 
@@ -69,7 +72,7 @@ class RunData:
     name: str
     metrics: list[jsonl.Row]
     config: dict[str, Any]
-    samples: list[dict[str, Any]]
+    samples: list[jsonl.Row]
     notes: list[str] = field(default_factory=list)
 
 
@@ -99,9 +102,35 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"--out {out}: cannot be written ({error.strerror}). Free some space, or set another --out"
         ) from None
+    # Trajectories, beside the page.
+    if args.atif:
+        print(f"{args.atif}: {write_trajectories(args.atif, runs):,} trajectories (ATIF)")
     steps, samples = sum(len(run.metrics) for run in runs), sum(len(run.samples) for run in runs)
     print(f"{out}: {len(runs)} run(s), {steps:,} steps, {samples:,} samples; open it in a browser")
     return 0
+
+
+def write_trajectories(folder: Path, runs: Sequence[RunData]) -> int:
+    """Write RUN-STEP-NUMBER.json of each sample; return how many.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    count = 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for run in runs:
+            version, model = (run.config.get(key, "?") for key in ("versions.jaxrl-llm", "model.path"))
+            source = AtifSource(run.name, version, model or run.name)
+            for index, row in enumerate(run.samples):
+                name = f"{run.name.replace('/', '_')}-{row['step']:06}-{index:05}.json"
+                replace_text(folder / name, json.dumps(atif_document(row, index, source)), sync=False)
+                count += 1
+    except OSError as error:
+        raise UserError(
+            f"--atif {folder}: cannot be written ({error.strerror}). Set another folder"
+        ) from None
+    return count
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
@@ -145,9 +174,8 @@ def read_run(path: Path, name: str) -> RunData:
     # Damaged or missing files become notes on the page.
     run = RunData(path, name, rows, {}, samples=[])
     note_damage(run, METRICS, damaged)
-    samples, damaged = jsonl.scan_rows(path / SAMPLES)
+    run.samples, damaged = jsonl.scan_rows(path / SAMPLES)
     note_damage(run, SAMPLES, damaged)
-    run.samples = [to_sample(row) for row in samples]
     try:
         run.config = flatten(load_json((path / CONFIG).read_bytes()))
     except FileNotFoundError:
@@ -212,6 +240,36 @@ def to_sample(row: jsonl.Row) -> dict[str, Any]:
         "tokens": finite(row.get("response_tokens")),
         "other": {key: shown(value) for key, value in other.items()},
         "per_token": token_columns(row.get("per_token")),
+        "tree": list(map(turn_data, sample_turns(row))) if row.get("tree") and turns else None,
+    }
+
+
+def turn_data(turn: SampleTurn) -> dict[str, Any]:
+    """Return a turn of a conversation as the page reads it."""
+    return {
+        "after": turn.after,
+        "under": turn.under,
+        "inputs": messages(turn.inputs),
+        "text": messages([turn.text])[0] if turn.text else None,
+        "calls": list(map(call_data, turn.calls)),
+        "tools": [shown(tool) for tool in turn.tools],
+        "tokens": turn.tokens,
+        "read": turn.read,
+        "rewritten": turn.rewritten,
+        "reward": finite(turn.reward),
+        "trained": finite(turn.trained),
+    }
+
+
+def call_data(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call as the page reads it: [name, value] of each argument, or what is wrong with it."""
+    arguments = call.get("arguments", {})
+    named = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    return {
+        "name": shown(call.get("name") or call.get("text") or "?"),
+        "arguments": [[shown(name), shown(value)] for name, value in named.items()],
+        "error": shown(call.get("error") or ""),
+        "answer": content_of(call["answer"]) if call.get("answer") else None,
     }
 
 
@@ -299,10 +357,11 @@ def data_elements(runs: Sequence[RunData]) -> Iterable[str]:
     """Yield the page's elements of data: all runs, then samples and chunks of token values of each."""
     yield data_element("runs", [run_summary(run) for run in runs])
     for r, run in enumerate(runs):
-        without = [{**s, "per_token": s["per_token"] is not None} for s in run.samples]
+        samples = [to_sample(row) for row in run.samples]
+        without = [{**s, "per_token": s["per_token"] is not None} for s in samples]
         yield data_element(f"samples-{r}", without)
-        for start in range(0, len(run.samples), CHUNK):
-            values = [s["per_token"] for s in run.samples[start : start + CHUNK]]
+        for start in range(0, len(samples), CHUNK):
+            values = [s["per_token"] for s in samples[start : start + CHUNK]]
             if any(values):
                 yield data_element(f"tokens-{r}-{start // CHUNK}", values)
 

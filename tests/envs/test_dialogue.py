@@ -84,6 +84,36 @@ def test_a_conversation_in_a_rollout_has_the_ids_of_the_same_one_as_a_demonstrat
     assert mask.tolist() == [0] * len(prompt) + [n % 2 == 0 for n, piece in enumerate(pieces) for _ in piece]
 
 
+class Double:
+    schema: ClassVar[dict] = {
+        "name": "double",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    }
+
+    async def call(self, arguments):
+        return str(2 * arguments["x"])
+
+
+def test_turns_are_recorded_with_their_rewards_and_tool_calls(say):
+    turns = ['<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call><tool_call>{</tool_call>', "8"]
+    first, last = say(ToolEnv({"double": Double()}, "hermes", timeout=20.0), *turns)
+    length = len(TOKENIZER(turns[0], add_special_tokens=False)["input_ids"])
+    one, two = last.episode.records
+    assert (one.end, one.message, one.after, one.reward) == (length, 0, -1, None)
+    assert (two.end, two.message, two.after) == (length + len(first.ids) + 1, 3, 0)
+    assert one.calls[0] == {"name": "double", "arguments": {"x": 4}} and two.calls == ()
+    assert one.calls[1]["text"] == "<tool_call>{</tool_call>"
+    assert one.calls[1]["error"].startswith("the JSON is broken")
+    assert [m["role"] for m in last.episode.messages] == ["assistant", "tool", "tool", "assistant"]
+    (replied,) = say(
+        Says(Step(reward=np.float32(0.5), done=True, calls=[{"name": "f", "arguments": []}])), "x"
+    )
+    record = replied.episode.records[0]
+    assert (record.reward, record.calls) == (0.5, ({"name": "f", "arguments": []},))
+    (failed,) = say(Says(Step("go", calls=[{"name": object()}])), "x")
+    assert "step's calls must be a list of JSON objects" in failed.episode.failure
+
+
 def test_a_turn_without_its_end_token_gets_it_from_the_template(say):
     assert texts(say(Says(Step("go")), "40")) == [
         "<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"

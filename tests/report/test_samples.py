@@ -9,6 +9,7 @@ from jaxrl_llm.data.chat import encode_prompt, prompt_row
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.forks import Fork, TurnRecord
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.report.samples import sample_rows
 from jaxrl_llm.structs import Episode, Outcome, Trajectory
@@ -58,6 +59,31 @@ def test_a_row_gives_the_prompt_of_training(tmp_path, example, chat):
     (again,) = read_examples(tmp_path / "samples.jsonl")
     ids = encode_prompt(TOKENIZER, again, ChatConfig())
     assert ids.tolist() == encode_prompt(TOKENIZER, example, chat).tolist()
+
+
+def test_turns_name_the_tokens_that_the_policy_read_before_them():
+    """By hand: prompt 0..2, turn 3..4, answer 5..6, turn 7..8; the fork keeps 3 tokens, 9..11 follow."""
+    turn = {"role": "assistant", "content": "x"}
+    records = (
+        TurnRecord(2, 0, -1, 0.5, calls=({"name": "f", "arguments": {}},)),
+        TurnRecord(6, 2, 0),
+        TurnRecord(10, 4, 1),
+        TurnRecord(11, 5, 2),  # an answer without a token: two turns in a row
+    )
+    episode = Episode(turns=4, messages=(turn, ASKED, turn, ASKED, turn, turn), records=records)
+    mask = (1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1)
+    (row,) = sample_rows([trajectory("x", mask, episode=episode, forks=(Fork(9, 3),))], [{"prompt": ""}])
+    spans = [[0, 3], [9, 12]]
+    assert row["tree"] == [
+        {"after": -1, "tokens": [3, 5], "read": [[0, 3]], "message": 0, "reward": 0.5,
+         "calls": [{"name": "f", "arguments": {}}]},
+        {"after": 0, "tokens": [7, 9], "read": [[0, 7]], "message": 2},
+        {"after": 1, "tokens": [12, 13], "read": spans, "message": 4, "rewritten": True},
+        {"after": 2, "tokens": [13, 14], "read": [[0, 3], [9, 13]], "message": 5},
+        {"after": 3, "tokens": [15, 16], "read": [[0, 3], [9, 15]], "message": 5},
+    ]  # fmt: skip
+    (plain,) = sample_rows([trajectory("3")], [{"prompt": ""}])
+    assert plain["tree"] == [{"after": -1, "tokens": [3, 5], "read": [[0, 3]]}]
 
 
 ANSWERED = (

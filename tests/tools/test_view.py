@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from random_weights import random_params
-from view_runs import HOSTILE, conversation, large_run, write_run
+from view_runs import HOSTILE, agent_run, conversation, large_run, write_run
 
 from jaxrl_llm import models, train
 from jaxrl_llm.__main__ import main
@@ -139,6 +139,20 @@ def test_samples_have_roles_and_the_values_of_their_tokens(tmp_path):
     assert second["prompt"] == [["prompt", "1+1="]] and second["response"] == [["assistant", "2"]]
     assert second["reward"] is None and second["other"] == {"answer": "2"}
     assert page.data("tokens-0-0") == [conversation(1, 1.0)["per_token"], None]
+
+
+def test_a_tree_that_cannot_be_read_is_the_conversation_as_it_was_written(tmp_path):
+    """The turns are then the assistant's messages, one after another."""
+    good, bad = agent_run(), {**agent_run(), "tree": [{"after": 0, "tokens": [0, 1], "read": []}]}
+    page = view_page(write_run(tmp_path / "run", [STEP], [good, bad, conversation(1, 1.0)]))
+    tree, plain, old = (sample["tree"] for sample in page.data("samples-0"))
+    assert [(t["after"], t["under"]) for t in tree] == [(-1, None), (-1, 0), (0, None), (2, None), (0, 0)]
+    assert tree[0]["calls"][0]["arguments"] == [["city", "Paris"], ["days", "2"]]
+    assert [t["inputs"] for t in tree[1:3]] == [
+        [["user", "Summarize: 12 mm"]],
+        [],
+    ]  # the answer is the call's
+    assert [(t["after"], t["tokens"]) for t in plain] == [(i - 1, None) for i in range(5)] and old is None
 
 
 def test_values_of_tokens_are_in_chunks_beside_the_texts(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from browser import CHROMEDRIVER, CHROMIUM, open_browser, start_problem
 from PIL import Image
-from view_runs import HOSTILE, large_run, write_run
+from view_runs import HOSTILE, agent_run, conversation, large_run, write_run
 
 from jaxrl_llm import train
 from jaxrl_llm.__main__ import main
@@ -142,6 +142,47 @@ def test_a_hostile_sample_is_text(browser, page):
     assert HOSTILE in texts(browser, ".turn .content")
     browser.run("document.getElementById('tab-config').click()")
     assert any(HOSTILE in text for text in texts(browser, ".config th"))
+
+
+def test_a_conversation_is_a_tree_with_calls_rewards_and_trained_turns(browser, tmp_path):
+    run = write_run(tmp_path / "run", [{"step": 1, "loss": 0.5}], [agent_run(), conversation(1, 1.0)])
+    assert main(["view", str(run)]) == 0
+    browser.size(1280, 900)
+    browser.open(run / "view.html", "#samples/0/0")
+    browser.wait("document.querySelector('.tree')")
+    assert texts(browser, ".tree li > details > summary") == [
+        "Turn 1\u2713 trained: 2 of 2 tokens2 tokens after 4reward 0.25",
+        "Turn 2\u2713 trained: 1 of 1 token1 token after 3",
+        "Turn 5\u2713 trained: 1 of 1 tokencontinues turn 11 token after 8",
+        "Turn 3\u2713 trained: 2 of 2 tokenscontinues turn 12 tokens after 5",
+        "Turn 4\u2717 not trained on1 token after 6history rewritten",
+    ]
+    assert texts(browser, ".branch > .role") == [
+        "Another conversation begins (a sub-agent, an edited history)",
+        "Branch: turn 1 is continued in another way",
+    ]
+    assert texts(browser, ".call") == [
+        "tool callweathercityParisdays2tool12 mm", "invalid tool call{the JSON is broken"
+    ]  # fmt: skip
+    assert [text for text in texts(browser, ".tree .role") if text.startswith("assistant")] == [
+        *["assistant (trained)"] * 4, "assistant (not trained on)"
+    ]  # fmt: skip
+    assert texts(browser, ".masked .content") == [HOSTILE]
+    # Keys move between turns, and close them; a context is what was read.
+    browser.run("document.querySelector('.tree summary').focus()")
+    browser.press("\ue015", "\ue015")  # arrow down: over the line of tools
+    assert browser.run("return document.activeElement.textContent").endswith("before this turn")
+    browser.press("\ue007")
+    browser.wait("document.activeElement.parentNode.open")
+    context = texts(browser, ".tree details[open].other > .content")
+    assert context == ["\u27e84 tokens of the prompt\u27e9"]
+    browser.run("[...document.querySelectorAll('.other summary')].pop().click()")
+    browser.wait("document.querySelectorAll('.other[open] > .content')[1]?.textContent")
+    assert texts(browser, ".other[open] > .content")[1] == "\u27e84 tokens of the prompt\u27e9t15 t16 "
+    # An older row is as it was.
+    browser.open(run / "view.html", "#samples/0/1")
+    browser.wait("document.querySelector('.token')")
+    assert browser.run("return document.querySelector('.tree')") is None
 
 
 def test_what_cannot_be_seen_is_marked_and_directions_do_not_mix(browser, tmp_path):

@@ -54,6 +54,55 @@ def conversation(step: int, reward: float, answer: str = "12") -> dict:
     }
 
 
+def agent_run(step: int = 1) -> dict:
+    """A row of samples.jsonl of a program: a tool call, a sub-agent, a rewritten history, a branch."""
+    said = lambda role, content, **more: {"role": role, "content": content, **more}
+    ask = [said("system", "Answer."), said("user", "Rain in Paris?")]
+    opening = [said("user", "Summarize: 12 mm")]
+    call = {"id": "c1", "name": "weather", "arguments": {"city": "Paris", "days": 2}}
+    return {
+        "step": step,
+        "prompt": "Rain in Paris?",
+        "messages": [ask[1]],
+        "response": "all",
+        "turns": [
+            said("assistant", "<call>"),
+            *opening,
+            said("assistant", "Wet."),
+            said("tool", "12 mm", tool_call_id="c1"),
+            said("assistant", "Yes."),
+            said("user", "Sure?"),
+            said("assistant", HOSTILE),
+            said("tool", "no rain", tool_call_id="c1"),
+            said("assistant", "No."),
+        ],
+        "tree": [
+            {"after": -1, "tokens": [4, 6], "read": [[0, 4]], "message": 0, "reward": 0.25, "trained": 2,
+             "calls": [call, {"text": "{", "error": "the JSON is broken"}],
+             "opening": {"messages": ask, "tools": [{"type": "function", "function": {"name": "weather"}}]}},
+            {"after": -1, "tokens": [8, 9], "read": [[0, 1], [6, 8]], "message": 2, "trained": 1,
+             "opening": {"messages": opening}},
+            {"after": 0, "tokens": [13, 15], "read": [[0, 1], [9, 13]], "message": 4, "trained": 2},
+            {"after": 2, "tokens": [17, 18], "read": [[0, 4], [15, 17]], "message": 6, "trained": 0,
+             "rewritten": True},
+            {"after": 0, "tokens": [20, 21], "read": [[0, 6], [18, 20]], "message": 8, "trained": 1},
+        ],
+        "reward": 0.5,
+        "outcome": "correct",
+        "finish": "stop",
+        "response_tokens": 17,
+        "token_ids": {"prompt": [1, 2, 3, 4], "response": list(range(104, 121))},
+        "per_token": {
+            "text": [f"t{i} " for i in range(4, 21)],
+            "trained": [1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1],
+            "advantages": [0.5 if x else None for x in [1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1]],
+            "rollout_logprobs": [
+                -0.125 * x if x else None for x in [1, 2, 0, 0, 3, 0, 0, 0, 0, 4, 5, 0, 0, 6, 0, 0, 7]
+            ],
+        },
+    }  # fmt: skip
+
+
 def large_run(folder: Path, steps: int = 1000, each: int = 10) -> Path:
     """Write a run of `steps` steps with `each` samples, half of them hostile, and metrics with gaps."""
     draw = random.Random(0)

@@ -22,7 +22,7 @@ from jaxrl_llm.envs.calls import check_arguments, parse_calls
 from jaxrl_llm.envs.formats import ToolCall
 from jaxrl_llm.envs.gateway.call import Answer, Call, CallError, ToolUse
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.forks import common_length
+from jaxrl_llm.forks import TurnRecord, common_length
 from jaxrl_llm.rollout.engine import Reply, reads_thought
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.thoughts import split_thought
@@ -61,6 +61,7 @@ class ProgramChat:
     text: str = ""  # the same of a prompt in plain text
     end: str = ""  # control token that ended the newest turn
     stopped_by: str = ""  # string that stopped the newest turn
+    turn: int = -1  # number of the newest turn
 
 
 class Renderer:
@@ -217,14 +218,28 @@ class AgentSession:
         own = {"role": "assistant", "content": renderer.decode(ids[: len(ids) - bool(branch.end)])}
         branch.context, branch.read = [*branch.context, *ids], [*branch.read, own]
         branch.known, branch.text = [*call.messages, answer], f"{call.prompt}{answer.content}"
+        record = self._record(call, branch, answer)
+        branch.turn = len(self.episode.records)
         self.episode = dataclasses.replace(
             self.episode,
             turns=self.episode.turns + 1,
+            records=(*self.episode.records, record),
             tool_calls=self.episode.tool_calls + len(answer.calls),
             messages=(*self.episode.messages, own),
         )
         if not call.answer.done():
             call.answer.set_result(answer)
+
+    def _record(self, call: Call, branch: ProgramChat, answer: Answer) -> TurnRecord:
+        """Return the record of the pending call's turn."""
+        opening = {}
+        if branch.turn < 0:
+            prompt = call.prompt if isinstance(call.prompt, str) else self.renderer.decode(call.prompt)
+            opening = {"messages": call.messages or [{"role": "prompt", "content": prompt}]}
+            opening |= {"tools": call.tools} if call.tools else {}
+        calls = ({"id": c.id, "name": c.name, "arguments": _parsed(c.arguments)} for c in answer.calls)
+        place = len(self.episode.messages)
+        return TurnRecord(self._used, place, branch.turn, calls=tuple(calls), opening=opening)
 
     def _extend(self, call: Call) -> tuple[list[int], int | None]:
         """Return the ids that a call adds, and how many of the present context they follow; None = all.

@@ -10,6 +10,7 @@ function showSample(list, s, tokens) {
     s.finish && `finish ${s.finish}`,
     s.tokens != null && `${s.tokens} tokens`,
   ];
+  const conversation = s.tree && chosenView(list, s, tokens) === "text";
   const other = Object.entries(s.other),
     short = other.filter(([, v]) => v.length <= 40),
     long = other.filter(([, v]) => v.length > 40);
@@ -29,8 +30,7 @@ function showSample(list, s, tokens) {
     siblingsOf(list, s),
     long.length > 0 &&
       el("details", { class: "other" }, el("summary", {}, long.map(([k]) => k).join(", ")), turnsOf(long)),
-    el("h3", {}, "Prompt"),
-    turnsOf(s.prompt),
+    ...(conversation ? [] : [el("h3", {}, "Prompt"), turnsOf(s.prompt)]),
     responseOf(list, s, tokens),
   ];
   list.detail.replaceChildren(...parts.filter(Boolean));
@@ -61,14 +61,17 @@ function siblingsOf(list, s) {
       );
 }
 
+/** Return what is shown of a response: a colouring of its tokens, or "text", of a conversation its tree. */
+function chosenView(list, s, tokens) {
+  const names = colouringsOf(tokens);
+  if (names.includes(list.colouring)) return list.colouring;
+  return list.colouring === "text" || s.tree ? "text" : (names[0] ?? "text");
+}
+
 /** Return the response, its tokens coloured by what was chosen, where it has their values. */
 function responseOf(list, s, tokens) {
   const names = colouringsOf(tokens),
-    chosen = names.includes(list.colouring)
-      ? list.colouring
-      : list.colouring === "text"
-        ? "text"
-        : (names[0] ?? "text");
+    chosen = chosenView(list, s, tokens);
   const pick = (name) => () => {
     list.colouring = name;
     remember("colouring", name);
@@ -95,16 +98,20 @@ function responseOf(list, s, tokens) {
     el(
       "div",
       { class: "card-head" },
-      el("h3", {}, "Response"),
+      el("h3", {}, s.tree && chosen === "text" ? "Conversation" : "Response"),
       names.length > 0 &&
         el(
           "div",
           { class: "choices", role: "group", "aria-label": "Colour tokens by" },
-          button("text", "text"),
+          button("text", s.tree ? "conversation" : "text"),
           names.map((name) => button(name, COLOURINGS[name].label)),
         ),
     ),
-    chosen === "text" ? turnsOf(s.response) : tokenView(tokens, chosen, s.tokens),
+    chosen !== "text"
+      ? tokenView(tokens, chosen, s.tokens)
+      : s.tree
+        ? conversationTree(s, tokens)
+        : turnsOf(s.response),
   );
 }
 

@@ -57,7 +57,7 @@ class Samples {
       selected: null,
       chunks: new Map(),
       groups: new Map(),
-      colouring: recall("colouring", "advantages"),
+      colouring: recall("colouring", null),
     });
     this.filter = { ...NO_FILTER };
     this.count = el("p", { class: "count-line", role: "status", id: "count" }, "Loading ...");

@@ -19,6 +19,7 @@ from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
 from jaxrl_llm.envs.load import make_gateway
 from jaxrl_llm.experience.rollouts import generate_responses
 from jaxrl_llm.forks import contexts
+from jaxrl_llm.report.samples import turn_rows
 from jaxrl_llm.rollout.config import SamplingConfig
 
 HERE = Path(__file__).parent
@@ -98,6 +99,19 @@ def test_conversations_beside_each_other_are_trained_on_as_the_policy_read_them(
             expected = expected[max(context.keep, 1) - 1 :][new]
             mask = t.mask[own[new]]
             np.testing.assert_allclose(t.logprobs[own[new]], np.where(mask, expected, 0.0), atol=3e-5)
+        # The tree for the logs says the same.
+        turns = turn_rows(t)
+        assert [turn["after"] for turn in turns] == [-1, -1, 0, -1]
+        assert not any("rewritten" in turn for turn in turns)
+        for turn in turns:
+            (start, end), number = turn["tokens"], sum(fork.first <= turn["tokens"][0] for fork in t.forks)
+            read = np.concatenate([np.arange(*span) for span in turn["read"]])
+            assert read.tolist() == [i for i in found[number].read.tolist() if i < start]
+            assert t.mask[start - len(t.prompt_ids) : end - len(t.prompt_ids)].all()
+            text = TOKENIZER.decode(tokens[start:end])
+            assert text.startswith(t.episode.messages[turn["message"]]["content"])
+        openings = [turn["opening"]["messages"][0]["content"] for turn in turns if "opening" in turn]
+        assert openings == ["3+4=", "else", "3+4="]
 
 
 def test_a_call_that_is_refused_changes_nothing(opened):

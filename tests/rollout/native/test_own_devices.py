@@ -11,6 +11,7 @@ from small_engine import KEY, LIMIT, MODEL, assert_same, ids, new_engine
 
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import RunError
+from jaxrl_llm.forks import TurnRecord
 from jaxrl_llm.models import shardings
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
@@ -171,7 +172,11 @@ class Twice:
     def reply(self, prompt_index, response_index, conversation, ids, *, start):
         self.replies += 1
         turn = 1 + bool(conversation)
-        episode = Episode(turn, reward=float(turn), messages=({"role": "user", "content": "go on"},) * turn)
+        records = (
+            TurnRecord(len(ids), turn - 1, turn - 2, 0.5, calls=({"name": "f", "arguments": {"x": 1}},)),
+        )
+        said = ({"role": "user", "content": "go on"},)
+        episode = Episode(turn, reward=float(turn), messages=said * turn, records=records * turn)
         future = Future()
         future.set_result(Reply([7, 8], turn == 2, episode, turn))
         return future
