@@ -148,6 +148,8 @@ def test_a_conversation_is_a_tree_with_calls_rewards_and_trained_turns(browser, 
     run = write_run(tmp_path / "run", [{"step": 1, "loss": 0.5}], [agent_run(), conversation(1, 1.0)])
     assert main(["view", str(run)]) == 0
     browser.size(1280, 900)
+    browser.open(run / "view.html")
+    browser.run("localStorage.clear()")  # of the other pages
     browser.open(run / "view.html", "#samples/0/0")
     browser.wait("document.querySelector('.tree')")
     assert texts(browser, ".tree li > details > summary") == [
