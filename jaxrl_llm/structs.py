@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
-from jaxrl_llm.forks import Fork, TurnRecord
+from jaxrl_llm.forks import Fork, TurnRecord, read_once
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.thoughts import as_message
 
@@ -102,6 +102,10 @@ class Trajectory:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def once(self) -> np.ndarray:
+        return read_once(self.mask, self.forks, len(self.prompt_ids))  # bool [R'], see there
 
     @property
     def process_reward(self) -> float:

@@ -192,7 +192,7 @@ def group_accuracies(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
 def lengths(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return mean length of the responses, and the fraction that reached the maximum."""
     return {
-        "eval/response_tokens/mean": float(np.mean([len(t.response_ids) for t in trajectories])),
+        "eval/response_tokens/mean": float(np.mean([t.once.sum() for t in trajectories])),
         "eval/truncated_fraction": float(np.mean([t.finish == "length" for t in trajectories])),
     }
 

@@ -37,7 +37,7 @@ def statistics(trajectories: Sequence[Trajectory], components: bool = False) -> 
     groups = group_by_prompt(trajectories)
     rewards = np.array([t.reward for t in trajectories], np.float64)
     scored = rewards[np.isfinite(rewards)]
-    lengths = np.array([len(t.response_ids) for t in trajectories])
+    lengths = np.array([t.once.sum() for t in trajectories])
     verified = [t.outcome == Outcome.CORRECT for t in trajectories if t.outcome != Outcome.FAILED]
     return {
         "reward/mean": scored.mean() if len(scored) else float("nan"),

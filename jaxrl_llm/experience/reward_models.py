@@ -20,6 +20,7 @@ from jaxrl_llm.data.preference import conversation_text, pointwise_prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatRenderer, find_template
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.forks import contexts
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
@@ -67,26 +68,34 @@ class RewardModel:
         if self.config.kind == "generative":
             return self._start_verdicts(trajectories, examples)
         prompts = _number_prompts(trajectories)
-        items = [self._item(*each) for each in zip(trajectories, examples, prompts, strict=True)]
-        pending = self.scorer.start(self.params, items, ("values",))
+        items = [self._items(*each) for each in zip(trajectories, examples, prompts, strict=True)]
+        pending = self.scorer.start(self.params, list(itertools.chain(*items)), ("values",))
 
         def finish() -> list[np.ndarray]:
-            values = [outputs["values"][1:] for outputs in pending()]  # after each token
-            triples = zip(trajectories, items, values, strict=True)
-            return [self._scores(t, item.tokens[:-1], v) for t, item, v in triples]
+            values = iter(outputs["values"][1:] for outputs in pending())  # after each token
+            read = [[(item.tokens[:-1], next(values)) for item in of_one] for of_one in items]
+            return [self._scores(*each) for each in zip(trajectories, read, strict=True)]
 
         return finish
 
-    def _item(self, trajectory: Trajectory, example: Example, prompt: int) -> PackItem:
-        """Return the trajectory and one more token: value t belongs to the state after token t - 1.
+    def _items(self, trajectory: Trajectory, example: Example, prompt: int) -> list[PackItem]:
+        """Return the texts that are read, each with one more token: value t belongs to the state after token
+        t - 1.
+
+        Where the history was rewritten, an outcome model reads the last context, and a process model every
+        context: each step is scored in the context that it was written in.
 
         Args:
             prompt: the item's `PackItem.prompt`; a text with another rendering shares no prompt.
         """
         if self.rerenders:
-            return self._truncated([*self.render(trajectory, example), 0])
-        ids = [*trajectory.prompt_ids, *trajectory.response_ids, 0]
-        return self._truncated(ids, len(trajectory.prompt_ids), prompt)
+            return [self._truncated([*self.render(trajectory, example), 0])]
+        ids = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
+        found = contexts(len(ids), trajectory.forks)
+        keeps = [len(trajectory.prompt_ids), *(context.keep for context in found[1:])]
+        first = 0 if self.config.kind == "process" else -1
+        items = zip(found[first:], keeps[first:], strict=True)
+        return [self._truncated([*ids[context.read], 0], keep, prompt) for context, keep in items]
 
     def render(self, trajectory: Trajectory, example: Example) -> list[int]:
         """Return the ids of prompt and response, every turn of them, up to the end token of the last.
@@ -145,21 +154,29 @@ class RewardModel:
 
         return finish
 
-    def _scores(self, trajectory: Trajectory, read: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return the scores of the response's tokens from the `values` of the tokens that were read."""
+    def _scores(self, trajectory: Trajectory, read: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        """Return the scores of the response's tokens.
+
+        Args:
+            read: of each text that was read, its tokens and their values.
+        """
         scores = np.zeros(len(trajectory.response_ids), np.float32)
-        values = values - self.config.mean
         if self.config.kind == "outcome":
-            unpadded = np.flatnonzero(read != self.pad_id)  # transformers scores the last of these
-            scores[-1] = values[unpadded[-1] if len(unpadded) else 0]
+            ((tokens, values),) = read
+            unpadded = np.flatnonzero(tokens != self.pad_id)  # transformers scores the last of these
+            scores[-1] = values[unpadded[-1] if len(unpadded) else 0] - self.config.mean
             return scores
-        ends = self.step_ends(trajectory.response_ids)
-        scores[ends] = values[len(trajectory.prompt_ids) :][ends]
+        found = contexts(trajectory.num_tokens, trajectory.forks)
+        after = np.concatenate([v[c.keep :] for c, (_, v) in zip(found, read, strict=True)])
+        ends = self.step_ends(trajectory)
+        scores[ends] = after[len(trajectory.prompt_ids) :][ends] - self.config.mean
         return scores
 
-    def step_ends(self, ids: Sequence[int]) -> list[int]:
-        """Return the positions of a response's tokens that end a step: ends of lines, and the last."""
-        ends = [i for i, token in enumerate(ids) if "\n" in self.tokenizer.decode([token])]
+    def step_ends(self, trajectory: Trajectory) -> list[int]:
+        """Return the positions of a response's tokens that end a step: the policy's line ends, and the last
+        token."""
+        ids, own = trajectory.response_ids, trajectory.mask
+        ends = [i for i, token in enumerate(ids) if own[i] and "\n" in self.tokenizer.decode([token])]
         last = max(len(ids) - 1 - int(ids[-1] == self.tokenizer.eos_token_id), 0)  # not the end token
         return sorted({*ends, last})
 

@@ -73,13 +73,9 @@ def _apply_episodes(trajectories: Sequence[Trajectory], config: RewardConfig) ->
             trajectory.components = (episode.reward, *(0.0 for _ in trajectory.components[1:]))
             correct = episode.reward >= config.correct_at
             trajectory.outcome = Outcome.CORRECT if correct else Outcome.WRONG
-    results = [
-        RewardResult(float("nan"), Outcome.FAILED, e.failure)
-        if e.failure
-        else RewardResult(0.0, Outcome.WRONG)
-        for _, e in episodes
-    ]
-    check_failures(results, config.max_failed_fraction)
+    failed = [RewardResult(math.nan, Outcome.FAILED, e.failure) for _, e in episodes if e.failure]
+    others = [RewardResult(0.0, Outcome.WRONG)] * (len(episodes) - len(failed))
+    check_failures([*failed, *others], config.max_failed_fraction)
 
 
 def reward_sample(example: Example, trajectory: Trajectory | None = None) -> RewardSample:
@@ -87,7 +83,7 @@ def reward_sample(example: Example, trajectory: Trajectory | None = None) -> Rew
     written = ("", (), None)
     if trajectory is not None:
         text = trajectory.text if trajectory.answer is None else trajectory.answer
-        written = text, tuple(int(i) for i in trajectory.response_ids), trajectory.opens_thought
+        written = text, tuple(trajectory.response_ids[trajectory.once].tolist()), trajectory.opens_thought
     return RewardSample(
         response=visible_response(written[0]),
         answer=example.answer,

@@ -36,7 +36,7 @@ def sample_rows(
             "reward": json_value(t.reward),
             "outcome": t.outcome.name.lower(),
             "finish": t.finish,
-            "response_tokens": len(t.response_ids),
+            "response_tokens": int(t.once.sum()),
         }
         for t, prompt in zip(trajectories, prompts, strict=True)
     ]

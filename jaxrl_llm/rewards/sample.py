@@ -25,7 +25,7 @@ class RewardSample:
     answer: Any = None  # of the row: text, a number, a list of accepted answers, or the reward's format
     prompt: str = ""  # text of the prompt
     messages: tuple[dict[str, Any], ...] = ()  # the prompt as chat messages; () = the prompt is plain text
-    response_ids: tuple[int, ...] = ()
+    response_ids: tuple[int, ...] = ()  # turns that the policy has read again are left out
     source: str = ""  # name of the data source
     columns: dict[str, Any] = field(default_factory=dict)  # all columns of the row
     other: str | None = None  # for a pairwise judge: the response that `response` is compared with

@@ -115,7 +115,7 @@ class ResponseRewarder:
             results = []
             for trajectory, by_token in zip(trajectories, finish(), strict=True):
                 if model.config.kind == "process":
-                    steps = [float(by_token[k]) for k in model.step_ends(trajectory.response_ids)]
+                    steps = [float(by_token[k]) for k in model.step_ends(trajectory)]
                     results.append((min(steps), {"steps": steps}))
                 else:
                     results.append((float(by_token[-1]), {}))

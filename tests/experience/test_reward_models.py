@@ -16,8 +16,11 @@ from jaxrl_llm.data.preference import pairwise_prompt, pointwise_prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.experience.metrics import statistics
 from jaxrl_llm.experience.reward_models import add_scores, load_reward_model
+from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.experience.win_rate import Comparison, model_judge
+from jaxrl_llm.forks import Fork
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.tokenizer import classifier_tokenizer
 from jaxrl_llm.learn.update import StepConfig
@@ -120,6 +123,25 @@ def test_a_process_model_scores_the_end_of_each_step(weights, folder):
         wanted[place] = 2 * after[place]
     np.testing.assert_allclose(t.token_rewards, wanted, atol=1e-4)
     assert t.reward == 1.0
+
+
+def test_models_read_each_token_of_a_rewritten_history_once(weights, folder):
+    """The second context drops the line "3" and reads "4" again. The process model scores both lines in the
+    first one, "5" in the second one; the outcome model reads the second one.
+    """
+    first, again = trajectory("3\n4\n"), trajectory("4\n5")
+    prompt, ids = len(first.prompt_ids), [*first.response_ids[:4], *again.response_ids]
+    t = dataclasses.replace(
+        again, response_ids=np.array(ids, np.int32), mask=np.array([1, 1, 1, 1, 0, 0, 1, 1]),
+        forks=(Fork(prompt + 4, prompt),),
+    )  # fmt: skip
+    assert t.once.tolist() == [True] * 4 + [False] * 2 + [True] * 2
+    before, after = values(weights, first)[prompt:], values(weights, again)[prompt:]
+    ((scores,), (score,)) = (judge(folder, kind=kind)([t], [SUM]) for kind in ("process", "outcome"))
+    np.testing.assert_allclose(scores, [0, before[1], 0, before[3], 0, 0, after[2], 0], atol=1e-4)
+    np.testing.assert_allclose(score, [0] * 7 + [after[3]], atol=1e-4)
+    assert statistics([t])["response_tokens/mean"] == 6
+    assert reward_sample(SUM, t).response_ids == (*ids[:4], *ids[6:])
 
 
 def test_a_generative_model_is_asked_for_yes_or_no(weights, tmp_path):
@@ -348,7 +370,7 @@ def test_responses_that_share_a_prompt_get_the_scores_of_rows_of_their_own(folde
         )
         for share in (True, False)
     )
-    items = [shared._item(t, SUM, 0) for t in batch]
+    items = [item for t in batch for item in shared._items(t, SUM, 0)]
     assert shared.scorer.shared_tokens(items) == [9, 9, 5, 5]  # all but the last token of a prompt
     for row, expected in zip(shared(batch, [SUM] * 6), alone(batch, [SUM] * 6), strict=True):
         assert np.abs(expected).max() > 0.01
