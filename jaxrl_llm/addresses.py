@@ -16,6 +16,11 @@ MASKED = "***"
 SECRET_NAME = re.compile(
     r"(^|_)(api_?key|(access|secret|private|auth)_?key|token|secret|password|credential)$", re.I
 )
+WITHHELD_NAME = re.compile(
+    r"(^|_)(KEYS?|TOKENS?|PAT|AUTH|CREDENTIALS?)(_|$)|APIKEY|PASSW(OR)?D|PASSPHRASE|SECRET", re.I
+)
+"""Of environment variables that programs and reward workers do not get."""
+_LOGIN_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")  # a URL with a password in it
 MIN_SECRET = 8  # characters; a shorter text may be an ordinary word
 _LOGIN = re.compile(r"(?<=://)[^/?#\s]+(?=@)")  # user:password, or a token alone
 _VALUE = r"""(?!\$\{)[^\s&#;"'<>]"""  # a character of a parameter; ${NAME} is a variable
@@ -66,6 +71,13 @@ def mask_text(text: str, secrets: Collection[str] = ()) -> str:
 def secrets_of(environment: Mapping[str, str]) -> list[str]:
     """Return the values of the variables whose names look secret."""
     return [value for name, value in environment.items() if SECRET_NAME.search(name)]
+
+
+def withheld_names(environment: Mapping[str, str], keep: Collection[str] = ()) -> set[str]:
+    """Return the names of variables that other processes do not get: name or value looks secret, and the
+    name is not in `keep`."""
+    is_secret = lambda name: WITHHELD_NAME.search(name) or _LOGIN_VALUE.search(environment[name])
+    return {name for name in environment if name not in keep and is_secret(name)}
 
 
 def host_of(url: str) -> str:

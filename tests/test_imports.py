@@ -47,7 +47,8 @@ ALLOWED: dict[str, str | None] = {
     # what joins them
     "learn": "ranges jaxrl_kernels errors structs sharding models algos data checkpoint",
     "experience": (
-        "ranges errors structs thoughts host report sharding models algos data rewards rollout envs hf learn"
+        "ranges errors forks structs thoughts host report sharding models algos data rewards rollout envs hf "
+        "learn"
     ),
     "config": "ranges errors structs report learn sharding models algos data rewards rollout envs checkpoint",
     "recipe": (

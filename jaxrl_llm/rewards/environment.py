@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from jaxrl_llm.addresses import mask_text
+from jaxrl_llm.addresses import WITHHELD_NAME, mask_text, withheld_names
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import URL, RewardConfig
 from jaxrl_llm.rewards.gold import accepts_own_answer
@@ -19,11 +19,6 @@ from jaxrl_llm.rewards.sample import RewardLoadError, RewardResult, RewardSample
 from jaxrl_llm.rewards.signatures import OF_TRAINER
 from jaxrl_llm.user_file import split_name
 
-SECRET_NAME = re.compile(
-    r"(^|_)(KEYS?|TOKENS?|PAT|AUTH|CREDENTIALS?)(_|$)|APIKEY|PASSW(OR)?D|PASSPHRASE|SECRET",
-    re.I,
-)
-SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")  # a URL with a password in it
 VARIABLE = re.compile(r"\b[A-Z][A-Z0-9_]{2,}\b")
 log = logging.getLogger(__name__)
 CERTAIN = {"NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
@@ -31,13 +26,6 @@ CERTAIN |= {"IndentationError", "UserError", "ServiceError", "InvalidScoreError"
 OF_SAMPLE = f"'{RewardSample.__name__}' object"
 """Text of errors about the sample itself, which has the same fields whatever the response: sample.respons,
 sample["response"]."""
-
-
-def withheld_names(environment: Mapping[str, str], keep: Sequence[str]) -> set[str]:
-    """Return the names of variables to withhold: name or value looks secret, and the name is not in
-    `keep`."""
-    is_secret = lambda name: SECRET_NAME.search(name) or SECRET_VALUE.search(environment[name])
-    return {name for name in environment if name not in keep and is_secret(name)}
 
 
 def key_hint(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> str:
@@ -51,7 +39,7 @@ def key_hint(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> 
         return f"{name} is set but withheld from reward workers; pass it on: --reward.keep_env {name}"
     if not re.search("KeyError|environ", text):
         return ""
-    if name := next((word for word in words if SECRET_NAME.search(word) and word not in environment), ""):
+    if name := next((word for word in words if WITHHELD_NAME.search(word) and word not in environment), ""):
         passed = "" if name in keep else f", and pass it on: --reward.keep_env {name}"
         return f"{name} is not set in this command's environment; set it{passed}"
     return ""

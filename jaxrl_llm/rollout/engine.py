@@ -186,6 +186,10 @@ class Dialogue(Protocol):
                 other exception ends this conversation alone.
         """
 
+    def end(self, prompt_index: int, response_index: int) -> None:
+        """End a conversation that the dialogue has opened, whether its last turn got a reply or not: it may
+        have reached `max_tokens`, or its reply was refused. Called for requests that `opens` alone."""
+
 
 class Engine(Protocol):
     """The interface of the native engine and of a pool of servers.

@@ -59,6 +59,12 @@ def request_reply(dialogue: Dialogue, response: PartialResponse) -> Future[Reply
     )
 
 
+def end_conversation(dialogue: Dialogue | None, response: PartialResponse) -> None:
+    """Tell a dialogue that opens conversations that one has ended."""
+    if dialogue and response.request.opens:
+        dialogue.end(response.request.prompt_index, response.index)
+
+
 def read_reply(future: Future[Reply] | Any, response: PartialResponse, vocab_size: int) -> Reply:
     """Return the reply of a finished future (of `concurrent.futures` or asyncio).
 

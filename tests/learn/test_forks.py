@@ -16,9 +16,12 @@ from jaxrl_llm.builders.models import config_with_heads
 from jaxrl_llm.data.packing import arrange, branches_of, from_trajectory, pack, unpack
 from jaxrl_llm.forks import Fork, contexts
 from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import LossInputs, Rollouts, Trajectory
@@ -30,6 +33,7 @@ MODEL = TransformerConfig(
 HYBRID = dataclasses.replace(
     MODEL, layer_kinds=("delta", "attention"), attention_gate=True, delta=DeltaConfig(2, 4, 8, 8)
 )
+EXPERTS = dataclasses.replace(MODEL, moe=MoEConfig(num_experts=4, experts_per_token=2, expert_size=16))
 PROMPT = 6
 # Mask of the response, and the forks: none, one that drops a turn, one after another, one into the prompt.
 SHAPES = (
@@ -40,8 +44,8 @@ SHAPES = (
 )
 
 
-def trajectories():
-    """Two prompts with a response of each shape."""
+def trajectories(model=MODEL, num_kept=0):
+    """Two prompts with a response of each shape, with routes if the model has experts, and with kept sets."""
     rng, found = np.random.default_rng(0), []
     ids = lambda n: rng.integers(0, MODEL.vocab_size, n).astype(np.int32)
     for index in range(2 * len(SHAPES)):
@@ -55,12 +59,30 @@ def trajectories():
             prompt_index=index // len(SHAPES), response_index=index % len(SHAPES), finish="stop",
             reward=float(rng.integers(0, 4)), forks=forks,
         ))  # fmt: skip
+    for t in found:
+        if model.moe:
+            spec, experts = route_spec(model), np.arange(model.moe.num_experts)
+            drawn = [rng.permutation(experts)[: spec.shape[1]] for _ in range(t.num_tokens * spec.shape[0])]
+            t.routes = np.reshape(drawn, (t.num_tokens, *spec.shape)).astype(spec.dtype)
+        if num_kept:
+            others = rng.integers(0, MODEL.vocab_size, (len(t.mask), num_kept - 1))
+            kept = np.concatenate([t.response_ids[:, None], others], axis=1)
+            kept = [[*dict.fromkeys(row), *[-1] * num_kept][:num_kept] for row in kept.tolist()]
+            t.kept = np.where(t.mask[:, None] > 0, kept, -1).astype(np.int32)
     return found
 
 
-def by_hand(algo, model=MODEL):
+def log_probs(products, t, own):
+    """Log-probs [own, V] of the tokens `own` of a response, over their kept sets if it has any."""
+    if t.kept is None:
+        return jax.nn.log_softmax(products)
+    member = (t.kept[own][:, :, None] == np.arange(MODEL.vocab_size)).any(axis=1)
+    return jax.nn.log_softmax(jnp.where(member | (t.mask[own] == 0)[:, None], products, -1e30))
+
+
+def by_hand(algo, model=MODEL, num_kept=0):
     """(loss, gradients) of the algorithm's loss over [N, R]. Each context is a row of the forward pass."""
-    found = trajectories()
+    found = trajectories(model, num_kept)
     shape = len(found), max(len(t.mask) for t in found)
     padded = lambda rows: jnp.array([np.pad(row, (0, shape[1] - len(row))) for row in rows], jnp.float32)
     mask, reported = padded([t.mask for t in found]), padded([t.logprobs for t in found])
@@ -72,15 +94,21 @@ def by_hand(algo, model=MODEL):
 
     ids = [np.concatenate([t.prompt_ids, t.response_ids]) for t in found]
     rows = [(n, *each) for n, t in enumerate(found) for each in contexts(t.num_tokens, t.forks)]
-    tokens = np.stack([np.pad(ids[n][read], (0, 24 - len(read))) for n, read, _ in rows])
+    padding = lambda x: [(0, 24 - len(x)), *[(0, 0)] * (x.ndim - 1)]
+    of_rows = lambda arrays: np.stack(
+        [np.pad(x, padding(x)) for x in (arrays[n][read] for n, read, _ in rows)]
+    )
+    tokens, routes = of_rows(ids), jnp.array(of_rows([t.routes for t in found])) if model.moe else None
 
     def loss(params):
-        hidden = params(jnp.array(tokens), jnp.broadcast_to(jnp.arange(24), tokens.shape))
-        every = jax.nn.log_softmax(hidden @ params.head.T)
+        positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
+        hidden, _, _ = params.forward(jnp.array(tokens), positions, routes=routes)
+        products = hidden @ params.head.T
         logprobs = jnp.zeros(shape)
         for row, (n, read, keep) in enumerate(rows):
             own = np.arange(keep or PROMPT, len(read))
-            logprobs = logprobs.at[n, read[own] - PROMPT].set(every[row, own - 1, tokens[row, own]])
+            every = log_probs(products[row, own - 1], found[n], read[own] - PROMPT)
+            logprobs = logprobs.at[n, read[own] - PROMPT].set(every[np.arange(len(own)), tokens[row, own]])
         inputs = LossInputs(
             logprobs=logprobs * mask, mask=mask, segments=jnp.ones(shape, jnp.int32),
             lengths=jnp.broadcast_to(mask.sum(1, keepdims=True), shape), num_tokens=mask.sum(),
@@ -95,9 +123,9 @@ def by_hand(algo, model=MODEL):
 
 def one_step(algo, model=MODEL, mesh=None, source="rollout", **settings):
     """(metrics, gradients) of scores, advantages and an update of policy and critic."""
-    step = StepConfig(
-        **{"rows": 1, "row_tokens": 64, "max_grad_norm": 0.0, **settings}, old_logprobs_source=source
-    )
+    replay = Replay("rollout", route_spec(model)) if model.moe else None
+    settings = {"rows": 1, "row_tokens": 64, "max_grad_norm": 0.0, "replay": replay, **settings}
+    step = StepConfig(**settings, old_logprobs_source=source)
     mesh, others = mesh or MeshConfig(fsdp=1), {}
     mesh = make_mesh(mesh, jax.devices()[: math.prod(mesh.sizes.values())])
     policy = Learner(algo, config_with_heads(model, algo), SUM, step, mesh=mesh)
@@ -105,7 +133,7 @@ def one_step(algo, model=MODEL, mesh=None, source="rollout", **settings):
         value = algos.value.Config()
         critic = Learner(value, config_with_heads(model, value), SUM, step, mesh=mesh)
         others = {"critic": critic, "critic_params": lambda: weights_for(critic, 2)}
-    stage, found = Stage(policy, **others), trajectories()
+    stage, found = Stage(policy, **others), trajectories(model, step.num_kept)
     with jax.set_mesh(policy.mesh):
         state = stage.init_state(weights_for(policy))
         reference = weights_for(policy, 1) if stage.needs_reference else None
@@ -120,7 +148,7 @@ def one_step(algo, model=MODEL, mesh=None, source="rollout", **settings):
 
 def check(algo, **settings):
     metrics, gradients = one_step(algo, **settings)
-    loss, expected = by_hand(algo, settings.get("model", MODEL))
+    loss, expected = by_hand(algo, settings.get("model", MODEL), settings.get("num_kept", 0))
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
     assert_same_gradients(gradients, expected)
 
@@ -140,6 +168,10 @@ SLOW = {
     "sequences, flat": (GSPO, {"model": HYBRID, "share_prefixes": "flat", "whole_sequences": True}),
     "strict": (GRPO, {"share_prefixes": True, "strict": True}),
     "delta rule": (GRPO, {"model": HYBRID, "share_prefixes": "flat"}),
+    "replayed routes": (GRPO, {"model": EXPERTS, "share_prefixes": True}),
+    "replayed routes, separate rows": (GRPO, {"model": EXPERTS, "rows": 2}),
+    "kept sets": (GRPO, {"num_kept": 5, "share_prefixes": True}),
+    "kept sets, separate rows": (GRPO, {"num_kept": 5, "rows": 2}),
 }  # fmt: skip
 
 

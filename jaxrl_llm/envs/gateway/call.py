@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from jaxrl_llm.data.rows import Message
 
 MODEL = "policy"
+MAX_CHOICES = 128
 
 
 class CallError(Exception):
@@ -61,6 +62,7 @@ class Call:
     max_tokens: int = 0  # 0 = as many as the response may have
     stop: tuple[str, ...] = ()
     stream: bool = False
+    choices: int = 1
     body: dict[str, Any] = field(default_factory=dict)
     # Of the server.
     answer: asyncio.Future[Answer] | None = None
@@ -80,10 +82,25 @@ class ApiProtocol(Protocol):
         """Yield the reply as server-sent events."""
 
 
-def refuse_several(body: dict[str, Any]) -> None:
-    """Refuse `n` above 1: a trajectory has one continuation of each of its contexts."""
-    if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
-        raise CallError(400, "n must be 1 here: send several calls, or start several trajectories")
+def read_choices(body: dict[str, Any]) -> int:
+    """Return `n`: each choice is a turn of the policy, and the beginning of a conversation that may go on."""
+    n = read_limit(body, "n") or 1
+    if n > MAX_CHOICES or body.get("best_of") not in (None, n):
+        raise CallError(400, f"n must be at most {MAX_CHOICES}, and best_of, if given, the same number")
+    if n > 1 and body.get("stream") is True:
+        raise CallError(400, "n must be 1 in a stream")
+    return n
+
+
+def joined(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one reply with the choices of all."""
+    if len(replies) == 1:
+        return replies[0]
+    usage = dict(replies[0]["usage"])
+    usage["completion_tokens"] = sum(reply["usage"]["completion_tokens"] for reply in replies)
+    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+    choices = [{**reply["choices"][0], "index": i} for i, reply in enumerate(replies)]
+    return {**replies[0], "choices": choices, "usage": usage}
 
 
 def read_limit(body: dict[str, Any], *names: str) -> int:

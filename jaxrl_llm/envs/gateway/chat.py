@@ -14,9 +14,9 @@ from jaxrl_llm.envs.gateway.call import (
     event,
     function_tool,
     model_of,
+    read_choices,
     read_limit,
     read_stop,
-    refuse_several,
     usage_of,
 )
 
@@ -26,7 +26,6 @@ class ChatApi:
 
     def read(self, body: dict[str, Any]) -> Call:
         """Return the call of a request. Raises CallError (400) or RowError."""
-        refuse_several(body)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise CallError(400, "messages must be a list with at least one message")
@@ -41,6 +40,7 @@ class ChatApi:
             max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
             stop=read_stop(body.get("stop")),
             stream=body.get("stream") is True,
+            choices=read_choices(body),
             body=body,
         )
 

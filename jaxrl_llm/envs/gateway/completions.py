@@ -12,9 +12,9 @@ from jaxrl_llm.envs.gateway.call import (
     CallError,
     event,
     model_of,
+    read_choices,
     read_limit,
     read_stop,
-    refuse_several,
     usage_of,
 )
 
@@ -24,7 +24,6 @@ class CompletionsApi:
 
     def read(self, body: dict[str, Any]) -> Call:
         """Return the call of a request. Raises CallError (400) or RowError."""
-        refuse_several(body)
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
@@ -39,6 +38,7 @@ class CompletionsApi:
             max_tokens=read_limit(body, "max_tokens"),
             stop=read_stop(body.get("stop")),
             stream=body.get("stream") is True,
+            choices=read_choices(body),
             body=body,
         )
 

@@ -58,17 +58,27 @@ class ProgramDialogue:
 
     async def _reply(self, name: tuple[int, int], turn: list[int], logprobs: list[float]) -> Reply:
         if not turn:
+            self._end(name)
             row = self.gateway.row(self.prompts[name[0]])
             self._sessions[name] = await self.gateway.open(row)
-        session = self._sessions[name]
         try:
-            reply = await session.next(turn, logprobs)
+            reply = await self._sessions[name].next(turn, logprobs)
         except BaseException:  # the end of the run, or a defect here
-            self.gateway.close_session(session)
+            self._end(name)
             raise
         if reply.done:
-            self.gateway.close_session(session)
+            self._end(name)
         return reply
+
+    def end(self, prompt_index: int, response_index: int) -> None:
+        """End a trajectory, as `Dialogue.end`."""
+        self.gateway.loop.call_soon_threadsafe(self._end, (prompt_index, response_index))
+
+    def _end(self, name: tuple[int, int]) -> None:
+        if session := self._sessions.pop(name, None):
+            if not session.ended:
+                session.close(End())
+            self.gateway.close_session(session)
 
 
 class Gateway:
@@ -217,10 +227,24 @@ class Gateway:
         return End()
 
     async def _reward_of(self, session: AgentSession, finished: Finished) -> End:
-        """Return the reward of the user's function."""
-        messages = list(session.episode.messages)
+        """Return the reward of the user's function, which has as long as a program."""
+        done, messages = Future(), list(session.episode.messages)
+
+        def call() -> None:
+            done.set_running_or_notify_cancel()
+            try:
+                done.set_result(self._reward(session.row, messages, finished.code))
+            except (Exception, SystemExit) as error:
+                done.set_exception(error)
+
+        # A thread of its own: one that hangs neither takes a worker of the loop, nor holds up the end.
+        threading.Thread(target=call, daemon=True).start()
+        value = asyncio.wrap_future(done)
+        if not (await asyncio.wait({value}, timeout=self.config.gateway.seconds))[0]:
+            limit = f"{self.config.gateway.seconds:g} s (--env.gateway.seconds)"
+            return End(failure=f"--{REWARD_KEY} took longer than {limit}")
         try:
-            value = await asyncio.to_thread(self._reward, session.row, messages, finished.code)
+            value = value.result()
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"the reward is {value!r:.80}, not a finite number")
         except (Exception, SystemExit) as error:

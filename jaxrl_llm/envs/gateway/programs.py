@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 from typing import Any, NamedTuple
 
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)  # names of variables
+from jaxrl_llm.addresses import withheld_names
+
 MAX_SHOWN = 2000  # characters of a program's output that a failure shows
 POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0  # that the system may take to end a killed program
@@ -66,7 +66,8 @@ class ProgramRunner:
             variables: of its environment, besides those of this process that hold no secret.
         """
         # Start it, as the leader of a group of processes.
-        kept = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
+        withheld = withheld_names(os.environ)
+        kept = {name: value for name, value in os.environ.items() if name not in withheld}
         process = await asyncio.create_subprocess_exec(
             *self.words,
             stdin=subprocess.PIPE,

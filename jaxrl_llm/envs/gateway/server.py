@@ -12,11 +12,12 @@ from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from jaxrl_llm.data.rows import RowError, check_row
 from jaxrl_llm.envs.dialogue import MAX_REWARD
 from jaxrl_llm.envs.gateway.anthropic import MessagesApi
-from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, CallError
+from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, CallError, joined
 from jaxrl_llm.envs.gateway.chat import ChatApi
 from jaxrl_llm.envs.gateway.completions import CompletionsApi
 from jaxrl_llm.envs.gateway.responses import ResponsesApi
@@ -31,6 +32,28 @@ PROTOCOLS: dict[str, ApiProtocol] = {
 }
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class MalformedRequests(logging.Filter):
+    """Turns aiohttp's traceback of each request that is not HTTP into a line with their number, at the
+    first, and whenever it has doubled."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.due = 0, 1
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log the record."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        self.count += 1
+        if self.count < self.due:
+            return False
+        self.due *= 2
+        record.msg, record.args = "requests that are not valid HTTP, so far: %d", (self.count,)
+        record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
+        return True
 
 
 class GatewayServer:
@@ -80,7 +103,9 @@ class GatewayServer:
         app.router.add_get("/health", self._health)
         if self.run_key:
             app.router.add_post("/trajectories", self._claim)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        http_log = log.getChild("http")
+        http_log.filters = [MalformedRequests()]
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, logger=http_log)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -115,22 +140,28 @@ class GatewayServer:
             repeats = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
             make = functools.partial(protocol.read, body)
-            call = session.submit(hash_of(path.encode(), data), repeats, make)
+            digest = hash_of(path.encode(), data)
+            calls = [session.submit(digest, repeats, make)]
+            calls += [session.submit(digest + bytes([i]), repeats, make) for i in range(1, calls[0].choices)]
             self._note_unused(body)
-            call.is_lost = lambda: request.transport is None or request.transport.is_closing()
-            # Wait for its answer, and write it.
-            answer = await asyncio.shield(call.answer)
-            if not call.stream:
-                reply: web.StreamResponse = web.json_response(protocol.write(call, answer))
+            is_lost = lambda: request.transport is None or request.transport.is_closing()
+            for call in calls:
+                call.is_lost = is_lost
+            # Wait for the answers, and write them.
+            answers = [await asyncio.shield(call.answer) for call in calls]
+            if not calls[0].stream:
+                written = joined([protocol.write(*pair) for pair in zip(calls, answers, strict=True)])
+                reply: web.StreamResponse = web.json_response(written)
                 await reply.prepare(request)
             else:
                 reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await reply.prepare(request)
-                for text in protocol.events(call, answer):
+                for text in protocol.events(calls[0], answers[0]):
                     await reply.write(text.encode())
             await reply.write_eof()
-            if not call.is_lost():
-                call.is_lost = lambda: False
+            if not is_lost():
+                for call in calls:
+                    call.is_lost = lambda: False
             return reply
 
         return generate

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.engine import Dialogue, DialogueError, PartialResponse, Reply
 from jaxrl_llm.rollout.keys import turn_keys
-from jaxrl_llm.rollout.turns import append_reply, no_reply_error, read_reply, request_reply
+from jaxrl_llm.rollout.turns import append_reply, end_conversation, no_reply_error, read_reply, request_reply
 
 BATCH_WINDOW = 0.002  # seconds without another reply before the received ones form a batch
 
@@ -58,6 +58,11 @@ class TurnQueue:
             future = request_reply(self.dialogue, response)
             future.add_done_callback(lambda future: self._arrived.put((number, future)))
 
+    def end(self, response: PartialResponse) -> None:
+        """Tell the dialogue that a conversation has ended."""
+        if jax.process_index() == 0:
+            end_conversation(self.dialogue, response)
+
     def collect(self, block: bool) -> tuple[list[PartialResponse], list[PartialResponse]]:
         """Return responses with a reply: (responses that continue, responses that ended). A collective.
 
@@ -77,6 +82,8 @@ class TurnQueue:
         for i, reply in replies:
             response = self.responses[i]
             (continued if append_reply(response, reply) else ended).append(response)
+        for response in ended:
+            self.end(response)
         later = [response for response in continued if response.observed]
         keys = turn_keys(np.array([r.key for r in later]), [len(r.observed) for r in later])
         for response, key in zip(later, keys, strict=True):

@@ -330,6 +330,8 @@ class Scheduler:
                     self.turns.send(response)
                 else:
                     self.cache.finish(s)
+                    if self.turns:
+                        self.turns.end(response)
 
     def _remaining(self) -> int:
         """Return the largest number of tokens that an active slot may still generate."""

@@ -18,6 +18,7 @@ from jaxrl_llm.rollout.servers.server import Server
 from jaxrl_llm.rollout.servers.validate import read_generated
 from jaxrl_llm.rollout.turns import (
     append_reply,
+    end_conversation,
     no_reply_error,
     read_reply,
     request_reply,
@@ -104,11 +105,14 @@ class ResponseGenerator:
     ) -> None:
         """Generate one response, turn by turn; it occupies no slot while the environment works."""
         begun = bool(response.observed) or response.request.opens
-        if dialogue and begun and not await self._replayed(response, dialogue):
-            return
-        await self._finish_turn(response, sampling, group_servers)
-        while dialogue and response.ended_turn and await self._answered(response, dialogue):
+        try:
+            if dialogue and begun and not await self._replayed(response, dialogue):
+                return
             await self._finish_turn(response, sampling, group_servers)
+            while dialogue and response.ended_turn and await self._answered(response, dialogue):
+                await self._finish_turn(response, sampling, group_servers)
+        finally:
+            end_conversation(dialogue, response)
 
     async def _replayed(self, response: PartialResponse, dialogue: Dialogue) -> bool:
         """Send a new environment the turns of an earlier run. Returns whether another turn follows.

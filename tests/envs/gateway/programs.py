@@ -32,11 +32,19 @@ def two_turns(row):
     post("/reward", {"reward": 2.0}, base=os.environ["GATEWAY_URL"])
 
 
+def completes(row):
+    """Two short completions; the reward is the length of the text."""
+    text = row["prompt"]
+    for _ in range(2):
+        text += post("/completions", {"prompt": text, "max_tokens": 4})["choices"][0]["text"] + "1"
+    post("/reward", {"reward": len(text)}, base=os.environ["GATEWAY_URL"])
+
+
 def refused(row):
     """Calls that are refused one by one leave the trajectory as it was."""
     for body in (
         {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user", "content": "x" * 1000}]},
-        {"messages": row["messages"], "n": 2}, {"messages": row["messages"], "max_tokens": 0},
+        {"messages": row["messages"], "n": 0}, {"messages": row["messages"], "max_tokens": 0},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
     ):  # fmt: skip
         try:

@@ -1,5 +1,7 @@
 """Reward functions of the gateway's tests."""
 
+import time
+
 
 def number_of_turns(row, messages, exit_code):
     assert row["answer"] == "?" and exit_code == 0
@@ -8,3 +10,7 @@ def number_of_turns(row, messages, exit_code):
 
 def fails(row, messages, exit_code):
     raise ValueError("no reward")
+
+
+def hangs(row, messages, exit_code):
+    time.sleep(1000)

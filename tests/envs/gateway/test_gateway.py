@@ -1,5 +1,6 @@
 """Trajectories of programs that call the policy over HTTP, in a real engine."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
+from jaxrl_llm.envs.gateway.programs import ProgramRunner
 from jaxrl_llm.envs.load import make_gateway
 from jaxrl_llm.experience.rollouts import generate_responses
 from jaxrl_llm.forks import contexts
@@ -50,11 +52,11 @@ def opened():
         gateway.__exit__()
 
 
-def run(gateway, texts=("3+4=", "hello"), responses=2, **columns):
+def run(gateway, texts=("3+4=", "hello"), responses=2, max_tokens=RESPONSE, **columns):
     made = engine()
     made.set_lengths(PROMPT, RESPONSE, turns=True)
     rows = prompts(*texts, **columns)
-    return generate_responses(made, rows, responses, RESPONSE, sampling=SAMPLED, key=KEY, env=gateway)
+    return generate_responses(made, rows, responses, max_tokens, sampling=SAMPLED, key=KEY, env=gateway)
 
 
 def test_the_trainer_agrees_with_every_token_of_a_program(opened):
@@ -131,6 +133,12 @@ def test_a_call_that_is_refused_changes_nothing(opened):
         ("right", {"reward": "post"}, None, "the program posted no reward"),
         ("right", {"reward": f"{HERE}/rewards.py:number_of_turns"}, 1.0, ""),
         ("right", {"reward": f"{HERE}/rewards.py:fails"}, None, "gateway.reward: ValueError: no reward"),
+        (
+            "right",
+            {"reward": f"{HERE}/rewards.py:hangs", "seconds": 6.0},
+            None,
+            "reward took longer than 6 s",
+        ),
         ("greedy_of_memory", {"memory_mb": 1000}, None, "MemoryError"),
     ],
 )
@@ -138,6 +146,27 @@ def test_how_a_program_ends(opened, *, program, settings, reward, failure):
     (t,) = run(opened(program, **settings), ["?"], 1)
     assert t.episode.reward == reward and failure in t.episode.failure
     assert bool(failure) == bool(t.episode.failure)
+
+
+def test_a_trajectory_that_the_engine_ends_unasked_returns_its_place(opened):
+    """At most 3 tokens, of which the gateway knows nothing; one program at a time."""
+    gateway = opened("right", copies=1)
+    made = run(gateway, max_tokens=3)
+    assert {t.finish for t in made} == {"length", "stop"} and len(made) == 4
+    deadline = time.monotonic() + 10
+    while gateway.server._by_id and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not gateway.server._by_id and not gateway._slots.locked()
+
+
+def test_programs_see_no_secrets(monkeypatch):
+    hidden = {"MY_TOKEN": "a", "DB_URL": "sql://me:word@host/x", "NPM_AUTH": "b", "dbPassword": "c"}
+    for name, value in {**hidden, "MONKEY": "seen", "TOKENIZERS": "too"}.items():
+        monkeypatch.setenv(name, value)
+    shown = " ".join(f"${name}" for name in (*hidden, "OPENAI_API_KEY", "MONKEY", "TOKENIZERS"))
+    runner = ProgramRunner(f"sh -c 'echo {shown}'", 0)
+    assert asyncio.run(runner.run({}, {"OPENAI_API_KEY": "own"})).output == "own seen too"
+    runner.close()
 
 
 def test_a_program_that_does_not_end_is_killed_with_its_children(opened, tmp_path):

@@ -1,8 +1,10 @@
 """The four protocols of the gateway, its keys, and calls that clients repeat."""
 
+import socket
+
 import jax
 import pytest
-from scripted import END, ROW, RUN, TOKENIZER, Program, ScriptedEngine, events_of, open_gateway
+from scripted import END, ROW, RUN, TOKENIZER, Program, ScriptedEngine, encode, events_of, open_gateway
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}
@@ -178,7 +180,7 @@ def test_a_call_that_a_client_repeats_is_served_again(gateway):
         ("/chat/completions", {}, "messages must be a list"),
         ("/chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, "empty"),
         ("/chat/completions", {"messages": [HI], "tools": [{}]}, "tools must be a list of"),
-        ("/chat/completions", {"messages": [HI], "n": 3}, "n must be 1 here"),
+        ("/chat/completions", {"messages": [HI], "n": 3, "stream": True}, "n must be 1 in a stream"),
         ("/chat/completions", {"messages": [HI], "stop": [""]}, "stop must be a text"),
         ("/completions", {"prompt": ["a", "b"]}, "prompt must be one text"),
         ("/completions", {"prompt": [10**9]}, "token id 1000000000 is outside"),
@@ -256,3 +258,31 @@ def test_a_host_that_others_reach_is_warned_of(gateway, monkeypatch):
     assert "WARNING" not in gateway.line
     with open_gateway(monkeypatch, host="0.0.0.0") as other:
         assert "WARNING: --env.gateway.host 0.0.0.0 is open to the network" in other.line
+
+
+def test_each_of_several_choices_is_a_turn_that_may_go_on(gateway):
+    """The second choice goes on, in the context that it was written in."""
+    engine, program = ScriptedEngine(gateway, f"one{END}", f"two{END}", f"three{END}"), Program(gateway)
+    reply = program.call("/chat/completions", messages=[HI], n=2)
+    choices = [(choice["index"], choice["message"]["content"]) for choice in reply["choices"]]
+    assert choices == [(0, "one"), (1, "two")]
+    assert reply["usage"]["completion_tokens"] == len(encode(f"one{END}two{END}"))
+    messages = [HI, reply["choices"][1]["message"], {"role": "user", "content": "on"}]
+    assert program.call("/chat/completions", messages=messages)["choices"][0]["message"]["content"] == "three"
+    for wrong in ({"n": 129}, {"n": 2, "best_of": 3}, {"n": 2, "stream": True}):
+        assert program.send(f"{program.base}/chat/completions", {"messages": messages, **wrong})[0] == 400
+    program.done()
+    episode, text = engine.result()
+    begun = TOKENIZER.apply_chat_template([HI], tokenize=False, add_generation_prompt=True)
+    again = f"{begun[-1]}two{END}\n<|im_start|>user\non{END}\n<|im_start|>assistant\nthree{END}"
+    assert episode.turns == 3 and text == f"{begun}one{END}{again}"
+
+
+def test_requests_that_are_not_http_are_counted_in_few_lines(gateway, caplog):
+    port = int(gateway.server.address.rpartition(":")[2])
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"POST /v1/models HTTP/1.1\r\nContent-Length: x\r\n\r\n")
+            assert b" 400 " in connection.recv(1 << 16)
+    said = "requests that are not valid HTTP, so far: "
+    assert caplog.messages == [f"{said}{count}" for count in (1, 2, 4)] and "Traceback" not in caplog.text

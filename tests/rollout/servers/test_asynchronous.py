@@ -3,7 +3,9 @@
 
 import asyncio
 import json
+import sys
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -158,6 +160,25 @@ def test_a_checkpoint_holds_conversations_too(tmp_path):
     assert main(args) == 0
     last = [row for row in rows(run) if row["kind"] == "train"][-1]
     assert last["step"] == 3 and 1 <= last["env/turns_mean"] <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [[], AHEAD], ids=["in the step", "a step ahead"])
+def test_programs_call_the_policy_of_servers(ahead, tmp_path):
+    """Two calls each; a finished run ahead goes on from a checkpoint with responses that have begun."""
+    run, program = tmp_path / "run", Path(__file__).parents[2] / "envs/gateway/programs.py"
+    env = ["--env.gateway.command", f"{sys.executable} {program} completes", "--env.gateway.reward", "post"]
+    env += ["--max_response_tokens", "24", "--tokens_per_device", "48"]
+    args = [*ARGS, "--rollout.servers", FakeServer().url, *ahead, *env, "--run_dir", str(run)]
+    assert main(args) == 0
+    if ahead:
+        (run / "checkpoints/3").rename(tmp_path / "3")
+        assert main(args) == 0
+    trained = [row for row in rows(run) if row["kind"] == "train"]
+    assert [row["staleness/max"] for row in trained] == ([0, 1] if ahead else [0, 0])
+    for row in trained:
+        assert row["env/turns_mean"] == 2 and row["env/failed_fraction"] == 0 and row["reward/std"] > 0
+        assert ahead or row["mismatch/max_abs"] < 1e-4
 
 
 def replace(file, data):
