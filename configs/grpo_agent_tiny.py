@@ -2,9 +2,9 @@
 
 Command:   python -m jaxrl_llm.train --config grpo_agent_tiny.py
 Hardware:  any CPU with 2 cores
-Time:      not measured to the end; a step of 128 programs took about 10 seconds
-Expected:  as grpo_guess_tiny.py, the same game within one process: eval/pass@1 rises from 0.23 after the
-           SFT warm-up to 0.59 after 40 steps (seed 0); not run to the end with programs
+Time:      about 18 minutes of CPU time, the 128 programs of each step included
+Expected:  the share of games that are won, eval/pass@1, rises from 0.38 after the SFT warm-up to 0.56
+           after 20 steps and 0.57 after 40 (seed 0; other seeds were not run to the end)
 
 The game is grpo_guess_tiny.py's. The other side is a program of 40 lines, examples/guess_agent.py (run it in
 a checkout), which is started for each response; its exit code is the reward.

@@ -271,13 +271,21 @@ class AgentSession:
         # It is accepted.
         if self._present is not None:
             self._used += len(new)
-            observed = read[len(branch.read) :]
+            observed = self._new_messages(branch, call, read)
             self.episode = dataclasses.replace(self.episode, messages=(*self.episode.messages, *observed))
         if branch not in self._branches:
             self._branches.append(branch)
         branch.read, branch.context, self._present = read, context, branch
         call.max_tokens = min(call.max_tokens or room, room)
         return new, keep
+
+    def _new_messages(self, branch: ProgramChat, call: Call, read: list[Message]) -> list[Message]:
+        """Return the messages that a call adds: a new conversation may begin with those of another one."""
+        if branch in self._branches:
+            return read[len(branch.read) :]
+        beginnings = (list(map(_is_same, other.known, call.messages)) for other in self._branches)
+        had = max((common_length(np.array([*equal, False])) for equal in beginnings), default=0)
+        return read[len(read) - len(call.messages) + had :]
 
     def _begun(self, call: Call) -> tuple[ProgramChat, list[Message], list[int]]:
         """Return a new conversation, its messages, and its prompt."""

@@ -101,6 +101,8 @@ def test_conversations_beside_each_other_are_trained_on_as_the_policy_read_them(
             expected = expected[max(context.keep, 1) - 1 :][new]
             mask = t.mask[own[new]]
             np.testing.assert_allclose(t.logprobs[own[new]], np.where(mask, expected, 0.0), atol=3e-5)
+        others = [m["content"] for m in t.episode.messages if m["role"] != "assistant"]
+        assert others == ["else", "on"]  # each message once, the prompt's apart
         # The tree for the logs says the same.
         turns = turn_rows(t)
         assert [turn["after"] for turn in turns] == [-1, -1, 0, -1]

@@ -165,7 +165,7 @@ def test_a_checkpoint_holds_conversations_too(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [[], AHEAD], ids=["in the step", "a step ahead"])
 def test_programs_call_the_policy_of_servers(ahead, tmp_path):
-    """Two calls each; a finished run ahead goes on from a checkpoint with responses that have begun."""
+    """Two calls each; a run ahead goes on from a checkpoint that holds started responses."""
     run, program = tmp_path / "run", Path(__file__).parents[2] / "envs/gateway/programs.py"
     env = ["--env.gateway.command", f"{sys.executable} {program} completes", "--env.gateway.reward", "post"]
     env += ["--max_response_tokens", "24", "--tokens_per_device", "48"]
