@@ -252,7 +252,7 @@ class AdapterPublisher:
         )
         if self.pool and self.folder:
             self._remove_unused(label)
-        return push_metrics(start, gather_seconds, base_bytes + adapter.num_bytes) | metrics
+        return metrics | push_metrics(start, gather_seconds, base_bytes + adapter.num_bytes)
 
     def _prepare_test(self, params: Params) -> Adapter:
         """Return random adapters, so large that the probe fails if a server ignores them. A collective."""

@@ -44,6 +44,8 @@ class Part(NamedTuple):
     content: Any  # for the transport's `send`; None in processes that send nothing
     num_bytes: int  # of weights
     last: bool
+    base: str = ""  # label of weights; servers that hold them take `delta_bytes` in place of `num_bytes`
+    delta_bytes: int = 0
 
 
 class WeightTransport(Protocol):
@@ -120,11 +122,11 @@ class Publisher:
         if self.pool:
             push = Push(self.pool, self.transport, self.pause, label, check=probe.check, problem=self.problem)
             push.start(push.update, label, self.pool.servers)
-        num_bytes, gather_seconds = gather_into(push, self.transport.parts(params, label))
+        _, gather_seconds = gather_into(push, self.transport.parts(params, label))
         metrics = self.on_first(
             lambda: push.finish() | {"bridge/probe_mean_abs": max(probe.differences.values())}
         )
-        return push_metrics(start, gather_seconds, num_bytes) | metrics
+        return metrics | push_metrics(start, gather_seconds, metrics["rollout/publish_bytes"])
 
     def make_probe(self, params: Params, label: str, adapter: str = "") -> Probe:
         """Return the probe of these weights. A collective.
@@ -205,6 +207,9 @@ class Push:
         self.label, self.check, self.problem = label, check, problem
         self.wire_seconds: dict[str, float] = {}  # by address, since `start`: spent in sending
         self.pause_seconds: dict[str, float] = {}
+        self.sent_bytes: dict[str, int] = {}  # of weights
+        self.full_bytes = 0  # of all weights
+        self._full: set[str] = set()  # servers that got all weights
         self._inboxes: dict[int, asyncio.Queue[Part | None]] = {}
         self._sent: list[Part] = []  # where parts last
 
@@ -240,7 +245,11 @@ class Push:
             ServerError: no server has them.
         """
         self.pool.run(self._join())
+        sent = max(self.sent_bytes.values(), default=0)
         return {
+            "rollout/publish_bytes": sent,
+            "bridge/sent_fraction": sent / max(self.full_bytes, 1),
+            "bridge/full_pushes": len(self._full),
             "bridge/wire_seconds": max(self.wire_seconds.values(), default=0.0),
             "bridge/pause_seconds": max(self.pause_seconds.values(), default=0.0),
             "servers/usable": len(self.pool.usable),
@@ -258,6 +267,8 @@ class Push:
         self._task = asyncio.create_task(self.pool.update_all(update, label, servers))
 
     async def _put(self, part: Part | None) -> None:
+        if part:
+            self.full_bytes += part.num_bytes
         if self.transport.can_resend and part:
             self._sent.append(part)
         await asyncio.gather(*(inbox.put(part) for inbox in self._inboxes.values()))
@@ -288,6 +299,8 @@ class Push:
         receiver = await make_receiver(self.pool, server, self.problem)
         await self.transport.connect(receiver)
         part = await self._next(inbox)
+        if part.base and part.base == server.label:  # and its process is the same
+            receiver.takes_delta = part.base == await self.pool.kind.held_label(receiver)
         async with server.update_lock:  # later responses count only after the probe
             start = time.perf_counter()
             await receiver.resume_memory(WEIGHTS)
@@ -317,6 +330,10 @@ class Push:
         if part.last:
             options["weight_version"] = self.label
         await self.transport.send(receiver, part, options)
+        url, num_bytes = receiver.server.url, part.delta_bytes if receiver.takes_delta else part.num_bytes
+        self.sent_bytes[url] = self.sent_bytes.get(url, 0) + num_bytes
+        if not receiver.takes_delta:
+            self._full.add(url)
         self.add_seconds(receiver.server, time.perf_counter() - start)
 
     def add_seconds(self, server: ServerLike, seconds: float) -> None:

@@ -45,6 +45,8 @@ class ServerKind(Protocol):
     generate_route: str
     sends_tied_head: bool
     """Tied embeddings are sent as the output head, too."""
+    update_options: Json
+    """Fields of a request with a payload of `pack_update`."""
     drops_cache_alone: bool
     """True if `drop_cache` is a separate call after every push; else the push drops the cache."""
 
@@ -88,8 +90,14 @@ class ServerKind(Protocol):
     def pack(self, bucket: Bucket) -> bytes:
         """Return a bucket's tensors as a part of a request."""
 
+    def pack_update(self, piece: bytes) -> bytes:
+        """Return a piece of an update (`bridge/delta.py`) as a part of a request."""
+
+    async def held_label(self, receiver: Receiver) -> str:
+        """Return the label of the weights that the server says it holds."""
+
     async def send_bucket(self, receiver: Receiver, payload: bytes, *, last: bool, options: Json) -> None:
-        """Send what `pack` returned; `last` = the push is complete with it."""
+        """Send the result of `pack` or `pack_update`; `last` = the push is complete with it."""
 
     async def drop_cache(self, receiver: Receiver) -> None:
         """Drop cached keys and values of older weights."""
@@ -178,12 +186,14 @@ class Receiver:
     Attributes:
         ranks: processes of the server, each with a part of the model (tensor parallelism).
         info: what the server said of itself.
+        takes_delta: it holds the weights that the push changes, and gets the changes.
     """
 
     pool: PoolLike
     server: ServerLike
     ranks: int = 1
     info: Json = field(default_factory=dict)
+    takes_delta: bool = False
 
     async def request(self, path: str, body: Any, timeout: float = 0.0) -> Json:
         """Send a request and return the JSON object of the reply."""

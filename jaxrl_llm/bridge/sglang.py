@@ -6,6 +6,9 @@ import base64
 import contextlib
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from jaxrl_llm.bridge.buckets import Bucket
 from jaxrl_llm.bridge.servers import (
     SHORT_TIMEOUT,
     Json,
@@ -17,12 +20,15 @@ from jaxrl_llm.bridge.servers import (
 )
 from jaxrl_llm.bridge.transports.http_weights import pickle_bucket, request_pieces
 from jaxrl_llm.errors import NoRouteError, RefusedError, ServerError
+from jaxrl_llm.hf.names import HFTensor
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from jaxrl_llm.bridge.adapters import Adapter
-    from jaxrl_llm.bridge.buckets import Bucket
+
+LOADER = "jaxrl_sglang_loader.load"
+LOADER_FLAGS = ("--custom-weight-loader", LOADER)
 
 
 class SGLang:
@@ -32,6 +38,7 @@ class SGLang:
     up_route = "/model_info"
     generate_route = "/generate"
     sends_tied_head = False
+    update_options: Json = {"load_format": LOADER}  # noqa: RUF012, never changed
     drops_cache_alone = False
 
     def request_of(self, body: Json) -> Json:
@@ -96,6 +103,17 @@ class SGLang:
     def pack(self, bucket: Bucket) -> bytes:
         return base64.b64encode(pickle_bucket(bucket))
 
+    def pack_update(self, piece: bytes) -> bytes:
+        """Return the pickle of [(name, bytes of the piece)], for our loader."""
+        array = np.frombuffer(piece, np.uint8)
+        tensor = HFTensor("update", array.shape, (), ())
+        return base64.b64encode(pickle_bucket(Bucket([tensor], [array], "uint8")))
+
+    async def held_label(self, receiver: Receiver) -> str:
+        reply = await receiver.request("/model_info", None, SHORT_TIMEOUT)
+        with parsing_reply(receiver.server.url):
+            return str(reply["weight_version"])
+
     async def send_bucket(self, receiver: Receiver, payload: bytes, *, last: bool, options: Json) -> None:
         body = request_pieces(payload, receiver.ranks, options)
         await receiver.update("/update_weights_from_tensor", body)
@@ -113,3 +131,11 @@ class SGLang:
     async def unload_adapter(self, receiver: Receiver, name: str) -> None:
         """Unload an adapter; SGLang waits for the requests that use it."""
         await receiver.update("/unload_lora_adapter", {"lora_name": name}, SHORT_TIMEOUT)
+
+
+def loader_problem(info: Json) -> str:
+    """Return why a server cannot take changes of weights, with the flag to add; "" = it can."""
+    if LOADER in (info.get("custom_weight_loader") or ()):
+        return ""
+    flags = " ".join(LOADER_FLAGS)
+    return f"has not our weight loader (--servers.push delta). Start it with {flags} (docs/servers.md)"

@@ -44,6 +44,7 @@ class VLLM:
     up_route = "/health"
     generate_route = "/inference/v1/generate"
     sends_tied_head = True
+    update_options: Json = {}  # noqa: RUF012, never changed
     drops_cache_alone = True
 
     def request_of(self, body: Json) -> Json:
@@ -198,6 +199,14 @@ class VLLM:
         head += b" " * (-len(head) % 8)
         file = b"".join([struct.pack("<Q", len(head)), head, *contents])
         return b'"tensors": "%s", "hashes": %s' % (base64.b64encode(file), json.dumps(hashes).encode())
+
+    def pack_update(self, piece: bytes) -> bytes:
+        return b'"update": "%s"' % base64.b64encode(piece)
+
+    async def held_label(self, receiver: Receiver) -> str:
+        reply = await receiver.request("/weight_info", None, SHORT_TIMEOUT)
+        with parsing_reply(receiver.server.url):
+            return str(reply["weight_version"])
 
     async def send_bucket(self, receiver: Receiver, payload: bytes, *, last: bool, options: Json) -> None:
         if receiver.info["weight_backend"] != BACKEND:

@@ -1,9 +1,9 @@
 """Take weights in a vLLM server, from files or requests, and check them before any is touched.
 
-A plugin of vLLM: the launcher copies this file to a folder on the server's path
-(`rollout/servers/commands.py`). It imports nothing of this project. An exception in the middle of vLLM's own
-reload ends the whole engine, and a part of a fused layer leaves a mixture of old and new weights; so
-`update_weights` collects the tensors of a push, compares them with their announcement and with the model's
+A plugin of vLLM: the launcher copies this file and `delta.py` to a folder on the server's path
+(`rollout/servers/commands.py`). It imports nothing else of this project. An exception in the middle of
+vLLM's own reload ends the whole engine, and a part of a fused layer leaves a mixture of old and new weights;
+so `update_weights` collects the tensors of a push, compares them with their announcement and with the model's
 own files, and loads all of them at its end.
 """
 
@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass, field
 
 import torch
+from jaxrl_delta import Shadow
 from safetensors import safe_open
 from safetensors.torch import load
 from vllm.distributed.weight_transfer.base import (
@@ -24,6 +25,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "jaxrl"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 HEAD = "lm_head.weight"  # also sent for tied embeddings: vLLM refreshes it from no other tensor
 
 
@@ -46,12 +48,14 @@ class UpdateInfo(WeightTransferUpdateInfo):
         folder: with safetensors files; "" = the tensors are in `tensors`.
         tensors: a safetensors file, base64.
         hashes: tensor's name -> SHA-256 of its bytes, for `tensors`.
+        update: a piece of an update in place of all of these, base64 (`delta.py`).
         last: these tensors complete the push.
     """
 
     folder: str = ""
     tensors: str = ""
     hashes: dict[str, str] = field(default_factory=dict)
+    update: str = ""
     last: bool = True
 
 
@@ -65,6 +69,7 @@ class CheckedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._collected: dict[str, torch.Tensor] = {}
+        self._shadow = Shadow()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -81,6 +86,10 @@ class CheckedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.update:
+            if self._shadow.receive(base64.b64decode(update_info.update, validate=True)):
+                self._load(shadow_tensors(self._shadow))
+            return
         tensors = read_folder(update_info.folder) if update_info.folder else read_request(update_info)
         if repeated := sorted(self._collected.keys() & tensors.keys()):
             raise ValueError(f"tensors that were sent before: {repeated[:5]}")
@@ -88,6 +97,14 @@ class CheckedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not update_info.last:
             return
         tensors, self._collected = self._collected, {}
+        self._load(tensors)
+
+    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Load all tensors of the model.
+
+        Raises:
+            ValueError: they are not of this model. The old weights stay.
+        """
         check_shapes(tensors, stored_shapes(self.model_config.model))
         # Nothing below may fail: vLLM does not recover from an error here.
         initialize_layerwise_reload(self.model)
@@ -114,6 +131,12 @@ def read_request(info: UpdateInfo) -> dict[str, torch.Tensor]:
         if hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() != info.hashes[name]:
             raise ValueError(f"{name} has changed on its way")
     return tensors
+
+
+def shadow_tensors(shadow: Shadow) -> dict[str, torch.Tensor]:
+    """Return the tensors of a shadow; they share its memory."""
+    signed = {name: bits.view(f"i{bits.itemsize}") for name, bits in shadow.tensors.items()}
+    return {name: torch.from_numpy(x).view(DTYPES[shadow.dtypes[name]]) for name, x in signed.items()}
 
 
 def read_folder(folder: str) -> dict[str, torch.Tensor]:

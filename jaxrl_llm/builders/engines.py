@@ -12,12 +12,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.bridge import adapters, fp8, vllm
+from jaxrl_llm.bridge import adapters, fp8, sglang, vllm
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Problem, Publisher, WeightTransport
 from jaxrl_llm.bridge.servers import ServerKind
 from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport
+from jaxrl_llm.bridge.transports.delta import DeltaTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport, weight_folder
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
@@ -107,7 +108,7 @@ def _servers(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, s
     transport = _transport(servers, source, kind, DiskTransport(folder, rollout.dtype, tokenizer, encode))
     # Process 0 starts the servers, or connects to running ones.
     pool, wait_until_ready, routes = None, lambda: None, config.routing.replay == "rollout"
-    flags, problem = _requirements(model, rollout, routes, eight_bits)
+    flags, problem = _requirements(model, rollout, routes, eight_bits, changes=servers.push == "delta")
     if jax.process_index() == 0:
         processes = None
         if rollout.launch:
@@ -170,9 +171,12 @@ def _with_room(model: TransformerConfig) -> TransformerConfig:
 
 
 def _requirements(
-    model: TransformerConfig, rollout: RolloutConfig, routes: bool, eight_bits: bool
+    model: TransformerConfig, rollout: RolloutConfig, routes: bool, eight_bits: bool, *, changes: bool
 ) -> tuple[list[str], Problem]:
-    """Return the flags that servers need for adapters, routes and fp8, and the check that they have them."""
+    """Return the flags that servers need, and the check that they have them.
+
+    They are needed for adapters, routes of experts, fp8, and (`changes`) `--servers.push delta`.
+    """
     flags: list[str] = []
     problems: list[Problem] = []
     if model.lora and rollout.engine == "vllm":
@@ -189,6 +193,9 @@ def _requirements(
     if eight_bits:
         flags += fp8.FLAGS
         problems.append(fp8.quantization_problem)
+    if changes and rollout.engine == "sglang":
+        flags += sglang.LOADER_FLAGS
+        problems.append(sglang.loader_problem)
     return flags, lambda info: next(filter(None, (problem(info) for problem in problems)), "")
 
 
@@ -236,14 +243,15 @@ def _transport(
         return disk
     if servers.transport == "group":
         return GroupTransport(source, servers.python, servers.timeout)
+    in_requests = DeltaTransport if servers.push == "delta" else HttpTransport
     if kind.name == "vLLM":
-        return HttpTransport(source, kind)
+        return in_requests(source, kind)
     print_on_first(
         f"--servers.transport {servers.transport}: weights are sent to the servers as pickles. A pickle can "
         "run code, and anyone who can reach a server can send one: keep it on a private network."
     )
     if servers.transport == "http":
-        return HttpTransport(source, kind)
+        return in_requests(source, kind)
     return IpcTransport(source, servers.devices)
 
 

@@ -282,6 +282,8 @@ def _servers_hold_the_base(config: TrainConfig) -> Iterator[str]:
             "--rollout.weight_noise changes all weights, and with --lora.rank servers get adapters "
             "alone. Set --rollout.engine native, or --rollout.weight_noise 0."
         )
+    if config.lora.rank and served and config.servers.push == "delta":
+        yield "--servers.push delta: with --lora.rank each push sends the adapters alone. Set it to full."
 
 
 def _fp8_is_served(config: TrainConfig) -> Iterator[str]:
@@ -383,7 +385,7 @@ RECIPE = (
     Rule("recipe", "optim critic.optim checkpoint.optimizer model.dtype warm_start.steps", _optimizers_fit),
     Rule("recipe", "model.adapter lora.rank", _adapter_has_rank),
     Rule("recipe", "routing.replay", _replay_has_rollout),
-    Rule("recipe", "lora.quantize rollout.engine rollout.weight_noise", _servers_hold_the_base),
+    Rule("recipe", "lora.quantize rollout.engine rollout.weight_noise servers.push", _servers_hold_the_base),
     Rule("recipe", "servers.quantization rollout.engine rollout.dtype algo.correction", _fp8_is_served),
     Rule("recipe", "rollout.draft_tokens rollout.slots rollout.draft_slots", _drafts_have_slots),
     Rule("recipe", "rollout.servers", _addresses_are_right),

@@ -14,7 +14,12 @@ from jaxrl_llm.bridge.push import Part
 from jaxrl_llm.bridge.servers import Json, Receiver, ServerKind
 from jaxrl_llm.structs import Params
 
-STORAGE = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float8_e4m3fn": "ByteStorage"}
+STORAGE = {
+    "float32": "FloatStorage",
+    "bfloat16": "BFloat16Storage",
+    "float8_e4m3fn": "ByteStorage",
+    "uint8": "ByteStorage",
+}
 REBUILD = {"float8_e4m3fn": ("_rebuild_tensor_v3", b"ctorch\nfloat8_e4m3fn\n")}
 """Types without a storage -> the function that rebuilds tensors of one, and the pickle of the type."""
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save's files

@@ -42,6 +42,8 @@ ROUTES_FLAG = "--enable-return-routed-experts"
 MEMORY_SAVER = "--enable-memory-saver"
 CPU_LORA = ("--lora-backend", "torch_native")  # other backends are GPU kernels
 PLUGIN = "jaxrl_vllm_plugin"
+MODULES = {"vllm_plugin.py": PLUGIN, "sglang_loader.py": "jaxrl_sglang_loader", "delta.py": "jaxrl_delta"}
+"""Files of bridge/ that run in servers -> their names there."""
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -104,18 +106,19 @@ def server_environment(engine: str, plugins: Path) -> Mapping[str, str]:
         engine: "sglang" or "vllm".
         plugins: folder of `write_plugin`.
     """
-    if engine != "vllm":
-        return {}
     path = os.pathsep.join(filter(None, (str(plugins), os.environ.get("PYTHONPATH", ""))))
+    if engine != "vllm":
+        return {"PYTHONPATH": path}
     key = auth.server_keys().get("--api-key", "")
     return {**VLLM_ENVIRONMENT, "PYTHONPATH": path, **({"VLLM_API_KEY": key} if key else {})}
 
 
 def write_plugin(folder: Path) -> Path:
-    """Write vLLM's plugin as an installed package: a folder for the servers' PYTHONPATH."""
+    """Write vLLM's plugin, as an installed package, and SGLang's loader: a folder for servers' PYTHONPATH."""
     info = folder / "jaxrl_vllm-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(Path(vllm.__file__).with_name("vllm_plugin.py"), folder / f"{PLUGIN}.py")
+    for file, name in MODULES.items():
+        shutil.copyfile(Path(vllm.__file__).with_name(file), folder / f"{name}.py")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxrl-vllm\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\njaxrl = {PLUGIN}:register\n")
     return folder

@@ -68,10 +68,9 @@ class ServerProcesses:
         ports = free_ports(config.launch)
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
         self.commands = [server_command(config, servers, model, port, flags=flags) for port in ports]
-        # The environment, in which vLLM finds our plugin.
-        plugins = logs.absolute() / "vllm_plugin"
+        # The environment, in which vLLM finds our plugin, and SGLang our loader.
+        plugins = write_plugin(logs.absolute() / "server_plugins")
         if config.engine == "vllm":
-            write_plugin(plugins)
             print_line("vLLM's routes for weights take no key: its servers listen on 127.0.0.1 alone")
         self.environment = server_environment(config.engine, plugins)
         self.visible = servers.devices or [os.environ.get(VISIBLE, "")] * config.launch

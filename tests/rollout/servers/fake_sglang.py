@@ -17,6 +17,7 @@ import numpy as np
 from aiohttp import web
 from fake_weights import FakeWeights
 
+from jaxrl_llm.bridge.delta import Shadow
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Request
@@ -71,7 +72,8 @@ class FakeServer(FakeWeights):
 
     def restart(self) -> None:
         """As if the process had been: the weights are gone."""
-        self.label, self.engine = "default", None
+        self.label, self.engine, self.shadow = "default", None, Shadow()
+        self.down = self.paused = self.open = False
         self.adapters.clear()
 
     def _serve(self, port: int) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 from aiohttp import web
 from fake_sglang import FakeServer
-from fake_weights import Adapters
+from fake_weights import Adapters, shadow_arrays
 from hf_tensors import params_from_tensors
 from safetensors.numpy import load, load_file
 
+from jaxrl_llm.bridge.delta import Shadow
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.hf.peft_config import read_adapter_config
 from jaxrl_llm.models.lora import with_lora
@@ -34,7 +35,8 @@ class FakeVLLM:
     """One server in a thread of its own, which computes with an untied head, as vLLM does.
 
     Attributes:
-        plugin: it has our plugin. held: the checkpoint's tensors. dead: its engine has ended.
+        plugin: it has our plugin. held: the checkpoint's tensors. shadow: the plugin's.
+        dead: its engine has ended.
         max_model_len: a request beyond it is cut without a word. ignored: sampling keys it did not know.
         breaks_update: the next update fails. calls: (route, query, body) of everything but generation.
         drops: end of the names of tensors that a load leaves out. seen: bodies of generation.
@@ -54,7 +56,7 @@ class FakeVLLM:
         """As after a start."""
         self.model.behave()
         self.model.restart()
-        self.held, self.label, self.collected = {}, "default", {}
+        self.held, self.label, self.collected, self.shadow = {}, "default", {}, Shadow()
         self.active = self.dead = self.paused = self.breaks_update = False
         self.aborts, self.held_back, self.waiting, self.drops = 0, 0, 0, None
         self.logprobs_mode = "processed_logprobs"
@@ -66,6 +68,7 @@ class FakeVLLM:
             app.router.add_post("/inference/v1/generate", self._generate)
             for route, work in {
                 "/server_info": self._info,
+                "/weight_info": lambda body, query: {"weight_version": self.label},
                 "/pause": self._pause,
                 "/resume": self._resume,
                 "/abort_requests": self._abort,
@@ -216,11 +219,24 @@ class FakeVLLM:
         if broken or not self.plugin:
             self.active = False
             raise ServerFault("out of order")
+        if "update" in info:
+            self._change(base64.b64decode(info["update"], validate=True))
+            return
         tensors = read_folder(info["folder"]) if "folder" in info else read_request(info)
         self.collected |= tensors
         if info.get("last", True):
             assert self.collected.keys() >= {tensor.name for tensor in hf_tensors(self.config)} - {HEAD}
             self._load(self.collected)
+
+    def _change(self, piece):
+        """Take a piece of an update; an error ends the session."""
+        try:
+            complete = self.shadow.receive(piece)
+        except ValueError as refusal:
+            self.active = False
+            raise ServerFault(refusal) from None
+        if complete:
+            self._load(shadow_arrays(self.shadow))
 
     def _finish(self, body, query):
         if not self.active:

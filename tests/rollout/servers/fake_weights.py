@@ -17,6 +17,8 @@ from aiohttp import web
 from hf_tensors import params_from_tensors
 
 from jaxrl_llm import models
+from jaxrl_llm.bridge.delta import Shadow
+from jaxrl_llm.bridge.sglang import LOADER
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.layouts import from_hf
@@ -47,6 +49,7 @@ class FakeWeights:
         self.asked: list[tuple[str, dict]] = []
         self.paused = self.open = False
         self.tensors: dict[str, np.ndarray] = {}
+        self.shadow = Shadow()
         self.lora_info = {
             "enable_lora": True,
             "max_lora_rank": 16,
@@ -122,7 +125,23 @@ class FakeWeights:
     def _from_tensor(self, body):
         payloads = body["serialized_named_tensors"]
         assert len(payloads) == self.ranks and len(set(payloads)) == 1
+        if body.get("load_format"):
+            self._change(pickle.loads(base64.b64decode(payloads[0], validate=True)), body)
+            return
         self._take(pickle.loads(base64.b64decode(payloads[0], validate=True)), body)
+
+    def _change(self, named, body):
+        """As our loader in SGLang: an exception ends the server."""
+        assert body["load_format"] == LOADER and self.open == self.sessions
+        ((_, piece),) = named
+        try:
+            complete = self.shadow.receive(piece.numpy().tobytes())
+        except ValueError as refusal:
+            self.down = True
+            raise web.HTTPInternalServerError(text=str(refusal)) from None
+        if complete:
+            self.tensors, config = shadow_arrays(self.shadow), read_config(self.model_path)
+            self._use(config, lambda: params_from_tensors(config, self.tensors), body)
 
     def _join(self, body):
         import torch.distributed
@@ -229,6 +248,14 @@ def dequantized(tensors):
         rows, columns = np.indices(plain[weight].shape) // 128
         plain[weight] = plain[weight] * tensors[name][rows, columns]
     return plain
+
+
+def shadow_arrays(shadow):
+    """Copies of a shadow's tensors, float32."""
+    return {
+        name: bits.view(np.float32).copy() if bits.itemsize == 4 else (bits.astype("u4") << 16).view("f4")
+        for name, bits in shadow.tensors.items()
+    }
 
 
 class Adapters(NamedTuple):

@@ -261,7 +261,9 @@ def test_a_server_is_started_on_loopback_with_the_plugin_and_its_key_in_the_envi
     entry = (tmp_path / "plugin/jaxrl_vllm-1.dist-info/entry_points.txt").read_text()
     assert entry == "[vllm.general_plugins]\njaxrl = jaxrl_vllm_plugin:register\n"
     assert "def register()" in (tmp_path / "plugin/jaxrl_vllm_plugin.py").read_text()
-    assert server_environment("sglang", tmp_path) == {}
+    assert server_environment("sglang", tmp_path) == {"PYTHONPATH": f"{tmp_path}:there"}
+    assert "def load(" in (tmp_path / "plugin/jaxrl_sglang_loader.py").read_text()
+    assert "class Shadow" in (tmp_path / "plugin/jaxrl_delta.py").read_text()
 
 
 @pytest.mark.parametrize(

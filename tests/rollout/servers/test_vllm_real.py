@@ -26,6 +26,8 @@ from test_turns import PROMPTS, Script
 from jaxrl_llm import models
 from jaxrl_llm.bridge import vllm
 from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.bridge.servers import Receiver
+from jaxrl_llm.bridge.transports.delta import DeltaTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.data.template import ChatConfig
@@ -38,6 +40,7 @@ from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.servers.health import run_health_checks
 from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.launch import ServerProcesses
 
@@ -85,11 +88,14 @@ def make(launched, tmp_path):
     def engine(transport="disk", model=None, **settings):
         encode = settings.pop("encode", vllm.with_tied_head if plain.tie_embeddings else None)
         made = DiskTransport(tmp_path / "weights", "float32", TOKENIZER, encode)
-        if transport == "http":
-            made = HttpTransport(WeightSource(plain, "float32", 50_000, encode), KINDS["vllm"])
+        if transport != "disk":
+            in_requests = DeltaTransport if transport == "delta" else HttpTransport
+            made = in_requests(WeightSource(plain, "float32", 50_000, encode), KINDS["vllm"])
         settings = {"patience": 0.0, "timeout": 120.0} | settings
         folder = tmp_path / "adapters"
         one = engine_for([url], made, model or plain, 8, rollout=ROLLOUT, folder=folder, **settings)
+        if transport == "delta":
+            one.pool.start(run_health_checks(one.pool))
         pools.append(one.pool)
         return one
 
@@ -194,6 +200,66 @@ def test_a_refused_update_leaves_the_old_weights_and_the_server_goes_on(make, la
             ask("/update_weights", {"update_info": info})
     assert ids(engine.generate(requests(), GREEDY, KEY)) == ids(before)
     assert engine.publish(params_of(model, 8), 8)["servers/usable"] == 1
+
+
+def trained(params, seed):
+    """The weights after a step: 1% of the entries moves, of some tensors none."""
+    rng = np.random.default_rng(seed)
+
+    def moved(leaf):
+        values = np.array(leaf)
+        chosen = rng.random(values.shape) < 0.01 * (rng.random() < 0.8)
+        values[chosen] += rng.normal(0, 1e-2, chosen.sum()).astype(np.float32)
+        return jax.numpy.asarray(values)
+
+    return jax.tree.map(moved, params)
+
+
+def scores_and_checksums(engine):
+    """Log-probs of 199 tokens, and the server's own checksums of its parameters."""
+    tokens = ((np.arange(200) * 7919 + 3) % UNTIED.vocab_size).tolist()
+    receiver = Receiver(engine.pool, engine.pool.servers[0])
+    _, scores = engine.pool.run(engine.pool.kind.score(receiver, tokens, ""))
+    sums = engine.pool.run(receiver.request("/weight_checker", {"action": "checksum"}))
+    return np.array(scores), sums
+
+
+def test_fifty_pushes_of_changes_leave_what_a_full_push_leaves(make, launched):
+    params = params_of(launched[1], 13)
+    engine = make("delta")
+    assert engine.publish(params, 0)["bridge/full_pushes"] == 1
+    for version in range(1, 51):
+        params = trained(params, version)
+        metrics = engine.publish(params, version)
+        assert metrics["bridge/full_pushes"] == 0 and metrics["bridge/sent_fraction"] < 0.05
+        assert metrics["bridge/probe_mean_abs"] < 1e-4
+    changed = scores_and_checksums(engine)
+    other = make("http")
+    assert other.publish(params, 51)["bridge/sent_fraction"] == 1
+    full = scores_and_checksums(other)
+    np.testing.assert_array_equal(changed[0], full[0])
+    assert changed[1] == full[1]
+
+
+def test_refused_changes_leave_the_old_weights_and_all_of_them_follow(make, launched):
+    """The first piece of a push whose trainer was killed then; and a server that is another process."""
+    engine, params = make("delta", patience=60.0), params_of(launched[1], 14)
+    engine.publish(params, 0)
+    before = scores_and_checksums(engine)
+    lost = next(engine.publisher.transport.parts(trained(params, 1), "lost"))
+    receiver = Receiver(engine.pool, engine.pool.servers[0], info={"weight_backend": vllm.BACKEND})
+    ask = lambda work: engine.pool.run(work)
+    ask(receiver.request("/start_weight_update", {}))
+    ask(KINDS["vllm"].send_bucket(receiver, lost.content.changes, last=False, options={}))
+    ask(receiver.request("/finish_weight_update", {}))
+    after = scores_and_checksums(engine)
+    np.testing.assert_array_equal(before[0], after[0])
+    assert before[1] == after[1]
+    engine.publisher.transport._label = "0-1"  # as if the push had not started: its changes are refused
+    params = trained(params, 2)
+    metrics = engine.publish(params, 1)
+    assert metrics["bridge/full_pushes"] == 1 and metrics["bridge/probe_mean_abs"] < 1e-4
+    assert engine.publish(trained(params, 3), 2)["bridge/full_pushes"] == 0
 
 
 def test_a_tied_head_that_stays_behind_is_found(make, launched):

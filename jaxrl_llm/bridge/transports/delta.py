@@ -1,0 +1,137 @@
+"""Weights in requests: the bits that have changed since the version that a server holds, or all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxrl_llm.bridge.buckets import Bucket, WeightSource
+from jaxrl_llm.bridge.delta import Entry, Piece, as_bits, encode, sha256_of, write_piece
+from jaxrl_llm.bridge.push import Part
+from jaxrl_llm.bridge.servers import Json, Receiver, ServerKind
+from jaxrl_llm.errors import ServerError
+from jaxrl_llm.hf.names import HFTensor
+from jaxrl_llm.structs import Params
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+CACHED = 2  # whole buckets that are packed: servers take the same one at about the same time
+
+
+@dataclass(frozen=True)
+class Change:
+    """A tensor, and its content in an update from the version before."""
+
+    entry: Entry
+    content: bytes | np.ndarray
+
+
+@dataclass(frozen=True)
+class DeltaBucket:
+    """A bucket of a push.
+
+    Attributes:
+        push: number of the push. piece: its place among the changes. entries: of its tensors, whole.
+        changes: payload for servers that hold the base; b"" = there is no base.
+    """
+
+    push: int
+    piece: Piece
+    entries: list[Entry]
+    changes: bytes
+
+
+class DeltaTransport:
+    """Sends changed bits to servers that hold the version of the push before, and whole tensors to others.
+
+    The host keeps a copy of the tensors as they were sent last. A push that breaks off has no successor: the
+    next one is whole for every server, as the first of a run is.
+    """
+
+    session = True
+    can_resend = True
+
+    def __init__(self, source: WeightSource, kind: ServerKind):
+        self.source, self.kind = source, kind
+        self._held: dict[str, np.ndarray] = {}  # name -> bits; in process 0
+        self._label, self._push = "", 0
+        self._packed: dict[tuple[int, int], bytes] = {}
+        self._lock = threading.Lock()  # servers that come back read `_held` while the next push changes it
+
+    def parts(self, params: Params, label: str) -> Iterator[Part]:
+        with self._lock:
+            self._push += 1
+            self._packed.clear()
+        base, self._label = self._label, ""
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for index, part in enumerate(self.source.parts(params)):
+                if part.content is None:  # not process 0
+                    yield part
+                    continue
+                with self._lock:
+                    changes = list(threads.map(self._change, *self._rows(part.content)))
+                yield self._packed_part(part, changes, Piece(base, label, index, part.last))
+        self._label = label
+
+    def _rows(self, bucket: Bucket) -> tuple[list[HFTensor], list[np.ndarray], list[str]]:
+        """Return the tensors of a bucket, their bits, and their types, as the columns of a table."""
+        types = [DTYPES[bucket.dtype]] * len(bucket.tensors)
+        return bucket.tensors, [as_bits(array) for array in bucket.arrays], types
+
+    def _change(self, tensor: HFTensor, bits: np.ndarray, dtype: str) -> Change:
+        """Return the changes of a tensor, and keep its new bits."""
+        old = self._held.get(tensor.name)
+        content: bytes | np.ndarray = bits if old is None else encode(old, bits)
+        whole = old is None or len(content) >= bits.nbytes
+        content = bits if whole else content
+        self._held[tensor.name] = bits
+        size = bits.nbytes if whole else len(content)
+        digest = sha256_of(bits)
+        return Change(Entry(tensor.name, dtype, tensor.shape, whole, size=size, sha256=digest), content)
+
+    def _packed_part(self, part: Part, changes: list[Change], piece: Piece) -> Part:
+        """Return the part of a push, with the payload of its changes."""
+        entries, payload = [change.entry for change in changes], b""
+        if piece.base:
+            contents = [change.content for change in changes]
+            payload = self.kind.pack_update(write_piece(piece, entries, contents))
+        arrays = [self._held[entry.name] for entry in entries]
+        whole = [
+            replace(entry, is_whole=True, size=bits.nbytes)
+            for entry, bits in zip(entries, arrays, strict=True)
+        ]
+        delta_bytes = sum(entry.size for entry in entries)
+        content = DeltaBucket(self._push, piece, whole, payload)
+        return part._replace(content=content, base=piece.base, delta_bytes=delta_bytes)
+
+    async def connect(self, receiver: Receiver) -> None:
+        pass
+
+    async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
+        bucket = part.content
+        payload = bucket.changes if receiver.takes_delta else await asyncio.to_thread(self._whole, bucket)
+        options = self.kind.update_options | options
+        await self.kind.send_bucket(receiver, payload, last=part.last, options=options)
+
+    def _whole(self, bucket: DeltaBucket) -> bytes:
+        """Return the payload of a bucket's whole tensors.
+
+        Raises:
+            ServerError: the next push has started.
+        """
+        key = bucket.push, bucket.piece.index
+        with self._lock:
+            if bucket.push != self._push:
+                raise ServerError("a server that came back waits for the next push, which has started")
+            if key not in self._packed:
+                while len(self._packed) >= CACHED:
+                    self._packed.pop(next(iter(self._packed)))
+                arrays = [self._held[entry.name] for entry in bucket.entries]
+                piece = write_piece(replace(bucket.piece, base=""), bucket.entries, arrays)
+                self._packed[key] = self.kind.pack_update(piece)
+            return self._packed[key]
