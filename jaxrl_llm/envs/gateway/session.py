@@ -250,7 +250,8 @@ class AgentSession:
             CallError, RowError, UserError: the call is refused, and changes nothing.
         """
         if self.episode.turns >= self.limits.turns:
-            raise CallError(400, f"the trajectory has had its {self.limits.turns} calls (--env.max_turns)")
+            reason = f"the trajectory has had its {self.limits.turns} calls (--env.max_turns)"
+            raise CallError(400, reason, "max_turns")
         if call.messages and call.messages[-1]["role"] == "assistant":
             raise CallError(400, "the last message must not be the assistant's")
         if isinstance(call.prompt, list) and (wrong := max(call.prompt)) >= self.renderer.vocab_size:

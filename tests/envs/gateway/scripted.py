@@ -37,8 +37,8 @@ class ScriptedEngine:
         read: the ids that the policy has read and written, by trajectory.
     """
 
-    def __init__(self, gateway, *texts, trajectories=1):
-        self.dialogue = gateway.dialogue([ROW] * trajectories, None)
+    def __init__(self, gateway, *texts, trajectories=1, row=ROW):
+        self.dialogue = gateway.dialogue([row] * trajectories, None)
         self.texts, self.replies, self.read = texts, {}, {}
         self.threads = [
             threading.Thread(target=self._talk, args=(i,), daemon=True) for i in range(trajectories)

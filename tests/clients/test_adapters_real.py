@@ -1,0 +1,166 @@
+"""Real environments through the adapters of examples/adapters, each with its package of one version.
+
+The packages are in separate environments, `scripts/clients.sh .venv-clients-openenv` and so on (their
+versions of mcp and of Python differ); without one its tests are skipped. Environments that are on no package
+index are installed into them from a checkout, `pip install --no-deps envs/grid_world_env`: grid_world_env and
+reasoning_gym_env of OpenEnv, reverse_text, glossary and scratchpad of verifiers.
+"""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ADAPTERS = ROOT / "examples/adapters"
+sys.path.append(str(ROOT / "tests/envs/gateway"))
+from scripted import END, ROW, RUN, ScriptedEngine, open_gateway  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def python_of(name):
+    """Return the interpreter of a package's environment, or skip the test."""
+    path = Path(os.environ.get(f"JAXRL_{name.upper()}_PYTHON", ROOT / f".venv-clients-{name}/bin/python"))
+    if not path.is_file():
+        pytest.skip(f"no interpreter {path}")
+    return str(path)
+
+
+def needs(python, module):
+    """Skip the test if an environment is not installed: some are only in their projects' repositories."""
+    if subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode:
+        pytest.skip(f"no {module} in {python}")
+
+
+def row_of(**columns):
+    return dataclasses.replace(ROW, example=dataclasses.replace(ROW.example, columns=columns))
+
+
+@pytest.fixture
+def started():
+    """started(command, port, **popen) -> a process that listens at the port, ended with the test."""
+    processes = []
+
+    def start(command, port, **popen):
+        processes.append(subprocess.Popen(command, start_new_session=True, **popen))
+        for _ in range(600):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return processes[-1]
+            assert processes[-1].poll() is None
+            time.sleep(0.2)
+        raise AssertionError("it does not listen")
+
+    yield start
+    for process in processes:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def play(monkeypatch, command, *texts, row=ROW, trajectories=1, max_turns=50):
+    """Play with an adapter; return (episode, text) of each trajectory."""
+    with open_gateway(monkeypatch, history="keep", max_turns=max_turns, reward="post") as gateway:
+        turns = [f"{text}{END}" for text in texts]
+        engine = ScriptedEngine(gateway, *turns, trajectories=trajectories, row=row)
+        worker = subprocess.Popen(
+            [*command, "--gateway", gateway.server.address],
+            env={**os.environ, "JAXRL_GATEWAY_KEY": RUN},
+            start_new_session=True,
+        )
+        try:
+            for thread in engine.threads:
+                thread.join(300)
+            return [engine.result(i) for i in range(trajectories)]
+        finally:
+            os.killpg(worker.pid, 9)
+            worker.wait()
+
+
+# OpenEnv
+
+OPENENV = [sys.executable, str(ADAPTERS / "openenv_player.py")]
+
+
+@pytest.fixture
+def openenv(started, tmp_path):
+    """openenv(app) -> address of a server of this application."""
+
+    def start(app, cwd=None):
+        python, port = python_of("openenv"), free_port()
+        command = [python, "-m", "uvicorn", app, "--port", str(port), "--log-level", "warning"]
+        started(command, port, cwd=cwd or tmp_path)
+        return f"http://127.0.0.1:{port}"
+
+    return start
+
+
+def test_the_echo_of_openenv_init(openenv, monkeypatch, tmp_path):
+    """Two episodes, though the server has room for one at a time; 0.1 for each character."""
+    program = Path(python_of("openenv")).parent / "openenv"
+    subprocess.run([program, "init", "echo"], cwd=tmp_path, check=True)
+    url = openenv("server.app:app", tmp_path / "echo")
+    command = [*OPENENV, url, "--show", "{echoed_message}"]
+    for episode, text in play(monkeypatch, command, "abc", "hello", "x", trajectories=2, max_turns=3):
+        assert (episode.failure, episode.turns) == ("", 3)
+        assert episode.reward == pytest.approx(0.3 + 0.5 + 0.1)
+        assert "<|im_start|>user\nhello<|im_end|>" in text
+
+
+def test_grid_world(openenv, monkeypatch):
+    """Eight moves to the goal, -0.1 each but the last, which gives 1; a wrong word costs nothing."""
+    needs(python_of("openenv"), "grid_world_env")
+    url = openenv("grid_world_env.server.app:app")
+    moves = ["jump", *["DOWN", "RIGHT"] * 4]
+    ((episode, text),) = play(monkeypatch, [*OPENENV, url, "--show", "{x},{y} {message}"], *moves)
+    assert (episode.failure, episode.turns) == ("", 9)
+    assert episode.reward == pytest.approx(1.0 - 7 * 0.1)
+    assert "0,0 Welcome" in text and "user\n1,0 Keep going" in text and "user\nerror: " in text
+
+
+@pytest.mark.parametrize(("number", "reward"), [("196", 1.0), ("5", 0.0)])
+def test_reasoning_gym_in_openenv(openenv, monkeypatch, number, reward):
+    """The row says which question; the server tells its reward."""
+    needs(python_of("openenv"), "reasoning_gym_env")
+    settings = {"max_animals": 1, "min_animals": 1}
+    ask = {"dataset_name": "leg_counting", "seed": 1, "size": 1, "dataset_config": settings}
+    url = openenv("reasoning_gym_env.server.app:app")
+    command = [*OPENENV, url, "--show", "{question}"]
+    ((episode, text),) = play(monkeypatch, command, number, row=row_of(reset=ask))
+    assert (episode.failure, episode.turns, episode.reward) == ("", 1, reward)
+    assert "if you have 14 woodlouses?" in text
+
+
+# verifiers
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "reward"),
+    [
+        (["reverse_text", "--env.taskset.dataset_name", "ROWS"], "<reversed_text>cba</reversed_text>", 1.0),
+        (["reverse_text", "--env.taskset.dataset_name", "ROWS"], "cba", 0.0),
+        (["glossary"], "I do not know.", 0.0),
+        (["scratchpad"], "alpha", 1.0),
+    ],
+)
+def test_a_verifiers_environment(monkeypatch, tmp_path, words, *, text, reward):
+    python = python_of("verifiers")
+    needs(python, words[0])
+    (tmp_path / "train.jsonl").write_text('{"prompt": "abc"}\n')
+    command = [python, str(ADAPTERS / "verifiers_player.py"), *words]
+    command += ["--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess"]
+    command = [str(tmp_path) if word == "ROWS" else word for word in command]
+    monkeypatch.setenv("PATH", f"{Path(python).parent}:{os.environ['PATH']}")  # uv
+    ((episode, _),) = play(monkeypatch, command, text, row=row_of(task=0))
+    assert (episode.failure, episode.reward) == ("", reward)
