@@ -39,7 +39,7 @@ class LimitError(Exception):
     """The policy may write no further turn: the episode ends with the rewards so far."""
 
 
-class RefusedError(Exception):
+class RefusalError(Exception):
     """A request that the gateway has refused."""
 
     def __init__(self, status: int, message: str, code: str):
@@ -48,7 +48,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Trajectory:
+class RemoteTrajectory:
     """One trajectory of a run: a row of data, and the address and key to call the policy with."""
 
     base_url: str
@@ -64,17 +64,17 @@ class Trajectory:
         """Return the reply to a call of one of OpenAI's APIs. Raises LimitError."""
         try:
             return await self.post(path, {"model": "policy", **body})
-        except RefusedError as error:
+        except RefusalError as error:
             if error.code in LIMITS:
                 raise LimitError(str(error)) from None
             raise
 
     async def post(self, path: str, body: dict) -> dict:
-        """Return the reply to a request of this trajectory. Raises RefusedError."""
+        """Return the reply to a request of this trajectory. Raises RefusalError."""
         return await asyncio.to_thread(_post, self.base_url.removesuffix("/v1") + path, body, self.api_key)
 
 
-Play = Callable[[Trajectory], Awaitable[float | None]]
+Play = Callable[[RemoteTrajectory], Awaitable[float | None]]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -87,7 +87,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def run(play: Play, options: argparse.Namespace) -> None:
+def run_worker(play: Play, options: argparse.Namespace) -> None:
     """Play the trajectory of this process, or those of a run until it ends.
 
     Args:
@@ -102,7 +102,7 @@ async def _serve(play: Play, gateway: str, copies: int) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * copies + 2))
     if not gateway:
         row = await asyncio.to_thread(json.load, sys.stdin)
-        own = Trajectory(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row)
+        own = RemoteTrajectory(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row)
         if failure := await _end_of(own, play):
             print(failure, file=sys.stderr)
             sys.exit(2)  # 0 and 1 may be rewards
@@ -110,11 +110,11 @@ async def _serve(play: Play, gateway: str, copies: int) -> None:
     # The trajectories of a run.
     free, tasks, patience = asyncio.Semaphore(copies), set[asyncio.Task](), START_SECONDS
 
-    async def work(trajectory: Trajectory) -> None:
+    async def work(trajectory: RemoteTrajectory) -> None:
         try:
             failure = await _end_of(trajectory, play)
             await trajectory.post("/done", {"failure": failure})
-        except (OSError, RefusedError) as error:  # the run has ended the trajectory, or has ended
+        except (OSError, RefusalError) as error:  # the run has ended the trajectory, or has ended
             print(f"not delivered: {error}", file=sys.stderr)
         finally:
             free.release()
@@ -128,7 +128,7 @@ async def _serve(play: Play, gateway: str, copies: int) -> None:
         task.add_done_callback(tasks.discard)
 
 
-async def _end_of(trajectory: Trajectory, play: Play) -> str:
+async def _end_of(trajectory: RemoteTrajectory, play: Play) -> str:
     """Play an episode and post its reward; return why it failed, or ""."""
     try:
         reward = await play(trajectory)
@@ -143,15 +143,15 @@ async def _end_of(trajectory: Trajectory, play: Play) -> str:
     return ""
 
 
-async def _claim(gateway: str, patience: float) -> Trajectory | None:
+async def _claim(gateway: str, patience: float) -> RemoteTrajectory | None:
     """Return the next trajectory; None once nothing has listened for `patience` seconds."""
     loop = asyncio.get_running_loop()
     heard = loop.time()
     while True:
         try:
             given = await asyncio.to_thread(_post, f"{gateway}/trajectories", {}, os.environ.get(RUN_KEY, ""))
-            return Trajectory(given["base_url"], given["api_key"], given["row"])
-        except RefusedError as error:
+            return RemoteTrajectory(given["base_url"], given["api_key"], given["row"])
+        except RefusalError as error:
             if error.status != 429:
                 raise SystemExit(f"{gateway}: {error} ({RUN_KEY})") from None
             heard, patience = loop.time(), END_SECONDS
@@ -171,4 +171,4 @@ def _post(url: str, body: dict, key: str) -> dict:
         with contextlib.suppress(ValueError, KeyError):  # a proxy's own page
             refused = json.loads(error.read())["error"]
         message = refused.get("message", error.reason)
-        raise RefusedError(error.code, message, refused.get("code") or "") from None
+        raise RefusalError(error.code, message, refused.get("code") or "") from None

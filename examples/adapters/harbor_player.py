@@ -17,7 +17,7 @@ import tomllib
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from pathlib import Path
 
-from gateway_worker import EpisodeError, LimitError, Trajectory, parser, run
+from gateway_worker import EpisodeError, LimitError, RemoteTrajectory, parser, run_worker
 
 MAX_SHOWN, MAX_PRINTED = 4000, 1 << 20  # bytes of a command's output that the policy reads, or that end it
 LIMITS = 'ulimit -v 4194304 -f 1048576 -n 256; exec bash -c "$1"'  # 4 GB a process, 1 GB a file
@@ -89,7 +89,7 @@ class Box:
         return reward
 
 
-async def play(trajectory: Trajectory) -> float:
+async def play_task(trajectory: RemoteTrajectory) -> float:
     """Play a task, and return its reward."""
     task = Path(trajectory.row.get("task") or "").resolve()
     if not (task / "task.toml").is_file():
@@ -117,4 +117,4 @@ async def _answer(box: Box, call: dict, seconds: float) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run(play, parser(__doc__).parse_args())
+    run_worker(play_task, parser(__doc__).parse_args())

@@ -11,12 +11,12 @@ import json
 from typing import Any
 
 import aiohttp
-from gateway_worker import EpisodeError, LimitError, Trajectory, parser, run
+from gateway_worker import EpisodeError, LimitError, RemoteTrajectory, parser, run_worker
 
 SECONDS = aiohttp.ClientTimeout(total=600)
 
 
-async def play(url: str, trajectory: Trajectory) -> float:
+async def play_row(url: str, trajectory: RemoteTrajectory) -> float:
     """Play a row, and return its reward."""
     if not isinstance(trajectory.row.get("responses_create_params"), dict):
         raise EpisodeError("the row has no responses_create_params: it is not of NeMo Gym")
@@ -34,7 +34,7 @@ async def play(url: str, trajectory: Trajectory) -> float:
 class Rollout:
     """One rollout: the conversation, as items of OpenAI's responses, and the session on the server."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, trajectory: Trajectory):
+    def __init__(self, url: str, http: aiohttp.ClientSession, trajectory: RemoteTrajectory):
         self.url, self.http, self.trajectory = url, http, trajectory
         self.params = dict(trajectory.row["responses_create_params"])
         given = self.params["input"]
@@ -117,4 +117,4 @@ if __name__ == "__main__":
     words = parser(__doc__)
     words.add_argument("url", help="address of the resources server")
     given = words.parse_args()
-    run(functools.partial(play, given.url.rstrip("/")), given)
+    run_worker(functools.partial(play_row, given.url.rstrip("/")), given)

@@ -15,20 +15,20 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
-from gateway_worker import EpisodeError, LimitError, Trajectory, parser, run
+from gateway_worker import EpisodeError, LimitError, RemoteTrajectory, parser, run_worker
 
 SECONDS = 60.0  # limit of a reply, and of the wait for room on a server
 FULL = ("CAPACITY_REACHED", 1000)  # the code of an error, or of a connection that is closed without one
 HIDDEN = ("done", "reward", "metadata")
 
 
-class Server:
+class OpenEnvServer:
     """One OpenEnv server; `show` is the format of an observation, "" = its only field, or JSON."""
 
     def __init__(self, url: str, show: str):
         self.url, self.show = url.rstrip("/"), show
 
-    async def play(self, trajectory: Trajectory) -> float | None:
+    async def play(self, trajectory: RemoteTrajectory) -> float | None:
         """Play an episode, and return the sum of its rewards; None if there were none."""
         drawn = zlib.crc32(json.dumps(trajectory.row, sort_keys=True).encode()) >> 1
         reset = trajectory.row.get("reset") or {"seed": drawn}
@@ -59,7 +59,7 @@ class Server:
             pause = min(2 * pause, 2.0)
 
     async def _talk(
-        self, socket: aiohttp.ClientWebSocketResponse, trajectory: Trajectory, seen: dict, *, field: str
+        self, socket: aiohttp.ClientWebSocketResponse, trajectory: RemoteTrajectory, seen: dict, *, field: str
     ) -> float | None:
         """Let policy and server answer each other until the episode ends."""
         messages, rewards, done = [*trajectory.row.get("messages", ())], [seen["reward"]], seen["done"]
@@ -115,4 +115,4 @@ if __name__ == "__main__":
     words.add_argument("url", help="address of the OpenEnv server")
     words.add_argument("--show", default="", help='format of an observation, such as "{x},{y}"')
     given = words.parse_args()
-    run(Server(given.url, given.show).play, given)
+    run_worker(OpenEnvServer(given.url, given.show).play, given)

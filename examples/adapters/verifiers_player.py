@@ -13,7 +13,7 @@ import os
 import sys
 import zlib
 
-from gateway_worker import EpisodeError, Trajectory, parser, run
+from gateway_worker import EpisodeError, RemoteTrajectory, parser, run_worker
 from pydantic_config import cli
 from verifiers.v1.cli.resolve import narrow_config, plugin_errors, with_positional_taskset
 from verifiers.v1.clients import EvalClientConfig, ModelContext
@@ -22,7 +22,7 @@ from verifiers.v1.episode import Episode
 from verifiers.v1.utils.loaders import load_environment
 
 
-def read_config(words: list[str]) -> EvalConfig:
+def read_arguments(words: list[str]) -> EvalConfig:
     """Return the configuration of these arguments, as `vf-eval` reads them."""
     words = with_positional_taskset(words)
     with plugin_errors():
@@ -41,7 +41,7 @@ class Tasks:
             raise SystemExit("the taskset is infinite: give the number of its tasks, -n 1000")
         self.tasks = list(taskset)
 
-    async def play(self, trajectory: Trajectory) -> float | None:
+    async def play(self, trajectory: RemoteTrajectory) -> float | None:
         """Run the task of a row; return its reward."""
         number = trajectory.row.get("task")
         if number is None:
@@ -82,4 +82,4 @@ def reward_of(episode: Episode) -> float | None:
 
 if __name__ == "__main__":
     given, rest = parser(__doc__).parse_known_args()
-    run(Tasks(read_config(rest)).play, given)
+    run_worker(Tasks(read_arguments(rest)).play, given)

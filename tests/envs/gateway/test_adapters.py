@@ -21,7 +21,7 @@ import nemo_gym_player  # noqa: E402
 import openenv_player  # noqa: E402
 
 
-class Policy(gateway_worker.Trajectory):
+class Policy(gateway_worker.RemoteTrajectory):
     """A trajectory whose turns are given; none is left = a limit of the run."""
 
     def __new__(cls, turns, **row):
@@ -103,7 +103,7 @@ def openenv_server(full=0, reset_reply=None):
 
 
 def play_openenv(policy, **server):
-    return served(openenv_server(**server), lambda url: openenv_player.Server(url, "").play(policy))
+    return served(openenv_server(**server), lambda url: openenv_player.OpenEnvServer(url, "").play(policy))
 
 
 def test_an_openenv_episode_is_one_connection_and_the_sum_of_its_rewards():
@@ -133,7 +133,10 @@ def test_an_openenv_episode_that_breaks_has_no_reward(turns, server, reason):
 def test_a_server_that_is_down_has_no_reward():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    for play in (openenv_player.Server(url, "").play, functools.partial(nemo_gym_player.play, url)):
+    for play in (
+        openenv_player.OpenEnvServer(url, "").play,
+        functools.partial(nemo_gym_player.play_row, url),
+    ):
         with pytest.raises(gateway_worker.EpisodeError, match="ClientConnectorError"):
             asyncio.run(play(Policy([], responses_create_params={"input": "hi"})))
 
@@ -181,7 +184,7 @@ ROW = {"task": 7, "responses_create_params": {"input": "hi", "tools": [{"type": 
 
 def play_nemo_gym(turns, **server):
     policy = Policy(turns, **ROW)
-    return served(nemo_gym_server(**server), lambda url: nemo_gym_player.play(url, policy)), policy
+    return served(nemo_gym_server(**server), lambda url: nemo_gym_player.play_row(url, policy)), policy
 
 
 def test_nemo_gym_tools_and_verification_share_a_session():
@@ -207,7 +210,7 @@ def test_a_masked_sample_and_a_broken_tool_have_no_reward():
     with pytest.raises(gateway_worker.EpisodeError, match="add: 500"):
         play_nemo_gym([[item("add", by=1)]], status=500)
     with pytest.raises(gateway_worker.EpisodeError, match="not of NeMo Gym"):
-        asyncio.run(nemo_gym_player.play("http://x", Policy([])))
+        asyncio.run(nemo_gym_player.play_row("http://x", Policy([])))
 
 
 # Harbor
@@ -232,7 +235,7 @@ def shell(command):
 
 def play_harbor(turns, task):
     policy = Policy(turns, task=task)
-    return asyncio.run(harbor_player.play(policy)), policy
+    return asyncio.run(harbor_player.play_task(policy)), policy
 
 
 def test_a_harbor_task_without_docker(tmp_path):
@@ -289,7 +292,7 @@ def test_a_worker_posts_rewards_and_failures(monkeypatch):
     monkeypatch.setattr(gateway_worker, "_claim", three)
     with open_gateway(monkeypatch, max_turns=2, reward="post") as gateway:
         engine = ScriptedEngine(gateway, "hello", trajectories=3)
-        gateway_worker.run(play, SimpleNamespace(gateway=gateway.server.address, copies=1))
+        gateway_worker.run_worker(play, SimpleNamespace(gateway=gateway.server.address, copies=1))
         ends = {(e.reward, e.failure, e.turns) for e, _ in map(engine.result, range(3))}
     assert ends == {(0.5, "", 1), (None, "ValueError: broken", 1), (2.5, "", 2)}
 
