@@ -1,4 +1,4 @@
-"""Plays trajectories of a run: what the adapters in this folder share. Standard library alone.
+"""Plays trajectories of a run, for all adapters in this folder. Standard library alone.
 
 A run gives its trajectories away in two ways (docs/agents.md):
 
