@@ -88,7 +88,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def run_worker(play: Play, options: argparse.Namespace) -> None:
-    """Play the trajectory of this process, or those of a run until it ends.
+    """Play the trajectory of this process, or the trajectories of a run until the run ends.
 
     Args:
         play: returns the reward of an episode; None = the run's reward functions score it.

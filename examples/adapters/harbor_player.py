@@ -42,7 +42,7 @@ class Box:
         environment = self.config.get("environment", {})
         if self.config.get("steps") or environment.get("docker_image") or environment.get("mcp_servers"):
             raise EpisodeError(f"{task}: tasks with steps, MCP servers or an image are not played here")
-        # What the Dockerfile would make.
+        # The files that the Dockerfile would make.
         recipe = task / "environment/Dockerfile"
         lines = recipe.read_text().splitlines() if recipe.exists() else []
         if wrong := next((line for line in lines if not KNOWN.fullmatch(line.strip())), ""):
@@ -93,7 +93,7 @@ async def play_task(trajectory: RemoteTrajectory) -> float:
     """Play a task, and return its reward."""
     task = Path(trajectory.row.get("task") or "").resolve()
     if not (task / "task.toml").is_file():
-        raise EpisodeError(f"the row's task: there is no {task}/task.toml")
+        raise EpisodeError(f"the row: no {task}/task.toml")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         box, loop = Box(Path(folder), task), asyncio.get_running_loop()
         end = loop.time() + (box.config.get("agent", {}).get("timeout_sec") or 600.0)

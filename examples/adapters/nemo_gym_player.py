@@ -90,7 +90,7 @@ class Rollout:
         return {**self.trajectory.row, "responses_create_params": params, "response": response}
 
     async def _call(self, call: dict[str, Any]) -> str:
-        """Return what a tool says; the policy reads refusals of its arguments, too."""
+        """Return the reply of a tool; the policy reads refusals of its arguments, too."""
         try:
             arguments = json.loads(call["arguments"])
         except ValueError as error:

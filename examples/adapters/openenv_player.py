@@ -29,7 +29,7 @@ class OpenEnvServer:
         self.url, self.show = url.rstrip("/"), show
 
     async def play(self, trajectory: RemoteTrajectory) -> float | None:
-        """Play an episode, and return the sum of its rewards; None if there were none."""
+        """Play an episode, and return the sum of its rewards; None without any."""
         drawn = zlib.crc32(json.dumps(trajectory.row, sort_keys=True).encode()) >> 1
         reset = trajectory.row.get("reset") or {"seed": drawn}
         try:
@@ -88,7 +88,7 @@ class OpenEnvServer:
         return sum(given) if given else None
 
     async def _ask(self, socket: aiohttp.ClientWebSocketResponse, kind: str, data: Any) -> tuple[str, dict]:
-        """Return type and data of the reply to a message; "closed" and the code if there is none."""
+        """Return type and data of the reply to a message; "closed" and the code if the server closed."""
         await socket.send_json({"type": kind, "data": data})
         reply = await socket.receive(SECONDS)
         if reply.type is not aiohttp.WSMsgType.TEXT:
