@@ -2,7 +2,7 @@
 
 A run gives its trajectories away in two ways (docs/agents.md):
 
-    --env.gateway.port 8000 --env.gateway.reward post   then  python ADAPTER.py --gateway http://127.0.0.1:8000
+    --env.gateway.port 8000 --env.gateway.reward post, and python ADAPTER.py --gateway http://127.0.0.1:8000
         One process plays many at once. JAXRL_GATEWAY_KEY is in the environment of both.
     --env.gateway.command "python ADAPTER.py"
         A process for each.

@@ -2,7 +2,7 @@
 
     python examples/adapters/openenv_player.py http://127.0.0.1:8001 --gateway http://127.0.0.1:8000
 
-A row's messages come first, then the observations of the server. Its column `reset` has the arguments of reset;
+The messages of a row come first, then the observations. Its column `reset` has the arguments of reset;
 without one a seed is drawn from the row, so that all responses to a row play the same episode. The policy's
 turn is the action: a field of text, if the server's schema asks for one field, else a JSON object.
 """
