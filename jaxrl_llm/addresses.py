@@ -31,7 +31,7 @@ _SECRETS = (  # names of parameters; not tokenizer, author, encode
 _PARAMETER = re.compile(rf"([?&#;](?:{_SECRETS}=|[\w.%-]+=(?={_VALUE}{{20}}))){_VALUE}+", re.I)
 """?api_key=VALUE, and whatever has a value of 20 characters."""
 _NAMED = (
-    r"[\w-]*(?:(?:api|admin|auth|access|secret|private)[_-]?key|password|secret|"
+    r"[\w-]*(?:(?:api|admin|auth|access|secret|private|subscription)[_-]?key|password|secret|"
     r"(?:auth|api|access|hf|hub|bearer|reward|github)[_-]?token)"
 )  # --prompt_key COLUMN and eos_token='</s>' hold no secret
 _QUOTED = r"""(?:"[^"\n]+"|'[^'\n]+')"""
@@ -43,9 +43,16 @@ _ASSIGNED = re.compile(
     re.I,
 )
 """Of shells, Python and JSON: WANDB_API_KEY=KEY, api_key='KEY', "api_key": "KEY", Bearer KEY."""
+_HEADER = re.compile(
+    rf"((?<![\w-])(?:(?:proxy-)?authorization[\"']?\s{{0,9}}[:=]\s{{0,9}}[\"']?(?:[A-Za-z]+\s{{1,9}})?|"
+    rf"{_NAMED}[\"']?\s{{0,9}}[:=,]\s{{1,9}}[\"']?)"
+    r")(?!\$)(?=[^\s\"',;]{0,99}\d)[^\s\"',;)\]}]{8,}",
+    re.I,
+)
+"""Of HTTP, YAML and TOML: X-API-Key: KEY, Authorization: Basic KEY, api_key = "KEY"; KEY has a digit."""
 _KEY = re.compile(
     r"(?<![A-Za-z0-9])(?:sk-[\w-]{20,}|(?:hf|gsk|gh[opsu])_[A-Za-z0-9]{30,}|(?:xai|nvapi|glpat)-[\w-]{20,}|"
-    r"github_pat_\w{30,}|AKIA[A-Z0-9]{16}|AIza[\w-]{35}|xox[abp]-[\w-]{20,}|(?<=hooks\.slack\.com/services/)\S+)"
+    r"github_pat_\w{30,}|eyJ[\w-]{10,}\.eyJ[\w-]{8,}\.[\w-]+|r8_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16}|AIza[\w-]{35}|xox[abp]-[\w-]{20,}|(?<=hooks\.slack\.com/services/)\S+)"
 )
 """Keys that well-known services hand out, anywhere."""
 
@@ -58,7 +65,7 @@ def mask_text(text: str, secrets: Collection[str] = ()) -> str:
     hf_..), and `secrets`: of 16 characters everywhere, of 8 only as whole words.
     """
     text = _KEY.sub(MASKED, _LOGIN.sub(MASKED, text))
-    for pattern in (_PARAMETER, _FLAG, _ASSIGNED):
+    for pattern in (_PARAMETER, _FLAG, _ASSIGNED, _HEADER):
         text = pattern.sub(rf"\1{MASKED}", text)
     for word in sorted((word for word in secrets if len(word) >= MIN_SECRET), key=len, reverse=True):
         alone = "" if len(word) >= 2 * MIN_SECRET else "[A-Za-z0-9]"

@@ -37,6 +37,17 @@ LONG = "0123456789abcdef0123"
         ("""eos_token='</s>' {"answer_key": "a"}""", """eos_token='</s>' {"answer_key": "a"}"""),
         (f"http://h/sk-proj-{LONG}/score hf_{2 * LONG}", "http://h/***/score ***"),
         (f"sk-learn, desk-{LONG}", f"sk-learn, desk-{LONG}"),
+        (
+            "X-API-Key: abcdefg1, Ocp-Apim-Subscription-Key: abcdefg1",
+            "X-API-Key: ***, Ocp-Apim-Subscription-Key: ***",
+        ),
+        ("Authorization: Basic YWJjZGVmZ2g1", "Authorization: Basic ***"),
+        ("""api_key = "abcdefg1" ('HF_TOKEN', 'abcdefg1')""", """api_key = "***" ('HF_TOKEN', '***')"""),
+        ("api_key: must be text; authorization is needed", "api_key: must be text; authorization is needed"),
+        (
+            "eyJhbGciOiJIUzI1.eyJzdWIiOiIx.a-b",
+            "***",
+        ),
         (f"https://hooks.slack.com/services/{LONG}", "https://hooks.slack.com/services/***"),
     ],
 )
@@ -59,7 +70,10 @@ def test_secrets_of_the_environment_are_masked_whole_unless_they_are_long():
     ]
 
 
-@pytest.mark.parametrize("part", ["-", "--a", "?a", "a_", "'a", "://", "sk-", "Bearer ", "--_token", "&key_"])
+@pytest.mark.parametrize(
+    "part",
+    ["-", "--a", "?a", "a_", "'a", "://", "sk-", "Bearer ", "--_token", "&key_", "authorization "],
+)
 def test_long_texts_are_masked_in_linear_time(part):
     start = time.perf_counter()
     mask_text(part * 20_000)

@@ -25,7 +25,8 @@ from jaxrl_llm.data.rows import (
 
 LOSS_KEYS = ("weight", "train", "trainable", "loss", "loss_mask", "step_loss_mask")
 """Keys of a message by which OpenAI, axolotl, LLaMA-Factory, slime and veRL leave it out of the loss."""
-LOSS_LIKE = re.compile(r"loss(?:es)?|(?:un)?(?:train|mask|learn)\w*|weights?|supervis\w*")
+LOSS_LIKE = re.compile(r"loss(?:es)?|(?:un)?(?:train|mask|learn)\w*|weights?|supervis\w*|ignored?|skip\w*")
+SWITCHES = ("true", "false", "yes", "no", "0", "1", "")
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")  # of a key such as loss_mask or lossMask
 
 
@@ -92,7 +93,7 @@ def _is_learned(keys: dict[str, Any], role: str, where: str) -> bool:
     given = {
         key: value
         for key, value in keys.items()
-        if key in LOSS_KEYS or (about(key) and type(value) is not str)
+        if key in LOSS_KEYS or (about(key) and (type(value) is not str or value.lower() in SWITCHES))
     }
     for key, value in given.items():
         if key not in LOSS_KEYS:

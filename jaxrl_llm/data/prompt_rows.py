@@ -51,9 +51,12 @@ ANSWER_KEYS = (
     "extra_info.answer",  # RL2
     "extra_info.ground_truth",
 )
-SYSTEM_KEYS = ("system", "system_prompt")
-BESIDE_KEYS = ("choices", "options", "context", "contexts", "passage", "documents", "history")
-"""Columns that belong to the question of well-known datasets."""
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")
+BESIDE = re.compile(
+    r"choices|options|contexts?|passages?|paragraphs?|articles?|documents?|story|history|input|instruction|"
+    r"[A-E]|op[a-e]|option_?[A-Ea-e1-5]"
+)
+"""Columns that belong to the question of well-known datasets; C-Eval and MedMCQA have one a choice."""
 MEDIA = re.compile(r"<(?:image|video|audio)>")
 CHOICE = re.compile(r"[A-Z]")  # the letter of a choice, not its text
 SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # of thousands
@@ -88,8 +91,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         messages = (*(m | {"weight": 0} if m["role"] == "assistant" else m for m in messages), *turns)
     if messages is not None:
         template_columns(row, where)
-        if masks := [key for key in (*LOSS_KEYS, "weights") if isinstance(present.get(key), list)]:
-            raise RowError(f"{where}: the column {masks[0]} would be left out: give each message a weight")
+        _check_columns(present, where)
     said = text or "\n".join(message["content"] for message in messages or ())
     _check_beside(present, said, bool(config.prompt_key), where)
     if text is not None and key == "text" and not config.prompt_key:
@@ -110,6 +112,15 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         teacher=config.teacher,
         system=system if text else "",
     )
+
+
+def _check_columns(row: dict, where: str) -> None:
+    """Refuse columns of a chat that would be left out: what is learned, and tools under an old name."""
+    said = lambda value: isinstance(value, list) or (type(value) in (bool, int) and not value)
+    if masks := [key for key in (*LOSS_KEYS, "weights") if said(row.get(key))]:
+        raise RowError(f"{where}: the column {masks[0]} would be left out: give each message a weight")
+    if row.get("functions") and not row.get("tools"):
+        raise RowError(f"{where}: the column functions would be left out: name it tools")
 
 
 def final_answer(text: str) -> str:
@@ -196,7 +207,7 @@ def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
         if any(_leaves(row.get(name))) and (not named or MEDIA.search(prompt)):
             raise RowError(f"{where}: the column {name} would be left out, as the model reads text alone")
     words = " ".join(prompt.split())
-    for name in () if named else BESIDE_KEYS:
+    for name in () if named else filter(BESIDE.fullmatch, row):
         texts = [" ".join(str(leaf).split()) for leaf in _leaves(row.get(name))]
         texts = [text for text in texts if not CHOICE.fullmatch(text)]
         least = 2 if name in ("choices", "options") else 1

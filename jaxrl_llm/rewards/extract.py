@@ -301,7 +301,7 @@ def without_denials(text: str) -> str:
 def _announced(text: str) -> Iterator[str]:
     text = without_denials(text)
     for start in _last_ends(ANNOUNCED, text):
-        yield _line(text, start).lstrip(": ")
+        yield _line(text[start:].lstrip(": \n"), 0)
 
 
 def _last_ends(mark: re.Pattern[str], text: str) -> list[int]:

@@ -266,6 +266,8 @@ def test_of_a_completion_of_several_messages_the_prompt_is_not_learned():
             r"messages\[1\].train_detail is unknown, .* weight 0 is left out",
         ),
         (assistant("a", masked=True), r"messages\[1\].masked is unknown"),
+        (assistant("a", ignore=True), r"messages\[1\].ignore is unknown"),
+        (assistant("a", compute_loss="False"), r"messages\[1\].compute_loss is unknown"),
         (user("a") | {"train": True}, r"messages\[1\].train is True, but text of the role user is never"),
     ],
 )

@@ -271,6 +271,10 @@ def test_a_system_prompt_beside_text_and_two_of_them():
         ({"context": {"title": ["Rome"], "sentences": [["It is.", "In Italy."]]}}, "context"),
         ({"documents": [{"title": "Rome", "text": "In Italy."}]}, "documents"),
         ({"history": "Human: hello"}, "history"),
+        ({"input": "In Italy."}, "input"),
+        ({"article": "Rome is in Italy."}, "article"),
+        ({"A": "3", "B": "4"}, "A"),
+        ({"opa": "3", "opb": "4"}, "opa"),
     ],
 )
 def test_columns_that_belong_to_the_question_are_refused_where_it_lacks_them(more, name):
@@ -283,6 +287,15 @@ def test_columns_that_belong_to_the_question_are_refused_where_it_lacks_them(mor
         assert read(row, prompt_key=key)  # its column is all of the prompt, says the source
     asked = "Rome  is in Italy. It is. In Italy. Human: hello. A 3, B 4?"
     assert read({"question": asked, "answer": "4"} | more)
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [({"train": False}, "train"), ({"loss_mask": 0}, "loss_mask"), ({"functions": [{}]}, "functions")],
+)
+def test_columns_about_a_whole_chat_are_not_left_out(more, name):
+    with pytest.raises(RowError, match=f"^f:1: the column {name} would be left out"):
+        read({"messages": [{"role": "user", "content": "q"}]} | more)
 
 
 def test_context_of_an_instruction_is_its_input():

@@ -38,6 +38,7 @@ def sample(response, answer=None, **columns):
         ("steps\n#### 72\nmore talk", "72"),
         ("####\n72", "72"),
         ("The answer is: Paris\nbecause", "Paris"),
+        ("The answer is:\n\n42\n\nand not 43", "42"),
         ("I cannot say", None),
         ("<answer>7</answer>" + "x" * 5000, "7"),
         (r"\boxed{7}" + " and so on." * 500, "7"),
