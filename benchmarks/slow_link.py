@@ -144,7 +144,9 @@ def measure_rates(rates: list[str], folder: Path) -> dict:
     processes = start(folder)
     try:
         (across, _) = map(last_json, processes)
-        planned = 2 * (across["accumulate"] * MICROBATCHES + across["apply"])  # two devices of a slice
+        planned = 2 * (
+            across["accumulate"] * MICROBATCHES + across["add"] + across["apply"]
+        )  # two devices of a slice
         results = {"planned_bytes": planned, "across": across, "rates": {}}
         for rate in rates:
             limit(rate)

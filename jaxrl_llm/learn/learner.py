@@ -21,7 +21,7 @@ from jaxrl_llm.learn.finite import initial_loss_scale
 from jaxrl_llm.learn.moe_losses import balance_weights, routing_metrics
 from jaxrl_llm.learn.optim_states import moments_on_devices, state_shardings, stored_weights
 from jaxrl_llm.learn.reference import PlacedTeachers, Teachers, teachers_of
-from jaxrl_llm.learn.replicas import by_replica, replica_shardings, with_replicas_added, zero_gradients
+from jaxrl_llm.learn.replicas import Replicas
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.update import LossArrays, StepConfig, accumulate, apply, baseline, loss_and_metrics
 from jaxrl_llm.models import TransformerConfig, lora
@@ -44,8 +44,8 @@ class Learner:
         mesh: Mesh,
     ):
         self.scorer = Scorer(config, mesh, algos.of(algo).group_size)
-        self.config, self.mesh, self.group_size = config, mesh, self.scorer.group_size
-        self.replicated = self.scorer.replicated
+        self.config, self.mesh, self.replicas = config, mesh, Replicas(mesh, config.grad_dtype)
+        self.group_size, self.replicated = self.scorer.group_size, self.scorer.replicated
         self.algo, self.model, self.optimizer = algo, model, optimizer
         # Shapes and shardings of the state.
         self.param_shardings = models.shardings(model, mesh, TRAIN)
@@ -54,15 +54,14 @@ class Learner:
             self.state_shapes, optimizer, self.param_shardings, offload=config.offload
         )
         self.one_at_a_time = mesh.devices.flat[0].platform == "cpu"  # a long queue of collectives deadlocks
-        self.grad_shardings = replica_shardings(lora.split_params(self.param_shardings)[0], mesh)
+        self.grad_shardings = self.replicas.shardings(lora.split_params(self.param_shardings)[0])
         # The programs of an update: zeros, one micro-batch, measures, the optimizer.
-        zeros = functools.partial(zero_gradients, dtype=config.grad_dtype, mesh=mesh)
-        self._zeros = jax.jit(zeros, out_shardings=self.grad_shardings)
-        self.metric_sharding = replica_shardings(self.replicated, mesh)
+        self._zeros = jax.jit(self.replicas.zeros, out_shardings=self.grad_shardings)
+        self._add = jax.jit(self.replicas.add, donate_argnums=0, out_shardings=self.grad_shardings)
         self._accumulate = jax.jit(
-            by_replica(functools.partial(accumulate, algo=algo, config=config), mesh),
+            self.replicas.accumulate(functools.partial(accumulate, algo=algo, config=config)),
             donate_argnames=("grads",),
-            out_shardings=(self.grad_shardings, self.metric_sharding, self.replicated),
+            out_shardings=(self.grad_shardings, self.replicas.shardings(self.replicated), self.replicated),
             compiler_options=compiler_options(mesh, gathers_weights=True),
         )
         self._measure = jax.jit(
@@ -71,7 +70,7 @@ class Learner:
         )
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
         step = dict(max_grad_norm=config.max_grad_norm, by_leaf=config.update_by_leaf)
-        update = with_replicas_added(functools.partial(apply, algo=algo, optimizer=optimizer, **step), mesh)
+        update = self.replicas.apply(functools.partial(apply, algo=algo, optimizer=optimizer, **step))
         self._apply = jax.jit(
             moments_on_devices(update, self.state_shardings) if config.offload else update,
             donate_argnames=("state",),
@@ -85,7 +84,7 @@ class Learner:
     def update_programs(
         self, signals: Sequence[str], teachers: Teachers = (), microbatches: int = 2
     ) -> dict[str, Program]:
-        """Return the programs that `update` runs for each micro-batch ("accumulate") and after ("apply")."""
+        """Return the programs that `update` runs for each micro-batch, and after them ("add", "apply")."""
         state, batch = self.abstract_state(), self.scorer.abstract_batch(signals, self.config.rows)
         number = jax.ShapeDtypeStruct((), jnp.float32)
         totals = self._with_coefs(state, number, number)
@@ -97,16 +96,17 @@ class Learner:
                 weights = functools.partial(balance_weights, self.scorer.run)
                 totals = replace(totals, balance_weights=jax.eval_shape(weights, state.params, [batch]))
             trained, frozen = lora.split_params(state.params)
-            zeros = jax.eval_shape(self._zeros, trained) if microbatches > 1 else None
+            zeros = self._zeros.eval_shape(trained) if microbatches > 1 else None
             zeros = zeros and with_shardings(zeros, self.grad_shardings)
             args = (trained, zeros, LossArrays(batch, totals, tuple(teachers), frozen))
             grads, metrics, _ = jax.eval_shape(self._accumulate, *args)
         grads = with_shardings(grads, self.grad_shardings)
-        metrics = with_shardings(metrics, jax.tree.map(lambda _: self.metric_sharding, metrics))
-        return {
-            "accumulate": Program(self._accumulate, args, {}),
-            "apply": Program(self._apply, (lora.trained_state(state), grads, metrics, number), {}),
-        }
+        metrics = with_shardings(metrics, dict.fromkeys(metrics, self.replicas.shardings(self.replicated)))
+        programs = {"accumulate": Program(self._accumulate, args, {})}
+        if self.replicas.count > 1:
+            programs["add"] = Program(self._add, (grads,), {})
+        args = (lora.trained_state(state), grads, metrics, number)
+        return programs | {"apply": Program(self._apply, args, {})}
 
     def init_state(self, params: Params) -> TrainState:
         """Return a state with a fresh optimizer; these float32 weights are donated to it.
@@ -144,9 +144,8 @@ class Learner:
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, num_tokens, num_sequences, state)
             if self.config.balance_coef:
-                totals = replace(
-                    totals, balance_weights=balance_weights(self.scorer.run, state.params, batches)
-                )
+                weights = balance_weights(self.scorer.run, state.params, batches)
+                totals = replace(totals, balance_weights=weights)
             trained, frozen = lora.split_params(state.params)
             grads = self._zeros(trained) if len(batches) > 1 else None
             parts, logprobs = [], []
@@ -155,6 +154,7 @@ class Learner:
                 grads, part, values = self._accumulate(trained, grads, arrays)
                 parts.append(part)
                 logprobs.append(values)
+            grads = self._add(grads) if self.replicas.count > 1 else grads
             new, metrics = self._apply(lora.trained_state(state), grads, combine(parts), totals.num_sequences)
             return lora.with_frozen(new, frozen), metrics, logprobs
 
@@ -183,7 +183,6 @@ class Learner:
         trained, frozen = lora.split_params(params)
         frozen = cast_weights(frozen, jnp.dtype(self.config.dtype))
         zero = jnp.zeros((), jnp.int32)
-        kl_coef = jnp.float32(self.algo.initial_kl_coef)
         opt_state = self.optimizer.init(trained)
         stored = lora.join_params(stored_weights(trained, opt_state), frozen)
         entropy_coef = self.algo.initial_entropy_coef
@@ -191,4 +190,4 @@ class Learner:
             "loss_scale": initial_loss_scale(self.config.dtype),
             "entropy_coef": None if entropy_coef is None else jnp.asarray(entropy_coef, jnp.float32),
         }
-        return TrainState(stored, opt_state, zero, zero, kl_coef, **extra)
+        return TrainState(stored, opt_state, zero, zero, jnp.float32(self.algo.initial_kl_coef), **extra)

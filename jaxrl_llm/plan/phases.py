@@ -206,9 +206,13 @@ def _update(
     hints = _hints(config, learner.scorer, learner.model, rows, kernels=kernels)
     args = accumulate, resident, times, work, mesh
     yield Phase(f"{name}: accumulate", *args, results=results, floor=floor, hints=hints)
+    # Gradients of replicas are added, and the optimizer is applied, once a mini-batch.
     trained, replicas = calls["apply"].args[0].params, mesh.shape[REPLICA_AXIS]
     work, updates = 15.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(trained)), config.updates_per_step
-    floor = ProgramWork(memory=2.0 * state + size, links=2 * (replicas - 1) / replicas * size)
+    if add := calls.get("add"):
+        floor = ProgramWork(memory=2.0 * size, links=2 * (replicas - 1) / replicas * size)
+        yield Phase(f"{name}: add", add, resident, updates, flops=0.0, mesh=mesh, results=grads, floor=floor)
+    floor = ProgramWork(memory=2.0 * state + size)
     yield Phase(f"{name}: apply", calls["apply"], resident, updates, flops=work, mesh=mesh, floor=floor)
 
 
