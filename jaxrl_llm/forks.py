@@ -18,13 +18,14 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """An environment's record of one turn of the policy, for logs."""
+    """An environment's record of one turn of the policy, for credit assignment and logs."""
 
     end: int  # tokens of the response up to the end of the turn
     message: int  # number of the turn in `Episode.messages`
     after: int  # number of the turn that it continues; -1 = it begins a conversation
     reward: float | None = None  # of the step that answered it
     calls: tuple[dict[str, Any], ...] = ()  # tool calls: "name", "arguments", "id"; or "text" and "error"
+    state: str = ""  # key of the environment's state after the turn; "" = as before the first turn
     opening: dict[str, Any] = field(default_factory=dict)
     """Of a conversation that a program begins: "messages" and "tools"."""
 

@@ -151,6 +151,9 @@ class Rollouts:
     truncated: Float[Array, "N"] | None = None  # 1 = reached the maximum length
     components: Float[Array, "N C"] | None = None  # the weighted rewards that `rewards` is the sum of
     token_rewards: Float[Array, "N R"] | None = None  # of a process reward model
+    turns: Int[Array, "N R"] | None = None  # number of the token's turn in its response, from 0
+    turn_rewards: Float[Array, "N R"] | None = None  # parts of `rewards`, on the last token of their turn
+    states: Int[Array, "N R"] | None = None  # in [0, N R): states of a prompt in which a turn was taken
     greedy: Float[Array, "N"] | None = None  # reward of the greedy response to the same prompt
     greedy_process: Float[Array, "N"] | None = None  # sum of that response's process rewards
     rollout_logprobs: Float[Array, "N R"] | None = None  # log-probs that the rollout engine reported

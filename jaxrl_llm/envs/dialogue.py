@@ -18,7 +18,7 @@ from jaxrl_llm.data.observation import RewrittenHistory, encode_observation, rew
 from jaxrl_llm.data.rows import Example, without_reference
 from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.config import EnvConfig
-from jaxrl_llm.envs.env import Env, Message, Step, Turn
+from jaxrl_llm.envs.env import Env, Message, Step, Turn, state_key
 from jaxrl_llm.forks import TurnRecord
 from jaxrl_llm.rollout.engine import DialogueError, Reply
 from jaxrl_llm.structs import Episode
@@ -215,6 +215,8 @@ def check_step(step: Any) -> Step:
     counts = (step.tool_calls, step.tool_errors, step.timeouts)
     if not all(type(count) is int and 0 <= count <= MAX_COUNT for count in counts):
         raise ValueError(f"step counted {counts!r:.80} tool calls, tool errors and time-outs")
+    if not (step.state is None or isinstance(step.state, str)):
+        raise ValueError(f"step gave the state {step.state!r:.80}; it must be a text, or None")
     messages = observed_messages(step)
     for message in messages:
         text = isinstance(message, dict) and (message.get("role"), message.get("content"))
@@ -239,7 +241,8 @@ def add_step(episode: Episode, step: Step, end: int) -> Episode:
     if own is not None:
         reward = (reward or 0.0) + own
     last = len(episode.records) - 1
-    record = TurnRecord(end, len(episode.messages), last, own, calls=tuple(step.calls))
+    state = state_key(observed_messages(step) if step.state is None else step.state)
+    record = TurnRecord(end, len(episode.messages), last, own, calls=tuple(step.calls), state=state)
     return dataclasses.replace(
         episode,
         turns=episode.turns + 1,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,6 +38,7 @@ class Step:
     tool_errors: int = 0
     timeouts: int = 0
     calls: Sequence[Mapping[str, Any]] = ()  # the tool calls, for logs: JSON with "name" and "arguments"
+    state: str | None = None  # key of the state after the turn; None = the observation, "" = the first state
 
 
 class Env(Protocol):
@@ -73,28 +77,51 @@ class Tool(Protocol):
         """
 
 
+def state_key(state: str | Sequence[Any]) -> str:
+    """Return a short key of a state: a text, messages or token ids. Of nothing it is "", the first state.
+
+    Of messages roles and contents count, but not the ids of tool calls, which are random.
+    """
+    if not isinstance(state, str):
+        state = [(x["role"], x["content"]) if isinstance(x, dict) else x for x in state]
+    return hashlib.sha256(json.dumps(state, default=str).encode()).hexdigest()[:16] if state else ""
+
+
+@dataclass
+class Game:
+    """State of `Guess`."""
+
+    number: int
+    low: float = -math.inf  # largest guess below the number
+    high: float = math.inf  # smallest guess above it
+
+
 class Guess:
     """A game for rows whose answer is a whole number, such as task:guess: reward 1 once it is guessed."""
 
     role = "user"
 
-    async def reset(self, example: Example, seed: int) -> int:
-        """Return the number to find."""
+    async def reset(self, example: Example, seed: int) -> Game:
+        """Return a game with the number to find."""
         try:
-            return int(example.answer)
+            return Game(int(example.answer))
         except (TypeError, ValueError):
             raise UserError(f"the row's answer {str(example.answer)[:40]!r} is not a whole number") from None
 
-    async def step(self, state: int, turn: Turn) -> Step:
+    async def step(self, state: Game, turn: Turn) -> Step:
         """Return whether the number is higher or lower."""
-        guess = turn.text.strip()
-        if guess == str(state):
+        guess, reply = turn.text.strip(), "a number"
+        if guess == str(state.number):
             return Step(reward=1.0, done=True)
         if turn.last:
             return Step(reward=0.0, done=True)
-        if not (guess.isdecimal() and len(guess) < 20):
-            return Step("a number")
-        return Step("higher" if int(guess) < state else "lower")
+        if guess.isdecimal() and len(guess) < 20:
+            reply = "higher" if int(guess) < state.number else "lower"
+            if reply == "higher":
+                state.low = max(state.low, int(guess))
+            else:
+                state.high = min(state.high, int(guess))
+        return Step(reply, state=f"{state.low} to {state.high}")
 
 
 ENVS: dict[str, Callable[[], Env]] = {"guess": Guess}

@@ -15,7 +15,7 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import TEMPLATE, make_tokenizer
 from jaxrl_llm.envs.calls import ToolEnv
 from jaxrl_llm.envs.config import EnvConfig
-from jaxrl_llm.envs.env import Step
+from jaxrl_llm.envs.env import ENVS, Step, state_key
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import problems
@@ -248,12 +248,43 @@ def test_rewards_add_up_and_the_last_turn_is_known_as_such(say):
     assert [m["content"] for m in env.turn.messages] == ["6*7=", "1", "a", "2", "b", "3"]
     turns = [(message["role"], message["content"]) for message in last.episode.messages]
     assert turns == [(role, text) for role, text in zip(("assistant", "user") * 3, "1a2b3", strict=False)]
+    # The results of turns, for credit assignment.
+    ends, rewards, states = zip(*((r.end, r.reward, r.state) for r in last.episode.records), strict=True)
+    length = lambda text: len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+    observed = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert ends == (
+        length("1"),
+        length("1" + observed.format("a") + "2"),
+        ends[1] + length(observed + "3") - 1,
+    )
+    assert rewards == (0.5, None, 0.25) and states == tuple(state_key([message("user", x)]) for x in "abc")
     assert env.turn.read().startswith("<|im_start|>user\n6*7=") and env.turn.read().endswith("assistant\n")
+
+
+def message(role, content, **others):
+    return {"role": role, "content": content, **others}
+
+
+def test_an_environment_may_name_its_states(say):
+    """Else the observation is the state; ids of tool calls are random."""
+    said = [message("tool", "same", id=3)], "same", [message("tool", "same", id=4)]
+    steps = [Step(said[0]), Step(said[1]), Step(said[2]), Step("x", state="s"), Step("y", state="s")]
+    *_, last = say(Says(*steps, Step("first page", state="")), *"123456")
+    keys = [record.state for record in last.episode.records]
+    assert keys[0] == keys[2] != keys[1] and keys[3] == keys[4] == state_key("s") and keys[5] == ""
+
+
+def test_the_state_of_the_guessing_game_is_what_the_guesses_have_told(say):
+    turns = [f"{n}<|im_end|>" for n in (20, 50, 30, 7, "x", 60)]
+    *_, last = say(ENVS["guess"](), *turns)
+    known = ["20 to inf", "20 to 50", "30 to 50", "30 to 50", "30 to 50", "30 to 50"]
+    assert [record.state for record in last.episode.records] == [*map(state_key, known)]
 
 
 @pytest.mark.parametrize(
     "step, why",
     [
+        (Step("x", state=3), "ValueError: step gave the state 3; it must be a text, or None"),
         (Step(reward=float("nan")), "ValueError: step gave the reward nan"),
         (Step([{"role": "tool", "content": 42}]), "ValueError: a message needs role and content as text"),
         (Step([{"content": "x"}]), "ValueError: a message needs role and content as text"),

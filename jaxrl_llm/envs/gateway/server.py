@@ -186,12 +186,17 @@ class GatewayServer:
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        value = _json(await request.read()).get("reward")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= MAX_REWARD:  # NaN is refused, too
-            raise CallError(400, f"reward must be a number within +-{MAX_REWARD:g}")
-        session.reward = float(value)
-        return web.json_response({"reward": session.reward})
+        body = _json(await request.read())
+        given = {name: body[name] for name in ("reward", "turn_reward") if name in body} or {"reward": None}
+        for name, value in given.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not abs(value) <= MAX_REWARD:  # NaN is refused, too
+                raise CallError(400, f"{name} must be a number within +-{MAX_REWARD:g}")
+        if "turn_reward" in given:
+            session.rate_turn(float(given["turn_reward"]))
+        if "reward" in given:
+            session.reward = float(given["reward"])
+        return web.json_response(given)
 
     async def _done(self, request: web.Request) -> web.Response:
         session = self._session(request)

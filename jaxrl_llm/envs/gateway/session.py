@@ -19,6 +19,7 @@ from jaxrl_llm.data.observation import encode_observation
 from jaxrl_llm.data.rows import Example, Message, RowError
 from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.calls import check_arguments, parse_calls
+from jaxrl_llm.envs.env import state_key
 from jaxrl_llm.envs.formats import ToolCall
 from jaxrl_llm.envs.gateway.call import Answer, Call, CallError, ToolUse
 from jaxrl_llm.errors import UserError
@@ -138,7 +139,7 @@ class AgentSession:
         self.id, self.key = secrets.token_urlsafe(12), secrets.token_urlsafe(24)
         self.row, self.renderer, self.limits = row, renderer, limits
         self.episode, self.reward = Episode(), None  # type: Episode, float | None
-        self.ended = False
+        self.ended, self._rates_turns = False, False
         self._events: asyncio.Queue[Call | End] = asyncio.Queue()
         self._calls: dict[bytes, Call] = {}  # hash of the body -> its newest call
         self._pending: Call | None = None  # that the engine answers
@@ -166,6 +167,22 @@ class AgentSession:
         call.answer = asyncio.get_running_loop().create_future()
         self._events.put_nowait(call)
         return call
+
+    def rate_turn(self, reward: float) -> None:
+        """Set the reward of the newest turn.
+
+        Raises:
+            CallError: there is no turn yet.
+        """
+        if not self.episode.records:
+            raise CallError(400, "turn_reward is the reward of the newest turn, and no call was answered yet")
+        self._rates_turns = True
+        self._amend_turn(reward=reward)
+
+    def _amend_turn(self, **fields: Any) -> None:
+        *before, newest = self.episode.records
+        newest = dataclasses.replace(newest, **fields)
+        self.episode = dataclasses.replace(self.episode, records=(*before, newest))
 
     def end(self, end: End) -> None:
         """End the trajectory after the calls that wait."""
@@ -196,6 +213,8 @@ class AgentSession:
             if isinstance(call, Call):
                 self._refuse(call, CallError(400, "this trajectory has ended", "trajectory_ended"))
         failure, reward = end.failure, end.reward if self.reward is None else self.reward
+        if self._rates_turns:
+            reward = (reward or 0.0) + sum(record.reward or 0.0 for record in self.episode.records)
         if not failure and not self._branches:
             failure = "the program ended without a call"
         if not failure and reward is None and self.limits.needs_reward:
@@ -273,6 +292,7 @@ class AgentSession:
         if self._present is not None:
             self._used += len(new)
             observed = self._new_messages(branch, call, read)
+            self._amend_turn(state=state_key(observed or new))
             self.episode = dataclasses.replace(self.episode, messages=(*self.episode.messages, *observed))
         if branch not in self._branches:
             self._branches.append(branch)

@@ -22,14 +22,15 @@ def chat(messages, **more):
 
 
 def two_turns(row):
-    """Two calls, the second of at most 3 tokens; the reward is the number of calls."""
+    """Two calls, the second of at most 3 tokens; the reward is the number of calls, 0.5 of the first turn."""
     messages = list(row["messages"])
     first = chat(messages, logprobs=True)["choices"][0]
+    post("/reward", {"turn_reward": 0.5}, base=os.environ["GATEWAY_URL"])
     messages += [first["message"], {"role": "user", "content": "go on"}]
     second = chat(messages, max_tokens=3)
     assert second["choices"][0]["finish_reason"] in ("stop", "length")
     assert second["usage"]["completion_tokens"] <= 3
-    post("/reward", {"reward": 2.0}, base=os.environ["GATEWAY_URL"])
+    post("/reward", {"reward": 1.5}, base=os.environ["GATEWAY_URL"])
 
 
 def completes(row):
@@ -54,6 +55,10 @@ def refused(row):
             assert json.load(error)["error"]["message"]
         else:
             raise AssertionError(body)
+    try:
+        post("/reward", {"turn_reward": 1.0}, base=os.environ["GATEWAY_URL"])
+    except urllib.error.HTTPError as error:
+        assert (error.code, "no call was answered yet" in json.load(error)["error"]["message"]) == (400, True)
     two_turns(row)
 
 

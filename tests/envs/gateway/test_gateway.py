@@ -17,6 +17,7 @@ from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
+from jaxrl_llm.envs.env import state_key
 from jaxrl_llm.envs.gateway.programs import ProgramRunner
 from jaxrl_llm.envs.load import make_gateway
 from jaxrl_llm.experience.rollouts import generate_responses
@@ -68,6 +69,9 @@ def test_the_trainer_agrees_with_every_token_of_a_program(opened):
         row = prompts(("3+4=", "hello")[t.prompt_index])[0]
         assert t.prompt_ids.tolist() == row.ids.tolist()
         start, end = np.flatnonzero(np.diff(t.mask)) + 1
+        first, second = ((r.end, r.reward, r.state) for r in t.episode.records)
+        assert first == (start, 0.5, state_key([{"role": "user", "content": "go on"}]))
+        assert second == (len(t.response_ids), None, "")
         observed = TOKENIZER.decode(t.response_ids[start:end])
         says = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
         assert observed.removeprefix("<|im_end|>") == says

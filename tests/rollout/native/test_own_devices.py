@@ -173,7 +173,9 @@ class Twice:
         self.replies += 1
         turn = 1 + bool(conversation)
         records = (
-            TurnRecord(len(ids), turn - 1, turn - 2, 0.5, calls=({"name": "f", "arguments": {"x": 1}},)),
+            TurnRecord(
+                len(ids), turn - 1, turn - 2, 0.5, calls=({"name": "f", "arguments": {"x": 1}},), state="s"
+            ),
         )
         said = ({"role": "user", "content": "go on"},)
         episode = Episode(turn, reward=float(turn), messages=said * turn, records=records * turn)
