@@ -53,7 +53,8 @@ class Algorithms(Mapping[str, Algorithm]):
 
 ALGOS = Algorithms(
     {
-        "clipped": "dapo dr_grpo gdpo grpo opo otb passk ppo reinforce_pp remax rloo",
+        "clipped": "dapo dr_grpo grpo ppo reinforce_pp rloo",
+        "baselines": "gdpo gigpo mt_grpo opo otb passk remax",
         "selection": "clip_cov kl_cov pf_ppo",
         "distillation": "distill gkd",
         "imitation": "raft sft",

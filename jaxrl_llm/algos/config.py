@@ -13,7 +13,7 @@ from jaxrl_llm.ranges import Finite, Fraction, Positive, Range, Unbounded, Weigh
 
 Advantage = Literal[
     "gae", "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg",
-    "gpg_rewards", "passk", "otb", "otb_tail", "gdpo", "optimal_value", "reward",
+    "gpg_rewards", "passk", "otb", "otb_tail", "gdpo", "optimal_value", "reward", "mt_grpo", "gigpo",
 ]  # fmt: skip
 Aggregation = Literal["token", "sequence", "sequence_sum", "token_sum"]
 """Sums over tokens and their denominators, see `reduce.aggregate`."""
@@ -108,19 +108,25 @@ class PolicyConfig(AlgoConfig):
     scale: Scale = "std"
     """Divide the centred reward by: the group's std, its population std, the batch's std, or nothing."""
     gamma: Fraction = 1.0
-    """Discount a token, of estimators that follow the reward through the tokens."""
+    """Discount a token, of estimators that follow the reward through the tokens; a turn, of mt_grpo and
+    gigpo."""
     lam: Fraction = 1.0
     """GAE's lambda: 1 = returns minus values, 0 = one-step."""
     whiten: Literal["auto", "none", "unbiased", "biased"] = "auto"
     """Whiten advantages over the step's tokens; auto: if the estimator's paper does."""
     value_beta: Positive = 0.5
     """Temperature beta of the optimal value: V = beta log mean exp(r / beta) over the group (A*-PO)."""
+    omega: Weight = 1.0
+    """Weight of GiGPO's step-relative advantage, which is added to the episode-relative one."""
     component_weights: tuple[Finite, ...] = ()
     """Weight of each normalised reward in GDPO: reward.name, reward.shaping, reward.models; empty = all 1."""
     drop_truncated: bool = False
     """Leave truncated responses out of the loss; they still count in baselines (DAPO)."""
     dynamic_sampling: bool = False
     """Replace prompts whose responses all have the same reward by fresh ones (DAPO)."""
+    keep_prompts: Annotated[float, Range(0.0, 1.0, open_low=True, usual="0.25 is usual")] = 1.0
+    """Share of the step's prompts that are learned from: the prompts whose rewards have the largest standard
+    deviation (StarPO-S); 1 = all."""
     max_draws: Annotated[int, Range(1, 10_000)] = 4
     """Rollout rounds that dynamic sampling may take for one step."""
     critic: Literal["separate", "shared"] = "separate"

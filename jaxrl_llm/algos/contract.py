@@ -87,6 +87,8 @@ class Requirements:
     """A greedy response to every prompt, and its reward."""
     components: bool = False
     """The separate rewards, not only their sum; dynamic sampling compares them."""
+    turns: bool = False
+    """Turns of conversations: `advantages` compares them (`Rollouts.turns`, `Rollouts.states`)."""
     draws: int = 1
     """Batches of prompts that may be rolled out for one step; with several, only groups whose rewards differ
     are kept, until the step is full (DAPO's dynamic sampling)."""

@@ -231,6 +231,63 @@ def decoupled(
     return each @ jnp.asarray(weights or (1.0,) * number, components.dtype)
 
 
+def compare_turns(
+    rewards: Float[Array, "N R"],
+    rollouts: Rollouts,
+    group: Int[Array, "N R"],
+    *,
+    gamma: float,
+    scale: Scale,
+) -> Float[Array, "N R"]:
+    """Return (G - group mean) / (spread + eps) of each turn, on all of its tokens, G_k = r_k + gamma G_(k+1).
+
+    r_k is the sum of the turn's rewards. A turn without another one in its group gets 0: it has nothing to
+    compare with.
+
+    Args:
+        group: number in [0, N R) of the group of turn k, in column k.
+    """
+    # Of each turn, by its number: whether the response has it, and its return.
+    has_turn = _by_turn(jnp.ones_like(rewards), rollouts) * rollouts.valid[:, None] > 0
+    taken = has_turn.astype(rewards.dtype)
+    returns = return_to_go(_by_turn(rewards, rollouts), taken, gamma)
+    # All turns of the step as one list.
+    every = returns.ravel(), group.ravel(), taken.ravel()
+    advantages = group_advantages(*every, scale)
+    alone = group_moments(*every).count[group.ravel()] < 2
+    advantages = jnp.where(alone, 0.0, advantages).reshape(returns.shape)
+    return jnp.where(rollouts.mask > 0, jnp.take_along_axis(advantages, rollouts.turns, axis=1), 0.0)
+
+
+def _by_turn(x: Float[Array, "N R"], rollouts: Rollouts) -> Float[Array, "N R"]:
+    """Return the sums of x over the own tokens of turn k, in column k."""
+    place = jnp.arange(x.shape[0])[:, None], rollouts.turns
+    return jnp.zeros_like(x).at[place].add(jnp.where(rollouts.mask > 0, x, 0.0))
+
+
+def same_turn(
+    scores: Float[Array, "N"], rewards: Float[Array, "N R"], r: Rollouts, config: AlgoConfig
+) -> Float[Array, "N R"]:
+    """Compare the return of a turn with the same turn of the other responses: MT-GRPO (arXiv 2505.11821)."""
+    longest = rewards.shape[1]
+    group = r.group[:, None] * longest + jnp.arange(longest)
+    return compare_turns(rewards, r, group, gamma=config.gamma, scale=config.scale)
+
+
+def same_state(
+    scores: Float[Array, "N"], rewards: Float[Array, "N R"], r: Rollouts, config: AlgoConfig
+) -> Float[Array, "N R"]:
+    """Return A^E + omega A^S: the response in its group, the turn among turns taken in the same state.
+
+    GiGPO (arXiv 2505.10978, eq. 3 and 5 to 8).
+    """
+    place = jnp.arange(rewards.shape[0])[:, None], r.turns
+    group = jnp.zeros_like(r.states).at[place].max(jnp.where(r.mask > 0, r.states, 0))
+    of_steps = compare_turns(rewards, r, group, gamma=config.gamma, scale=config.scale)
+    of_episodes = group_advantages(scores, r.group, r.valid, config.scale)
+    return of_episodes[:, None] + config.omega * of_steps
+
+
 WHITENED = {"gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"}  # by their definition
 
 
@@ -303,3 +360,6 @@ PER_TOKEN: dict[str, Callable[..., Float[Array, "N R"]]] = {
     "otb_tail": _otb(True),
 }
 """Rewards [N, R], rollouts, config -> advantage of each token."""
+
+PER_TURN: dict[str, Callable[..., Float[Array, "N R"]]] = {"mt_grpo": same_turn, "gigpo": same_state}
+"""Scores [N], rewards [N, R], rollouts with turns, config -> advantage of each token, one for each turn."""

@@ -12,7 +12,15 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.config import VALUE, PolicyConfig, ValueConfig
 from jaxrl_llm.algos.contract import Algorithm, Requirements
-from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, WHITENED, gae, on_last_token, whiten
+from jaxrl_llm.algos.estimators import (
+    PER_RESPONSE,
+    PER_TOKEN,
+    PER_TURN,
+    WHITENED,
+    gae,
+    on_last_token,
+    whiten,
+)
 from jaxrl_llm.algos.kl import clamp, kl
 from jaxrl_llm.algos.reduce import aggregate, token_mean
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
@@ -43,6 +51,7 @@ def requires(config: PolicyConfig) -> Requirements:
         old_entropy=config.top_entropy < 1,
         greedy=config.advantage == "remax",
         components=config.advantage == "gdpo",
+        turns=config.advantage in PER_TURN,
         draws=config.max_draws if config.dynamic_sampling else 1,
     )
 
@@ -56,11 +65,12 @@ def advantages(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
     """Return the advantage of each token by the config's estimator; 0 where mask or valid is 0."""
     outcome, dense = shaped_rewards(rollouts, config)
     mask = rollouts.mask * rollouts.valid[:, None]
+    scores, rewards = outcome + dense.sum(axis=1), dense + spread_outcome(outcome, rollouts)
     if config.advantage in PER_RESPONSE:
-        per_response = PER_RESPONSE[config.advantage](outcome + dense.sum(axis=1), rollouts, config)
-        out = per_response[:, None] * mask
+        out = PER_RESPONSE[config.advantage](scores, rollouts, config)[:, None] * mask
+    elif config.advantage in PER_TURN:
+        out = PER_TURN[config.advantage](scores, rewards, rollouts, config)
     else:
-        rewards = dense + on_last_token(outcome, mask)
         out = PER_TOKEN[config.advantage](rewards, rollouts, config)
     how = "unbiased" if config.whiten == "auto" and config.advantage in WHITENED else config.whiten
     if how in ("unbiased", "biased"):
@@ -77,16 +87,34 @@ def returns(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
     """Return the critic's targets: GAE's advantage, not whitened, plus the value."""
     outcome, dense = shaped_rewards(rollouts, config)
     mask = rollouts.mask * rollouts.valid[:, None]
-    rewards = dense + on_last_token(outcome, mask)
+    rewards = dense + spread_outcome(outcome, rollouts)
     return gae(rewards, rollouts.values, mask, config.gamma, lam=config.lam)[1]
 
 
 def select(rollouts: Rollouts, config: PolicyConfig, rng: np.random.Generator) -> np.ndarray:
-    """Return the trajectories with a reward, without truncated ones if `drop_truncated`."""
-    kept = np.asarray(rollouts.valid) > 0
+    """Return the trajectories with a reward: of the prompts of `keep_prompts`, without truncated ones if
+    `drop_truncated`."""
+    valid = np.asarray(rollouts.valid) > 0
+    kept = valid & most_uncertain(rollouts.total_rewards, rollouts.group, valid, config.keep_prompts)
     if config.drop_truncated:
         kept &= np.asarray(rollouts.truncated) == 0
     return np.flatnonzero(kept)
+
+
+def most_uncertain(rewards: Any, group: Any, valid: np.ndarray, share: float) -> np.ndarray:
+    """Return True for responses of the prompts whose rewards differ most: StarPO-S (arXiv 2504.20073).
+
+    These are the `share` of the prompts, rounded down, at least one, with the largest standard deviation of
+    their valid rewards; of equal ones the first.
+    """
+    if share == 1:
+        return np.ones(len(valid), bool)
+    rewards, group = np.asarray(rewards, np.float64), np.asarray(group)
+    prompts = np.unique(group)
+    of_prompt = [rewards[(group == prompt) & valid] for prompt in prompts]
+    spreads = np.array([x.std(ddof=1) if len(x) > 1 else 0.0 for x in of_prompt])
+    count = max(int(share * len(prompts) + 1e-9), 1)
+    return np.isin(group, prompts[np.argsort(-spreads, kind="stable")[:count]])
 
 
 def shaped_rewards(rollouts: Rollouts, config: PolicyConfig) -> tuple[Float[Array, "N"], Float[Array, "N R"]]:
@@ -98,6 +126,15 @@ def shaped_rewards(rollouts: Rollouts, config: PolicyConfig) -> tuple[Float[Arra
     if config.kl_in == "reward" and config.kl_coef:
         dense = dense - config.present_kl_coef(rollouts) * _rollout_kl(rollouts, config)
     return outcome, jnp.where((rollouts.mask > 0) & (rollouts.valid[:, None] > 0), dense, 0.0)
+
+
+def spread_outcome(outcome: Float[Array, "N"], rollouts: Rollouts) -> Float[Array, "N R"]:
+    """Return the reward of a turn on its last token, and the rest of the outcome on the response's last."""
+    mask = rollouts.mask * rollouts.valid[:, None]
+    if rollouts.turn_rewards is None:
+        return on_last_token(outcome, mask)
+    of_turns = jnp.where(mask > 0, rollouts.turn_rewards, 0.0)
+    return of_turns + on_last_token(outcome - of_turns.sum(axis=1), mask)
 
 
 def _rollout_kl(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:

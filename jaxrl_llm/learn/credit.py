@@ -13,6 +13,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learn.turns import check_turns, turn_arrays
 from jaxrl_llm.structs import SIGNALS, Rollouts, Trajectory
 
 IN_ADVANTAGES = tuple(signal.name for signal in SIGNALS if signal.in_advantages)
@@ -37,9 +38,14 @@ def assign_credit(
     """
     if not trajectories:
         return list(items)
+    # The step as arrays, and what the algorithm makes of them.
     algorithm = algos.of(algo)
-    rollouts = side_by_side(items, trajectories, kl_coef)
+    if algos.requirements(algo).turns:
+        check_turns(trajectories)
+    turns = any(t.episode for t in trajectories) or algos.requirements(algo).turns
+    rollouts = side_by_side(items, trajectories, kl_coef, turns=turns)
     signals = {name: np.asarray(array) for name, array in _advantages(rollouts, algo).items()}
+    # Signals of each item, and the selected items.
     for i, (item, trajectory) in enumerate(zip(items, trajectories, strict=True)):
         prompt, response = len(trajectory.prompt_ids), len(trajectory.response_ids)
         lead = np.zeros(prompt, np.float32)
@@ -54,9 +60,17 @@ def assign_credit(
 
 
 def side_by_side(
-    items: Sequence[PackItem], trajectories: Sequence[Trajectory], kl_coef: float = 0.0
+    items: Sequence[PackItem],
+    trajectories: Sequence[Trajectory],
+    kl_coef: float = 0.0,
+    *,
+    turns: bool = False,
 ) -> Rollouts:
-    """Return the trajectories as arrays, padded to the longest response (to a power of two: few shapes)."""
+    """Return the trajectories as arrays, padded to the longest response (to a power of two: few shapes).
+
+    Args:
+        turns: with the turns of conversations, and their rewards.
+    """
     longest = max(len(t.response_ids) for t in trajectories)
     shape = (len(trajectories), 1 << max(longest - 1, 0).bit_length())
 
@@ -85,6 +99,7 @@ def side_by_side(
         greedy=numbers([t.greedy_reward for t in trajectories]),
         greedy_process=numbers([t.greedy_process for t in trajectories]),
         kl_coef=jnp.float32(kl_coef),
+        **(turn_arrays(trajectories, shape) if turns else {}),
         **{name: padded(response_part(name)) for name in IN_ADVANTAGES if name in items[0].signals},
     )
 

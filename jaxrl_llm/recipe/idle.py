@@ -65,6 +65,9 @@ IDLE = (
         lambda c: _policy(c, lambda algo: algo.kl_coef and algo.kl_in != "loss" and algo.kl_target is None),
     ),
     Idle(
+        "algo.omega", "--algo.advantage is not gigpo", lambda c: _policy(c, lambda a: a.advantage != "gigpo")
+    ),
+    Idle(
         "algo.correction.cap",
         "--algo.correction.weight is none",
         lambda c: _policy(

@@ -31,7 +31,7 @@ from jaxrl_llm.user_file import expand_home
 
 GROUP_ADVANTAGES = {
     "grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinforce_pp_baseline", "otb",
-    "optimal_value",
+    "optimal_value", "mt_grpo", "gigpo",
 }  # fmt: skip
 
 
@@ -50,8 +50,11 @@ def _steps_are_finite(config: TrainConfig) -> Iterator[str]:
 
 
 def _groups_compare(config: TrainConfig) -> Iterator[str]:
+    # Responses to a prompt.
     name = getattr(config.algo, "advantage", "")
-    if name in GROUP_ADVANTAGES and config.responses_per_prompt == 1:
+    if name not in GROUP_ADVANTAGES and getattr(config.algo, "keep_prompts", 1.0) < 1:
+        name = "keep_prompts"
+    if name in (*GROUP_ADVANTAGES, "keep_prompts") and config.responses_per_prompt == 1:
         yield (
             f"--responses_per_prompt is 1: {name} compares the responses to one prompt, so it would have "
             "nothing to compare. Set it to 2 or more; 8 is usual."
@@ -64,6 +67,12 @@ def _groups_compare(config: TrainConfig) -> Iterator[str]:
     on_rollouts, responses = algos.of(config.algo).on_rollouts, config.responses_per_prompt
     if on_rollouts and responses > 1 and config.rollout.sampling.temperature == 0:
         yield f"--rollout.sampling.temperature {same_responses(responses)}"
+    # Turns of a response.
+    if algos.requirements(config.algo).turns and (not config.env.active or config.env.max_turns == 1):
+        yield (
+            f"--algo.advantage {name} compares turns, and responses have one. Set --env.name, --env.tools or "
+            "--env.gateway.command, with --env.max_turns 2 or more; or --algo.advantage grpo."
+        )
 
 
 def _rows_fit(config: TrainConfig) -> Iterator[str]:
@@ -373,7 +382,7 @@ def _servers_start(config: TrainConfig) -> Iterator[str]:
 RECIPE = (
     Rule("recipe", "", field_problems, ends=True),
     Rule("recipe", "steps epochs warm_start.steps data.train", _steps_are_finite),
-    Rule("recipe", "responses_per_prompt algo.advantage rollout.sampling.temperature", _groups_compare),
+    Rule("recipe", "responses_per_prompt algo.advantage rollout.sampling.temperature env", _groups_compare),
     Rule("recipe", "tokens_per_device score.tokens_per_device max_response_tokens", _rows_fit),
     Rule("recipe", "reward.weight reward.shaping reward.models env.name", _something_rewards),
     Rule("recipe", "algo.component_weights reward.shaping reward.models", _weights_match_rewards),

@@ -37,6 +37,13 @@ LENGTHS = np.array([3, 5, 2, 4])
 OWN = jnp.asarray(np.arange(5) < LENGTHS[:, None], jnp.float32)
 VALUES = jnp.array([[0.1, 0.2, 0.3, 0, 0], [0.5, 0.4, 0.3, 0.2, 0.1], [0, 0.1, 0, 0, 0], [0.2] * 4 + [0]])
 
+TURNS = dict(
+    turns=jnp.array([[0, 0, 1, 0, 0], [0, 0, 1, 1, 2], [0, 1, 0, 0, 0], [0, 0, 1, 1, 0]]),
+    turn_rewards=jnp.array([[0, 0.3, 0, 0, 0], [0, 0, 0, -0.5, 0.5], [0, 2, 0, 0, 0], [0, 0.2, 0, 0, 0]]),
+    states=jnp.array([[0, 0, 1, 0, 0], [0, 0, 1, 1, 1], [2, 3, 0, 0, 0], [2, 2, 3, 3, 0]]),
+)
+"""Turns of the rollouts' responses; the places that no response has are 0."""
+
 
 def rollouts(**kwargs):
     """Two prompts with two responses each."""

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import advantages, rollouts
+from golden import TURNS, advantages, rollouts
 
 from jaxrl_llm import ranges
 from jaxrl_llm.algos import cispo, gdpo, gpg, grpo, gspo, opo, passk, reinforce, rloo
 from jaxrl_llm.algos.advantages import leave_one_out
 from jaxrl_llm.algos.config import Advantage  # fmt: skip
-from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, best_over_second, length_weighted
+from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, PER_TURN, best_over_second, length_weighted
 from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.errors import UserError
 
@@ -21,7 +21,7 @@ NAMES = get_args(Advantage)
 
 
 def test_the_tables_hold_every_name_once():
-    assert sorted([*PER_RESPONSE, *PER_TOKEN]) == sorted(NAMES)
+    assert sorted([*PER_RESPONSE, *PER_TOKEN, *PER_TURN]) == sorted(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_no_layout_changes_an_advantage(name):
     config = cispo.Config(
         advantage=name, gamma=0.9, lam=0.8, kl_coef=0.1, kl="k1", kl_in="reward", whiten="unbiased"
     )
-    plain = rollouts()
+    plain = rollouts(**TURNS)
     expected = np.asarray(advantages(plain, config))
     assert np.isfinite(expected).all() and np.abs(expected).max() > 0.1
 
@@ -104,6 +104,7 @@ def test_no_layout_changes_an_advantage(name):
         components=jnp.pad(plain.components, ((0, 1), (0, 0)), constant_values=jnp.nan),
         rewards=wider.rewards.at[4].set(jnp.nan),
         valid=wider.valid.at[4].set(0.0),
+        **{name: jnp.pad(TURNS[name], ((0, 1), (0, 3))) for name in ("turns", "states")},
     )
     got = np.asarray(advantages(wider, config))
     np.testing.assert_allclose(got[:4, :5], expected, atol=1e-5)

@@ -14,7 +14,8 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.builders.models import config_with_heads
 from jaxrl_llm.data.packing import arrange, branches_of, from_trajectory, pack, unpack
-from jaxrl_llm.forks import Fork, contexts
+from jaxrl_llm.forks import Fork, TurnRecord, contexts
+from jaxrl_llm.learn.credit import assign_credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import Replay
 from jaxrl_llm.learn.stage import Experience, Stage
@@ -24,7 +25,7 @@ from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
-from jaxrl_llm.structs import LossInputs, Rollouts, Trajectory
+from jaxrl_llm.structs import Episode, LossInputs, Rollouts, Trajectory
 
 MODEL = TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -57,7 +58,7 @@ def trajectories(model=MODEL, num_kept=0):
             prompt_ids=prompt, response_ids=ids(len(mask)), mask=mask, versions=np.zeros(len(mask), np.int32),
             logprobs=np.where(mask, rng.normal(-4, 0.3, len(mask)), 0.0).astype(np.float32),
             prompt_index=index // len(SHAPES), response_index=index % len(SHAPES), finish="stop",
-            reward=float(rng.integers(0, 4)), forks=forks,
+            reward=float(rng.integers(0, 4)), forks=forks, episode=Episode(records=records_of(mask, index)),
         ))  # fmt: skip
     for t in found:
         if model.moe:
@@ -70,6 +71,25 @@ def trajectories(model=MODEL, num_kept=0):
             kept = [[*dict.fromkeys(row), *[-1] * num_kept][:num_kept] for row in kept.tolist()]
             t.kept = np.where(t.mask[:, None] > 0, kept, -1).astype(np.int32)
     return found
+
+
+def records_of(mask, index):
+    """Rewards of turns, and two states in which turns were taken."""
+    ends = np.flatnonzero(np.diff(mask, append=0) < 0) + 1
+    rewards = [0.5 * k - 0.25 * index for k in range(len(ends))]
+    turns = zip(ends, rewards, "aab?", strict=False)
+    return tuple(TurnRecord(int(end), 0, -1, reward, state=state) for end, reward, state in turns)
+
+
+def turns_by_hand(mask):
+    """Return turns, their rewards and their states [N, R], of the masks [N, R]."""
+    mask = np.asarray(mask, np.int32)
+    turns = np.maximum(np.cumsum(np.diff(mask, prepend=0) > 0, axis=1) - 1, 0)
+    ends, rows = np.diff(mask, append=0) < 0, np.arange(len(mask))[:, None]
+    rewards = np.where(ends, 0.5 * turns - 0.25 * rows, 0.0)
+    states = rows // len(SHAPES) * 3 + np.array([0, 1, 1, 2])[turns]  # "", a, a, b of each prompt
+    arrays = {"turns": turns, "turn_rewards": np.float32(rewards), "states": states}
+    return {name: jnp.array(x) for name, x in arrays.items()}
 
 
 def log_probs(products, t, own):
@@ -89,6 +109,7 @@ def by_hand(algo, model=MODEL, num_kept=0):
     rollouts = Rollouts(
         rewards=jnp.array([t.reward for t in found], jnp.float32), mask=mask, valid=jnp.ones(shape[0]),
         group=jnp.array([t.prompt_index for t in found]), truncated=jnp.zeros(shape[0]),
+        **turns_by_hand(mask),
     )  # fmt: skip
     advantages = algos.of(algo).advantages(rollouts, algo)
 
@@ -153,6 +174,7 @@ def check(algo, **settings):
     assert_same_gradients(gradients, expected)
 
 
+GIGPO = algos.gigpo.Config(gamma=0.5)
 GRPO, GSPO = algos.grpo.Config(kl_coef=0.0), algos.gspo.Config(clip_low=0.5, clip_high=0.5)
 SLOW = {
     "separate rows": (GRPO, {}),
@@ -166,6 +188,7 @@ SLOW = {
     "sequences, several rows": (GSPO, {"share_prefixes": True, "row_tokens": 48, "rows": 2}),
     "sequences, contexts apart": (GSPO, {"whole_sequences": True, "row_tokens": 48, "rows": 2}),
     "sequences, flat": (GSPO, {"model": HYBRID, "share_prefixes": "flat", "whole_sequences": True}),
+    "turns": (GIGPO, {"share_prefixes": True, "row_tokens": 48, "rows": 2}),
     "strict": (GRPO, {"share_prefixes": True, "strict": True}),
     "delta rule": (GRPO, {"model": HYBRID, "share_prefixes": "flat"}),
     "replayed routes": (GRPO, {"model": EXPERTS, "share_prefixes": True}),
@@ -214,6 +237,25 @@ def test_a_trajectory_is_a_tree_in_its_row():
     assert batch.positions[0].tolist() == [*range(8), *range(6, 10), *range(2, 7)]
     assert batch.mask[0].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0]
     assert batch.lengths[0].tolist() == [6.0] * 17
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_each_turn_of_a_tree_has_its_advantage(share):
+    """In a row and in the order of the tokens; GiGPO's differ from turn to turn."""
+    found = trajectories()
+    items = [from_trajectory(t) for t in found]
+    kept = assign_credit(GIGPO, items, found, 0.0, seed=0)
+    mask = np.stack([np.pad(t.mask, (0, 16 - len(t.mask))) for t in found])
+    turns, batches = turns_by_hand(mask)["turns"], pack(kept, 48, 2, share=share)
+    read = unpack([batch.advantages for batch in batches], kept, 48, share=share)
+    for row, (of_tokens, item) in enumerate(zip(read, kept, strict=True)):
+        np.testing.assert_array_equal(of_tokens * item.mask, item.signals["advantages"])
+        own = of_tokens[PROMPT:]
+        of_turns = [
+            np.unique(own[(turns[row, : len(own)] == k) & (mask[row, : len(own)] > 0)]) for k in range(4)
+        ]
+        of_turns = [float(turn[0]) for turn in of_turns if len(turn)]
+        assert len({*of_turns}) == len(of_turns) == int((np.diff(mask[row], prepend=0) > 0).sum())
 
 
 def test_losses_over_sequences_need_them_in_one_row():

@@ -67,6 +67,16 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             "have nothing to compare. Set it to 2 or more; 8 is usual.",
         ),
         (
+            dict(responses_per_prompt=1, algo=ppo.Config(keep_prompts=0.5)),
+            "--responses_per_prompt is 1: keep_prompts compares the responses to one prompt, so it would "
+            "have nothing to compare. Set it to 2 or more; 8 is usual.",
+        ),
+        (
+            dict(algo=grpo.Config(advantage="gigpo")),
+            "--algo.advantage gigpo compares turns, and responses have one. Set --env.name, --env.tools or "
+            "--env.gateway.command, with --env.max_turns 2 or more; or --algo.advantage grpo.",
+        ),
+        (
             dict(responses_per_prompt=1, algo=ppo.Config(dynamic_sampling=True)),
             "--responses_per_prompt is 1: dynamic sampling keeps prompts whose responses have different "
             "rewards, so it would keep none. Set it to 2 or more, or --algo.dynamic_sampling False.",

@@ -39,6 +39,7 @@ def notes(config, algo: str, line: str) -> list[str]:
             "--algo.kl_importance True --algo.kl_in reward",
             "--algo.kl_importance has no effect: --algo.kl_in is not loss",
         ),
+        ("mt_grpo", "--algo.omega 2", "--algo.omega has no effect: --algo.advantage is not gigpo"),
         ("dpo", "--algo.tau 0.1", f"--algo.tau has no effect: {DISCOPOP}"),
         ("online_dpo", "--algo.dpo.tau 0.1", f"--algo.dpo.tau has no effect: {DISCOPOP}"),
         ("dpo", "--algo.alpha 0.3", "--algo.alpha has no effect: it is read by the divergence alpha only"),

@@ -169,11 +169,7 @@ class AgentSession:
         return call
 
     def rate_turn(self, reward: float) -> None:
-        """Set the reward of the newest turn.
-
-        Raises:
-            CallError: there is no turn yet.
-        """
+        """Set the reward of the newest turn; before the first turn it is a CallError."""
         if not self.episode.records:
             raise CallError(400, "turn_reward is the reward of the newest turn, and no call was answered yet")
         self._rates_turns = True
