@@ -176,9 +176,8 @@ class AgentSession:
         self._amend_turn(reward=reward)
 
     def _amend_turn(self, **fields: Any) -> None:
-        *before, newest = self.episode.records
-        newest = dataclasses.replace(newest, **fields)
-        self.episode = dataclasses.replace(self.episode, records=(*before, newest))
+        amended = dataclasses.replace(self.episode.records[-1], **fields)
+        self.episode = dataclasses.replace(self.episode, records=(*self.episode.records[:-1], amended))
 
     def end(self, end: End) -> None:
         """End the trajectory after the calls that wait."""
