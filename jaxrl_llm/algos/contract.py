@@ -1,12 +1,12 @@
 """An algorithm is one frozen object, `Algorithm`: a Config and pure functions on arrays.
 
-    input         "rollouts"   responses of the policy itself, with rewards
-                  "tokens"     examples to imitate
-                  "pairs"      a chosen and a rejected response to each prompt
-                  "labels" single responses, each with a label requires config -> Requirements: the arrays and
-                  models to compute
-    loss (LossInputs, config) -> (Float[Array, ""], Metrics) advantages (Rollouts, config) -> Float[Array, "N
-    R"], if input is "rollouts"
+    input         "rollouts"  responses of the policy itself, with rewards
+                  "tokens"    examples to imitate
+                  "pairs"     a chosen and a rejected response to each prompt
+                  "labels"    single responses, each with a label
+    requires      config -> Requirements: the arrays and models to compute
+    loss          (LossInputs, config) -> (Float[Array, ""], Metrics)
+    advantages    (Rollouts, config) -> Float[Array, "N R"], if input is "rollouts"
     returns       (Rollouts, config) -> Float[Array, "N R"], the critic's targets
     select        (Rollouts in numpy, config, rng) -> int [M], the trajectories that are learned from
     baseline      (LossInputs, config) -> Float[Array, "*shape"], a micro-batch's part of one number of the

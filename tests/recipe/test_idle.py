@@ -13,7 +13,7 @@ from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
 
 NO_REFERENCE = "no reference model is used with these settings"
 NO_WEIGHT, NO_RANK = "--algo.correction.weight is none", "--lora.rank is 0"
-NO_LOGGER = "no logger is set (--log.wandb, --log.mlflow, --log.swanlab)"
+NO_LOGGER = "no logger is set (--log.wandb, --log.mlflow, --log.swanlab, --log.trackio)"
 DISCOPOP = "it is read by the loss discopop only"
 
 
