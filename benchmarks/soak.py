@@ -187,7 +187,7 @@ def score_all(prompts, trajectories):
 
 @dataclass
 class Count:
-    """What the steps have trained on."""
+    """Responses that the steps have trained on, counted."""
 
     groups: Counter[int] = field(default_factory=Counter)  # number of the prompt -> responses
     tokens: int = 0
