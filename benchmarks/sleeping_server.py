@@ -24,14 +24,14 @@ PROMPT_TOKENS = 4
 CHUNK = 16  # tokens
 
 
-def logprob(token: int, version: int) -> float:
+def sleeping_logprob(token: int, version: int) -> float:
     """Return the log-prob of a token under weights of a version, nats."""
     return -1.0 - (7 * token + 13 * version) % 50 / 25
 
 
-def response_length(seed: int, most: int) -> int:
+def response_length(seed: int, longest: int) -> int:
     """Return a length with a long tail, tokens: the same for the same seed."""
-    return min(most, max(4, int(random.Random(seed).lognormvariate(4.5, 0.8))))
+    return min(longest, max(4, int(random.Random(seed).lognormvariate(4.5, 0.8))))
 
 
 class SleepingServer:
@@ -77,7 +77,7 @@ class SleepingServer:
         body = await request.json()
         if body.get("logprob_start_len") == 0:  # the probe
             self.probed = True
-            scores = [[logprob(i, self.version), i, None] for i in body["input_ids"]]
+            scores = [[sleeping_logprob(i, self.version), i, None] for i in body["input_ids"]]
             meta = {"weight_version": self.label, "input_token_logprobs": scores}
             return web.json_response({"meta_info": meta})
         if self.version < 0 or (not self.probed and self.running.is_set()):
@@ -104,7 +104,10 @@ class SleepingServer:
                     versions += [before] * size
         starts = [i for i, each in enumerate(versions) if i == 0 or each != versions[i - 1]]
         ends = [*starts[1:], len(versions)]
-        tokens = [(logprob(FIRST_ID + v % MAX_VERSIONS, v), FIRST_ID + v % MAX_VERSIONS) for _, v in versions]
+        tokens = [
+            (sleeping_logprob(FIRST_ID + v % MAX_VERSIONS, v), FIRST_ID + v % MAX_VERSIONS)
+            for _, v in versions
+        ]
         meta = {
             "id": body["rid"],
             "weight_version": self.label,
@@ -117,7 +120,7 @@ class SleepingServer:
         return {"output_ids": [token for _, token in tokens], "meta_info": meta}
 
 
-async def serve(options: argparse.Namespace) -> None:
+async def serve_asleep(options: argparse.Namespace) -> None:
     """Serve until SIGTERM, then until the last request has ended."""
     server, ended = SleepingServer(options.slots, options.pace, options.faults), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
@@ -135,4 +138,4 @@ if __name__ == "__main__":
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--pace", type=float, default=0.01, help="seconds of a token")
     parser.add_argument("--faults", type=Path, required=True)
-    asyncio.run(serve(parser.parse_args()))
+    asyncio.run(serve_asleep(parser.parse_args()))

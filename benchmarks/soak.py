@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from machine import report_head
-from sleeping_server import FIRST_ID, MAX_VERSIONS, logprob
+from sleeping_server import FIRST_ID, MAX_VERSIONS, sleeping_logprob
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
@@ -195,15 +195,15 @@ class Count:
     too_old: int = 0  # tokens
     lengths: list[float] = field(default_factory=list)  # mean of each step
 
-    def add(self, found: Experience, step: int, staleness: int) -> None:
+    def add(self, experience: Experience, step: int, staleness: int) -> None:
         """Count the responses of a step, which has the weights of version `step`."""
-        for trajectory in found.trajectories:
+        for trajectory in experience.trajectories:
             _, high, low, _ = trajectory.prompt_ids.tolist()
             self.groups[(high - FIRST_ID) * BASE + low - FIRST_ID] += 1
             told = (trajectory.response_ids - FIRST_ID) % MAX_VERSIONS
             self.wrong_versions += int((told != trajectory.versions % MAX_VERSIONS).sum())
             self.too_old += int((trajectory.versions < step - staleness).sum())
-        self.tokens += found.tokens
+        self.tokens += experience.tokens
         self.lengths.append(float(found.metrics["response_tokens/mean"]))
 
 
@@ -215,7 +215,7 @@ def make_source(options: argparse.Namespace, crowd: Crowd) -> tuple[RolloutSourc
     transport = NumberTransport(crowd.folder)
 
     def score(params, ids, temperature=1.0, routes=None):
-        return np.array([logprob(int(i), transport.version) for i in ids[1:]], np.float32)
+        return np.array([sleeping_logprob(int(i), transport.version) for i in ids[1:]], np.float32)
 
     on_first = lambda work: work()
     publisher = Publisher(
@@ -292,7 +292,7 @@ def counted(options: argparse.Namespace, count: Count, steps: int, folder: Path)
     }
 
 
-def parse() -> argparse.Namespace:
+def soak_options() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.5)
@@ -309,7 +309,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = parse()
+    options = soak_options()
     with tempfile.TemporaryDirectory() as folder:
         result = {**report_head(), **soak(options, Path(folder))}
     text = json.dumps(result, indent=1)
