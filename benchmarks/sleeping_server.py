@@ -104,10 +104,8 @@ class SleepingServer:
                     versions += [before] * size
         starts = [i for i, each in enumerate(versions) if i == 0 or each != versions[i - 1]]
         ends = [*starts[1:], len(versions)]
-        tokens = [
-            (sleeping_logprob(FIRST_ID + v % MAX_VERSIONS, v), FIRST_ID + v % MAX_VERSIONS)
-            for _, v in versions
-        ]
+        ids = [(FIRST_ID + version % MAX_VERSIONS, version) for _, version in versions]
+        tokens = [(sleeping_logprob(token, version), token) for token, version in ids]
         meta = {
             "id": body["rid"],
             "weight_version": self.label,

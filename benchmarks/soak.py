@@ -204,7 +204,7 @@ class Count:
             self.wrong_versions += int((told != trajectory.versions % MAX_VERSIONS).sum())
             self.too_old += int((trajectory.versions < step - staleness).sum())
         self.tokens += experience.tokens
-        self.lengths.append(float(found.metrics["response_tokens/mean"]))
+        self.lengths.append(float(experience.metrics["response_tokens/mean"]))
 
 
 def make_source(options: argparse.Namespace, crowd: Crowd) -> tuple[RolloutSource, NumberTransport]:
