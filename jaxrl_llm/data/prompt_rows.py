@@ -93,7 +93,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         template_columns(row, where)
         _check_columns(present, where)
     said = text or "\n".join(message["content"] for message in messages or ())
-    _check_beside(present, said, bool(config.prompt_key), where)
+    _check_beside({**present, key: None}, said, bool(config.prompt_key), where)
     if text is not None and key == "text" and not config.prompt_key:
         text, response = "", text
         if system.strip() not in response:

@@ -183,7 +183,7 @@ def test_a_probe_of_the_weights_as_they_are_would_fail(server):
 
 
 def test_a_server_without_the_flags_is_refused_with_them():
-    flags, problem = engines._requirements(MODEL, RolloutConfig(), False, True)
+    flags, problem = engines._requirements(MODEL, RolloutConfig(), False, True, changes=False)
     quantization, fp8_name, override, config = flags
     assert (quantization, fp8_name, override) == (
         "--quantization", "fp8", "--json-model-override-args"

@@ -316,8 +316,9 @@ def test_the_components_of_a_reward_add_up_to_it(result, expected):
         config = RewardConfig(weight=0.5, shaping=(("overlong", 1.0),), overlong_from=1, overlong_to=2)
         score = lambda self, samples: [result] * len(samples)
 
+    none = np.array([], bool)
     t = SimpleNamespace(
-        prompt_index=0, text="", answer=None, response_ids=(), opens_thought=None, episode=None
+        prompt_index=0, text="", answer=None, response_ids=none, once=none, opens_thought=None, episode=None
     )
     verify(Pool(), FakeLoader().batch(0, 1), [t])
     np.testing.assert_equal(t.components, expected)

@@ -207,6 +207,7 @@ def test_samples_keep_the_first_few_of_each_step(tmp_path):
             "prompt": "two plus two?",
             "messages": chat,
             "response": "four",
+            "tree": [{"after": -1, "tokens": [2, 5], "read": [[0, 2]]}],
             "reward": None,
             "outcome": "failed",
             "finish": "stop",
