@@ -44,7 +44,7 @@ class Learner:
         mesh: Mesh,
     ):
         self.scorer = Scorer(config, mesh, algos.of(algo).group_size)
-        self.config, self.mesh, self.replicas = config, mesh, Replicas(mesh, config.grad_dtype)
+        self.config, self.mesh, self.replicas = config, mesh, Replicas(mesh, config)
         self.group_size, self.replicated = self.scorer.group_size, self.scorer.replicated
         self.algo, self.model, self.optimizer = algo, model, optimizer
         # Shapes and shardings of the state.

@@ -9,7 +9,7 @@ cross them once an update, not once a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from jaxrl_llm.algos.reduce import is_max
 from jaxrl_llm.learn.reference import TeacherOutputs
 from jaxrl_llm.sharding.config import REPLICA_AXIS as AXIS
 
+if TYPE_CHECKING:
+    from jaxrl_llm.learn.update import StepConfig
+
 ROWS, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
 
 
@@ -26,14 +29,15 @@ class Replicas:
     """Functions of an update whose gradients and metrics have a leading dim of replicas.
 
     They are manual over `data` alone; the partitioner divides everything else. With one replica there is no
-    such dim, and the functions are returned as they are.
-
-    Args:
-        dtype: of gradients in memory.
+    such dim, and the functions are returned as they are. So they are on CPUs in low precision, where XLA
+    aborts on sums of bfloat16 within a manual region (jaxlib 0.10.2): the partitioner then adds the gradients
+    of all replicas once a micro-batch.
     """
 
-    def __init__(self, mesh: Mesh, dtype: str = "float32"):
-        self.mesh, self.count, self.dtype = mesh, mesh.shape[AXIS], dtype
+    def __init__(self, mesh: Mesh, config: StepConfig):
+        self.mesh, self.dtype = mesh, config.grad_dtype
+        aborts = mesh.devices.flat[0].platform == "cpu" and {config.dtype, config.grad_dtype} != {"float32"}
+        self.count = 1 if aborts else mesh.shape[AXIS]
 
     def shardings(self, shardings: Any) -> Any:
         """Return shardings of arrays with the leading dim."""
