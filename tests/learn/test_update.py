@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl_kernels.topology import gpu_devices, missing_compiler, tpu_devices
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, requirements, sft
 from jaxrl_llm.algos.contract import choose_old_logprobs
@@ -113,20 +114,44 @@ def test_every_mesh_gives_the_gradient_of_one_device(mesh, reference_update):
     assert_same(one_update(learner(mesh, rows=8, max_grad_norm=0.0)), reference_update)
 
 
+def bytes_across(built, platform):
+    """Return (program of an update -> bytes that one of 8 devices sends to the other slice, programs)."""
+    across, programs = {}, built.update_programs(("advantages", "rollout_logprobs"))
+    for name, program in programs.items():
+        with jax.set_mesh(built.mesh):
+            lowered = program.fn.trace(*program.args).lower(lowering_platforms=(platform,))
+        counted = count_collectives(parse(lowered.compile().as_text()), 8, slices=[0] * 4 + [1] * 4)
+        across[name] = sum(stats.across for stats in counted.values())
+    return across, programs
+
+
 @pytest.mark.slow
 def test_gradients_cross_slices_once_an_update():
     """A micro-batch sends the log-probs of its 8 x 32 tokens, half of them to each of two slices; `add` sends
     every device's part of the gradients; `apply` sends metrics."""
     built = learner(MeshConfig(data=2, fsdp=4, slices=2), rows=8, max_grad_norm=0.0)
-    across, programs = {}, built.update_programs(("advantages", "rollout_logprobs"))
-    for name, program in programs.items():
-        with jax.set_mesh(built.mesh):
-            text = program.fn.lower(*program.args).compile().as_text()
-        counted = count_collectives(parse(text), 8, slices=[0] * 4 + [1] * 4)
-        across[name] = sum(stats.across for stats in counted.values())
+    across, programs = bytes_across(built, "cpu")
     assert across["accumulate"] <= 4 * 8 * 32 / 2
     assert across["add"] == bytes_per_device(programs["add"].args)
     assert across["apply"] <= 4 * 50
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_accelerators_send_gradients_to_other_slices_once_an_update(platform):
+    """In bfloat16, with the kernels of the platform; log-probs may be sent to all devices one by one."""
+    if problem := missing_compiler(platform):
+        pytest.skip(problem)
+    devices = tpu_devices("v5e", (2, 4)) if platform == "tpu" else gpu_devices("h100", 8)
+    sizes = dict(vocab_size=2048, hidden_size=512, mlp_size=1024, num_layers=2, num_heads=4, num_kv_heads=4)
+    config = StepConfig(512, 8, dtype="bfloat16", remat="full")
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2, slices=2), devices)
+    model = TransformerConfig(**sizes, head_dim=128)
+    across, programs = bytes_across(
+        Learner(grpo.Config(), model, optax.sgd(1.0), config, mesh=mesh), platform
+    )
+    assert across["accumulate"] <= 4 * 8 * 512
+    assert across["add"] == bytes_per_device(programs["add"].args)
 
 
 @pytest.mark.parametrize(
