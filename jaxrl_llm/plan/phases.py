@@ -38,7 +38,7 @@ from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_stage
 from jaxrl_llm.plan.work import NO_WORK, ProgramWork
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.compile import Program
-from jaxrl_llm.sharding.config import CRITIC, POLICY, REPLICA_AXIS, ROLLOUT_ENGINE, reward_role
+from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE, reward_role
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, num_shards
 
 DECODING = r"^jit\(_decode(_drafts)?\)/while$"
@@ -207,7 +207,7 @@ def _update(
     args = accumulate, resident, times, work, mesh
     yield Phase(f"{name}: accumulate", *args, results=results, floor=floor, hints=hints)
     # Gradients of replicas are added, and the optimizer is applied, once a mini-batch.
-    trained, replicas = calls["apply"].args[0].params, mesh.shape[REPLICA_AXIS]
+    trained, replicas = calls["apply"].args[0].params, learner.replicas.count
     work, updates = 15.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(trained)), config.updates_per_step
     if add := calls.get("add"):
         floor = ProgramWork(memory=2.0 * size, links=2 * (replicas - 1) / replicas * size)

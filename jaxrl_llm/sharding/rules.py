@@ -194,25 +194,25 @@ def _look_up_forward(table, tokens, dtype):
 
 def _look_up_backward(dtype, residuals, gradient):
     table, tokens = residuals
-    weight, rows = current_spec(("vocab", "embed"), table.shape), None
-    if weight is not None:
-        rows = current_spec(("copies", None, "embed"), gradient.shape)
+    rows = current_spec(("copies", None, "embed"), gradient.shape)
+    if rows is None:
+        total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(gradient.astype(jnp.float32))
+        return total.astype(table.dtype), None
+    weight = current_spec(("vocab", "embed"), table.shape)
+    owners, copies = axes_of(weight[0]), axes_of(rows[0])
 
     def local(gradient, tokens):
-        count, first = table.shape[0], 0
-        if rows is not None and (names := axes_of(weight[0])):
-            count //= math.prod(map(jax.lax.axis_size, names))
-            first = jax.lax.axis_index(names) * count
-        places = jnp.where(tokens >= first, tokens - first, count)  # rows of other devices are dropped
+        count = table.shape[0] // math.prod(map(jax.lax.axis_size, owners))
+        first = jax.lax.axis_index(owners) * count if owners else 0
+        places = jnp.where(tokens >= first, tokens - first, count)  # tokens of other devices are dropped
         total = jnp.zeros((count, gradient.shape[-1]), jnp.float32)
         total = total.at[places].add(gradient.astype(jnp.float32), mode="drop")
-        copies = () if rows is None else axes_of(rows[0])
         return jax.lax.psum(total, copies) if copies else total
 
-    if rows is not None:  # gradients are sent in the narrower type, then cast to float32
-        specs = rows, PartitionSpec(rows[0])
-        local = jax.shard_map(local, in_specs=specs, out_specs=weight, check_vma=False)
-    return local(gradient, tokens).astype(table.dtype), None
+    # Gradients are sent in the narrower type, then cast to float32.
+    specs = rows, PartitionSpec(rows[0])
+    total = jax.shard_map(local, in_specs=specs, out_specs=weight, check_vma=False)(gradient, tokens)
+    return total.astype(table.dtype), None
 
 
 look_up.defvjp(_look_up_forward, _look_up_backward)
