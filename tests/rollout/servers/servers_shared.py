@@ -12,6 +12,7 @@ from jaxrl_llm.bridge import vllm
 from jaxrl_llm.bridge.adapters import AdapterPublisher, server_problem
 from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Publisher
+from jaxrl_llm.bridge.servers import Receiver
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig
@@ -126,3 +127,23 @@ def launch(tmp_path, count=1, **settings):
     (model / "config.json").write_text("{}")
     config = RolloutConfig(engine="sglang", launch=count)
     return ServerProcesses(config, ServersConfig(**settings), model, tmp_path / "logs")
+
+
+def one_percent_moved(params, seed):
+    """The weights after a step: 1% of the entries moves, of some tensors none."""
+    rng = np.random.default_rng(seed)
+
+    def moved(leaf):
+        values = np.array(leaf)
+        chosen = rng.random(values.shape) < 0.01 * (rng.random() < 0.8)
+        values[chosen] += rng.normal(0, 1e-2, chosen.sum()).astype(np.float32)
+        return jax.numpy.asarray(values)
+
+    return jax.tree.map(moved, params)
+
+
+def served_logprobs(engine, count, vocab_size=MODEL.vocab_size):
+    """Return the first server's log-probs of `count` fixed tokens but the first."""
+    tokens = ((np.arange(count) * 7919 + 3) % vocab_size).tolist()
+    receiver = Receiver(engine.pool, engine.pool.servers[0])
+    return np.array(engine.pool.run(engine.pool.kind.score(receiver, tokens, ""))[1])

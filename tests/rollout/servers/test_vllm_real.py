@@ -17,8 +17,10 @@ from servers_shared import (
     ids,
     native,
     one_device,
+    one_percent_moved,
     requests,
     score_of,
+    served_logprobs,
     until,
 )
 from test_turns import PROMPTS, Script
@@ -202,26 +204,11 @@ def test_a_refused_update_leaves_the_old_weights_and_the_server_goes_on(make, la
     assert engine.publish(params_of(model, 8), 8)["servers/usable"] == 1
 
 
-def trained(params, seed):
-    """The weights after a step: 1% of the entries moves, of some tensors none."""
-    rng = np.random.default_rng(seed)
-
-    def moved(leaf):
-        values = np.array(leaf)
-        chosen = rng.random(values.shape) < 0.01 * (rng.random() < 0.8)
-        values[chosen] += rng.normal(0, 1e-2, chosen.sum()).astype(np.float32)
-        return jax.numpy.asarray(values)
-
-    return jax.tree.map(moved, params)
-
-
 def scores_and_checksums(engine):
     """Log-probs of 199 tokens, and the server's own checksums of its parameters."""
-    tokens = ((np.arange(200) * 7919 + 3) % UNTIED.vocab_size).tolist()
     receiver = Receiver(engine.pool, engine.pool.servers[0])
-    _, scores = engine.pool.run(engine.pool.kind.score(receiver, tokens, ""))
     sums = engine.pool.run(receiver.request("/weight_checker", {"action": "checksum"}))
-    return np.array(scores), sums
+    return served_logprobs(engine, 200, UNTIED.vocab_size), sums
 
 
 def test_fifty_pushes_of_changes_leave_what_a_full_push_leaves(make, launched):
@@ -229,7 +216,7 @@ def test_fifty_pushes_of_changes_leave_what_a_full_push_leaves(make, launched):
     engine = make("delta")
     assert engine.publish(params, 0)["bridge/full_pushes"] == 1
     for version in range(1, 51):
-        params = trained(params, version)
+        params = one_percent_moved(params, version)
         metrics = engine.publish(params, version)
         assert metrics["bridge/full_pushes"] == 0 and metrics["bridge/sent_fraction"] < 0.05
         assert metrics["bridge/probe_mean_abs"] < 1e-4
@@ -246,7 +233,7 @@ def test_refused_changes_leave_the_old_weights_and_all_of_them_follow(make, laun
     engine, params = make("delta", patience=60.0), params_of(launched[1], 14)
     engine.publish(params, 0)
     before = scores_and_checksums(engine)
-    lost = next(engine.publisher.transport.parts(trained(params, 1), "lost"))
+    lost = next(engine.publisher.transport.parts(one_percent_moved(params, 1), "lost"))
     receiver = Receiver(engine.pool, engine.pool.servers[0], info={"weight_backend": vllm.BACKEND})
     ask = lambda work: engine.pool.run(work)
     ask(receiver.request("/start_weight_update", {}))
@@ -256,10 +243,10 @@ def test_refused_changes_leave_the_old_weights_and_all_of_them_follow(make, laun
     np.testing.assert_array_equal(before[0], after[0])
     assert before[1] == after[1]
     engine.publisher.transport._label = "0-1"  # as if the push had not started: its changes are refused
-    params = trained(params, 2)
+    params = one_percent_moved(params, 2)
     metrics = engine.publish(params, 1)
     assert metrics["bridge/full_pushes"] == 1 and metrics["bridge/probe_mean_abs"] < 1e-4
-    assert engine.publish(trained(params, 3), 2)["bridge/full_pushes"] == 0
+    assert engine.publish(one_percent_moved(params, 3), 2)["bridge/full_pushes"] == 0
 
 
 def test_a_tied_head_that_stays_behind_is_found(make, launched):
