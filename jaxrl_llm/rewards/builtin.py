@@ -19,23 +19,26 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.countdown import countdown_task, evaluate_countdown, find_expression
 from jaxrl_llm.rewards.extract import (
-    NUMBER,
     boxed_answers,
     find_answer,
-    find_number,
     find_verdict,
     hash_answers,
     is_answer,
-    last_number,
     marked_answers,
-    plain_numbers,
+    marked_numbers,
     stated_number,
     tagged_answers,
-    to_number,
-    unwrapped,
     without_denials,
 )
 from jaxrl_llm.rewards.gold import accepted_answers, gold_number, gold_text, is_worked
+from jaxrl_llm.rewards.numerals import (
+    NUMBER,
+    has_decimal_comma,
+    last_number,
+    plain_numbers,
+    to_number,
+    unwrapped,
+)
 from jaxrl_llm.rewards.sample import RewardSample
 
 if TYPE_CHECKING:  # config.py reads the names of REWARDS
@@ -78,10 +81,10 @@ def number_reward(sample: RewardSample) -> tuple[float, Outcome]:
     For generated arithmetic, and GSM8K, whose answer column ends in "#### 42".
     """
     accepted, response = [gold_number(text) for text in accepted_answers(sample.answer)], sample.final
-    value = find_number(response)
-    enclosed = itertools.chain(tagged_answers(response), boxed_answers(response))
-    if value is None and not any(enclosed):  # a tag or a box says that no other number is the answer
-        value = to_number(last_number(response) or "")
+    numbers = list(itertools.islice(marked_numbers(response), 1))
+    if not numbers and not any(itertools.chain(tagged_answers(response), boxed_answers(response))):
+        numbers = [to_number(last_number(response) or "")]  # a tag or a box says that no other is the answer
+    value = next(iter(numbers), None)
     return (0.0, Outcome.UNPARSED) if value is None else binary(value in accepted)
 
 
@@ -100,8 +103,8 @@ def math_reward(sample: RewardSample, config: RewardConfig) -> tuple[float, Outc
             f"math-verify cannot read the row's answer {str(sample.answer)[:80]!r}: it must be a bare answer "
             'or a solution that marks it (\\boxed{..} or "#### ..")'
         )
-    marked, golds = find_answer(sample.final), map(gold_text, accepted_answers(sample.answer))
-    if marked and any(_plain_text(marked) == _plain_text(gold) for gold in golds):
+    given, golds = find_answer(sample.final) or sample.final, map(gold_text, accepted_answers(sample.answer))
+    if given and any(_plain_text(given) == _plain_text(gold) for gold in golds):
         return 1.0, Outcome.CORRECT  # 3 hours 20 minutes
     most, end = config.timeout / (len(accepted) + 2), time.monotonic() + config.timeout
     seconds = lambda: max(int(min(most, end - time.monotonic() - 1)), 1)  # of one step
@@ -128,9 +131,11 @@ def _math_readings(response: str) -> Iterator[str]:
     if tagged:
         yield _bare_number(tagged[0]) or _latex(tagged[0])
         return
-    bare = _bare_number(boxes[0]) if boxes else ""
-    if boxes and (bare or response.count("boxed{") != 1):
+    bare, is_only = _bare_number(boxes[0]) if boxes else "", response.count("boxed{") == 1
+    if boxes and (bare or not is_only):
         yield bare or f"\\boxed{{{boxes[0]}}}"
+    if bare and is_only:
+        return
     line = "" if boxes else next(filter(None, hash_answers(response)), "")
     marked = "" if boxes else find_answer(response) or ""
     yield _bare_number(marked.rstrip("!")) or (_latex(line) if line else response)
@@ -144,8 +149,8 @@ def _bare_number(text: str) -> str:
     """Return the number of a marked answer that is a number with words after it, or ""."""
     number, plain = stated_number(text), plain_numbers(text)
     first = NUMBER.search(plain)
-    if number is None or first is None or not IN_WORDS.match(plain, first.end()):
-        return ""
+    if number is None or first is None or not IN_WORDS.match(plain, first.end()) or has_decimal_comma(text):
+        return ""  # math-verify makes a set of 2,5
     digits, _, power = first.group().replace(",", "").lower().partition("e")
     digits = f"-{digits}" if number < 0 and digits[0] != "-" else digits  # minus 3
     return f"${digits}\\times 10^{{{power}}}$" if power else f"${digits}$"

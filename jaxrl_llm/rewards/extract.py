@@ -14,20 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
-INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
-EXPONENT = r"(?:[eE][-+]?\d{1,3}(?!\w))?"
-NUMBER = re.compile(rf"(?<!\w)[-+]?(?:{INTEGER}(?:\.\d+)?|(?<!\.)\.\d+)(?:/\d+|{EXPONENT})", re.ASCII)
-JUST_NUMBER = re.compile(rf"([-+]?(?:{INTEGER}(?:\.\d*)?|\.\d+){EXPONENT})(?:/(\d+))?", re.ASCII)
-SEPARATOR = re.compile(  # 1{,}234, 1,\!234, and the narrow spaces of gpt-oss
-    r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", re.ASCII
-)
-POWER = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\^(?:\{(-?\d{1,3})\}|(\d)(?!\d))", re.ASCII)
-FRACTION = re.compile(
-    r"(?:(?<!\w)(\d{1,18})\s*)?\\[dt]?frac(?:\{(-?\d{1,18})\}|(\d))(?:\{(\d{1,18})\}|(\d))", re.ASCII
-)
-MIXED = re.compile(r"(?<![\w./,])(\d{1,18}) (\d{1,9})/(\d{1,9})(?![\w/])", re.ASCII)  # 3 1/2
-VULGAR = re.compile(r"(\d ?)?([\u00bc-\u00be\u2150-\u215e])", re.ASCII)
-SLASH = re.compile(r"(?<=\d)\s*[/\u2044]\s*(?=\d)")
+from jaxrl_llm.rewards.numerals import MAX_DIGITS, NUMBER, last_number, plain_numbers, to_number, unwrapped
+
 WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit)\{\s*")
 CHOICE = re.compile(
@@ -63,8 +51,8 @@ SAID = re.compile(r"(yes|no|true|false)[,;:!]\s", re.IGNORECASE)  # "Yes, it is"
 LEAD = re.compile(  # characters and words allowed between a mark and its number
     r"(?:[\s$*_`\"'(\[{:=~\u2248\u20ac\u00a3]|\\[(\[$,;! ]|"
     r"\\(?:boxed|text|textbf|mathrm|mathbf|approx|quad)\b|"
-    r"(?:about|approximately|exactly|just|only|equal to|equals|actually|really|now|thus|therefore|hence|then|"
-    r"so|still|indeed|clearly|simply|a total of|usd|rs\.)\b)*",
+    r"(?:about|around|roughly|nearly|approximately|exactly|just|only|equal to|equals|actually|really|now|"
+    r"thus|therefore|hence|then|so|still|indeed|clearly|simply|a total of|usd|rs\.)\b)*",
     re.IGNORECASE,
 )
 MINUS = re.compile(r"(?:minus|negative)\s+\$?(?=\d)", re.IGNORECASE)
@@ -77,8 +65,7 @@ SUM = re.compile(  # the number is part of a sum with units: 6 boxes x 7 apples 
     r"[^=(,;.\n]*?(?:[-+*/\u00d7\u00b7\u00f7]|\b(?:x|times|plus|minus)\b|\\times|\\cdot)\s*[$({\\*]*\d[^=\n]*="
 )
 EQUALS = re.compile(r"=|\\approx|\u2248")
-AROUND = "$*`\"' \t\n"
-MAX_DIGITS = 200  # longer "numbers" are noise, and slow to convert
+DIGIT = re.compile("[0-9]")
 MAX_MARKS = 16  # of a kind that are read, from the last
 MAX_REST = 300  # characters after a number that may make it a part of something else
 MAX_LINE = 4000  # characters of a line that are read after a mark
@@ -109,10 +96,14 @@ def _enclosed(text: str) -> Iterator[str]:
         yield from itertools.islice(filter(None, find(text)), MAX_MARKS)
 
 
-def find_number(text: str) -> Fraction | None:
-    """Return the number of the first mark that has one, or None."""
-    numbers = (_number_in(mark) for mark in marked_answers(text))
-    return next((number for number in numbers if number is not None), None)
+def marked_numbers(text: str) -> Iterator[Fraction | None]:
+    """Yield the number of each mark that has digits, most important first; None for "5:30" and the like."""
+    for mark in marked_answers(text):
+        number = stated_number(mark)
+        if number is not None:
+            yield number
+        elif DIGIT.search(mark) and not REMARK.match(mark):
+            yield to_number(last_number(mark) or "")
 
 
 def stated_number(text: str) -> Fraction | None:
@@ -145,65 +136,6 @@ def _leading_number(text: str) -> Fraction | None:
     if GOES_ON.match(rest) or SUM.match(rest):
         return None
     return to_number(f"-{match.group()}" if minus else match.group())
-
-
-def _number_in(mark: str) -> Fraction | None:
-    """Return the number of a marked answer: the stated number, else (except in a remark) the last."""
-    number = stated_number(mark)
-    return number if number is not None or REMARK.match(mark) else to_number(last_number(mark) or "")
-
-
-def last_number(text: str) -> str | None:
-    """Return the last number of the text, as written or in plain digits, or None."""
-    last = None
-    for match in NUMBER.finditer(plain_numbers(text)):
-        last = match.group()
-    return last
-
-
-def to_number(text: str) -> Fraction | None:
-    r"""Return the value of "1,234", "3/4", "1.5e3", "$12.00", "50%" (as 50), "7.", "\frac34"; else None."""
-    if len(text) > 10 * MAX_DIGITS:
-        return None
-    plain = unwrapped(plain_numbers(text).replace("\\$", "$")).rstrip("%").removesuffix("\\")
-    plain = plain[:1] + plain[1:].removeprefix("$") if plain[:1] in ("-", "+") else plain
-    match = JUST_NUMBER.fullmatch(plain) if len(plain) <= MAX_DIGITS else None
-    if match is None or (match[2] and int(match[2]) == 0):
-        return None
-    return Fraction(match[1].replace(",", "")) / int(match[2] or 1)
-
-
-def plain_numbers(text: str) -> str:
-    """Return text with its numbers in plain characters: LaTeX's fractions, powers of ten and separators, and
-    the minus sign and hyphen of Unicode."""
-    text = SEPARATOR.sub(",", text.replace("\u2212", "-").replace("\u2011", "-"))
-    text = SLASH.sub("/", VULGAR.sub(_plain_vulgar, text))
-    text = POWER.sub(lambda match: f"e{match[1] or match[2]}", text)
-    return MIXED.sub(_plain_mixed, FRACTION.sub(_plain_fraction, text))
-
-
-def _plain_vulgar(match: re.Match) -> str:
-    """Return a digit and a fraction of one character with a space between them."""
-    return (f"{match[1].strip()} " if match[1] else "") + unicodedata.normalize("NFKC", match[2])
-
-
-def _plain_mixed(match: re.Match) -> str:
-    """Return a mixed number as a/b; other pairs of numbers are unchanged."""
-    whole, above, below = map(int, match.groups())
-    return f"{whole * below + above}/{below}" if 0 < above < below else match.group()
-
-
-def _plain_fraction(match: re.Match) -> str:
-    """Return a fraction, or a mixed number, as a/b."""
-    above, below = int(match[2] or match[3]), int(match[4] or match[5])
-    return f"{int(match[1] or 0) * below + above}/{below}"
-
-
-def unwrapped(text: str) -> str:
-    r"""Return an answer without quotes, asterisks, $..$, \(..\) and white space around it, and its period."""
-    for _ in range(3):  # **"Paris."**.
-        text = text.strip().strip(AROUND).rstrip(".").removeprefix("\\(").removesuffix("\\)")
-    return text.strip(AROUND)
 
 
 def normalize_words(text: str) -> str:

@@ -14,7 +14,8 @@ from fractions import Fraction
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards.extract import NUMBER, boxed_answers, find_number, plain_numbers, to_number
+from jaxrl_llm.rewards.extract import boxed_answers, marked_numbers
+from jaxrl_llm.rewards.numerals import NUMBER, plain_numbers, to_number
 from jaxrl_llm.rewards.sample import RewardSample
 
 COMPARING = ("exact", "arithmetic", "gsm8k", "math", "verdict")
@@ -73,7 +74,8 @@ def gold_number(text: str) -> Fraction:
     Raises:
         UserError: the answer is not a number, or has several numbers and no mark.
     """
-    value = to_number(text) if (value := find_number(text)) is None else value
+    value = next(marked_numbers(text), None)
+    value = to_number(text) if value is None else value
     numbers = [match.group() for match in NUMBER.finditer(plain_numbers(text))]
     if value is None and len(numbers) == 1 and not is_worked(text):
         value = to_number(numbers[0])

@@ -6,7 +6,6 @@ import math
 import random
 import re
 import time
-from fractions import Fraction
 
 import pytest
 
@@ -15,7 +14,7 @@ from jaxrl_llm.ranges import problems
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rewards.countdown import evaluate_countdown
-from jaxrl_llm.rewards.extract import find_answer, last_number, to_number
+from jaxrl_llm.rewards.extract import find_answer
 from jaxrl_llm.rewards.load import resolve_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
@@ -46,70 +45,6 @@ def sample(response, answer=None, **columns):
 )
 def test_the_marked_answer_is_found_anywhere_in_the_response(text, answer):
     assert find_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("12+7=19", "19"),
-        ("it is -4", "-4"),
-        ("5-3", "3"),
-        ("1,234.50 dollars.", "1,234.50"),
-        ("1,2,3", "3"),
-        ("half, or 1/2", "1/2"),
-        ("wait...12.", "12"),
-        ("\u7b54\u6848\u662f12\u3002", "12"),
-        ("none", None),
-        ("1.5e3 metres", "1.5e3"),
-        ("1.5em", "1.5"),
-        ("it is \u22124", "-4"),
-        (r"\frac{1}{2}", "1/2"),
-    ],
-)
-def test_the_last_number_as_written(text, number):
-    assert last_number(text) == number
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1,234", 1234),
-        ("$12.00", 12),
-        ("50%", 50),
-        ("7.", 7),
-        ("-3/4", Fraction(-3, 4)),
-        (".5", Fraction(1, 2)),
-        ("3/0", None),
-        ("1,2", None),
-        ("12 apples", None),
-        ("9" * 5000, None),
-        ("\u0663", None),  # a digit, but not an ASCII one
-        ("1.5e3", 1500),
-        ("-2E-3", Fraction(-1, 500)),
-        ("1e9999", None),
-        (r"3 \times 10^5", 300_000),
-        (r"1.5\cdot10^{-2}", Fraction(3, 200)),
-        ("\u22125", -5),
-        ("-$5", -5),
-        (r"-\$5.50", Fraction(-11, 2)),
-        (r"\$18", 18),
-        (r"50\%", 50),
-        (r"1{,}234{,}567", 1234567),
-        (r"1,\!234", 1234),
-        (r"1\,234.5", Fraction(2469, 2)),
-        (r"1\,2", None),
-        (r"-\frac{3}{4}", Fraction(-3, 4)),
-        (r"\dfrac12", Fraction(1, 2)),
-        (r"-1\frac{1}{2}", Fraction(-3, 2)),
-        (r"\frac{1}{0}", None),
-        (r"\frac{x}{2}", None),
-        ("**42**.", 42),
-        ("$5$.", 5),
-        (r"\(5\).", 5),
-    ],
-)
-def test_numbers_are_compared_by_value(text, value):
-    assert to_number(text) == value
 
 
 @pytest.mark.parametrize(
@@ -228,7 +163,19 @@ def test_exact(response, answer, score, outcome):
         ("The answer is negative $3.", "3", 0.0, WRONG),
         ("The answer is 10 minus 3 = 7", "7", 1.0, CORRECT),
         ("The answer is not 42 but 43.", "43", 1.0, CORRECT),
-        ("Answer: 7:30", "7", 0.0, WRONG),
+        ("Answer: 7:30", "7", 0.0, UNPARSED),
+        ("5 trains. The answer is 7:30", "5", 0.0, UNPARSED),
+        ("The answer is 7:30", "30", 0.0, UNPARSED),
+        ("The answer is 10^6.", "6", 0.0, WRONG),
+        ("#### 10^6 dollars", "1,000,000", 1.0, CORRECT),
+        ("The answer is $1.5 million for 7 people.", "1500000", 1.0, CORRECT),
+        (r"\boxed{\$2.5\text{ million}}", "2500000", 1.0, CORRECT),
+        ("The answer is 1 234 567 people", "1234567", 1.0, CORRECT),
+        ("The answer is 2,5 kg", "2.5", 1.0, CORRECT),
+        ("The answer is 2,5", "5", 0.0, WRONG),
+        ("The area is 42 cm^2", "42", 1.0, CORRECT),
+        (r"\boxed{\sqrt{4}}", "4", 0.0, UNPARSED),
+        ("42", "1.5 million", 0.0, WRONG),
     ],
 )
 def test_numbers(name, response, answer, score, *, outcome):
@@ -330,6 +277,14 @@ def test_expressions_are_exact_and_bounded():
         (r"\boxed{42}, so the final \boxed{}", "42", 1.0, CORRECT),
         ("#### 42 apples for 7 people", "42", 1.0, CORRECT),
         ("#### 7x + 3", "7x+3", 1.0, CORRECT),
+        (r"\boxed{10^6}", "1000000", 1.0, CORRECT),
+        ("The answer is $1.5 million.", "1500000", 1.0, CORRECT),
+        (r"\boxed{3\text{ million}}", "3", 0.0, WRONG),
+        ("1.5 million", "1.5 million", 1.0, CORRECT),
+        ("#### 1 234", "1234", 1.0, CORRECT),
+        (r"\boxed{2,5}", "2.5", 0.0, WRONG),  # two numbers to math-verify
+        ("The answer is 5:30", "5:30", 1.0, CORRECT),
+        ("The answer is 5:30", "30", 0.0, WRONG),
         ("<answer>42 apples</answer>", "42", 1.0, CORRECT),
         ("<answer>42x</answer>", "42", 0.0, WRONG),
         (r"<think>\boxed{42}", "42", 0.0, UNPARSED),
@@ -484,6 +439,15 @@ def test_auto_with_an_unknown_source_says_what_to_set():
 HOSTILE = {
     "digits": "1" * 1_000_000,
     "digits with commas": "1," * 300_000,
+    "digits with spaces": "1 " * 500_000,
+    "thousands": " 234" * 250_000 + " 2",
+    "powers": "2^" * 300_000,
+    "tens": "3 x 10" * 150_000,
+    "times": "1:" * 500_000,
+    "dates": "1-" * 500_000,
+    "millions": "1 million " * 100_000,
+    "prices": "$1k " * 200_000,
+    "superscripts": "1\u2076" * 300_000,
     "signs": "-" * 500_000 + "+" * 500_000,
     "dots": "1." * 300_000,
     "fractions": "1/" * 300_000,
@@ -539,6 +503,7 @@ PIECES = [
         "Answer:",
     ),
     *("3", "8", "5", "29", "=", "+", "*", "(", ")", "/", "0", ".", ",", "-", "$", "%", "\n", " ", "**", "e9"),
+    *("^", "_{", "sqrt{", ":", "million", " 234", "10^", "\u2076", "\u00bd", "'"),
     *("\ud800", "\0", "yes", "No", "A", "\u00d7", "\\times", "\u0661", "\u00e9", "1" * 30, "9" * 300),
 ]
 
