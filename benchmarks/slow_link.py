@@ -1,6 +1,6 @@
 """Two slices with a slow link between them: bytes and time of an update, beside the bytes that `plan` counts.
 
-    sudo python benchmarks/slow_link.py            # 3 minutes on 2 cores; needs Linux, root, ip and tc
+    sudo python benchmarks/slow_link.py            # 4 minutes on 2 cores; needs Linux, root, ip and tc
 
 Two processes, in separate network namespaces, are two slices of two devices (`--mesh.slices 2`). The
 link between them has the rates of --rates, one after the other. At each rate the median time of an update of
@@ -169,7 +169,7 @@ def measure_rates(rates: list[str], folder: Path) -> dict:
 def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rates", nargs="+", default=["none", "200mbit", "100mbit", "50mbit"])
+    parser.add_argument("--rates", nargs="+", default=["none", "100mbit", "50mbit", "25mbit"])
     options = parser.parse_args()
     head = report_head(computes=False)
     with tempfile.TemporaryDirectory() as folder:

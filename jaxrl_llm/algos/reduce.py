@@ -78,8 +78,13 @@ def is_max(name: str) -> bool:
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
     """Combine the metrics of micro-batches into the metrics of their mini-batch."""
+    return functools.reduce(_combine_two, parts)
+
+
+@jax.jit
+def _combine_two(one: Metrics, other: Metrics) -> Metrics:
     take = lambda name: functools.partial(jax.tree.map, jnp.maximum if is_max(name) else jnp.add)
-    return {name: functools.reduce(take(name), [part[name] for part in parts]) for name in parts[0]}
+    return {name: take(name)(one[name], other[name]) for name in one}
 
 
 def average(parts: Sequence[Metrics]) -> Metrics:

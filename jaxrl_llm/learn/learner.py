@@ -26,7 +26,7 @@ from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.update import LossArrays, StepConfig, accumulate, apply, baseline, loss_and_metrics
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.transformer import cast_weights
-from jaxrl_llm.sharding.compile import Program, compiler_options
+from jaxrl_llm.sharding.compile import Program, compiler_options, in_turn
 from jaxrl_llm.sharding.rules import TRAIN, with_shardings
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, TrainState
 
@@ -53,7 +53,6 @@ class Learner:
         self.state_shardings = state_shardings(
             self.state_shapes, optimizer, self.param_shardings, offload=config.offload
         )
-        self.one_at_a_time = mesh.devices.flat[0].platform == "cpu"  # a long queue of collectives deadlocks
         self.grad_shardings = self.replicas.shardings(lora.split_params(self.param_shardings)[0])
         # The programs of an update: zeros, one micro-batch, measures, the optimizer.
         self._zeros = jax.jit(self.replicas.zeros, out_shardings=self.grad_shardings)
@@ -124,7 +123,7 @@ class Learner:
         for items in minibatches:
             batches, totals = self.scorer.batches(items, self.config.rows), counts(items, self.group_size)
             state, metrics, scores = self.update_minibatch(state, batches, *totals, teachers=teachers)
-            collected.append(jax.block_until_ready(metrics) if self.one_at_a_time else metrics)
+            collected.append(metrics)
             logprobs.append(scores)
         if algos.requirements(self.algo).logprobs:
             self.scorer.write_signal("logprobs", minibatches, logprobs)
@@ -144,7 +143,7 @@ class Learner:
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, num_tokens, num_sequences, state)
             if self.config.balance_coef:
-                weights = balance_weights(self.scorer.run, state.params, batches)
+                weights = balance_weights(self.scorer.outputs, state.params, batches)
                 totals = replace(totals, balance_weights=weights)
             trained, frozen = lora.split_params(state.params)
             grads = self._zeros(trained) if len(batches) > 1 else None
@@ -152,7 +151,7 @@ class Learner:
             for batch in batches:
                 arrays = LossArrays(batch, totals, teachers_of(batch, teachers), frozen)
                 grads, part, values = self._accumulate(trained, grads, arrays)
-                parts.append(part)
+                parts.append(in_turn(part, self.mesh))
                 logprobs.append(values)
             grads = self._add(grads) if self.replicas.count > 1 else grads
             new, metrics = self._apply(lora.trained_state(state), grads, combine(parts), totals.num_sequences)
@@ -164,7 +163,8 @@ class Learner:
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, *counts(items, self.group_size), state)
             read = [teachers_of(batch, teachers) for batch in batches]
-            outputs = [self._measure(state.params, b, totals, t) for b, t in zip(batches, read, strict=True)]
+            measure = lambda *arrays: in_turn(self._measure(state.params, *arrays), self.mesh)
+            outputs = [measure(batch, totals, seen) for batch, seen in zip(batches, read, strict=True)]
             return routing_metrics(combine([metrics for _, (metrics, _) in outputs]))[0]
 
     def _totals(
@@ -173,7 +173,7 @@ class Learner:
         totals = self._with_coefs(state, np.float32(num_tokens), np.float32(num_sequences))
         if not algos.of(self.algo).baseline:
             return totals
-        return replace(totals, baseline=sum(self._baseline(batch, totals) for batch in batches))
+        return replace(totals, baseline=sum(in_turn(self._baseline(b, totals), self.mesh) for b in batches))
 
     def _with_coefs(self, state: TrainState, *numbers: ArrayLike | jax.ShapeDtypeStruct) -> BatchTotals:
         coefs = {"loss_scale": state.loss_scale, "entropy_coef": state.entropy_coef}

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.data.packing import PackItem, arrange, branches_of, empty_batch, pack, row_tokens, unpack
 from jaxrl_llm.learn.moe_losses import ROUTES, Replay
 from jaxrl_llm.learn.update import StepConfig, model_outputs
-from jaxrl_llm.sharding.compile import Program, bucket, compiler_options
+from jaxrl_llm.sharding.compile import Program, bucket, compiler_options, in_turn
 from jaxrl_llm.sharding.rules import num_shards, put_rows, row_sharding, with_shardings
 from jaxrl_llm.structs import Batch, Metrics, Params
 
@@ -50,6 +50,10 @@ class Scorer:
         batch = self.abstract_batch((), self.config.rows_scored, replay)
         return Program(self.run, (params, batch), {"names": names})
 
+    def outputs(self, params: Params, batch: Batch, names: tuple[str, ...]) -> dict[str, jax.Array]:
+        """Dispatch `model_outputs` of one micro-batch."""
+        return in_turn(self.run(params, batch, names=names), self.mesh)
+
     def put(self, batch: Batch) -> Batch:
         """Move host rows to the devices, divided among them. Every process holds the same host batch."""
         return put_rows(self.mesh, batch)
@@ -71,7 +75,7 @@ class Scorer:
         bare = [replace(item, signals={}) for item in items]
         with jax.set_mesh(self.mesh):
             batches = self.batches(bare, self.config.rows_scored, replay)
-            results = [self.run(params, batch, names=names) for batch in batches]
+            results = [self.outputs(params, batch, names=names) for batch in batches]
 
         def finish() -> Scores:
             by_name = {

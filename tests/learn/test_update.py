@@ -338,3 +338,25 @@ def test_sft_learns_a_short_text_by_heart():
 def test_metrics_of_microbatches_add_or_take_the_maximum():
     parts = [{"loss": 1.0, "x/max": 2.0}, {"loss": 3.0, "x/max": 1.0}]
     assert combine(parts) == {"loss": 4.0, "x/max": 2.0}
+
+
+def test_programs_of_several_cpus_run_one_after_the_other(monkeypatch):
+    """A full queue of programs with collectives would wait for ever in runs of several processes."""
+    built, results = learner(mesh=MeshConfig(data=2, fsdp=2)), []
+
+    def record(program):
+        def run(*args, **static):
+            assert all(x.is_ready() for x in jax.tree.leaves(results))
+            outputs = program(*args, **static)
+            results.append(outputs[1] if isinstance(outputs, tuple) else outputs)
+            return outputs
+
+        return run
+
+    monkeypatch.setattr(built, "_accumulate", record(built._accumulate))
+    monkeypatch.setattr(built.scorer, "run", record(built.scorer.run))
+    one_update(built, trajectories(60))
+    with jax.set_mesh(built.mesh):
+        params = models.init(MODEL, jax.random.key(0))
+    built.scorer.start(params, trajectories(60))()
+    assert len(results) > 8
