@@ -169,7 +169,8 @@ def _chat_pieces(
     """Yield (ids, 1 = learned) of each piece of a chat, up to the end of its last learned turn."""
     target = example.turns
     if example.response is not None:
-        target = ({"role": "assistant", "content": example.response},)
+        thought = dict.fromkeys(("reasoning_content", "thinking"), example.thought) if example.thought else {}
+        target = ({"role": "assistant", "content": example.response, **thought},)
     learned = _learned_turns([*messages, *target], len(messages) if target else 0, example, config)
     messages = [*messages, *target][: learned[-1] + 1]
     chat = ChatRenderer(tokenizer, messages, example, config)
@@ -290,9 +291,10 @@ def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int
             f"{example.where}: no template shows the tools {', '.join(unread)}: give messages, or "
             "--data.chat.render chat"
         )
-    first = text if config.parse_control_tokens else "" if text else example.response or ""
+    parses = config.parse_control_tokens or example.parses_controls
+    first = text if parses else "" if text else example.response or ""
     start = not first.startswith(tokenizer.bos_token or "\0")
-    ids = token_ids(tokenizer, text, example.where, not config.parse_control_tokens, start=start)
+    ids = token_ids(tokenizer, text, example.where, not parses, start=start)
     return ids[:-1] if ids and start and _appends_end(tokenizer) else ids
 
 
@@ -306,6 +308,11 @@ def _plain_target(tokenizer: Any, example: Example, config: ChatConfig) -> list[
     if example.response is None:
         raise RowError(
             f"{example.where}: nothing to learn: the row has no completion, response or output {OTHER_KEY}"
+        )
+    if example.thought:
+        raise RowError(
+            f"{example.where}: the thought in a column of its own would be left out, as no template writes "
+            "it: put it into the response, or --data.chat.render chat"
         )
     before, response = _plain_text(example, config), example.response
     ids = token_ids(tokenizer, response, example.where, after=before)

@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.data.rows import (
     CALL_KEYS,
     MEDIA_KEYS,
-    THOUGHT_KEYS,
+    THOUGHT_KEY,
     Message,
     RowError,
     check_json,
@@ -25,8 +25,10 @@ from jaxrl_llm.data.rows import (
 
 LOSS_KEYS = ("weight", "train", "trainable", "loss", "loss_mask", "step_loss_mask")
 """Keys of a message by which OpenAI, axolotl, LLaMA-Factory, slime and veRL leave it out of the loss."""
-LOSS_LIKE = re.compile(r"loss(?:es)?|(?:un)?(?:train|mask|learn)\w*|weights?|supervis\w*|ignored?|skip\w*")
-SWITCHES = ("true", "false", "yes", "no", "0", "1", "")
+LOSS_LIKE = re.compile(r"loss(?:es)?|(?:un|no)?(?:train|mask|learn)\w*|weights?|supervis\w*|ignored?|skip\w*")
+SWITCH_LIKE = re.compile(r"(?:ex|in)clud\w*|omit\w*|target|grad|backprop\w*|finetun\w*")  # of messages
+OFF = ("false", "no", "0")
+SWITCHES = (*OFF, "true", "yes", "1", "")
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")  # of a key such as loss_mask or lossMask
 
 
@@ -89,11 +91,11 @@ def _spoken_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 def _is_learned(keys: dict[str, Any], role: str, where: str) -> bool:
     """Return whether an assistant's message is learned, by its keys; True without such keys."""
-    about = lambda key: any(LOSS_LIKE.fullmatch(word.lower()) for word in WORD.findall(key))
+    is_switch = lambda value: type(value) is not str or value.lower() in SWITCHES
     given = {
         key: value
         for key, value in keys.items()
-        if key in LOSS_KEYS or (about(key) and (type(value) is not str or value.lower() in SWITCHES))
+        if key in LOSS_KEYS or (has_word(key, LOSS_LIKE, SWITCH_LIKE) and is_switch(value))
     }
     for key, value in given.items():
         if key not in LOSS_KEYS:
@@ -110,9 +112,14 @@ def _is_learned(keys: dict[str, Any], role: str, where: str) -> bool:
     return role != "assistant" or all(given.values())
 
 
+def has_word(key: str, *patterns: re.Pattern) -> bool:
+    """Return whether a pattern matches a whole word of a key."""
+    return any(pattern.fullmatch(word.lower()) for word in WORD.findall(key) for pattern in patterns)
+
+
 def message_text(message: Message, where: str) -> str:
     """Return the text of a message. Raises RowError if the message has more than text."""
-    if more := [key for key in (*THOUGHT_KEYS, *CALL_KEYS) if message.get(key)]:
+    if more := [key for key in message if (key in CALL_KEYS or THOUGHT_KEY.fullmatch(key)) and message[key]]:
         raise RowError(
             f"{where}: {', '.join(more)} of a message would be lost: it is read as plain text here"
         )

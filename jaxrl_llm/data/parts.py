@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data.rows import CALL_KEYS, THOUGHT_KEYS, Message
+from jaxrl_llm.data.rows import CALL_KEYS, THOUGHT_KEY, Message
 from jaxrl_llm.thoughts import MARKS as THOUGHT_MARKS
 
 THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHT_MARKS.values())))
@@ -28,7 +28,7 @@ class ChatPart(NamedTuple):
     """A text, thought or tool call of a message."""
 
     message: int  # index of the message
-    kind: str  # "text", "thought", "tool call" or "tool"
+    kind: str  # "text", "thought", "name", "tool call" or "tool"
     text: str  # of a tool and its calls the name
     mark: str  # the character that stands for it
     id: str = ""  # other text that stands for it: some templates write a call's id in place of the name
@@ -77,8 +77,11 @@ def mark_parts(
     for i, message in enumerate(messages):
         message = dict(message)
         for key, value in message.items():
-            if key in THOUGHT_KEYS and isinstance(value, str) and not _is_in(_plain(value), message):
-                message[key] = _marked(value, part(i, "thought", _plain(value)).mark)
+            kind = "thought" if THOUGHT_KEY.fullmatch(key) else "name" if key == "name" else ""
+            if kind == "name" and message["role"] in ("tool", value):
+                continue  # the call that is answered says which tool it is
+            if kind and isinstance(value, str) and not is_said(_plain(value), message["content"]):
+                message[key] = _marked(value, part(i, kind, _plain(value)).mark)
             elif key in CALL_KEYS and value:
                 message[key] = _marked_calls(value, lambda *call, i=i: part(i, "tool call", *call).mark)
             elif key in ("content", "refusal") and isinstance(value, str):
@@ -211,10 +214,10 @@ def thoughts_and_texts(text: str) -> list[tuple[str, str]]:
     return [(kind, piece) for kind, piece in pieces if piece]
 
 
-def _is_in(thought: str, message: Message) -> bool:
-    """Return whether the text of a message already contains the thought, as in SWE-agent's trajectories."""
-    words = rf"(?<!\w){re.escape(thought)}(?!\w)"
-    return not thought or any(re.search(words, text) for text in strings_of(message["content"]))
+def is_said(words: str, content: Any) -> bool:
+    """Return whether the text of a message contains other words, as thoughts in SWE-agent's trajectories."""
+    pattern = rf"(?<!\w){re.escape(words)}(?!\w)"
+    return not words or any(re.search(pattern, text) for text in strings_of(content))
 
 
 def _plain(text: str) -> str:

@@ -103,6 +103,7 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
     if chosen == rejected:
         raise RowError(f"{where}: chosen and rejected are the same")
     # Move the common beginning to the prompt.
+    begins = False  # the prompt is the beginning of text that is learned
     others = {key: value for key, value in row.items() if key not in _pair_keys(config)}
     if isinstance(chosen, list) and (shared := _shared_messages(chosen, rejected)):
         others = {**{k: v for k, v in others.items() if k not in PROMPT_KEYS}, "messages": chosen[:shared]}
@@ -112,6 +113,7 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
         cut = _shared_text(chosen, rejected)
         others["prompt"], chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
         config = dataclasses.replace(config, prompt_key="prompt")
+        begins = True
     # Read each side as a row with one response.
     config = dataclasses.replace(config, response_key="completion", rejected_key="")
     sides = []
@@ -119,7 +121,9 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
         side = read_prompt_row({**others, "completion": response}, where, config)
         if side.response is None and not (side.messages and side.messages[-1]["role"] == "assistant"):
             raise RowError(f"{where}: the {name} response is empty")
-        sides.append(side)
+        if side.thought:
+            raise RowError(f"{where}: the thought of neither response is a column: put it into one of them")
+        sides.append(dataclasses.replace(side, parses_controls=begins))
     return dataclasses.replace(sides[0], rejected=sides[1], margin=_margin(row, where))
 
 
@@ -195,6 +199,7 @@ def judgement(example: Example) -> Example:
         messages=({"role": "user", "content": question},),
         text=None,
         response=verdict,
+        thought="",
         answer=verdict,
         source=JUDGEMENT,  # not the row's source: the answer is now a verdict
         columns={},
@@ -226,6 +231,8 @@ def _question(example: Example) -> str:
 
 
 def _response(example: Example) -> str:
+    if example.thought:
+        raise RowError(f"{example.where}: the column of the thought would be left out of the judged response")
     if example.response is not None:
         return example.response
     if example.messages is None or example.messages[-1]["role"] != "assistant":
@@ -285,12 +292,12 @@ def _shared_messages(chosen: list, rejected: list) -> int:
 
 
 def _shared_text(chosen: str, rejected: str) -> int:
-    """Return the length of the common leading text, without its last word."""
+    """Return the length of the common leading text, without its last word and the spaces before it."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     same = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
     while same and not chosen[same - 1].isspace():
         same -= 1
-    return len(chosen[:same].rstrip())
+    return len(chosen[:same].rstrip(" "))
 
 
 def _margin(row: dict, where: str) -> float:

@@ -23,11 +23,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl_llm.data.config import GENERATED, SourceConfig
-from jaxrl_llm.data.messages import LOSS_KEYS, read_messages, read_turns
+from jaxrl_llm.data.messages import LOSS_KEYS, LOSS_LIKE, OFF, has_word, read_messages, read_turns
+from jaxrl_llm.data.parts import is_said
 from jaxrl_llm.data.rows import (
     MEDIA_KEYS,
     PROMPT_KEYS,
     RESPONSE_KEYS,
+    THOUGHT_KEY,
     Example,
     Message,
     RowError,
@@ -53,8 +55,10 @@ ANSWER_KEYS = (
 )
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 BESIDE = re.compile(
-    r"choices|options|contexts?|passages?|paragraphs?|articles?|documents?|story|history|input|instruction|"
-    r"[A-E]|op[a-e]|option_?[A-Ea-e1-5]"
+    r"choices|options|contexts?|passages?|paragraphs?|articles?|documents?|story|input|instruction|knowledge|"
+    r"evidences?|facts?|background|premise|hypothesis|tables?|(?:db_)?schema|starter_code|prefix|suffix|"
+    r"(?:(?:chat|conversation|dialog(?:ue)?)_)?history|search_results|retrieved_\w+|"
+    r"[A-E]|op[a-e]|(?:option|choice)_?[A-Ea-e1-5]"
 )
 """Columns that belong to the question of well-known datasets; C-Eval and MedMCQA have one a choice."""
 MEDIA = re.compile(r"<(?:image|video|audio)>")
@@ -91,7 +95,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         messages = (*(m | {"weight": 0} if m["role"] == "assistant" else m for m in messages), *turns)
     if messages is not None:
         template_columns(row, where)
-        _check_columns(present, where)
+    _check_columns(present, where, chat=messages is not None)
     said = text or "\n".join(message["content"] for message in messages or ())
     _check_beside({**present, key: None}, said, bool(config.prompt_key), where)
     if text is not None and key == "text" and not config.prompt_key:
@@ -111,15 +115,42 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         where=where,
         teacher=config.teacher,
         system=system if text else "",
+        thought=_thought(present, response or worked or "", where),
     )
 
 
-def _check_columns(row: dict, where: str) -> None:
-    """Refuse columns of a chat that would be left out: what is learned, and tools under an old name."""
-    said = lambda value: isinstance(value, list) or (type(value) in (bool, int) and not value)
-    if masks := [key for key in (*LOSS_KEYS, "weights") if said(row.get(key))]:
-        raise RowError(f"{where}: the column {masks[0]} would be left out: give each message a weight")
-    if row.get("functions") and not row.get("tools"):
+def _thought(row: dict, response: str, where: str) -> str:
+    """Return the thought in a column beside a response that lacks it, or "".
+
+    A single word is a setting, such as "on".
+    """
+    given = {
+        value.strip(): key
+        for key, value in row.items()
+        if THOUGHT_KEY.fullmatch(key) and isinstance(value, str) and len(value.split()) > 1
+    }
+    given = {thought: key for thought, key in given.items() if response and not is_said(thought, response)}
+    if len(given) > 1:
+        raise RowError(f"{where}: {' and '.join(given.values())} are two thoughts: keep one of them")
+    for thought, key in given.items():
+        check_text(thought, f"{where}: {key}")
+    return next(iter(given), "")
+
+
+def _check_columns(row: dict, where: str, *, chat: bool) -> None:
+    """Refuse columns that would be left out: what is learned, and tools of a chat under an old name."""
+    for key in (key for key in row if has_word(key, LOSS_LIKE)):
+        items = row[key] if isinstance(row[key], list) else [row[key]]
+        values = [0 if str(value).lower() in OFF else value for value in _leaves(items)]
+        if items is not row[key] and not (key == "weight" or (key in LOSS_KEYS and 0 in values)):
+            continue  # such as a loss that was measured
+        if any(isinstance(item, dict) for item in items):
+            continue  # such as the examples of an ARC task
+        shares = all(isinstance(value, bool | int | float) and 0 <= value <= 1 for value in values)
+        if shares and any(value != 1 for value in values):
+            advice = "give each message a weight" if chat else "leave out such rows"
+            raise RowError(f"{where}: the column {key} would be left out: {advice}")
+    if chat and row.get("functions") and not row.get("tools"):
         raise RowError(f"{where}: the column functions would be left out: name it tools")
 
 

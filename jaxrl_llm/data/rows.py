@@ -17,9 +17,18 @@ from jaxrl_llm.errors import UserError
 
 PROMPT_KEYS = ("conversations", "messages", "prompt", "question", "problem", "instruction", "input", "text")
 RESPONSE_KEYS = ("completion", "response", "output")
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
+THOUGHT_KEY = re.compile(
+    r"tool_plan|(?:complex_|deepseek_)?(?:reasoning|thinking|thoughts?|cot|chain_of_thought|rationale)"
+    r"(?:_content|_traces?)?",
+    re.IGNORECASE,
+)
+"""Keys of a message, and columns beside a response, that hold a thought."""
 CALL_KEYS = ("tool_calls", "function_call")
-MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA_KEYS = tuple(
+    f"{kind}{end}"
+    for kind in ("image", "video", "audio")
+    for end in ("", "s", "_url", "_urls", "_path", "_paths")
+)
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -68,6 +77,7 @@ class Example:
     text: str | None  # a prompt in plain text; "" if `response` is plain text to learn
     response: str | None = None  # supervised target
     answer: Any = None  # ground truth for the verifier
+    thought: str = ""  # of `response`, if a column of its own has it
     source: str = ""  # data_source or name of the source: picks the verifier
     columns: dict[str, Any] = field(default_factory=dict)  # the other columns, for reward functions
     where: str = ""  # "file.jsonl:12"
@@ -77,6 +87,7 @@ class Example:
     teacher: int = 0  # index of the teacher that scores it
     turns: tuple[Message, ...] = ()  # supervised target of several turns, in place of `response`
     system: str = ""  # system prompt of the row, where the prompt is text
+    parses_controls: bool = False  # `text` begins learned text, so its control tokens are tokens
     tools_of_run: bool = False  # `columns` has the tools of the run, which may be described elsewhere
 
     def __post_init__(self):
@@ -126,8 +137,11 @@ def check_json(value: Any, where: str) -> None:
             check_json(inner, f"{where}[{i}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise RowError(f"{where} is {value}: it must be finite")
-    elif not isinstance(value, bool | int | float | None):
+    elif isinstance(value, str):
         check_text(value, where)
+    elif not isinstance(value, bool | int | float | None):
+        expected = "text, a Python number or another value of JSON"
+        raise RowError(f"{where} must be {expected}, got {type_name(value)}")
 
 
 def lookup(row: dict, key: str) -> Any:

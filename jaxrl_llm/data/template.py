@@ -177,6 +177,9 @@ class ChatRenderer:
         should be learned, a warning is logged once.
         """
         number, messages = part.message, self._forms[0]
+        if part.kind == "name":
+            _warn_once(f"{self._name} leaves out the names of messages (key name)")
+            return False
         if messages[number]["role"] != "assistant" or part.kind == "tool":
             return True
         answered = any(message["role"] == "user" for message in messages[number + 1 :])

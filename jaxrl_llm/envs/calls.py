@@ -51,8 +51,8 @@ def check_arguments(call: ToolCall, schema: dict[str, Any]) -> ToolCall | Invali
     """Return the call with arguments converted to the tool's schema, or an InvalidToolCall with the problem.
 
     If the schema has another type, a string is read as JSON or as a Python literal. Supports these keywords
-    of JSON schema: type, properties, required, additionalProperties, items, enum, const, anyOf, oneOf, allOf,
-    and $ref within the schema. A reference to another document allows any value.
+    of JSON schema: type, properties, required, additionalProperties, items, prefixItems, enum, const, anyOf,
+    oneOf, allOf, and $ref within the schema. A reference to another document allows any value.
     """
     parameters = {"type": "object", "properties": {}, **(schema.get("parameters") or {})}
     try:
@@ -89,9 +89,10 @@ def _conform(value: Any, schema: Any, root: dict[str, Any], *, where: str) -> An
     if "const" in schema or "enum" in schema:
         value = _chosen(value, schema, where)
     if isinstance(value, list | tuple):
-        items = schema.get("items", {})
-        return [_conform(item, items, root, where=f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, dict) and "properties" in schema:
+        first, rest = schema.get("prefixItems", []), schema.get("items", {})
+        schemas = [*first, *[rest] * len(value)]
+        return [_conform(item, schemas[i], root, where=f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict) and ("properties" in schema or schema.get("additionalProperties")):
         return _object(value, schema, root, where=where)
     return value
 
@@ -170,15 +171,17 @@ def _first(value: Any, options: list[Any], root: dict[str, Any], *, where: str) 
 
 
 def _object(value: dict[str, Any], schema: dict[str, Any], root: dict[str, Any], *, where: str) -> dict:
-    properties = schema["properties"]
+    properties, others = schema.get("properties", {}), schema.get("additionalProperties")
     if missing := [name for name in schema.get("required", ()) if name not in value]:
         raise ValueError(f"{where} must have {', '.join(missing)}")
     unknown = [name for name in value if name not in properties]
-    if unknown and not schema.get("additionalProperties"):
+    if unknown and not others:
         raise ValueError(
             f"{where} may not have {unknown[0][:40]!r}, only {', '.join(properties) or 'nothing'}"
         )
-    return {name: _conform(item, properties.get(name, {}), root, where=name) for name, item in value.items()}
+    return {
+        name: _conform(item, properties.get(name, others), root, where=name) for name, item in value.items()
+    }
 
 
 def call_record(call: ToolCall | InvalidToolCall) -> dict[str, Any]:

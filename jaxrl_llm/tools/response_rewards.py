@@ -204,7 +204,7 @@ def encode_response(
     Raises:
         RowError: prompt or response cannot be rendered.
     """
-    whole = replace(example, response=text, turns=())
+    whole = replace(example, response=text, turns=(), thought="")
     ids, mask = encode_supervised(tokenizer, whole, replace(chat, loss="last"))
     start = int(mask.argmax())
     return ids[:start], ids[start:]

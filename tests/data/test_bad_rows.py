@@ -45,7 +45,7 @@ WRONG = {
     ),
     "tool call of bytes": (
         {"messages": [USER, {**ASSISTANT, "tool_calls": [b"x"]}]},
-        "messages[1].tool_calls[0] must be text, got bytes",
+        "messages[1].tool_calls[0] must be text, a Python number or another value of JSON, got bytes",
     ),
     "not a number": ({"messages": [{**USER, "weight": float("inf")}]}, "messages[0].weight is inf"),
     "tool calls that are no list": (

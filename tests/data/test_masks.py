@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -267,6 +268,12 @@ def test_of_a_completion_of_several_messages_the_prompt_is_not_learned():
         ),
         (assistant("a", masked=True), r"messages\[1\].masked is unknown"),
         (assistant("a", ignore=True), r"messages\[1\].ignore is unknown"),
+        (assistant("a", exclude=True), r"messages\[1\].exclude is unknown"),
+        (assistant("a", is_target=False), r"messages\[1\].is_target is unknown"),
+        (
+            assistant("a", weight=np.float32(0)),
+            r"messages\[1\].weight must be .*number or .*, got float32",
+        ),
         (assistant("a", compute_loss="False"), r"messages\[1\].compute_loss is unknown"),
         (user("a") | {"train": True}, r"messages\[1\].train is True, but text of the role user is never"),
     ],
@@ -405,6 +412,18 @@ def test_a_rendered_chat_in_the_column_text_has_the_ids_of_transformers():
     for text, more in ((rendered, []), (rendered + "\n", [1]), ("plain", [1])):
         ids, mask = encode_supervised(tokenizer, read({"text": text}), ChatConfig())
         assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"] + more and mask.all()
+
+
+def test_the_common_beginning_of_two_rendered_chats_keeps_its_control_tokens():
+    chat = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = make()
+    pair = read({"chosen": chat + "A<|im_end|>", "rejected": chat + "B<|im_end|>"})
+    for example, end in ((pair, "A<|im_end|>"), (pair.rejected, "B<|im_end|>")):
+        ids, mask = encode_supervised(tokenizer, example, ChatConfig())
+        whole = tokenizer(chat + end, add_special_tokens=False)["input_ids"]
+        assert ids.tolist() == whole and tokenizer.decode(ids[mask == 1]) == end
+    said = read({"prompt": chat, "chosen": "A", "rejected": "B"})  # the prompt is what others say
+    assert tokenizer.convert_tokens_to_ids("<|im_start|>") not in encode_prompt(tokenizer, said, ChatConfig())
 
 
 def test_a_control_token_takes_the_white_space_after_it_between_turns_too():

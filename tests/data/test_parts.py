@@ -275,6 +275,13 @@ def test_a_system_prompt_beside_text_and_two_of_them():
         ({"article": "Rome is in Italy."}, "article"),
         ({"A": "3", "B": "4"}, "A"),
         ({"opa": "3", "opb": "4"}, "opa"),
+        ({"choice1": "3", "choice2": "4"}, "choice1"),
+        ({"knowledge": "Rome is in Italy."}, "knowledge"),
+        ({"evidence": "In Italy."}, "evidence"),
+        ({"table": {"header": ["A"], "rows": [["3"]]}}, "table"),
+        ({"prefix": "Rome"}, "prefix"),
+        ({"suffix": "4?"}, "suffix"),
+        ({"chat_history": ["hello"]}, "chat_history"),
     ],
 )
 def test_columns_that_belong_to_the_question_are_refused_where_it_lacks_them(more, name):
@@ -291,11 +298,72 @@ def test_columns_that_belong_to_the_question_are_refused_where_it_lacks_them(mor
 
 @pytest.mark.parametrize(
     ("more", "name"),
-    [({"train": False}, "train"), ({"loss_mask": 0}, "loss_mask"), ({"functions": [{}]}, "functions")],
+    [
+        ({"train": False}, "train"),
+        ({"loss_mask": 0}, "loss_mask"),
+        ({"weight": 0.0}, "weight"),
+        ({"weight": 0.5}, "weight"),
+        ({"weight": "0"}, "weight"),  # as in CSV
+        ({"assistant_masks": [0, 1]}, "assistant_masks"),
+        ({"loss_weights": [[1.0, 0.5]]}, "loss_weights"),
+    ],
 )
-def test_columns_about_a_whole_chat_are_not_left_out(more, name):
-    with pytest.raises(RowError, match=f"^f:1: the column {name} would be left out"):
-        read({"messages": [{"role": "user", "content": "q"}]} | more)
+def test_columns_about_what_is_learned_are_not_left_out(more, name):
+    for row, advice in (
+        ({"messages": [U]}, "give each message a weight"),
+        ({"prompt": "q", "completion": "a"}, "leave out such rows"),
+    ):
+        with pytest.raises(RowError, match=f"^f:1: the column {name} would be left out: {advice}"):
+            read(row | more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"loss": 1.3}, {"weights": [2, 3]}, {"target": [0, 1]}, {"train": [{"input": [[0]]}]}, {"weight": 1}],
+)
+def test_columns_that_only_sound_like_masks_are_kept(more):
+    """A loss that was measured, the weights of a knapsack, an answer, the examples of an ARC task."""
+    assert read({"messages": [U]} | more).columns == more
+
+
+def test_functions_of_a_chat_are_tools():
+    with pytest.raises(RowError, match=r"^f:1: the column functions would be left out: name it tools"):
+        read({"messages": [U], "functions": [{}]})
+
+
+# Thoughts in columns, and names.
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "cot", "thinking", "Complex_CoT"])
+def test_a_thought_beside_a_response_is_the_templates_thought(name):
+    thought, asked = {name: "Because it is so"}, {"messages": [U]}
+    shown = "<user\nHi>\n<assistant\n<think>Because it is so</think>Yes>"
+    rows = {"question": "Hi", "output": "Yes"}, {"problem": "Hi", "solution": "Yes"}
+    for row in (asked | {"response": "Yes"}, *rows):
+        assert text(row | thought, THINKS, learn=True) == shown
+        with pytest.raises(RowError, match=r"leaves out what the assistant thinks .*'Because it is so'"):
+            text(row | thought, learn=True)
+        assert text(row | thought) == "<user\nHi>\n<assistant\n"  # no part of a rollout's prompt
+    said = {"prompt": [U], "completion": "<think>Because it is so</think>Yes"}
+    assert text(said | thought, THINKS, learn=True) == shown
+    assert text(asked | {"response": "Yes", name: "on"}, learn=True).endswith("Yes>")  # a setting
+    with pytest.raises(RowError, match=r"^f:1: the thought in a column of its own would be left out"):
+        text({"prompt": "Hi", "completion": "Yes"} | thought, learn=True)
+    with pytest.raises(RowError, match="are two thoughts: keep one of them"):
+        read(asked | {"response": "Yes", "thoughts": "Or not at all"} | thought)
+    with pytest.raises(RowError, match="the thought of neither response is a column"):
+        read(asked | {"chosen": "Yes", "rejected": "No"} | thought)
+    with pytest.raises(RowError, match="the column of the thought would be left out of the judged response"):
+        read(asked | {"response": "Yes", "label": True} | thought, judge=True)
+
+
+def test_names_that_a_template_leaves_out_are_warned_of_once(caplog):
+    row = {"messages": [U | {"name": "Ann"}, A | {"name": "assistant"}, U | {"name": "Bo"}]}
+    named = CHATML.replace("{{ m.role }}", "{{ m.name or m.role }}")
+    assert text(row, named).startswith("<Ann\nHi>") and not caplog.records
+    assert text(row) == text(row) == "<user\nHi>\n<assistant\nYes>\n<user\nHi>\n<assistant\n"
+    (record,) = caplog.records
+    assert record.getMessage() == "the tokenizer's chat template leaves out the names of messages (key name)"
 
 
 def test_context_of_an_instruction_is_its_input():
@@ -303,7 +371,7 @@ def test_context_of_an_instruction_is_its_input():
     assert text(row, learn=True) == "<user\nWhere is Rome?\n\nRome is in Italy.>\n<assistant\nThere>"
 
 
-@pytest.mark.parametrize("name", ["image", "images", "videos", "audio"])
+@pytest.mark.parametrize("name", ["image", "images", "image_url", "videos", "audio"])
 def test_media_are_refused_as_the_model_would_not_see_them(name):
     with pytest.raises(RowError, match=f"^f:1: the column {name} would be left out"):
         read({"prompt": "<image>What is it?", name: [{"bytes": b"x", "path": None}]}, prompt_key="prompt")

@@ -319,6 +319,8 @@ POINT = {
             "odd": {"$ref": "#/$defs/a~1b"},
             "far": {"$ref": "https://schemas.test/far.json"},
             "two": {"const": 2},
+            "named": {"type": "object", "additionalProperties": {"$ref": "#/$defs/Point"}},
+            "pair": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]},
             "level": {"enum": [1, True, None, "1.5"]},
         },
         "required": ["at"],
@@ -339,6 +341,8 @@ POINT = {
         ({"at": {"x": 3}, "two": "2", "level": "1"}, {"at": {"x": 3}, "two": 2, "level": 1}),
         ({"at": {"x": 3}, "two": 2, "level": "True"}, {"at": {"x": 3}, "two": 2, "level": True}),
         ({"at": {"x": 3}, "level": "1.5"}, {"at": {"x": 3}, "level": "1.5"}),
+        ({"at": {"x": 3}, "named": '{"a": {"x": "4"}}', "pair": '["1", "2"]'},
+         {"at": {"x": 3}, "named": {"a": {"x": 4}}, "pair": [1, "2"]}),
         ({"at": "{'x': 3}"}, {"at": {"x": 3}}),  # Seed-OSS's template writes Python's literals
     ],
 )  # fmt: skip
@@ -355,6 +359,7 @@ def test_references_and_constants_of_a_schema_are_followed(given, kept):
         ({"at": {"x": 1}, "to": {"x": "a"}}, "draw: x must be integer, not the text 'a'"),
         ({"at": {"x": 1}, "two": "two"}, "draw: two must be 2"),
         ({"at": {"x": 1}, "two": True}, "draw: two must be 2"),
+        ({"at": {"x": 1}, "named": {"a": {"y": 1}}}, "draw: a must have x"),
         ({"at": {"x": 1}, "level": 2}, 'draw: level must be one of [1, true, null, "1.5"]'),
         ({"at": {"x": 1}, "tree": functools.reduce(lambda t, _: {"leaves": [t]}, range(400), {})},
          "draw: the arguments are nested too deeply"),
