@@ -101,9 +101,7 @@ class ChatRenderer:
         form = in_parts([said]) if isinstance(self._forms[0][0]["content"], list) else [said]
         first = self.render(1)
         try:
-            (before, _), (after, _) = self._ask(
-                form, [(1, {"add_generation_prompt": g}) for g in (False, True)]
-            )
+            (before, _), (after, _) = self._ask([(form, {"add_generation_prompt": g}) for g in (False, True)])
         except RowError:
             return ""
         header = after.removeprefix(before)
@@ -159,14 +157,17 @@ class ChatRenderer:
         """Render the first `count` messages, and locate their parts in the text."""
         options = {"add_generation_prompt": generation_prompt}
         tracked = {"return_assistant_tokens_mask": True} if self.marks_generation else {}
-        ((text, blocks),) = self._render([(count, options | tracked)])
         messages = self._forms[0][:count]
         taken = "".join(strings_of([messages, self._own_tools]))
         marked, tools, parts = mark_parts(messages, self._own_tools, taken)
+        with_marks = marked, options | ({"tools": tools} if tools else {})
         try:
-            ((shown, _),) = self._ask(marked, [(None, options | ({"tools": tools} if tools else {}))])
-        except RowError:  # the template refuses the marks
-            shown = ""
+            (text, blocks), (shown, _) = self._ask([(messages, options | tracked), with_marks])
+        except RowError:
+            ((text, blocks),) = self._render([(count, options | tracked)])
+            if messages != self._forms[0][:count]:
+                return self._render_marked(count, generation_prompt)
+            shown = ""  # the template refuses the marks
         lost, places = find_parts(text, shown, parts)
         return Rendered(text, blocks, lost, places)
 
@@ -213,7 +214,7 @@ class ChatRenderer:
         refusals: list[RowError] = []
         for i, messages in enumerate(self._forms):
             try:
-                rendered = self._ask(messages, cuts)
+                rendered = self._ask([(messages[:n], options) for n, options in cuts])
             except RowError as refusal:
                 refusals.append(refusal)
             else:
@@ -221,10 +222,9 @@ class ChatRenderer:
                 return rendered
         raise refusals[0]
 
-    def _ask(
-        self, messages: list[Message], cuts: list[tuple[int | None, dict[str, bool]]]
-    ) -> list[tuple[str, list]]:
-        calls = [{"conversations": [messages[:n]], **self._options, **cut} for n, cut in cuts]
+    def _ask(self, chats: list[tuple[list[Message], dict[str, Any]]]) -> list[tuple[str, list]]:
+        """Render messages with options, each of the chats."""
+        calls = [{"conversations": [chat], **self._options, **options} for chat, options in chats]
         return PROCESS.render(self.template, calls, self._name, self._where, date=self._date)
 
 
