@@ -13,10 +13,11 @@ PROGRAMS = {  # pattern of a word of a command -> system, trainer; the first tha
     r"(verl|recipe)\.[\w.]*main_\w+|.*\bmain_(ppo|dapo)\w*\.py|verl\.[\w.]*_main": ("verl", "ppo"),
     r"openrlhf\.cli\.train_ppo\w*": ("openrlhf", "ppo"),
     r"openrlhf\.cli\.train_(sft|dpo|rm)": ("openrlhf", r"\1"),
+    r"trl\.scripts\.(dpo|grpo|kto|reward|rloo|sft|distillation)": ("trl", r"\1"),
     r"RL2\.trainer\.(ppo|sft|dpo|rm)": ("rl2", r"\1"),
     r".*\bchatlearn/entrypoint\.py|chatlearn\.entrypoint": ("chatlearn", "grpo"),
 }
-MARKS = re.compile(r"verl|recipe|main_|openrlhf|RL2|chatlearn|\.py$")
+MARKS = re.compile(r"verl|recipe|main_|openrlhf|RL2|chatlearn|trl\.scripts|\.py$")
 """Text in the name of a trainer's program."""
 SCRIPTS = {  # begin of the name of a script of TRL, or word after `trl` -> trainer
     "reward_modeling": "reward", "online_dpo": "online_dpo", "grpo": "grpo", "gspo": "grpo", "gmpo": "gmpo",

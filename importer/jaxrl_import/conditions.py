@@ -114,11 +114,51 @@ class Branching:
         self.value = value
         self.active: bool | None = True
         self.expects_pattern = value is not None
+        self.is_second = False  # True: an earlier branch may have been taken, too
         self._taken: bool | None = False
 
     def enter(self, holds: bool | None) -> None:
         """Enter the next branch, whose condition holds, does not, or is not known."""
         before = self._taken
+        self.is_second = before is None
         self.active = False if before is True or holds is False else None if None in (before, holds) else True
         if holds is not False and before is not True:
             self._taken = self.active
+
+
+class Chain:
+    """Commands joined by && and ||: whether the present one is run."""
+
+    def __init__(self) -> None:
+        self.active: bool | None = True
+        self.is_second = False  # True: the command runs if one before it fails
+        self.is_begun = False  # True: the present command has words
+        self._status: bool | None = True  # of the commands before
+
+    def end(self, operator: str, command: list[str]) -> None:
+        """Go on to the command behind an operator; "" = the end of the line.
+
+        Args:
+            command: words of the command that ends; empty = assignments.
+        """
+        if not self.is_begun and operator == "":  # a line may end behind && and ||
+            return
+        if self.active is not False:
+            self._status = _status(command) if self.active else None
+        self.is_begun, self.is_second = False, operator == "||"
+        if operator not in ("&&", "||"):
+            self.active = self._status = True
+        elif self._status is None:
+            self.active = None
+        else:
+            self.active = self._status == (operator == "&&")
+
+
+def _status(command: list[str]) -> bool | None:
+    """Return whether a command succeeds, of assignments and tests; None = only a run would tell."""
+    if not command or command[0] in ("true", ":", "false"):
+        return command != ["false"]
+    ends = {"[": "]", "[[": "]]"}
+    if ends.get(command[0]) == command[-1]:
+        return _test(command[1:-1])
+    return _test(command[1:]) if command[0] == "test" else None

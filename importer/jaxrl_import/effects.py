@@ -15,7 +15,7 @@ _TABLES = key_table("effects")
 
 def changes_result(system: str, key: str, value: Any) -> tuple[bool, str]:
     """Return whether a key outside all tables changes the result with this value, and the replacement. For
-    systems with a list of keys, an unknown key counts as changing the result.
+    systems with a list of keys, an unknown key that has a value counts as changing the result.
     """
     for effect in _TABLES.get(system, ()):
         if re.fullmatch(effect["keys"], key):
@@ -25,4 +25,4 @@ def changes_result(system: str, key: str, value: Any) -> tuple[bool, str]:
     harmless = _TABLES["harmless"].get(system)
     if harmless is None or re.fullmatch(harmless, key, re.VERBOSE):
         return False, ""
-    return True, UNKNOWN_KEY
+    return value not in (None, "None", {}, []), UNKNOWN_KEY

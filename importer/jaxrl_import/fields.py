@@ -105,6 +105,7 @@ class Conversion:
         self.refused: dict[str, str] = {}
         self.notes = list(source.notes)
         self._read: set[str] = set()
+        self._defaulted: set[str] = set()
         self._leave_out_devices()
 
     def run(self) -> None:
@@ -121,6 +122,10 @@ class Conversion:
         self.system.rules[self.trainer](self)
         self._share_columns()
         for key, setting in self.settings.items():
+            if setting.value is None and key in self._defaulted - self.lost.keys():
+                self.lose(
+                    key, f"it is unset there; here it is {self.system.title}'s default, {self.get(key)}"
+                )
             known = key in self._read or (key in self.table and setting.value is None)
             if not known and key not in self.lost and key not in self.unused:
                 self._leave_out(key)
@@ -137,8 +142,10 @@ class Conversion:
 
     def _where(self, key: str) -> str:
         """Return file, line, key and value, for messages."""
-        place = f"{self.settings[key].where}: " if self.is_set(key) else ""
-        return f"{place}{self.origin(key)}"
+        if self.is_set(key):
+            return f"{self.settings[key].where}: {self.origin(key)}"
+        files = [setting.where.rpartition(":")[0] for setting in self.settings.values()]
+        return f"{files[0]}: {key}" if files else key
 
     def _share_columns(self) -> None:
         """Give the other sources the columns of the first: in other systems all files share them."""
@@ -167,6 +174,8 @@ class Conversion:
                 raise self._unknown_error()
             return convert_value(key, self.settings[key], convert)
         default = self.defaults.get(key)
+        if default is not None and convert is not device_count:
+            self._defaulted.add(key)
         return None if default is None else convert(default)
 
     def first(self, *keys: str) -> tuple[str, Any]:
@@ -190,6 +199,9 @@ class Conversion:
 
     def copy(self, ours: str, key: str, *keys: str, note: str = "", stated: bool = False) -> None:
         """Set a key here to the converted value of `key`; the comment names `keys`, too."""
+        if self.get(key) is None:
+            self.refused[key] = f"it is not set, and must be. import-config --define {key}=VALUE sets it."
+            return
         self.put(ours, self.get(key), key, *keys, note=note, stated=stated)
 
     def copy_set(self, ours: str, key: str, *keys: str, note: str = "", stated: bool = False) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import operator
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_import.algorithm_names import NO_ALGORITHM
-from jaxrl_import.expressions import integer_value
+from jaxrl_import.expressions import ARITHMETIC
 from jaxrl_import.values import NotHereError, Setting, unknown, unknown_names
 from jaxrl_llm.errors import UserError
 
@@ -49,6 +51,11 @@ PARSERS = ("TrlParser", "HfArgumentParser")
 DATASETS = ("load_dataset", "load_from_disk")
 FILE_FORMATS = ("json", "csv", "parquet", "text", "arrow")
 """First argument of load_dataset for files."""
+LOADED = {
+    "path", "name", "data_files", "data_dir", "split", "revision", "streaming", "num_proc", "cache_dir",
+    "token", "trust_remote_code", "keep_in_memory", "download_mode", "verification_mode", "save_infos",
+}  # fmt: skip
+"""Arguments of load_dataset that are read, or change no row."""
 ROW_CHANGES = ("map", "filter", "select", "add_column", "rename_column", "rename_columns", "train_test_split")
 """Methods of a data set that change its rows."""
 OF_TRL = (
@@ -58,6 +65,23 @@ OF_TRL = (
     "get_soft_overlong_punishment",
 )
 OF_MODEL = ("model_init_kwargs", "teacher_model_init_kwargs", "generation_kwargs")
+OPERATIONS = {**ARITHMETIC, ast.Div: operator.truediv, ast.Pow: operator.pow}
+COMPARISONS = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+}  # fmt: skip
+POSITIONS = {  # trainer -> its arguments without a name, in order
+    **dict.fromkeys(
+        ("grpo", "gmpo", "rloo", "async_grpo"), "model reward_funcs args train_dataset eval_dataset"
+    ),
+    **dict.fromkeys(("dpo", "kto"), "model ref_model args data_collator train_dataset eval_dataset"),
+    **dict.fromkeys(("sft", "reward", "orpo", "cpo"), "model args data_collator train_dataset eval_dataset"),
+    "gkd": "model teacher_model args data_collator train_dataset eval_dataset",
+    "online_dpo": "model ref_model reward_funcs args data_collator train_dataset eval_dataset",
+    "distillation": "model teacher_model args train_dataset eval_dataset",
+}
+LARGEST, MAX_POWER = 1e15, 64
+"""Bounds of the numbers in arithmetic of a file."""
 READ = {
     "model",
     "teacher_model",
@@ -71,6 +95,8 @@ READ = {
 """Arguments of a trainer that are treated separately, or ignored."""
 FROM_COMMAND = re.compile(r"(training|model|script)_args\.|get_\w+\((training|model|script)_args\)$")
 """A value that the command line has, too."""
+OF_COMMAND = re.compile(r"\x00.*\b(training|model|script)_args\.")
+"""In a value that is computed from the command line."""
 ARGUMENTS = ("args", "config", "training_args", "model_args", "script_args")
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 LORA = {
@@ -116,6 +142,7 @@ def read_python(text: str, name: str, variables: Mapping[str, str]) -> PythonSet
             f"{name}:{line}: not Python: {getattr(error, 'msg', '') or 'nested too deeply'}. Mend the line."
         ) from None
     # The trainer, by its Config, its Trainer, or the parser of its arguments.
+    tree = _TakenBranches(_Reader(tree, name, variables)).visit(tree)
     calls = sorted((n for n in ast.walk(tree) if isinstance(n, ast.Call)), key=lambda call: call.lineno)
     configs = [call for call in calls if trainer_of(_name(call), "Config")]
     parsed = [
@@ -131,10 +158,13 @@ def read_python(text: str, name: str, variables: Mapping[str, str]) -> PythonSet
     settings: dict[str, Setting] = {}
     for call in calls:
         settings |= _of_call(call, trainer, reader)
-    if configs:
-        settings |= dict(reader.arguments(configs[0]))
+    config = next(
+        (c for call in calls if (c := reader.config_of(call, trainer)) in configs), (configs or [None])[0]
+    )
+    if config:
+        settings |= dict(reader.arguments(config, ("output_dir",)))
     settings |= dict(reader.assigned())
-    others = [f"{_name(call)} in line {call.lineno}" for call in configs[1:]]
+    others = [f"{_name(call)} in line {call.lineno}" for call in configs if call is not config]
     return PythonSettings(trainer, settings, others, not configs)
 
 
@@ -145,7 +175,7 @@ def _of_call(call: ast.Call, trainer: str, reader: _Reader) -> dict[str, Setting
         return defaults | {LORA.get(key, f"peft.{key}"): value for key, value in reader.arguments(call)}
     if _name(call) in ("ModelConfig", "BitsAndBytesConfig"):
         return dict(reader.arguments(call))
-    return dict(reader.of_trainer(call)) if trainer_of(_name(call), "Trainer") == trainer else {}
+    return dict(reader.of_trainer(call, trainer)) if trainer_of(_name(call), "Trainer") == trainer else {}
 
 
 def _refuse_trainers(names: list[str], calls: list[ast.Call], name: str) -> None:
@@ -174,12 +204,27 @@ def _name(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
+class _TakenBranches(ast.NodeTransformer):
+    """Leaves out the branches of `if` that constants of the file decide against."""
+
+    def __init__(self, reader: _Reader):
+        self._reader = reader
+
+    def visit_If(self, node: ast.If) -> ast.If | list[ast.stmt]:
+        self.generic_visit(node)
+        taken = self._reader.value(node.test)
+        if not isinstance(taken, bool | int | None):
+            return node
+        return (node.body if taken else node.orelse) or [ast.copy_location(ast.Pass(), node)]
+
+
 class _Reader:
-    """Values of expressions: literals, names assigned once, defaults of add_argument."""
+    """Values of expressions: literals, names with one value, defaults of add_argument."""
 
     def __init__(self, tree: ast.Module, name: str, variables: Mapping[str, str]):
         self._name, self._tree = name, tree
         self._nodes: dict[str, ast.expr] = {}
+        self._several: set[str] = set()
         self._places: dict[str, int] = {}
         self._imported: dict[str, str] = {}
         self._values: dict[str, Any] = dict(variables)
@@ -188,18 +233,25 @@ class _Reader:
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
                 self._assign(node.targets[0], node.value)
             elif isinstance(node, ast.ImportFrom) and node.module:
-                self._imported |= {alias.asname or alias.name: node.module for alias in node.names}
+                names = {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+                self._imported |= names
+            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                self._several.add(node.target.id)
             elif isinstance(node, ast.Call) and _name(node) == "add_argument" and node.args:
                 self._add_argument(node)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Name):
-            self._nodes.setdefault(target.id, value)
-        elif isinstance(
-            target, ast.Tuple
-        ):  # such as train, test = load_dataset(NAME, split=["train", "test"])
+            first = self._nodes.setdefault(target.id, value)
+            if ast.dump(first) != ast.dump(value):
+                self._several.add(target.id)
+        elif isinstance(target, ast.Tuple):
+            same = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
             for i, name in enumerate(target.elts):
-                if isinstance(name, ast.Name) and name.id not in self._nodes:
+                if same:
+                    self._assign(name, value.elts[i])
+                elif isinstance(name, ast.Name) and name.id not in self._nodes:
+                    # Such as train, test = load_dataset(NAME, split=["train", "test"]).
                     self._nodes[name.id], self._places[name.id] = value, i
 
     def _add_argument(self, call: ast.Call) -> None:
@@ -213,13 +265,25 @@ class _Reader:
         """Return file and line."""
         return f"{self._name}:{node.lineno}"
 
-    def arguments(self, call: ast.Call) -> Iterator[tuple[str, Setting]]:
-        """Yield the named arguments of a call."""
+    def arguments(self, call: ast.Call, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Setting]]:
+        """Yield the arguments of a call; those without a name have these."""
+        for key, node in zip(names, call.args, strict=False):
+            yield from self._setting(key, node)
         for word in call.keywords:
             if word.arg:
                 yield from self._setting(word.arg, word.value)
-            elif isinstance(word.value, ast.Name):
-                yield from self._items(self._nodes.get(word.value.id))
+                continue
+            items = dict(self._items(word.value))
+            what = f"**{ast.unparse(word.value)}"
+            yield from items.items() or [(what, Setting("...", self.where(word.value)))]
+
+    def config_of(self, call: ast.Call, trainer: str) -> ast.Call | None:
+        """Return the call of a Config that a call of a Trainer names."""
+        if trainer_of(_name(call), "Trainer") != trainer:
+            return None
+        node = _words(call, trainer).get("args")
+        node = self._nodes.get(node.id) if isinstance(node, ast.Name) else node
+        return node if isinstance(node, ast.Call) else None
 
     def assigned(self) -> Iterator[tuple[str, Setting]]:
         """Yield the arguments that the script assigns itself: training_args.KEY = VALUE."""
@@ -235,7 +299,10 @@ class _Reader:
     def _setting(self, key: str, node: ast.expr) -> Iterator[tuple[str, Setting]]:
         if key in OF_MODEL:  # each of its keys is a key by itself
             for inner, setting in self._items(node):
-                yield f"{key}.{inner}", setting
+                # Of the command line, or of a call that is read by itself.
+                known = inner == "quantization_config" or OF_COMMAND.search(str(setting.value))
+                if not known:
+                    yield f"{key}.{inner}", setting
         elif key != "args" and not FROM_COMMAND.match(ast.unparse(node)):
             yield key, Setting(self.value(node), self.where(node))
 
@@ -252,9 +319,9 @@ class _Reader:
                 if isinstance(key, ast.Constant):
                     yield str(key.value), Setting(self.value(value), self.where(value))
 
-    def of_trainer(self, call: ast.Call) -> Iterator[tuple[str, Setting]]:
+    def of_trainer(self, call: ast.Call, trainer: str) -> Iterator[tuple[str, Setting]]:
         """Yield model, reward functions, data set and the further arguments of a call of a Trainer."""
-        words = {word.arg: word.value for word in call.keywords if word.arg}
+        words = _words(call, trainer)
         where = self.where(call)
         model = self.value(words["model"]) if "model" in words else None
         if isinstance(model, str) and not unknown_names(model):
@@ -268,10 +335,8 @@ class _Reader:
             yield "teacher_model_name_or_path", Setting(teacher, where)
         if "reward_funcs" in words:
             functions = words["reward_funcs"]
-            functions = (
-                self._nodes.get(functions.id, functions) if isinstance(functions, ast.Name) else functions
-            )
-            nodes = functions.elts if isinstance(functions, ast.List) else [functions]
+            listed = self._nodes.get(functions.id) if isinstance(functions, ast.Name) else functions
+            nodes = listed.elts if isinstance(listed, ast.List) else [functions]
             if nodes:
                 yield "reward_funcs", Setting([self._function(node) for node in nodes], where)
         yield from self._dataset(words.get("train_dataset"))
@@ -287,20 +352,29 @@ class _Reader:
         for changed in ast.walk(self._tree):
             if isinstance(changed, ast.Call) and _name(changed) in ROW_CHANGES and self._is_dataset(changed):
                 yield f"dataset.{_name(changed)}", Setting(f"in line {changed.lineno}", self.where(changed))
-        if call is None or not call.args:
+        if call is None:
             return
+        # What is loaded: path and subset are the first arguments, or have their names.
         where = self.where(call)
-        rest = {word.arg: self.value(word.value) for word in call.keywords}
-        values = [self.value(arg) for arg in call.args]
-        subset = values[1] if len(values) > 1 else rest.get("name")
-        path = values[0]
+        rest = {word.arg: self.value(word.value) for word in call.keywords if word.arg}
+        rest |= dict(zip(("path", "name"), map(self.value, call.args), strict=False))
+        path, subset, split = (rest.get(key) for key in ("path", "name", "split"))
+        files = rest.get("data_files") or rest.get("data_dir")
         if path in FILE_FORMATS:
-            path, subset = rest.get("data_files") or rest.get("data_dir"), None
-        split = rest.get("split")
+            path, subset = files, None
+        elif files:
+            yield "dataset.files", Setting(files, where)
+        elif isinstance(rest.get("revision"), str) and isinstance(path, str):
+            path = f"{path}@{rest['revision']}"
+        for key in sorted(rest.keys() - LOADED):
+            yield f"dataset.{key}", Setting(rest[key], where)
         if isinstance(split, list | tuple) and place is not None and place < len(split):
             split = split[place]
+        # A name that only a run would tell is no source; the command line has its own.
         if isinstance(path, str | list | tuple | dict) and not unknown_names(path):
             yield "dataset_name", Setting(path, where)
+        elif not OF_COMMAND.search(str(path)):
+            yield "dataset.made", Setting(ast.unparse(call), where)
         for key, value in (("dataset_config", subset), ("dataset_train_split", split)):
             if isinstance(value, str) and not unknown_names(value):
                 yield key, Setting(value, where)
@@ -321,11 +395,17 @@ class _Reader:
         call = node if isinstance(node, ast.Call) else self._nodes.get(getattr(node, "id", ""))
         if isinstance(call, ast.Call) and _name(call) in OF_TRL:
             return ast.unparse(call)
-        name = node.func if isinstance(node, ast.Call) else node
-        if not isinstance(name, ast.Name) or name.id in OF_TRL:
-            return ast.unparse(name)
-        module = self._imported.get(name.id, "")
-        return f"{module}.{name.id}" if module else f"{self._name}:{name.id}"
+        model = self._call_named(node, ("from_pretrained",))[0]
+        if model is not None and model.args:
+            return "" if FROM_COMMAND.match(ast.unparse(model.args[0])) else str(self.value(model.args[0]))
+        if not isinstance(node, ast.Name | ast.Attribute):
+            return unknown(ast.unparse(node))
+        name = ast.unparse(node)
+        whole = self._imported.get(name, "")
+        short = whole.rpartition(".")[2]
+        if isinstance(node, ast.Attribute) or name in OF_TRL or short in OF_TRL:
+            return short or name
+        return whole or f"{self._name}:{name}"
 
     def _call_named(
         self, node: ast.expr | None, names: tuple[str, ...]
@@ -334,7 +414,7 @@ class _Reader:
         and its index if several names are assigned at once."""
         place = None
         for _ in range(10):
-            if isinstance(node, ast.Call) and _name(node) in names and node.args:
+            if isinstance(node, ast.Call) and _name(node) in names:
                 return node, place
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 node = node.func.value
@@ -354,7 +434,11 @@ class _Reader:
         key = ast.unparse(node)
         if key in self._values:
             return self._values[key]
-        if isinstance(node, ast.Name) and node.id in self._nodes and depth < 10:
+        if key.startswith("torch.") and isinstance(node, ast.Attribute):
+            return key
+        if depth > 10 or (isinstance(node, ast.Name) and node.id in self._several):
+            return unknown(key)
+        if isinstance(node, ast.Name) and node.id in self._nodes:
             return self.value(self._nodes[node.id], depth + 1)
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
             first = self.value(node.values[0], depth + 1)
@@ -369,10 +453,55 @@ class _Reader:
             )
         if isinstance(node, ast.List | ast.Tuple):
             return [self.value(item, depth + 1) for item in node.elts]
-        if isinstance(node, ast.Call) and _name(node) == "len" and len(node.args) == 1:
-            items = self.value(node.args[0], depth + 1)
-            return len(items) if isinstance(items, list | tuple) else unknown(key)
-        try:
-            return integer_value(node)
-        except (ValueError, ZeroDivisionError):
+        if isinstance(node, ast.Call) and not node.keywords:
+            return self._of_call(node, [self.value(argument, depth + 1) for argument in node.args])
+        if isinstance(node, ast.IfExp) and isinstance(test := self.value(node.test, depth + 1), bool):
+            return self.value(node.body if test else node.orelse, depth + 1)
+        operands = [self.value(operand, depth + 1) for operand in _operands(node)]
+        if not operands or any(map(unknown_names, operands)):
             return unknown(key)
+        try:
+            return _computed(node, operands)
+        except (TypeError, ValueError, ArithmeticError):
+            return unknown(key)
+
+    def _of_call(self, node: ast.Call, values: list[Any]) -> Any:
+        """Return the value of len(...) or os.path.join(...) of known values."""
+        known = bool(values) and not any(map(unknown_names, values))
+        if known and _name(node) == "len" and isinstance(values[0], list | tuple):
+            return len(values[0])
+        if known and ast.unparse(node.func).endswith("path.join") and all(isinstance(v, str) for v in values):
+            return posixpath.join(*values)
+        return unknown(ast.unparse(node))
+
+
+def _words(call: ast.Call, trainer: str) -> dict[str, ast.expr]:
+    """Return the arguments of a call of a Trainer by name, also those without one."""
+    named = {word.arg: word.value for word in call.keywords if word.arg}
+    return dict(zip(POSITIONS[trainer].split(), call.args, strict=False)) | named
+
+
+def _operands(node: ast.expr) -> list[ast.expr]:
+    """Return the operands of arithmetic, `not` or one comparison; none of another expression."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return [node.left, node.right]
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
+        return [node.left, *node.comparators]
+    return [node.operand] if isinstance(node, ast.UnaryOp) else []
+
+
+def _computed(node: ast.expr, operands: list[Any]) -> Any:
+    """Return the value of an expression of `_operands`."""
+    if isinstance(node, ast.Compare):
+        return COMPARISONS[type(node.ops[0])](*operands)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return not operands[0]
+    are_numbers = all(isinstance(operand, int | float) and abs(operand) < LARGEST for operand in operands)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and are_numbers:
+        return -operands[0]
+    is_text = isinstance(getattr(node, "op", None), ast.Add) and all(isinstance(o, str) for o in operands)
+    if not isinstance(node, ast.BinOp) or not (are_numbers or is_text):
+        raise ValueError("no arithmetic of numbers")
+    if isinstance(node.op, ast.Pow) and abs(operands[1]) > MAX_POWER:
+        raise ValueError("a large power")
+    return OPERATIONS[type(node.op)](*operands)

@@ -133,6 +133,12 @@ def _read_shell(
         for name, line in script.branches.items()
         if f"${name}" in text or f"${{{name}" in text
     ]
+    notes += [
+        f"{file}:{line}: {name} has items of a branch that only a run would choose, or leave out; the first "
+        "such branch counts"
+        for name, line in script.array_branches.items()
+        if f"${{{name}[" in text
+    ]
     # Its arguments, over the config file that it names.
     arguments = words[at + 1 :]
     if len(arguments) > MAX_KEYS:
@@ -288,8 +294,7 @@ def _flatten(
         child = children.get(str(key), node)  # a key that << merges has no node here
         if isinstance(value, dict) and child.id == "mapping" and value and child is not node:
             _flatten(child, value, f"{prefix}{key}.", name, settings=settings)
-        else:
-            value = None if value == "???" else value
+        elif value != "???":  # OmegaConf's mark of a value to give
             settings[f"{prefix}{key}"] = Setting(value, f"{name}:{child.start_mark.line + 1}")
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxrl_import.conditions import Branching, matches, truth
+from jaxrl_import.conditions import Branching, Chain, matches, truth
 from jaxrl_import.expressions import edited_value, integer_value, path_output
 from jaxrl_import.values import unknown, unknown_names
 from jaxrl_llm.errors import UserError
@@ -62,9 +62,12 @@ class Script:
         self._arrays: dict[str, list[str]] = {}
         self._here: list[tuple[str, bool, list[Word]]] = []
         self._branchings: list[Branching] = []
+        self._chain = Chain()
         self._is_open = True
         self.branches: dict[str, int] = {}
         """Variables that a branch of an `if` assigns once more -> the line; the first value counts."""
+        self.array_branches: dict[str, int] = {}
+        """Arrays with items of a branch that may be taken -> the line; of several the first counts."""
         self.commands: list[list[Word]] = []
         self._read()
 
@@ -86,6 +89,7 @@ class Script:
                 self._expansion()
             elif char == "\n" or self._operator():
                 self._end(command)
+                self._chain.end(self._operator(), [word.text for word in command])
                 command = []
                 if self._operator() == ";;" and self._branchings:
                     self._branchings[-1].expects_pattern = self._branchings[-1].value is not None
@@ -102,6 +106,7 @@ class Script:
                 self._here.append((match[2], not match[1], command))
                 self._skip(len(match[0]))
             else:
+                self._chain.is_begun = True
                 command += self._word(command)
         self._end(command)
 
@@ -121,7 +126,7 @@ class Script:
 
     def _active(self) -> bool | None:
         """Return whether the branch at this place is taken; None = not known."""
-        states = [branching.active for branching in self._branchings]
+        states = [self._chain.active, *(branching.active for branching in self._branchings)]
         return False if False in states else None if None in states else True
 
     def _branch(self) -> bool:
@@ -192,7 +197,7 @@ class Script:
             raise UserError(f"{self._name}:{self._line}: {name} is longer than {MAX_CHARS:,}. Shorten it.")
         if name in self._given or self._active() is False:
             return
-        if self._active() is None and self._variables.get(name) not in (None, value):
+        if self._active() is None and self._variables.get(name) not in (None, "", value):
             self.branches.setdefault(name, self._line)
             if not unknown_names(self._variables[name]):
                 return
@@ -220,7 +225,11 @@ class Script:
         self._skip(1)
         if self._active() is False:
             return
-        # A branch that is not taken assigns nothing.
+        # A branch that is not taken assigns nothing; of several that may be, the first does.
+        if self._active() is None:
+            self.array_branches.setdefault(name, start)
+        if any(b.is_second and b.active is None for b in (self._chain, *self._branchings)):
+            return
         if not appended:
             self._arrays[name] = []
         self._arrays.setdefault(name, []).extend(values)

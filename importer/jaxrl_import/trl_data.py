@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_import.fields import Conversion
-from jaxrl_import.values import items, source_path
+from jaxrl_import.values import items, printable, source_path
 
 OF_MATH = (
     "here math, by the same library: TRL counts LaTeX alone (\\boxed{{4}}, $4$), math a plain number, too; "
@@ -64,6 +64,11 @@ def put_rewards(conv: Conversion) -> None:
         conv.put("reward.name", "none", note="reward models alone reward")
     if shaping:
         conv.put("reward.shaping", tuple(shaping), "reward_funcs", "reward_weights")
+    if conv.value_of("algo.advantage", conv.algo) == "gdpo" and any(weight != 1.0 for weight in weights):
+        # Each reward has its weight, so its sign, before it is normalized: the size is left for afterwards.
+        sizes = [conv.value_of("reward.weight", 1.0), *(weight for _, weight in shaping)]
+        sizes += [weight for _, weight in models]
+        conv.put("algo.component_weights", tuple(map(abs, sizes)), "reward_weights")
 
 
 def _reward(conv: Conversion, name: str, short: str) -> str:
@@ -107,7 +112,7 @@ def put_data(conv: Conversion) -> None:
     if conv.is_set("datasets"):
         _put_mixture(conv)
         return
-    _without_slice(conv)
+    _without_slice(conv, 0, "dataset_train_split")
     if not conv.is_set("dataset_name"):
         return
     train, test = _paths_of(conv.get("dataset_name"))
@@ -119,9 +124,9 @@ def put_data(conv: Conversion) -> None:
         conv.copy_set("data.eval.0.subset", "dataset_config")
 
 
-def _without_slice(conv: Conversion) -> None:
-    """Set the split without the part of it that is read there."""
-    ours, key = "data.train.0.split", "dataset_train_split"
+def _without_slice(conv: Conversion, i: int, key: str) -> None:
+    """Set the split of a source without the part of it that is read there."""
+    ours = f"data.train.{i}.split"
     if match := SLICE.fullmatch(conv.value_of(ours, "")):
         conv.put(ours, match[1], key)
         conv.lose(key, "all rows of the split are used: cut the file")
@@ -142,14 +147,20 @@ def _put_mixture(conv: Conversion) -> None:
     if not entries:
         conv.refuse(key, "it must be a list of mappings with path")
     for i, entry in enumerate(entries):
-        path = entry.get("path", "")
-        files = entry.get("data_files") or entry.get("data_dir")
+        path, files = entry.get("path", ""), entry.get("data_files") or entry.get("data_dir")
         if path in FORMATS and files:
-            path = _paths_of(files)[0][0]
+            path, *more = _paths_of(files)[0] or [""]
+            if more:
+                conv.lose(
+                    key, f"of the files of one source the first is read: {path}. Give each its own entry"
+                )
+        elif files:
+            conv.lose(key, f"of {path} all files are read, not {printable(files)} alone")
         conv.put(f"data.train.{i}.path", source_path(path), key)
         for name, ours in (("name", "subset"), ("split", "split")):
             if entry.get(name):
                 conv.put(f"data.train.{i}.{ours}", str(entry[name]), key)
+        _without_slice(conv, i, key)
         if entry.get("fraction"):
             conv.put(f"data.train.{i}.weight", float(entry["fraction"]), key)
             conv.lose(

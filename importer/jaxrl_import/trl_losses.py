@@ -51,8 +51,11 @@ def set_grpo(conv: Conversion) -> None:
     # The level of the ratio makes it GSPO.
     if level == "sequence" and conv.algo == "grpo":
         conv.algo = "gspo"
-    elif conv.get("multi_objective_aggregation") == "normalize_then_sum":
-        conv.algo = "gdpo"
+    elif level == "sequence" and conv.algo in ("cispo", "sapo"):
+        conv.lose(
+            "importance_sampling_level", f"{conv.algo}'s ratio here is of a token; there of the sequence"
+        )
+    _objectives(conv)
     conv.put("algo.aggregation", aggregation, "loss_type")
     if aggregation == "constant":
         constant = float(conv.value_of("max_response_tokens", 512))
@@ -68,6 +71,19 @@ def set_grpo(conv: Conversion) -> None:
             conv.lose("use_bias_correction_kl", reason)
     _entropy(conv, aggregation)
     group_scale(conv)
+
+
+def _objectives(conv: Conversion) -> None:
+    """Set the advantages of rewards that are normalized one by one, and then weighed."""
+    key = "multi_objective_aggregation"
+    if conv.get(key) != "normalize_then_sum":
+        return
+    if conv.algo == "grpo":
+        conv.algo = "gdpo"
+    else:
+        conv.put("algo.advantage", "gdpo", key)
+    if conv.get("reward_weights"):
+        conv.notes.append(f"{conv.origin(key)}: each reward is normalized, and then weighed")
 
 
 def set_async_grpo(conv: Conversion) -> None:
@@ -137,8 +153,11 @@ def clip_range(conv: Conversion) -> None:
 def set_gmpo(conv: Conversion) -> None:
     """Set what TRL's GMPO reads of GRPO's settings: its ratio is bounded in nats, its loss per response."""
     conv.put("algo.aggregation", "sequence", note="TRL's GMPO")
+    _objectives(conv)
     clip_range(conv)
     group_scale(conv)
+    conv.results.pop("algo.entropy_coef", None)
+    conv.drop("entropy_coef", "TRL's GMPO has no entropy bonus")
 
 
 def set_rloo(conv: Conversion) -> None:
@@ -201,6 +220,10 @@ def rollout_correction(conv: Conversion) -> None:
     if not conv.get("use_vllm") or not conv.get("vllm_importance_sampling_correction"):
         return
     mode = "vllm_importance_sampling_mode"
+    if conv.algo == "vespo":  # W there is policy / old x old / rollout, of tokens that the mode leaves
+        conv.put("algo.old", "rollout", "vllm_importance_sampling_correction")
+        conv.lose(mode, "VESPO's W is policy / rollout of all tokens: no ratio is bounded before")
+        return
     level, _, how = str(conv.get(mode)).partition("_")
     high = conv.first("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
     conv.put("algo.correction.weight", level, "vllm_importance_sampling_correction", mode)

@@ -67,6 +67,8 @@ def unknown_names(value: Any) -> list[str]:
 
 def printable(value: Any) -> str:
     """Return a value as one short line: variables that are not known as $NAME."""
+    if isinstance(value, list) and unknown_names(value):
+        value = ", ".join(map(str, value))
     text = UNKNOWN.sub(r"$\1", value if isinstance(value, str) else str(value)).replace("\n", " ")
     return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 

@@ -320,6 +320,10 @@ BRANCHES = [
         "3",
     ),
     ("A=(x)\nif [ 1 = 2 ]; then A+=(y); B=1; else A=(z); fi\nB=${A[@]}\n", "z"),
+    ('D=gpu\n[ "$D" = gpu ] && B=1 || B=2\n', "1"),
+    ('D=npu\n[ "$D" = gpu ] && B=1 || B=2\n', "2"),
+    ("D=npu; B=3\n[[ $D == gpu ]] &&\n  B=1\ntest -z '' || B=2\n", "3"),
+    ("false && true && B=1 || { B=2; }\n", "2"),
 ]
 
 
@@ -328,6 +332,19 @@ def test_branches_that_are_not_taken_are_not_read(text, expected):
     script = Script(f"{text}run $B", "x.sh", {})
     assert [word.text for word in script.commands[-1]] == ["run", expected]
     assert script.branches == {}
+
+
+def test_of_branches_that_may_be_taken_the_first_counts(imported):
+    """Of a variable that was empty, too; items of the others are not gathered."""
+    text = "E=() B=\ncase $D in\n gpu) E+=(actor_rollout_ref.rollout.n=2); B=8 ;;\n"
+    text += " *) E+=(actor_rollout_ref.rollout.n=3); B=16 ;;\nesac\n"
+    run = imported(text + VERL.format("$B ${E[@]}"))
+    assert (run.config.prompts_per_step, run.config.responses_per_prompt) == (8, 2)
+    assert "run.sh:3: E has items of a branch that only a run would choose" in run.report
+    assert "run.sh:4: B is assigned in a branch once more" in run.report
+    text = "command -v nvidia-smi && B=8 || B=16\n"
+    run = imported(text + VERL.format("$B"))
+    assert run.config.prompts_per_step == 8 and "run.sh:1: B is assigned" in run.report
 
 
 def test_commands_of_a_branch_that_is_not_taken():

@@ -176,6 +176,20 @@ def test_what_changes_the_result_is_said_first(imported, flags):
     assert run.report.splitlines()[1].startswith(f"NOT CARRIED OVER: {flags.split()[0].lstrip('-')}")
 
 
+@pytest.mark.parametrize(
+    ("trainer", "flags"),
+    [
+        ("ppo_ray", "--data.image_key images"),
+        ("sft", "--muon.nesterov True"),
+        ("sft", "--model.pretrain_mode_enable False"),
+        ("rm", "--model.compute_fp32_loss_enable False"),
+    ],
+)
+def test_a_default_that_is_stated_is_no_warning(imported, trainer, flags):
+    run = imported(f"python3 -m openrlhf.cli.train_{trainer} --model.model_name_or_path m/m {flags}\n")
+    assert flags.split()[0].lstrip("-") not in run.lost
+
+
 def test_flags_before_0_11(imported):
     run = imported(OLD)
     assert (

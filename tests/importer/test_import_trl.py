@@ -151,6 +151,9 @@ def test_a_command_in_a_docstring(imported):
     assert run.values("prompts_per_step", "algo.desirable_weight") == (16, 1.3)
 
 
+SUMS = "--multi_objective_aggregation normalize_then_sum"
+
+
 @pytest.mark.parametrize(
     ("flags", "algo", "values"),
     [
@@ -187,6 +190,14 @@ def test_a_command_in_a_docstring(imported):
                 "algo.correction.of": "policy",
             },
         ),
+        (f"grpo --loss_type cispo {SUMS}", "cispo", {"algo.advantage": "gdpo", "algo.clip_high": 0.0}),
+        (f"grpo --importance_sampling_level sequence {SUMS}", "gspo", {"algo.advantage": "gdpo"}),
+        (  # TRL weighs what is normalized: a group's deviation takes the size of a weight before it
+            f"grpo {SUMS} --reward_funcs a.b c.d think_format_reward org/rm --reward_weights 2 -1 0.5 3",
+            "gdpo",
+            {"reward.weight": 2.0, "algo.component_weights": (2.0, 1.0, 0.5, 3.0)},
+        ),
+        (f"gmpo --entropy_coef 0.1 {SUMS}", "gmpo", {"algo.advantage": "gdpo", "algo.entropy_coef": 0.0}),
         ("dpo --use_weighting True", "dpo", {"algo.weighted": True}),
         ("rloo", "rloo", {"algo.kl_coef": 0.05, "algo.kl_in": "reward", "responses_per_prompt": 2}),
         ("sft", "sft", {"optim.learning_rate": 2e-5, "prompts_per_step": 8, "data.chat.loss": "chat"}),
@@ -226,6 +237,40 @@ def test_luspo_of_token_ratios_is_noted(imported):
     assert "luspo's ratio here is that of the sequence" in imported(text, devices=1).report
     text = text.replace("luspo", "luspo --importance_sampling_level sequence")
     assert "luspo's ratio" not in imported(text, devices=1).report
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ("grpo --loss_type cispo --importance_sampling_level sequence", "importance_sampling_level"),
+        ("grpo --loss_type sapo --importance_sampling_level sequence", "importance_sampling_level"),
+        ("grpo --bnb_4bit_quant_type fp4", "bnb_4bit_quant_type"),
+        ("grpo --ref_model_mixup_alpha 0.5", "ref_model_mixup_alpha"),
+        ("grpo --loss_type vespo --use_vllm True", "vllm_importance_sampling_mode"),
+    ],
+)
+def test_settings_that_are_not_carried_over(imported, flags, key):
+    run = imported(f"trl {flags} --model org/m\n", devices=1)
+    assert list(run.lost) == [key] and "does not know" not in run.report
+
+
+def test_vespos_weight_has_the_ratio_to_the_rollout(imported):
+    """In TRL a factor of W, not a weight of the loss."""
+    run = imported("trl grpo --model org/m --use_vllm True --loss_type vespo\n", devices=1)
+    assert run.values("algo.old", "algo.correction.weight") == ("rollout", "none")
+
+
+def test_a_key_that_is_unset_has_not_the_default(imported):
+    text = "model_name_or_path: org/m\nnum_generations: 4\nmax_completion_length: {}\nbeta: 0.1\n"
+    assert imported(text.format("null"), "grpo.yaml", devices=1).lost == {
+        "max_completion_length": "it is unset there; here it is TRL's default, 512"
+    }
+    assert imported(text.format(512), "grpo.yaml", devices=1).lost == {}
+
+
+def test_a_module_of_trl_is_a_command(imported):
+    run = imported("accelerate launch --num_processes 2 -m trl.scripts.dpo --model org/m --beta 0.3\n")
+    assert (run.config.algo.algorithm, run.config.algo.beta, run.config.prompts_per_step) == ("dpo", 0.3, 16)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +391,7 @@ chat_template_kwargs: {enable_thinking: false}
 model_init_kwargs: {attn_implementation: sdpa, rope_theta: 5000}
 datasets:
   - {path: org/a, name: main, split: train, fraction: 0.3}
-  - {path: json, data_files: [b.jsonl]}
+  - {path: json, data_files: [b.jsonl], split: "train[:10%]"}
 """
 
 
@@ -358,7 +403,11 @@ def test_mappings_of_yaml(imported):
     )
     first, second = run.config.data.train
     assert (first.path, first.subset, first.weight, second.path) == ("hub:org/a", "main", 0.3, "b.jsonl")
-    assert set(run.lost) == {"datasets", "model_init_kwargs.rope_theta"}
+    assert (second.split, set(run.lost)) == ("train", {"datasets", "model_init_kwargs.rope_theta"})
+    kwargs = "{dtype: bfloat16, revision: v2, quantization_config: {load_in_4bit: true}}"
+    run = imported(f"model_name_or_path: org/m\nbeta: 0.1\nmodel_init_kwargs: {kwargs}\n", "dpo.yaml")
+    assert run.config.model.path == "org/m@v2"
+    assert set(run.lost) == {"dtype", "model_init_kwargs.quantization_config.load_in_4bit"}
 
 
 PARSED = '''\
@@ -424,6 +473,109 @@ def test_a_reward_is_copied_without_the_training(imported, tmp_path):
 def test_names_of_a_reward_that_only_a_run_would_tell(imported):
     text = PARSED.replace("float(answer(c) == s)", "scale * float(answer(c) == s)")
     assert "recipe_rewards.py lacks scale, which" in imported(text, "t.py", devices=1).lost["reward_funcs"]
+
+
+CHANGED = """\
+import functools, random; from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl.rewards import think_format_reward as shaped
+random.seed(0)
+N = 3
+N += 1
+table = {}
+table["x"] = 1
+table.update(y=2)
+try:
+    from no_such_library import parse
+except ImportError:
+    parse = None
+if N > 3:
+    K = 2
+else:
+    K = 5
+script_args, = TrlParser((GRPOConfig,)).parse_args_into_dataclasses()
+def deco(function): return functools.wraps(function)(lambda *a, **b: [2 * v for v in function(*a, **b)])
+@deco
+def reward(completions, **kwargs):
+    return [len(c) * (table["x"] + table["y"]) * N * K for c in completions if parse is None]
+def scaled(completions, scale, **kwargs):
+    return [scale * len(c) for c in completions]
+half = functools.partial(scaled, scale=0.5)
+GRPOTrainer("org/m", [reward, half, shaped], GRPOConfig("out", num_generations=4)).train()
+"""
+
+
+def test_a_reward_is_copied_with_all_that_changes_what_it_reads(imported, tmp_path):
+    """And the trainer's arguments without names: model, rewards, Config."""
+    run = imported(CHANGED, "t.py", devices=1)
+    assert run.values("model.path", "run_dir", "responses_per_prompt") == ("org/m", "out", 4)
+    assert [name.rpartition(":")[2] for name, _ in run.config.reward.shaping] == ["half", "format"]
+    module: dict = {}
+    exec((tmp_path / "recipe_rewards.py").read_text(), module)
+    assert module["reward"](["ab"]) == [2 * 2 * 3 * 4 * 2] and module["half"](["ab"]) == [1.0]
+    text = (tmp_path / "recipe_rewards.py").read_text()
+    assert "random" not in text.partition(";")[2] and "script_args" not in text and run.lost == {}
+
+
+def test_a_reward_that_has_no_name_is_refused(refusal_of):
+    text = CHANGED.replace("half, shaped]", "functools.partial(scaled, scale=2)]")
+    assert refusal_of(text, "t.py").endswith("partial(scaled, scale=2): give --define reward_funcs=VALUE")
+
+
+def test_a_reward_of_a_relative_import_is_named(imported):
+    text = PARSED.replace("import re\n", "import re\nfrom .utils import scale\n")
+    text = text.replace("float(answer(c) == s)", "scale * float(answer(c) == s)")
+    assert "recipe_rewards.py lacks scale, which" in imported(text, "t.py", devices=1).lost["reward_funcs"]
+
+
+VALUES = """\
+import os, torch
+from trl import DPOConfig, DPOTrainer
+LR, KIND = 1e-5, "b"
+lr = 1e-5
+other = DPOConfig("other", beta=0.9)
+if KIND == "a":
+    config = DPOConfig("a", loss_type="ipo")
+elif not KIND != "b":
+    config = DPOConfig(output_dir="b", learning_rate=lr * 2, warmup_ratio=1 / 10, max_steps=2**5 * 10,
+                       beta=0.5 if KIND == "b" else 0.1, max_length=2048 // 2)
+trainer = DPOTrainer("org/m", None, config, train_dataset=ROWS)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "values", "lost"),
+    [
+        ('load_dataset(path="json", data_files=os.path.join("x", "d.jsonl"), split="train")',
+         {"path": "x/d.jsonl"}, set()),
+        ('load_dataset(path="org/d", name="main", revision="v1")["train"]',
+         {"path": "hub:org/d@v1", "subset": "main"}, set()),
+        ('load_dataset("json", data_files="d.jsonl", field="rows")', {"path": "d.jsonl"}, {"dataset.field"}),
+        ('load_dataset("org/d", data_dir="part")', {"path": "hub:org/d"}, {"dataset.files"}),
+        ('load_dataset("json", data_files=find())', {}, {"dataset.made"}),
+    ],
+)  # fmt: skip
+def test_values_of_a_script(imported, rows, values, lost):
+    """The Config that the trainer gets, in the branch that constants take; what is loaded."""
+    run = imported(VALUES.replace("ROWS", rows), "t.py", devices=1)
+    keys = ("model.path", "run_dir", "optim.learning_rate", "optim.warmup_steps", "steps", "algo.beta")
+    assert run.values(*keys) == ("org/m", "b", 2e-5, 32, 320, 0.5)
+    sources = [getattr(run.config.data.train[0], name) for name in values]
+    assert sources == list(values.values()) and run.lost.keys() == lost
+    assert "DPOConfig in line 5 is not read" in run.report and "line 7" not in run.report
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [("lr = 1e-5\n", "lr = 1e-5\nlr = 2e-5\n"), ("lr = 1e-5\n", "lr = 1e-5\nlr += 1e-5\n")],
+)
+def test_a_name_with_several_values_is_not_known(refusal_of, change, message):
+    text = VALUES.replace(change, message)
+    assert "learning_rate is $lr * 2: give --define" in refusal_of(text, "t.py")
+
+
+def test_settings_that_a_script_gathers_are_named(imported):
+    text = VALUES.replace("beta=0.9)", "**more)").replace("None, config", "None, other")
+    assert "settings that only a run would tell" in imported(text, "t.py").lost["**more"]
 
 
 def test_a_reward_of_another_file(imported):

@@ -374,6 +374,10 @@ def test_keys_of_version_0_9_1(imported, words, algo, values):
         ("reward.reward_manager.name=mine", None),
         (f"{ACTOR}.fsdp_config.model_dtype=bfloat16", None),
         (f"{ACTOR}.brand_new=1", None),
+        (
+            "+reward.custom_reward_function.reward_kwargs.scale=2",
+            "reward.custom_reward_function.reward_kwargs.scale",
+        ),
     ],
 )
 def test_what_changes_the_result_is_said_first(imported, words, key):
@@ -390,10 +394,21 @@ def test_what_changes_the_result_is_said_first(imported, words, key):
         "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2",
         "actor_rollout_ref.model.override_config.attention_dropout=0.0",
         "+actor_rollout_ref.actor.megatron.override_transformer_config.bias_dropout_fusion=True",
+        "data.image_key=images", "actor_rollout_ref.model.lora.dropout_position=pre",
+        "actor_rollout_ref.rollout.multi_turn.format=hermes", "trainer.v1.sampler.max_off_policy_threshold=8",
+        f"{ACTOR}._target_=verl.workers.config.FSDPActorConfig", f"{ACTOR}.brand_new=null",
     ],
 )  # fmt: skip
 def test_what_changes_no_result_is_no_warning(imported, words):
     assert imported(f"{NEW}{words}\n").lost == {}
+
+
+def test_dro_without_its_penalty_is_refused(imported, refusal_of):
+    """As in veRL, whose default is None."""
+    text, key = f"{NEW}{ACTOR}.policy_loss.loss_mode=dro\n", f"{ACTOR}.policy_loss.dro_beta"
+    message = f"/run.sh: {key}: it is not set, and must be. import-config --define {key}=VALUE sets it."
+    assert refusal_of(text) == message
+    assert imported(text, define=(f"{key}=0.3",)).config.algo.beta == 0.3
 
 
 def test_paths_keep_the_variables_that_are_not_known(imported):
