@@ -136,12 +136,12 @@ class Chain:
         self._status: bool | None = True  # of the commands before
 
     def end(self, operator: str, command: list[str]) -> None:
-        """Go on to the command behind an operator; "" = the end of the line.
+        """Go on to the command after an operator; "" = the end of the line.
 
         Args:
             command: words of the command that ends; empty = assignments.
         """
-        if not self.is_begun and operator == "":  # a line may end behind && and ||
+        if not self.is_begun and operator == "":  # a line may end with && and ||
             return
         if self.active is not False:
             self._status = _status(command) if self.active else None

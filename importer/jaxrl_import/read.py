@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ MARKS = {  # beginnings of keys that one system alone has, in YAML
 }
 LAUNCHERS = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
 INTERPOLATION = re.compile(r"\$\{([^${}]+)\}")
+CUT_OFF = re.compile(r"--\w|[+~]*\w+(\.\w+)+=")
+"""Beginning of a setting in the place of a command."""
 MAX_BYTES, MAX_KEYS = 2**22, 10_000
 COMMAND = re.compile(
     r"^\s*(?:#\s*)?((?:accelerate launch|trl|python3?|torchrun)\s(?:.*\\\n)*.*)$", re.MULTILINE
@@ -122,10 +125,11 @@ def _read_shell(
         f"{file}:{words[at].line} is read; a second command in line {other[0][0].line} is not"
         for other in programs[1:2]
     ]
-    if behind := script.settings_behind(words):
+    following = next((b for a, b in itertools.pairwise(script.commands) if a is words), [])
+    if following and CUT_OFF.match(following[0].text):
         notes.append(
-            f"{file}:{behind.line}: {printable(behind.text)} and what follows is not read: the command ends "
-            "before it, at a comment, an empty line, or a blank behind a backslash"
+            f"{file}:{following[0].line}: {printable(following[0].text)} and what follows is not read: the "
+            "command ends before it, at a comment, an empty line, or a blank after a backslash"
         )
     notes += [
         f"{file}:{line}: {name} is assigned in a branch once more; its first value is used. "

@@ -87,7 +87,7 @@ def _made(node: ast.stmt) -> Iterator[str]:
 
 
 def _base(node: ast.expr) -> str:
-    """Return the name at the root of a.b, a[b] or a.b(...); "" = there is none."""
+    """Return the name at the root of a.b, a[b] or a.b(...); "" = of another expression."""
     root = node
     while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
         root = root.func if isinstance(root, ast.Call) else root.value

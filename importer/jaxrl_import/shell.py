@@ -24,7 +24,6 @@ REDIRECTION = re.compile(r"(?:&>>?|\d*(?:>[>&|]?|<<<|<[&>]?(?!<)))(?!\()[ \t]*")
 SPLIT = re.compile(r"(?:\x00[^\x00]*\x00|\S)+")
 OPERATOR = re.compile(r"&&|\|\||;;|[;|&()]")
 PLAIN = re.compile(r"[^\s'\"\\$`;|&()]+")
-SETTING = re.compile(r"--\w|[+~]*\w+(\.\w+)+=")
 ANSI_QUOTED = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
 ESCAPE, ESCAPES = re.compile(r"\\(.)", re.DOTALL), {"n": "\n", "t": "\t", "r": "\r"}
 MAX_CHARS = 100_000  # of a variable
@@ -66,16 +65,9 @@ class Script:
         self._is_open = True
         self.branches: dict[str, int] = {}
         """Variables that a branch of an `if` assigns once more -> the line; the first value counts."""
-        self.array_branches: dict[str, int] = {}
-        """Arrays with items of a branch that may be taken -> the line; of several the first counts."""
+        self.array_branches: dict[str, int] = {}  # the same of arrays
         self.commands: list[list[Word]] = []
         self._read()
-
-    def settings_behind(self, command: list[Word]) -> Word | None:
-        """Return the first word after a command if it is a setting that was cut off from it."""
-        place = next((i for i, other in enumerate(self.commands) if other is command), len(self.commands))
-        words = [word for following in self.commands[place + 1 : place + 2] for word in following]
-        return words[0] if words and SETTING.match(words[0].text) else None
 
     def _read(self) -> None:
         command: list[Word] = []

@@ -220,7 +220,7 @@ def rollout_correction(conv: Conversion) -> None:
     if not conv.get("use_vllm") or not conv.get("vllm_importance_sampling_correction"):
         return
     mode = "vllm_importance_sampling_mode"
-    if conv.algo == "vespo":  # W there is policy / old x old / rollout, of tokens that the mode leaves
+    if conv.algo == "vespo":  # TRL's W is policy / old x old / rollout, of tokens that the mode leaves
         conv.put("algo.old", "rollout", "vllm_importance_sampling_correction")
         conv.lose(mode, "VESPO's W is policy / rollout of all tokens: no ratio is bounded before")
         return
