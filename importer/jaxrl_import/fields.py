@@ -20,6 +20,7 @@ from jaxrl_import.values import (
     unknown_names,
     yaml_value,
 )
+from jaxrl_llm.addresses import MASKED
 from jaxrl_llm.errors import UserError
 
 DEFAULT = "default"
@@ -32,6 +33,11 @@ SCHEDULES = {
     "constant_with_warmup": ("constant", 1.0),
 }
 """Schedule of the other systems -> the schedule here, the last learning rate over the first."""
+SECRET = re.compile(r"key$|(?:^|\.)token$|secret$|password\w*$", re.IGNORECASE)
+COLUMN = re.compile(
+    r"(?:prompt|input|answer|label|output|response|chosen|rejected|messages|image|fn|teacher)_key$"
+)
+TOKEN = re.compile(r"(?:hub|hf|auth|access|api|wandb|swanlab|github|bearer|secret)_token$", re.IGNORECASE)
 UNREAD = "the other settings leave it without effect"
 
 
@@ -184,9 +190,9 @@ class Conversion:
         return key, self.get(key)
 
     def origin(self, *keys: str) -> str:
-        """Return the keys with their values, as a comment."""
+        """Return the keys with their values, as a comment; secrets are masked."""
         return ", ".join(
-            f"{key} {printable(self.settings[key].value)}"
+            f"{key} {MASKED if is_secret(key) else printable(self.settings[key].value)}"
             if self.is_set(key)
             else f"{key} {printable(self.defaults.get(key))} ({self.system.title}'s {DEFAULT})"
             for key in keys
@@ -372,3 +378,8 @@ class Conversion:
         return UserError(
             "\n".join(["values that only running the file would tell; it is never run:", *lines])
         )
+
+
+def is_secret(key: str) -> bool:
+    """Return whether the name of a key says that its value is secret; not prompt_key, not eos_token."""
+    return bool(TOKEN.search(key) or (SECRET.search(key) and not COLUMN.search(key)))

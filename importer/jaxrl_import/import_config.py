@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,16 +15,11 @@ from jaxrl_import.read import read_settings
 from jaxrl_import.recipe_text import WIDTH, build_config, comment_lines, recipe_source
 from jaxrl_import.reward_file import extract_functions
 from jaxrl_import.systems import SYSTEMS
-from jaxrl_import.values import path_text, printable
+from jaxrl_import.values import path_text
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.ranges import Count
 from jaxrl_llm.tools.arguments import parse_arguments
-
-SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
-KEYS_OF_DATA = re.compile(
-    r"(prompt|input|answer|label|output|response|chosen|rejected|messages|image|fn)_key|tokenizer|_token"
-)
 
 
 @dataclass(frozen=True)
@@ -170,9 +164,8 @@ def _check_out(out: Path, args: ImportArguments) -> None:
 
 
 def _line(conversion: Conversion, key: str, reason: str) -> str:
-    """Return the line of a key without counterpart; values that look secret are left out."""
-    secret = SECRET.search(key) and not KEYS_OF_DATA.search(key)
-    shown = f"{printable(key)} ..." if secret else " ".join(path_text(conversion.origin(key)).split())
+    """Return the line of a key without counterpart."""
+    shown = " ".join(path_text(conversion.origin(key)).split())
     return f"{shown}: {reason or 'no counterpart is known'}"
 
 

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.extensions import import_extra
 
@@ -66,10 +67,10 @@ def unknown_names(value: Any) -> list[str]:
 
 
 def printable(value: Any) -> str:
-    """Return a value as one short line: variables that are not known as $NAME."""
+    """Return a value as one short line without secrets: variables that are not known as $NAME."""
     if isinstance(value, list) and unknown_names(value):
         value = ", ".join(map(str, value))
-    text = UNKNOWN.sub(r"$\1", value if isinstance(value, str) else str(value)).replace("\n", " ")
+    text = mask_text(UNKNOWN.sub(r"$\1", value if isinstance(value, str) else str(value))).replace("\n", " ")
     return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 
 

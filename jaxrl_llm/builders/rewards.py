@@ -16,10 +16,9 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.rewards.load import choose_reward
-from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.pool import ANSWERED_ROWS, RewardPool
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
 
-TRIED_ROWS = 16  # of each data source, whose own answers the verifier must accept
 log = logging.getLogger(__name__)
 
 
@@ -42,7 +41,7 @@ def open_rewards(
         UserError: the run learns from responses without any reward, or no row has an answer.
     """
     loader = loaders["train" if algos.of(config.algo).on_rollouts else "eval"]
-    rows = [reward_sample(row) for row in loader.spread_rows(TRIED_ROWS)]
+    rows = [reward_sample(row) for row in loader.spread_rows(ANSWERED_ROWS)]
     settings = config.reward if function else _choose(config, rows)
     log_file = Path(config.run_dir) / "rewards.log"
     pool = closing.enter_context(RewardPool(settings, log_file, function))

@@ -254,8 +254,8 @@ class GymSource:
 
 def _is_blank(answer: Any) -> bool:
     """Return whether an answer is empty."""
-    if isinstance(answer, list | tuple):
-        return all(map(_is_blank, answer))
+    if isinstance(answer, dict | list | tuple):
+        return all(map(_is_blank, answer.values() if isinstance(answer, dict) else answer))
     return answer is None or not str(answer).strip()
 
 

@@ -59,7 +59,8 @@ def answer_texts(answer: Any) -> list[str]:
 
 def has_answer(answer: Any) -> bool:
     """Return whether a row has an answer, readable or not."""
-    return bool(answer_texts(answer)) or (isinstance(answer, Mapping) and bool(answer))
+    values = answer.values() if isinstance(answer, Mapping) else ()
+    return bool(answer_texts(answer)) or any(map(has_answer, values))
 
 
 def gold_text(text: str) -> str:
@@ -76,10 +77,10 @@ def gold_number(text: str) -> Fraction:
     """
     value = next(marked_numbers(text), None)
     value = to_number(text) if value is None else value
-    numbers = [match.group() for match in NUMBER.finditer(plain_numbers(text))]
-    if value is None and len(numbers) == 1 and not is_worked(text):
-        value = to_number(numbers[0])
     if value is not None:
+        return value
+    numbers = [match.group() for match in NUMBER.finditer(plain_numbers(text))]
+    if len(numbers) == 1 and not is_worked(text) and (value := to_number(numbers[0])) is not None:
         return value
     several = (
         f': it has {len(numbers)} numbers, and no mark (\\boxed{{..}} or "#### ..") says which one counts'

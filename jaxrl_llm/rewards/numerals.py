@@ -51,6 +51,7 @@ SCALES = {
     **{"billion": 10**9, "trillion": 10**12, "k": 10**3, "m": 10**6, "b": 10**9, "bn": 10**9},
 }
 _WORD = "(hundred|thousand|lakh|million|crore|billion|trillion)s?"
+SCALE = re.compile(_WORD, re.IGNORECASE)
 SCALED = re.compile(
     rf"({NUMBER.pattern})(?:[ \u00a0~-]?{_WORD}\b|\\?[ ,]?\\(?:text|mathrm)\{{\s?{_WORD}\s?\}})",
     re.ASCII | re.IGNORECASE,
@@ -101,7 +102,7 @@ def plain_numbers(text: str) -> str:
     text = MIXED.sub(_plain_mixed, FRACTION.sub(_plain_fraction, SLASH.sub("/", text)))
     text = SPACED.sub(_plain_spaced, text)
     # Millions; twice, as in "3 hundred million".
-    for pattern in (PRICE, SCALED, SCALED):
+    for pattern in (PRICE, SCALED, SCALED) if SCALE.search(text) else (PRICE,):
         text = pattern.sub(_plain_scaled, text)
     return OTHER.sub(OTHER_MARK, text)
 

@@ -50,7 +50,10 @@ from jaxrl_llm.rewards.sample import (
 ASYNC_GRACE = 1.0  # seconds that a worker has to end async calls in time, before it is killed
 MAX_STARTS = 3  # consecutive workers that may die before they have loaded the reward
 LOG_BYTES = 1 << 20  # of the workers' output kept in the log file
-CHECKED_ROWS = 4  # rows that `check` scores
+CHECKED_ROWS = 4  # rows that `check` scores by a function or service
+SPREAD_ROWS = 16  # rows by a built-in reward that takes milliseconds
+ANSWERED_ROWS = 2000  # rows of a source whose own answers the other built-in rewards must accept
+SLOW = ("math", "gym")
 
 
 @dataclass
@@ -158,10 +161,11 @@ class RewardPool:
         return self._only_name in (*REWARDS, "auto", "none")
 
     def check(self, rows: Sequence[RewardSample] = (), skips: bool = False) -> None:
-        """Load the reward in a worker and score the first rows, to find mistakes before a model is loaded.
+        """Load the reward in a worker and score some rows, to find mistakes before a model is loaded.
 
         Args:
-            rows: at least one of each data source; an empty response is replaced by the row's answer.
+            rows: the first of each data source before others; an empty response is replaced by the row's
+                answer.
             skips: of `check_own_answers`.
 
         Raises:
@@ -179,7 +183,10 @@ class RewardPool:
         if not by_name and self._only_name != "auto":
             by_name[self._only_name] = []
         for name, samples in by_name.items():
-            samples = samples if name in REWARDS else samples[:CHECKED_ROWS]
+            if name in SLOW:
+                samples = samples[:: max(len(samples) // SPREAD_ROWS, 1)]
+            elif name not in REWARDS:
+                samples = samples[:CHECKED_ROWS]
             with self._lock:
                 round_ = self._plan(samples, retries=0)
                 if not samples:

@@ -26,7 +26,7 @@ from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rewards.gold import has_answer
 from jaxrl_llm.rewards.load import choose_reward
-from jaxrl_llm.rewards.pool import CHECKED_ROWS, RewardPool
+from jaxrl_llm.rewards.pool import ANSWERED_ROWS, RewardPool
 from jaxrl_llm.rewards.sample import RewardResult
 from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig, PlacementConfig, reward_role
 from jaxrl_llm.sharding.placement import place
@@ -179,7 +179,7 @@ def first_of_each_source(examples: Iterable[Example]) -> FirstRows:
         if not has_answer(example.answer):
             row, number = unanswered.get(example.source, (example, 0))
             unanswered[example.source] = row, number + 1
-        if len(rows := kept.setdefault(example.source, [])) < CHECKED_ROWS:
+        if len(rows := kept.setdefault(example.source, [])) < ANSWERED_ROWS:
             rows.append(example)
     return FirstRows([row for rows in kept.values() for row in rows], [*unanswered.values()], count)
 

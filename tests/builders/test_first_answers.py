@@ -53,6 +53,19 @@ def test_a_run_whose_answers_are_objects_ends_at_the_start(tmp_path):
     open_exact(load(path, [{"target": ["Paris"]}] * 8), tmp_path)  # veRL's search rows
 
 
+@pytest.mark.parametrize("bad", [{"style": "rule"}, {}, {"target": None, "aliases": []}])
+def test_one_row_among_many_ends_a_run_or_is_counted(tmp_path, caplog, bad):
+    answers = [str(i) for i in range(300)]
+    answers[256] = bad
+    path = tmp_path / "a.jsonl"
+    if "style" in bad:
+        with pytest.raises(RewardLoadError, match=r"a.jsonl:257: .* 1 of the 300 rows .*bad_rows skip"):
+            open_exact(load(path, answers), tmp_path)
+    else:  # no answer at all
+        open_exact(load(path, answers), tmp_path)
+        assert "a.jsonl:257: no answer" in caplog.text
+
+
 def test_the_keys_that_are_named_do_what_is_said(tmp_path):
     path, answers = tmp_path / "a.jsonl", [None, None, "2", "3"]
     named = load(path, answers, answer_key="level").spread_rows(4)

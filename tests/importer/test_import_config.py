@@ -277,6 +277,19 @@ def test_text_of_a_file_stays_text_in_the_recipe(imported):
     assert run.lost == {f"key {text}": "import-config does not know this key; see what it changes there"}
 
 
+def test_no_secret_of_a_file_is_told_on(imported):
+    """By the names of keys and by the forms of values; only a setting of the recipe keeps its own."""
+    run = imported(
+        "model_name_or_path: m\nhub_token: K1\neos_token: </s>\nfoo: sk_live_0123456789abcdef0123\n"
+        "vllm_server_base_url: http://u:K2@h:8000\nbar: api_key%3DK3\nnum_generations: 8\n",
+        "c.yaml",
+        trainer="grpo",
+    )
+    texts = run.text + run.report
+    assert not any(word in texts for word in ("K1", "K2", "K3", "sk_live"))
+    assert "hub_token ***: " in texts and "http://***@h:8000" in texts and "eos_token </s>" in texts
+
+
 def test_what_changes_the_result_comes_first(imported):
     """In the terminal and in the recipe: before notes, and before what is to set."""
     run = imported(VERL.format("8 actor_rollout_ref.actor.qat.enable=True trainer.device=npu"))
