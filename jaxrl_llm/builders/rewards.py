@@ -15,8 +15,9 @@ from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.processes import on_first
+from jaxrl_llm.rewards.environment import ANSWERED_ROWS
 from jaxrl_llm.rewards.load import choose_reward
-from jaxrl_llm.rewards.pool import ANSWERED_ROWS, RewardPool
+from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
 
 log = logging.getLogger(__name__)

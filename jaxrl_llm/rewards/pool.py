@@ -24,7 +24,7 @@ from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import MAX_CHUNK, URL, RewardConfig
-from jaxrl_llm.rewards.environment import check_trial, explain_failure, mask_kept, warn_of_keys
+from jaxrl_llm.rewards.environment import check_trial, explain_failure, mask_kept, rows_to_try, warn_of_keys
 from jaxrl_llm.rewards.gold import COMPARING, answered_by_row, has_answer
 from jaxrl_llm.rewards.load import pickle_function, pickled_name, resolve_reward
 from jaxrl_llm.rewards.messages import (
@@ -50,10 +50,6 @@ from jaxrl_llm.rewards.sample import (
 ASYNC_GRACE = 1.0  # seconds that a worker has to end async calls in time, before it is killed
 MAX_STARTS = 3  # consecutive workers that may die before they have loaded the reward
 LOG_BYTES = 1 << 20  # of the workers' output kept in the log file
-CHECKED_ROWS = 4  # rows that `check` scores by a function or service
-SPREAD_ROWS = 16  # rows by a built-in reward that takes milliseconds
-ANSWERED_ROWS = 2000  # rows of a source whose own answers the other built-in rewards must accept
-SLOW = ("math", "gym")
 
 
 @dataclass
@@ -183,10 +179,7 @@ class RewardPool:
         if not by_name and self._only_name != "auto":
             by_name[self._only_name] = []
         for name, samples in by_name.items():
-            if name in SLOW:
-                samples = samples[:: max(len(samples) // SPREAD_ROWS, 1)]
-            elif name not in REWARDS:
-                samples = samples[:CHECKED_ROWS]
+            samples = rows_to_try(name, samples)
             with self._lock:
                 round_ = self._plan(samples, retries=0)
                 if not samples:

@@ -24,9 +24,10 @@ from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models.attention import original_length
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
+from jaxrl_llm.rewards.environment import ANSWERED_ROWS
 from jaxrl_llm.rewards.gold import has_answer
 from jaxrl_llm.rewards.load import choose_reward
-from jaxrl_llm.rewards.pool import ANSWERED_ROWS, RewardPool
+from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardResult
 from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig, PlacementConfig, reward_role
 from jaxrl_llm.sharding.placement import place
