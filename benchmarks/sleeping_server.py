@@ -3,8 +3,8 @@
     python benchmarks/sleeping_server.py --slots 8 --pace 0.01 --faults FILE
 
 Prints its port. Each token's id is the version of the weights that generated it, so that a false version is
-found. A request before weights and probe, or with more than --slots requests already running and as many
-waiting again, is written to FILE. SIGTERM ends the server when it has no requests left.
+found. A pause keeps the tokens that responses have by then, as SGLang does. A request before weights and
+probe is written to FILE. SIGTERM ends the server when it has no requests left.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import json
 import random
 import signal
+import time
 from pathlib import Path
 
 from aiohttp import web
@@ -21,7 +22,6 @@ from aiohttp import web
 FIRST_ID, MAX_VERSIONS = 2, 1000
 """Token FIRST_ID + v % MAX_VERSIONS is of the weights of version v."""
 PROMPT_TOKENS = 4
-CHUNK = 16  # tokens
 
 
 def sleeping_logprob(token: int, version: int) -> float:
@@ -41,6 +41,7 @@ class SleepingServer:
         self.pace, self.faults = pace, faults
         self.slots, self.running = asyncio.Semaphore(slots), asyncio.Event()
         self.running.set()
+        self.stops: set[asyncio.Event] = set()  # of responses that are generated
         self.label, self.version, self.probed, self.aborts, self.requests = "", -1, False, 0, 0
 
     def app(self) -> web.Application:
@@ -49,7 +50,7 @@ class SleepingServer:
         for route, reply in (
             ("/server_info", lambda body: {"tp_size": 1}),
             ("/health", lambda body: {}),
-            ("/pause_generation", lambda body: self.running.clear()),
+            ("/pause_generation", lambda body: self._pause()),
             ("/continue_generation", lambda body: self.running.set()),
             ("/abort_request", lambda body: self._abort()),
             ("/update_weights_from_disk", self._load),
@@ -65,8 +66,17 @@ class SleepingServer:
 
         return handle
 
+    def _pause(self) -> None:
+        self.running.clear()
+        self._stop()
+
     def _abort(self) -> None:
         self.aborts += 1
+        self._stop()
+
+    def _stop(self) -> None:
+        for stop in self.stops:
+            stop.set()
 
     def _load(self, body):
         self.version = json.loads(Path(body["model_path"], "version.json").read_text())
@@ -90,18 +100,32 @@ class SleepingServer:
             self.requests -= 1
 
     async def _sleep(self, body):
-        """Generate in chunks; one during which the weights change is generated again with the new ones."""
+        """Generate until the response is complete or aborted; a pause divides it."""
         sampling, aborts = body["sampling_params"], self.aborts
         done = len(body["input_ids"]) - PROMPT_TOKENS
         count = response_length(sampling["sampling_seed"], done + sampling["max_new_tokens"]) - done
         versions: list[tuple[str, int]] = []
         async with self.slots:
             while len(versions) < count and self.aborts == aborts:
-                await self.running.wait()
-                before, size = (self.label, self.version), min(CHUNK, count - len(versions))
-                await asyncio.sleep(size * self.pace)
-                if before == (self.label, self.version):
-                    versions += [before] * size
+                while not self.running.is_set():
+                    await self.running.wait()
+                of_weights, left = (self.label, self.version), count - len(versions)
+                versions += [of_weights] * await self._tokens(left)
+        return self._reply(body, versions, len(versions) == count)
+
+    async def _tokens(self, count: int) -> int:
+        """Sleep for `count` tokens or until a pause or an abort. Returns the tokens that were generated."""
+        start, stop = time.monotonic(), asyncio.Event()
+        self.stops.add(stop)
+        try:
+            await asyncio.wait_for(stop.wait(), count * self.pace)
+        except TimeoutError:
+            return count
+        finally:
+            self.stops.remove(stop)
+        return min(count, int((time.monotonic() - start) / self.pace))
+
+    def _reply(self, body, versions: list[tuple[str, int]], complete: bool):
         starts = [i for i, each in enumerate(versions) if i == 0 or each != versions[i - 1]]
         ends = [*starts[1:], len(versions)]
         ids = [(FIRST_ID + version % MAX_VERSIONS, version) for _, version in versions]
@@ -112,7 +136,7 @@ class SleepingServer:
             "weight_versions": [
                 {"version": versions[s][0], "start": s, "end": e} for s, e in zip(starts, ends, strict=False)
             ],
-            "finish_reason": {"type": "stop" if len(versions) == count else "abort"},
+            "finish_reason": {"type": "stop" if complete else "abort"},
             "output_token_logprobs": [[score, token, None] for score, token in tokens],
         }
         return {"output_ids": [token for _, token in tokens], "meta_info": meta}

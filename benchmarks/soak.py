@@ -6,8 +6,9 @@ The rollout's own code (RolloutSource, ServerEngine, pool, push, probe) works on
 process a server, by a file of addresses. Every --interval seconds one server is killed (SIGKILL; its line
 stays a while), or its line goes (it finishes and ends), or a new one joins; there are always 2 to 6. After
 each step the responses are counted: each group once, each token's version the one that its id tells, none
-older than --staleness steps. Throughput is compared with the capacity of the living servers: slots / pace,
-from the line in the file to the kill, or to the end of a server that left.
+older than --staleness steps. Throughput is compared with the capacity of the listed servers: slots / pace,
+from the line in the file to the kill, or to the end of the line (`throughput_of_processes`: to the end of
+the process, which first finishes its responses). `slots` says where the time of their slots goes, sampled.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ MODEL = TransformerConfig(
 )
 FEWEST, MOST = 2, 6  # servers
 BASE = 1000  # digits of a prompt's number
+SHOWN = (
+    "response_tokens/mean", "staleness/mean", "rollout/wait_seconds",
+    "oversample/carried", "oversample/carried_tokens", "oversample/length_ratio",
+)  # fmt: skip
 
 
 @dataclass
@@ -59,6 +64,7 @@ class Life:
     url: str
     process: subprocess.Popen
     start: float
+    left: float = 0.0  # when its line went; 0 = it is listed
     end: float = 0.0  # 0 = alive
 
 
@@ -94,6 +100,11 @@ class Crowd:
         self.lives.append(Life(f"http://127.0.0.1:{port}", process, time.monotonic()))
         self.write()
 
+    def disturb(self, ended: threading.Event, interval: float) -> None:
+        """Change a server every `interval` seconds."""
+        while not ended.wait(interval):
+            self.change()
+
     def change(self) -> None:
         """Kill a server, have one leave, or add one."""
         self.reap()
@@ -107,11 +118,12 @@ class Crowd:
         life = self.lives.pop(self.chance.randrange(len(self.lives)))
         if kind == "kill":
             life.process.kill()
-            life.end = time.monotonic()
+            life.left = life.end = time.monotonic()
             self.gone.append(life)
             self.stale.append(life.url)
         self.write()
         if kind == "leave":
+            life.left = time.monotonic()
             self.leaving.append(life)
             time.sleep(3.0)  # until the run has read the file twice
             life.process.send_signal(signal.SIGTERM)
@@ -129,11 +141,11 @@ class Crowd:
         new.write_text("".join(f"{url}\n" for url in [*(life.url for life in self.lives), *self.stale]))
         new.rename(self.folder / "servers.txt")
 
-    def server_seconds(self, since: float) -> float:
-        """Return the seconds of all living servers since a time."""
+    def server_seconds(self, since: float, *, end: str) -> float:
+        """Return the seconds of all servers since a time, up to `end` of their lives: "left" or "end"."""
         now = time.monotonic()
         every = [*self.lives, *self.leaving, *self.gone]
-        return sum(max((life.end or now) - max(life.start, since), 0.0) for life in every)
+        return sum(max((getattr(life, end) or now) - max(life.start, since), 0.0) for life in every)
 
     def close(self) -> None:
         """End all servers."""
@@ -193,7 +205,7 @@ class Count:
     tokens: int = 0
     wrong_versions: int = 0  # tokens
     too_old: int = 0  # tokens
-    lengths: list[float] = field(default_factory=list)  # mean of each step
+    steps: list[dict[str, float]] = field(default_factory=list)  # some metrics of each step
 
     def add(self, experience: Experience, step: int, staleness: int) -> None:
         """Count the responses of a step, which has the weights of version `step`."""
@@ -204,7 +216,45 @@ class Count:
             self.wrong_versions += int((told != trajectory.versions % MAX_VERSIONS).sum())
             self.too_old += int((trajectory.versions < step - staleness).sum())
         self.tokens += experience.tokens
-        self.lengths.append(float(experience.metrics["response_tokens/mean"]))
+        self.steps.append({name: float(experience.metrics.get(name, 0)) for name in SHOWN})
+
+    def means(self) -> dict[str, float]:
+        """Return the means over the steps, and the mean length of the first step."""
+        of_all = {name: float(np.mean([step[name] for step in self.steps])) for name in SHOWN}
+        return {**of_all, "first_step_tokens/mean": self.steps[0][SHOWN[0]]}
+
+
+@dataclass
+class SlotTimes:
+    """Sums the seconds of the listed servers' slots by their use; a thread looks 50 times a second."""
+
+    crowd: Crowd
+    pool: ServerPool
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    def watch(self, ended: threading.Event) -> None:
+        """Add up until `ended`."""
+        last = time.monotonic()
+        while not ended.wait(0.02):
+            now, slots = time.monotonic(), self.pool.slots
+            listed = {life.url for life in self.crowd.lives}
+            usable = [server for server in list(self.pool.servers) if server.usable and server.url in listed]
+            pushed = [server for server in usable if server.update_lock.locked()]
+            busy = sum(min(server.inflight, slots) for server in usable if server not in pushed)
+            idle = "idle_while_requests_wait" if self.pool.slot.waiting else "idle_without_requests"
+            for name, count in (
+                ("busy", busy),
+                ("push", len(pushed) * slots),
+                ("joining", (len(listed) - len(usable)) * slots),
+                (idle, (len(usable) - len(pushed)) * slots - busy),
+            ):
+                self.seconds[name] += count * (now - last)
+            last = now
+
+    def shares(self) -> dict[str, float]:
+        """Return each part's share."""
+        total = sum(self.seconds.values())
+        return {name: round(seconds / total, 4) for name, seconds in self.seconds.items()}
 
 
 def make_source(options: argparse.Namespace, crowd: Crowd) -> tuple[RolloutSource, NumberTransport]:
@@ -226,9 +276,14 @@ def make_source(options: argparse.Namespace, crowd: Crowd) -> tuple[RolloutSourc
     source = RolloutSource(
         NumberedPrompts(), engine, score_all, grpo.Config(), SamplingConfig(), jax.random.key(0),
         prompts=options.prompts, responses=options.responses, max_tokens=1000,
-        max_staleness=options.staleness, steps=10**9,
+        max_staleness=options.staleness, oversample=options.oversample, steps=10**9,
     )  # fmt: skip
     return source, transport
+
+
+def no_timer(name: str) -> contextlib.AbstractContextManager:
+    """Return a context that measures nothing."""
+    return contextlib.nullcontext()
 
 
 def soak(options: argparse.Namespace, folder: Path) -> dict:
@@ -238,54 +293,63 @@ def soak(options: argparse.Namespace, folder: Path) -> dict:
         crowd.join()
     source, transport = make_source(options, crowd)
     params, count, ended = models.init(MODEL, jax.random.key(0)), Count(), threading.Event()
-
-    def disturb() -> None:
-        while not ended.wait(options.interval):
-            crowd.change()
-
-    disturber, step, start = threading.Thread(target=disturb, daemon=True), 0, 0.0
+    times = SlotTimes(crowd, source.engine.pool)
+    threads = [
+        threading.Thread(target=times.watch, args=[ended], daemon=True),
+        threading.Thread(target=crowd.disturb, args=[ended, options.interval], daemon=True),
+    ]
+    step, start = 0, 0.0
     try:
         while step == 0 or time.monotonic() - start < 60 * options.minutes:
             transport.version = step
-            found = source.next(
-                step, jax.tree.map(jnp.copy, params), step, lambda name: contextlib.nullcontext()
-            )
-            count.add(found, step, options.staleness)
+            new = jax.tree.map(jnp.copy, params)
+            count.add(source.next(step, new, step, no_timer), step, options.staleness)
             time.sleep(options.update)
             if step == 0:  # the first step compiles
                 start, first = time.monotonic(), count.tokens
-                disturber.start()
+                for thread in threads:
+                    thread.start()
             step += 1
-        seconds, alive = time.monotonic() - start, crowd.server_seconds(start)
+        seconds = time.monotonic() - start
+        listed, alive = (crowd.server_seconds(start, end=end) for end in ("left", "end"))
     finally:
         ended.set()
-        with contextlib.suppress(RuntimeError):
-            disturber.join()
+        for thread in threads:
+            with contextlib.suppress(RuntimeError):
+                thread.join()
         source.engine.pool.close()
         crowd.close()
-    capacity = alive * options.slots / options.pace
+    found = (count.tokens - first) * options.pace / options.slots  # seconds of servers
     return {
+        "options": {name: value for name, value in vars(options).items() if name != "output"},
         "minutes": seconds / 60,
         "steps": step,
-        **counted(options, count, step, folder),
+        **counted(options, count, source, step * options.prompts, folder=folder),
         "events": dict(crowd.events),
-        "mean_servers": alive / seconds,
+        "mean_servers": listed / seconds,
         "joined": source.engine.pool.changes.joined,
         "lost": source.engine.pool.changes.lost,
         "sent_again": source.engine.pool.retried,
         "tokens": count.tokens - first,
-        "throughput_of_capacity": (count.tokens - first) / capacity,
+        "throughput_of_capacity": found / listed,
+        "throughput_of_processes": found / alive,
+        "slots": times.shares(),
+        **count.means(),
     }
 
 
-def counted(options: argparse.Namespace, count: Count, steps: int, folder: Path) -> dict:
+def counted(
+    options: argparse.Namespace, count: Count, source: RolloutSource, num_groups: int, *, folder: Path
+) -> dict:
     """Return the numbers that must be 0, and the number of responses."""
-    expected = steps * options.prompts
+    groups = source.cursor * (options.prompts if options.oversample == 1 else 1)
+    expected = {*range(groups), *source.used}
     faults = (folder / "faults").read_text().splitlines() if (folder / "faults").exists() else []
     return {
         "responses": count.groups.total(),
-        "groups_lost": sum(count.groups[n] < options.responses for n in range(expected)),
-        "groups_twice": sum(n >= expected or c > options.responses for n, c in count.groups.items()),
+        "groups_lost": sum(count.groups[n] < options.responses for n in expected),
+        "groups_unaccounted": abs(num_groups - len(expected)),
+        "groups_twice": sum(n not in expected or c > options.responses for n, c in count.groups.items()),
         "wrong_versions": count.wrong_versions,
         "too_old": count.too_old,
         "requests_before_weights_or_probe": len(faults),
@@ -301,7 +365,8 @@ def soak_options() -> argparse.Namespace:
     parser.add_argument("--pace", type=float, default=0.01, help="seconds of a token")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--responses", type=int, default=4)
-    parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--staleness", type=int, default=4)
+    parser.add_argument("--oversample", type=float, default=1.0)
     parser.add_argument("--update", type=float, default=0.2, help="seconds of an update")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
@@ -316,7 +381,14 @@ def main() -> None:
     print(text)
     if options.output:
         options.output.write_text(text + "\n")
-    wrong = ("groups_lost", "groups_twice", "wrong_versions", "too_old", "requests_before_weights_or_probe")
+    wrong = (
+        "groups_lost",
+        "groups_unaccounted",
+        "groups_twice",
+        "wrong_versions",
+        "too_old",
+        "requests_before_weights_or_probe",
+    )
     sys.exit(any(result[name] for name in wrong))
 
 

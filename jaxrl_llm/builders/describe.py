@@ -154,6 +154,8 @@ def staleness_line(config: TrainConfig) -> str:
     if config.is_on_policy or not algorithm.on_rollouts:
         return ""
     tokens = f"responses are up to {config.rollout.max_staleness} steps old"
+    if config.rollout.oversample > 1:
+        tokens += ", steps take the first complete groups"
     if config.rollout.weight_noise:
         tokens = "responses are of noised weights"
     if ignores_staleness(algorithm, requires):

@@ -353,6 +353,7 @@ def make_rollout_source(
         weight_noise=config.rollout.weight_noise,
         env=env,
         max_staleness=config.rollout.max_staleness,
+        oversample=config.rollout.oversample,
         steps=config.steps,
     )
 

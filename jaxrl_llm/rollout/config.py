@@ -135,6 +135,10 @@ class RolloutConfig(PlacementConfig):
     training. The responses of the next steps are generated while the trainer learns: on servers, where they
     continue under new weights when these arrive, or by the native engine on --rollout.devices, with the
     weights of this many steps before. 0 = synchronous: rollout and training alternate."""
+    oversample: Annotated[float, Range(1.0, 2.0, usual="1.25 to 2 are usual")] = 1.0
+    """Over-sampling on servers: prompts whose responses are in progress, over the prompts of a step. A step
+    takes the first complete groups; the others go on, and are waited for `max_staleness` steps after their
+    start. 1 = none: steps take all prompts in order."""
     warm_up: bool = False
     """Compile every shape of every program of rollout, scoring and update before the first step, several at
     a time, instead of at its first use: a slower start (seconds for a small model, minutes for a large one),
@@ -178,13 +182,7 @@ class RolloutConfig(PlacementConfig):
         if self.engine == "native" and (self.servers or self.launch):
             name = "servers" if self.servers else "launch"
             yield name, "is for servers: add --rollout.engine sglang or vllm."
-        if self.engine == "native" and self.max_staleness and not self.devices:
-            yield (
-                "max_staleness",
-                f"is {self.max_staleness}: the native engine generates while the trainer learns only on "
-                "separate devices. Add them, such as --devices 0:4 --rollout.devices 4:8, or "
-                "--rollout.engine sglang; or set it to 0.",
-            )
+        yield from self._asynchronous_problems()
         if self.engine != "native" and bool(self.servers) == bool(self.launch):
             yield (
                 "engine",
@@ -195,6 +193,23 @@ class RolloutConfig(PlacementConfig):
         if from_file and len(self.servers) > 1:
             yield "servers", f"is {' '.join(self.servers)}: it must be addresses, or one @file with them."
         yield from _address_problems(() if from_file else self.servers, self.engine)
+
+    def _asynchronous_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem), for rules of asynchronous rollout."""
+        if self.engine == "native" and self.max_staleness and not self.devices:
+            yield (
+                "max_staleness",
+                f"is {self.max_staleness}: the native engine generates while the trainer learns only on "
+                "separate devices. Add them, such as --devices 0:4 --rollout.devices 4:8, or "
+                "--rollout.engine sglang; or set it to 0.",
+            )
+        if self.oversample > 1 and (self.engine == "native" or not self.max_staleness):
+            yield (
+                "oversample",
+                f"is {self.oversample:g}: it needs --rollout.engine sglang or vllm, and at least 1 as "
+                "--rollout.max_staleness, the steps that a response may be carried. Set them, or "
+                "--rollout.oversample 1.",
+            )
 
 
 def _address_problems(urls: Sequence[str], engine: str) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -258,6 +258,23 @@ class Engine(Protocol):
             UserError: as `start`.
             DialogueError: no conversation can continue.
             ServerError: no server can be used any more.
+        """
+
+    def first_finished(
+        self, groups: Sequence[Sequence[Pending]], count: int, required: Collection[int]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Wait until `count` of the groups, the required ones among them, are finished. A collective.
+
+        Only servers have this method: the native engine finishes calls of `start` in their order.
+
+        Args:
+            required: places in `groups`, at most `count`.
+
+        Returns: (the places of the required ones and of the first others, `count` in all, in order; the
+            tokens that each response of each group has so far).
+
+        Raises:
+            DialogueError, ServerError: as `generate`.
         """
 
     def snapshot(self, pending: Sequence[Pending]) -> list[list[PartialResponse]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,6 +155,37 @@ class ServerEngine:
     ) -> list[Trajectory]:
         """Call `start` and wait for the result."""
         return self.start(requests, sampling, key, dialogue).result()
+
+    def first_finished(
+        self, groups: Sequence[Sequence[PendingResponses]], count: int, required: Collection[int]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Wait until `count` of the groups, the required ones among them, are finished. A collective.
+
+        Args:
+            required: places in `groups`, at most `count`.
+
+        Returns: (the places of the required ones and of the first others, `count` in all, in order; the
+            tokens of each response of each group so far).
+
+        Raises:
+            ServerError, DialogueError: as `PendingResponses.result`.
+        """
+        return self.on_first(lambda: self._first_finished(groups, count, required))
+
+    def _first_finished(
+        self, groups: Sequence[Sequence[PendingResponses]], count: int, required: Collection[int]
+    ) -> tuple[list[int], list[list[int]]]:
+        waiting = {pending.future for group in groups for pending in group}
+        while waiting:
+            ended, waiting = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
+            for future in ended:
+                future.result()
+            finished = [i for i, each in enumerate(groups) if waiting.isdisjoint(p.future for p in each)]
+            if len(finished) >= count and set(required) <= set(finished):
+                break
+        others = [i for i in finished if i not in required]
+        lengths = [[len(one.ids) for pending in group for one in pending.responses] for group in groups]
+        return sorted([*required, *others[: count - len(required)]]), lengths
 
     def snapshot(self, pending: Sequence[PendingResponses]) -> list[list[PartialResponse]]:
         """Return copies of the responses as they are now, in process 0; generation continues."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -165,6 +166,7 @@ class ResponseGenerator:
     ) -> None:
         """Generate one turn, continued for as long as servers break it off."""
         request, stalled, interruptions = response.request, 0, self.pool.interruptions
+        group = zlib.crc32(request.prompt_ids.tobytes())
         while not response.finish:
             body = {
                 "input_ids": response.present.tolist(),
@@ -181,7 +183,7 @@ class ResponseGenerator:
                 await self._resumed.wait()
                 with self.meter:
                     (ids, logprobs, versions, finish, routes), server = await self.pool.generate(
-                        body, group_servers, request.prompt_index, self._read
+                        body, group_servers, group, self._read
                     )
             # Append the tokens; an interrupted response that made no progress counts as stalled.
             checked = len(response.ids)

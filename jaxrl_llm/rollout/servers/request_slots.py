@@ -18,6 +18,11 @@ class RequestSlots:
         self._limit, self._inside = limit, 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
+    @property
+    def waiting(self) -> int:
+        """Return the number of requests that wait for a place."""
+        return len(self._waiting)
+
     async def __aenter__(self) -> None:
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)

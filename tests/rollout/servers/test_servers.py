@@ -499,7 +499,7 @@ def test_a_router_gets_what_is_to_be_generated_and_the_servers_their_weights(mak
     assert ids(engine.generate(requests(), GREEDY, KEY)) == expected()
     assert len(servers[0].seen) == asked
     groups = [headers.get("X-SMG-Routing-Key") for headers in servers[1].headers[-9:]]
-    assert sorted(set(groups)) == ["0", "1", "2"] and len(groups) == 9 and engine.pool.retried == 0
+    assert len(set(groups)) == 3 and len(groups) == 9 and engine.pool.retried == 0
 
 
 def test_keys_come_from_the_environment_and_each_route_gets_its_own(make, servers, monkeypatch):
