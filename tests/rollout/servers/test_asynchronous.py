@@ -3,6 +3,8 @@
 
 import asyncio
 import json
+import signal
+import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -137,27 +139,43 @@ def test_a_run_ahead_stays_within_its_bound_and_a_killed_one_goes_on_with_what_w
     assert again[1]["staleness/max"] == 1 and again[2]["response_tokens/max"] > 1
 
 
+KILLED = """
+import os, signal, sys
+from jaxrl_llm import train
+from jaxrl_llm.checkpoint.state import Checkpointer
+save = Checkpointer.save
+
+def save_or_die(self, step, *args, **kwargs):
+    if step == 4:
+        self.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(self, step, *args, **kwargs)
+
+Checkpointer.save = save_or_die
+train.main()
+"""
+
+
 @pytest.mark.slow
 def test_a_run_that_over_samples_trains_each_prompt_once_after_it_was_killed_too(tmp_path, capsys):
-    """Four prompts a step, eight in progress; the third step is lost with its checkpoint."""
+    """Four prompts a step, eight in progress; a kill -9 takes the third of four steps with it."""
     server, run = FakeServer(), tmp_path / "run"
     server.pace = 0.02
     bound = ["--rollout.max_staleness", "2", *AHEAD[2:]]
     args = [*ARGS, "--steps", "4", "--rollout.servers", server.url, *bound, "--run_dir", str(run)]
-    assert main([*args, "--rollout.oversample", "2"]) == 0
-    cursors = {step: json.loads((run / f"checkpoints/{step}/cursor.json").read_text()) for step in (2, 3, 5)}
-    used = {step: {*range(saved["draw"]), *saved["used"]} for step, saved in cursors.items()}
-    assert [len(used[step]) for step in (2, 3, 5)] == [4, 8, 16]
-    assert cursors[5] == {"draw": 16, "used": [], "steps": {}}
+    killed = subprocess.run([sys.executable, "-c", KILLED, *args, "--rollout.oversample", "2"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["1", "2", "3"]
+    position = lambda step: json.loads((run / f"checkpoints/{step}/cursor.json").read_text())
+    used = {step: {*range(position(step)["draw"]), *position(step)["used"]} for step in (2, 3)}
+    assert len(used[2]) == 4 and len(used[3]) == 8 and used[2] < used[3]
     saved = unpack_responses((run / "checkpoints/3/rollouts.npz").read_bytes())
     assert {*saved, *used[3]} == set(range(12)) and used[3].isdisjoint(saved)
     assert {len(lists[0]) for lists in saved.values()} == {2}
-    for later in (4, 5):
-        (run / f"checkpoints/{later}").rename(tmp_path / str(later))
     assert main([*args, "--rollout.oversample", "1.5"]) == 2
     assert "rollout.oversample: was 2.0, now 1.5" in capsys.readouterr().err
     assert main([*args, "--rollout.oversample", "2"]) == 0
-    assert json.loads((run / "checkpoints/5/cursor.json").read_text()) == cursors[5]
+    assert position(5) == {"draw": 16, "used": [], "steps": {}}
     trained = [row for row in rows(run) if row["kind"] == "train"]
     assert [row["oversample/carried"] for row in trained] == [8, 8, 8, 0]
     assert max(row["staleness/max"] for row in trained) <= 2
