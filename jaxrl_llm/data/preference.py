@@ -106,13 +106,13 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
     begins = False  # the prompt is the beginning of text that is learned
     others = {key: value for key, value in row.items() if key not in _pair_keys(config)}
     if isinstance(chosen, list) and (shared := _shared_messages(chosen, rejected)):
-        others = {**{k: v for k, v in others.items() if k not in PROMPT_KEYS}, "messages": chosen[:shared]}
+        others |= {"conversations": None, "messages": chosen[:shared]}
         chosen, rejected = chosen[shared:], rejected[shared:]
-        config = dataclasses.replace(config, prompt_key="messages")
+        config = dataclasses.replace(config, prompt_key=config.prompt_key and "messages")
     elif isinstance(chosen, str) and _prompt(row, config) is None:
         cut = _shared_text(chosen, rejected)
         others["prompt"], chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
-        config = dataclasses.replace(config, prompt_key="prompt")
+        config = dataclasses.replace(config, prompt_key=config.prompt_key and "prompt")
         begins = True
     # Read each side as a row with one response.
     config = dataclasses.replace(config, response_key="completion", rejected_key="")

@@ -55,7 +55,7 @@ ANSWER_KEYS = (
 )
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 BESIDE = re.compile(
-    r"choices|options|contexts?|passages?|paragraphs?|articles?|documents?|story|input|instruction|knowledge|"
+    r"choices|options|contexts?|passages?|paragraphs?|articles?|documents?|story|input|instruction|prompt|knowledge|"
     r"evidences?|facts?|background|premise|hypothesis|tables?|(?:db_)?schema|starter_code|prefix|suffix|"
     r"(?:(?:chat|conversation|dialog(?:ue)?)_)?history|search_results|retrieved_\w+|"
     r"[A-E]|op[a-e]|(?:option|choice)_?[A-Ea-e1-5]"
@@ -253,9 +253,9 @@ def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in lists and objects at any depth, without nulls and the labels of choices (ARC)."""
+    """Yield the values in lists and objects at any depth, without nulls, labels of choices (ARC) and roles."""
     if isinstance(value, dict):
-        value = [inner for key, inner in value.items() if key != "label"]
+        value = [inner for key, inner in value.items() if key not in ("label", "role", "from")]
     if isinstance(value, list):
         for inner in value:
             yield from _leaves(inner)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.data.chat import encode_conversation, encode_prompt, encode_supervised
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
-from jaxrl_llm.data.observation import encode_observation
+from jaxrl_llm.data.observation import RewrittenHistory, encode_observation
 from jaxrl_llm.data.parts import find_parts, mark_parts
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import RowError
@@ -175,6 +175,17 @@ def test_what_an_environment_says_reaches_the_policy():
         )
 
 
+def test_a_turn_without_a_thought_hides_no_rewritten_turn():
+    said = [U, A, U, A | {"content": "<think>why</think>Yes"}, U]
+    about = make(THINKS), read({"messages": [U]}), said
+    with pytest.raises(RewrittenHistory):
+        encode_observation(*about, 3, config=ChatConfig(), end="<|im_end|>")
+    plain = encode_observation(
+        make(THINKS), read({"messages": [U]}), [U, A, U, A, U], 3, config=ChatConfig(), end=""
+    )
+    assert make(THINKS).decode(plain) == "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_tools_of_a_row_are_shown_or_refused():
     """The tools of the run may be described elsewhere; a system prompt may describe a row's."""
     tools = [{"type": "function", "function": {"name": "add", "description": "Adds."}}]
@@ -285,6 +296,14 @@ def test_a_system_prompt_beside_text_and_two_of_them():
     ],
 )
 def test_columns_that_belong_to_the_question_are_refused_where_it_lacks_them(more, name):
+    asked = [{"role": "user", "content": "Which one?"}]
+    pair = {"chosen": [*asked, A], "rejected": [*asked, A | {"content": "No"}]}
+    texts = {"chosen": "Which one? Yes", "rejected": "Which one? No"}
+    for row in (pair, texts)[: 1 + (name != "input")]:  # of texts it is the prompt
+        with pytest.raises(
+            RowError, match=f"^f:1: the column {name} is not in the prompt.*prompt_key COLUMN"
+        ):
+            read(row | more)
     for key in ("question", "prompt", "problem"):
         row = {key: "Which one?", "answer": "4"} | more
         with pytest.raises(
@@ -364,6 +383,15 @@ def test_names_that_a_template_leaves_out_are_warned_of_once(caplog):
     assert text(row) == text(row) == "<user\nHi>\n<assistant\nYes>\n<user\nHi>\n<assistant\n"
     (record,) = caplog.records
     assert record.getMessage() == "the tokenizer's chat template leaves out the names of messages (key name)"
+
+
+def test_a_prompt_beside_a_chat_is_a_part_of_it():
+    chat, system = [U, A], {"role": "system", "content": SYSTEM_TEXT}
+    for row in ({"messages": chat}, {"chosen": chat, "rejected": [U, A | {"content": "No"}]}):
+        assert text(row | {"prompt": " Hi\n"}) == text(row | {"prompt": [U]}) == "<user\nHi>\n<assistant\n"
+        for other in ("Bye", [system, U]):
+            with pytest.raises(RowError, match=r"^f:1: the column prompt is not in the prompt"):
+                read(row | {"prompt": other})
 
 
 def test_context_of_an_instruction_is_its_input():
