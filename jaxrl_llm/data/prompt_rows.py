@@ -253,7 +253,7 @@ def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in lists and objects at any depth, without nulls, labels of choices (ARC) and roles."""
+    """Yield the values in lists and objects at any depth, but no null, role or label of a choice (ARC)."""
     if isinstance(value, dict):
         value = [inner for key, inner in value.items() if key not in ("label", "role", "from")]
     if isinstance(value, list):
