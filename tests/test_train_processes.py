@@ -28,6 +28,9 @@ ADAPTERS = [
     *("--lora.rank", "2", "--optim.offload", "True", "--reference.offload", "True"),
     *("--optim.ema", "0.5", "--checkpoint.hf_every", "3", "--minibatches_per_step", "2", "--ppo_epochs", "2"),
 ]
+TWO_LAYERS = ["--model.architecture.num_layers", "2"]
+STAGES = ["--mesh.data", "1", "--mesh.stage", "2"]
+"""Each process is a stage."""
 PLACED = [
     *("--mesh.fsdp", "2", "--devices", "0:2", "--rollout.devices", "2:4", "--rollout.mesh.tensor", "2"),
     *("--reference.devices", "2:4", "--reference.mesh.fsdp", "4"),
@@ -42,8 +45,9 @@ PLACED = [
         ([], []),
         (ADAPTERS, []),
         ([], PLACED),
+        (TWO_LAYERS, STAGES),
     ],
-    ids=["full", "adapters, moments on the host", "models on devices of their own"],
+    ids=["full", "adapters, moments on the host", "models on devices of their own", "a stage each"],
 )
 def test_two_processes_train_as_one(more, placed, tmp_path):
     check_two_processes([*ARGS, *more], [], placed, 8, tmp_path=tmp_path)

@@ -103,7 +103,7 @@ class PlacedTeachers:
         return sharding_for(self.mesh, ("batch", "sequence", "hidden"), shape, TRAIN)
 
     def _head_sharding(self, head: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-        return sharding_for(self.mesh, ("vocab", "embed"), head.shape, TRAIN)
+        return sharding_for(self.mesh, ("vocab", "table_embed"), head.shape, TRAIN)
 
 
 def _head_of(teacher: Params) -> Float[Array, "V D"]:

@@ -38,7 +38,7 @@ def init_per_layer(c: TransformerConfig, key: jax.Array) -> PerLayerWeights:
     table = std * jax.random.normal(first, (c.vocab_size, layers * size), jnp.float32)
     proj = std * jax.random.normal(second, (c.hidden_size, layers, size), jnp.float32)
     return PerLayerWeights(
-        nnx.Param(table, axes=("vocab", "embed")),
+        nnx.Param(table, axes=("vocab", "table_embed")),
         nnx.Param(proj, axes=("embed", "layers", "mlp")),
         nnx.Param(jnp.full(size, 1 - c.norm_offset, jnp.float32), axes=("norm",)),
     )
@@ -67,4 +67,4 @@ def per_layer_inputs(
         return (both * 2**-0.5).astype(x.dtype)
 
     inputs = jnp.moveaxis(per_token_call(strict)(one, w._replace(embed=None), x, rows), 2, 0)
-    return constrain(inputs, "layers", "batch", "sequence", "mlp")
+    return constrain(inputs, None, "batch", "sequence", "mlp")

@@ -35,17 +35,17 @@ class LayerRun(NamedTuple):
     count: int
     """Repetitions of the pattern."""
     first: int
-    """Index of the first layer in the model."""
+    """Index of the first layer among those of the scans."""
 
     @property
     def layers(self) -> slice:
-        """Return the layers of the run among the layers of the model."""
+        """Return the layers of the run among those of the scans."""
         return slice(self.first, self.first + self.count * len(self.pattern))
 
 
 def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
     """Return name -> architecture of each stack of equal layers, in the order of their first layers."""
-    names = _stack_names(c)
+    names = stack_names(c)
     if len(set(names)) == 1:
         return {names[0]: c}
 
@@ -69,6 +69,30 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
     return {name: stack(name) for name in dict.fromkeys(names)}
 
 
+def layers_outside(c: TransformerConfig) -> int:
+    """Return how many first layers are before a pipeline: the leading dense ones of a model with experts."""
+    return c.moe.dense_layers if c.moe else 0
+
+
+def stages_problem(c: TransformerConfig, stages: int, mesh: str = "--mesh") -> str | None:
+    """Return what keeps the layers from being divided among the stages of a pipeline, or None.
+
+    Args:
+        mesh: prefix of the mesh's keys, for the message.
+    """
+    names = stack_names(c)[layers_outside(c) :]
+    are_equal = lambda n: len(names) % n == 0 and names == n * names[: len(names) // n]
+    if stages < 2 or are_equal(stages):
+        return None
+    nearest = min(filter(are_equal, range(1, len(names) + 1)), key=lambda n: abs(n - stages))
+    after = f" after the first {outside}" if (outside := layers_outside(c)) else ""
+    kinds = f", with the same {len(set(names))} kinds in the same order" if len(set(names)) > 1 else ""
+    return (
+        f"{mesh}.stage is {stages}: the {len(names)} layers{after} do not divide into as many equal stages"
+        f"{kinds}. Set {mesh}.stage {nearest}."
+    )
+
+
 def is_dense(stack: str) -> bool:
     """Return whether a stack is of leading dense layers of a model with experts: "dense_layers", or for
     another kind "dense_conv_layers"."""
@@ -77,17 +101,21 @@ def is_dense(stack: str) -> bool:
 
 def layer_places(c: TransformerConfig) -> list[tuple[str, int]]:
     """Return (stack, index in it) of each layer."""
+    return _places(stack_names(c))
+
+
+def _places(names: Sequence[str]) -> list[tuple[str, int]]:
     seen: Counter[str] = Counter()
     places = []
-    for name in _stack_names(c):
+    for name in names:
         places.append((name, seen[name]))
         seen[name] += 1
     return places
 
 
-def layer_runs(c: TransformerConfig) -> list[LayerRun]:
+def layer_runs(names: Sequence[str]) -> list[LayerRun]:
     """Return the runs of the layers in order: each the shortest of the patterns that reach farthest."""
-    names, first, runs = _stack_names(c), 0, []
+    first, runs = 0, []
     while first < len(names):
         rest = names[first:]
         size = max(range(1, min(MAX_PATTERN, len(rest)) + 1), key=lambda p: (_reach(rest, p), -p))
@@ -103,17 +131,19 @@ def scan_layers(
     step: Callable[..., tuple[Any, Any]],
     *,
     carry: Any,
+    names: Sequence[str] | None = None,
 ) -> tuple[Any, list[tuple[LayerRun, tuple]]]:
-    """Apply `step(stack config, carry, weights, numbers) -> (carry, out)` to all layers, a scan for each run.
+    """Apply `step(stack config, carry, weights, numbers) -> (carry, out)` to layers, a scan for each run.
 
     Args:
         weights: stack -> its weights, with a leading dim for the layers of the stack.
         numbers: run -> tree of other inputs, with a leading dim for the layers of the run.
+        names: stack of each layer; None = all layers of the model.
 
     Returns: (carry, outs): for each run the outs of each layer of its pattern, with a leading dim `count`.
     """
-    stacks, outs = layer_stacks(c), []
-    for run in layer_runs(c):
+    stacks, names, outs = layer_stacks(c), stack_names(c) if names is None else names, []
+    for run in layer_runs(names):
         split = lambda x, run=run: x.reshape(run.count, len(run.pattern), *x.shape[1:])
 
         def repetition(carry, inputs, run=run):
@@ -125,7 +155,7 @@ def scan_layers(
                 out.append(one)
             return carry, tuple(out)
 
-        inputs = _weights_of(c, run, weights), jax.tree.map(split, numbers(run))
+        inputs = _weights_of(names, run, weights), jax.tree.map(split, numbers(run))
         carry, out = jax.lax.scan(repetition, carry, inputs)
         outs.append((run, out))
     return carry, outs
@@ -146,9 +176,9 @@ def collect_layers(outs: list[tuple[LayerRun, tuple]], is_chosen: Callable[[str]
     return runs[0] if len(runs) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *runs)
 
 
-def _weights_of(c: TransformerConfig, run: LayerRun, weights: dict[str, Any]) -> tuple:
+def _weights_of(names: Sequence[str], run: LayerRun, weights: dict[str, Any]) -> tuple:
     """Return the weights of each layer of the pattern, with a leading dim `count`."""
-    places, sizes, out = layer_places(c), Counter(_stack_names(c)), []
+    places, sizes, out = _places(names), Counter(names), []
     for name, start in places[run.first : run.first + len(run.pattern)]:
         step = run.pattern.count(name)
         every = slice(start, start + run.count * step, step)
@@ -166,7 +196,7 @@ def _reach(names: Sequence[str], size: int) -> int:
     return count * size if count > 1 or size == 1 else 0
 
 
-def _stack_names(c: TransformerConfig) -> list[str]:
+def stack_names(c: TransformerConfig) -> list[str]:
     """Return the stack of each layer."""
     kinds = c.layer_kinds or (ATTENTION,) * c.num_layers
     dense, first_shared = c.moe.dense_layers if c.moe else 0, c.num_layers - c.shared_kv_layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,24 @@ from jaxrl_llm.models.recurrent import RECURRENT, with_paths
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rows import Packing, per_token_call
 from jaxrl_llm.models.shared_kv import no_shared_kv, put_shared, read_shared
-from jaxrl_llm.models.stacks import LayerRun, collect_layers, layer_places, layer_stacks, scan_layers
+from jaxrl_llm.models.stacks import (
+    LayerRun,
+    collect_layers,
+    layer_stacks,
+    layers_outside,
+    scan_layers,
+    stack_names,
+)
 from jaxrl_llm.sharding.attention import ContextParallel, context_parallel, reorder_tokens, restore_tokens
-from jaxrl_llm.sharding.rules import constrain, constrain_residual, fetch, look_up
+from jaxrl_llm.sharding.pipeline import pipelined
+from jaxrl_llm.sharding.rules import (
+    constrain,
+    constrain_residual,
+    current_sizes,
+    fetch,
+    look_up,
+    num_shards,
+)
 
 
 class Layers(nnx.Module):
@@ -177,7 +193,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, key: jax.Array):
         self.config = config
         embed_key, layer_key, head_key = jax.random.split(key, 3)
-        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
+        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "table_embed")
         std = config.initializer_range
         self.embed = nnx.Param(std * jax.random.normal(embed_key, shape, jnp.float32), axes=axes)
         for name, stack in layer_stacks(config).items():
@@ -265,29 +281,24 @@ class Transformer(nnx.Module):
         whole = with_paths(c, rows)
         tokens, rows = jax.tree.map(lambda x: reorder_tokens(x, method), (tokens, rows))
         readers = jnp.where(rows.segments > 0, 1 if last is None else rows.last - rows.segments + 1, 0)
-        per_token = per_token_call(strict)
-        lengths = trajectory_lengths(c, rows.positions, rows.segments)
-        tables = per_token(rope_fn(c), None, rows.positions, lengths)
         x = constrain_residual(scale_embeddings(c, look_up(fetch(self.embed[...]), tokens, dtype)))
         routes = None if routes is None else jnp.moveaxis(reorder_tokens(routes, method), 2, 0)
         inputs = self._layer_inputs(x, tokens, dtype, strict)
 
-        settings = {"tables": tables, "readers": readers, "dtype": dtype, "method": method, "strict": strict}
-        layer = _layer_fn(c, rows, whole, **settings)
-
-        def step(c, carry, *args):
-            (x, shared), run = carry, functools.partial(layer, c)
-            if remat != "none" or c.moe:
-                run = jax.checkpoint(run, policy=REMAT[remat], prevent_cse=False)
-            x, kv, out = run((x, read_shared(c, shared)), *args)
-            return (x, put_shared(c, shared, kv)), out
-
-        weights = {name: getattr(self, name) for name in layer_stacks(c)}
-        numbers = lambda run: numbers_of(c, run, routes, inputs)
-        (x, _), outs = scan_layers(c, weights, numbers, step, carry=(x, no_shared_kv(c, x)))
-        x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
+        # Layers before the pipeline, which are all without one, then the layers of its stages.
+        names, numbers, sums, chosen = stack_names(c), stacked_numbers(c), None, None
+        how = {"dtype": dtype, "remat": remat, "method": method, "strict": strict}
+        stages = num_shards("layers", current_sizes())
+        first = len(names) if stages == 1 else layers_outside(c)
+        for part, divided in ((slice(first), 1), (slice(first, None), stages)):
+            if own := names[part]:
+                run = functools.partial(_run_layers, c=c, names=own[: len(own) // divided], **how)
+                weights = {name: getattr(self, name) for name in own}
+                of_layers = weights, jax.tree.map(lambda x, part=part: x[part], numbers)
+                of_both = None if inputs is None else inputs[part], routes
+                x, sums, chosen = pipelined(run, divided)(x, of_layers, of_both, (rows, whole, readers))
+        x = per_token_call(strict)(final_norm_fn(c), fetch(self.norm[...]), x)
         hidden = restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
-        sums, chosen = collect_layers(outs, lambda name: bool(layer_stacks(c)[name].moe)) or (None, None)
         return hidden, sums, None if chosen is None else restore_tokens(join_routes(c, chosen), method)
 
     def _layer_inputs(self, x, tokens, dtype: DTypeLike, strict: bool) -> Float[Array, "L B T P"] | None:
@@ -297,6 +308,33 @@ class Transformer(nnx.Module):
         rows = look_up(w.embed, tokens, dtype)
         w = jax.tree.map(lambda x: rounded(x, dtype), w._replace(embed=None))
         return per_layer_inputs(self.config, w, x, rows, strict=strict)
+
+
+def _run_layers(
+    x, of_layers, of_both, of_rows, *, c: TransformerConfig, names: Sequence[str], remat: str, **how
+):
+    """Return (x, sums of the routing, chosen experts [L, B, T, K]) after layers of these stacks.
+
+    Args:
+        of_layers: (weights of the stacks, `stacked_numbers`).
+        of_both: (`per_layer_inputs`, routes); each may be None.
+        of_rows: (rows, rows in natural order, readers of each token).
+    """
+    (weights, numbers), (inputs, routes), (rows, whole, readers) = of_layers, of_both, of_rows
+    lengths = trajectory_lengths(c, rows.positions, rows.segments)
+    tables = per_token_call(how["strict"])(rope_fn(c), None, rows.positions, lengths)
+    layer = _layer_fn(c, rows, whole, tables=tables, readers=readers, **how)
+
+    def step(c, carry, *args):
+        (x, shared), run = carry, functools.partial(layer, c)
+        if remat != "none" or c.moe:
+            run = jax.checkpoint(run, policy=REMAT[remat], prevent_cse=False)
+        x, kv, out = run((x, read_shared(c, shared)), *args)
+        return (x, put_shared(c, shared, kv)), out
+
+    of_run = functools.partial(_numbers_of, c, names, (numbers._replace(inputs=inputs), routes))
+    (x, _), outs = scan_layers(c, weights, of_run, step, carry=(x, no_shared_kv(c, x)), names=names)
+    return x, *(collect_layers(outs, lambda name: bool(layer_stacks(c)[name].moe)) or (None, None))
 
 
 def _layer_fn(
@@ -329,17 +367,16 @@ def _layer_fn(
     return layer
 
 
-def numbers_of(
+def _numbers_of(
     c: TransformerConfig,
+    names: Sequence[str],
+    of_layers: tuple[LayerNumbers, UInt[Array, "L B T K"] | None],
     run: LayerRun,
-    routes: UInt[Array, "L B T K"] | None,
-    inputs: Float[Array, "L B T P"] | None,
 ) -> tuple[LayerNumbers, UInt[Array, "R B T K"] | None]:
     """Return the numbers and inputs of a run's R layers, and the routes of its layers with experts."""
-    layers = run.layers
-    numbers = jax.tree.map(lambda x: x[layers], stacked_numbers(c, inputs))
-    stacks = layer_stacks(c)
-    sparse = [bool(stacks[name].moe) for name, _ in layer_places(c)]
+    (numbers, routes), layers, stacks = of_layers, run.layers, layer_stacks(c)
+    numbers = jax.tree.map(lambda x: x[layers], numbers)
+    sparse = [bool(stacks[name].moe) for name in names]
     if routes is None or not any(sparse[layers]):
         return numbers, None
     # Routes of layers without experts, between layers with experts, are not read.

@@ -14,6 +14,7 @@ from jaxrl_llm.hf.names import joined_weights
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.lora import rank_of_experts, with_lora
 from jaxrl_llm.models.lora_config import TARGETS, LoraConfig, linear_layers
+from jaxrl_llm.models.stacks import stages_problem
 from jaxrl_llm.recipe.rule import Rule
 from jaxrl_llm.rollout.checks import dynamic_rope_hint, ring_problem, token_problems
 from jaxrl_llm.sharding.attention import heads_problem
@@ -53,12 +54,23 @@ def _heads_divide(config: TrainConfig, models: Models) -> Iterator[str]:
     for role, model in models.items():
         heads, parts = _state_heads(model), _parts_of_heads(config.mesh_of(role))
         if model.recurrent_kind and heads % parts:
-            mesh = f"--{role if config.placements[role].mesh else ''}mesh"
+            mesh = _mesh_key(config, role)
             yield (
                 f"{mesh}.sequence divides the {heads} heads of recurrent layers among tensor x sequence = "
                 f"{parts} devices, and {heads} is not a multiple of {parts}. Set a smaller {mesh}.sequence "
                 f"or {mesh}.tensor."
             )
+
+
+def _stages_are_equal(config: TrainConfig, models: Models) -> Iterator[str]:
+    for role, model in models.items():
+        if problem := stages_problem(model, config.mesh_of(role).stage, _mesh_key(config, role)):
+            yield problem
+
+
+def _mesh_key(config: TrainConfig, role: str) -> str:
+    """Return the prefix of the keys of a model's mesh."""
+    return f"--{role if config.placements[role].mesh else ''}mesh"
 
 
 def _parts_of_heads(mesh: MeshConfig) -> int:
@@ -216,6 +228,7 @@ MODEL = (
     Rule("model", "model.path model.architecture", _can_be_exported),
     Rule("model", "max_prompt_tokens max_response_tokens", _has_positions),
     Rule("model", "mesh.sequence_parallel mesh.sequence mesh.tensor", _heads_divide, sized=True),
+    Rule("model", "mesh.stage", _stages_are_equal, sized=True),
     Rule(
         "model",
         "rollout.cache rollout.cache_dtype rollout.draft_tokens",

@@ -113,8 +113,7 @@ QUERY_AXES = ("batch", "sequence", "heads", "head_dim")
 def context_parallel(length: int, method: ContextParallel) -> ContextParallel:
     """Return the method for rows of `length` tokens under the current mesh: "none" if the mesh does not shard
     them evenly."""
-    mesh = jax.sharding.get_abstract_mesh()
-    shards = 1 if mesh.empty else num_shards("sequence", mesh.shape)
+    shards = num_shards("sequence", current_sizes())
     chunks = 2 * shards if method == "ring" else shards
     return "none" if shards == 1 or length % chunks else method
 

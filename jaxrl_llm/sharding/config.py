@@ -14,7 +14,7 @@ ALL_DEVICES = "all"
 DEVICE_RANGE = re.compile(r"(\d{1,6}):(\d{1,6})")
 POLICY, ROLLOUT_ENGINE, REFERENCE, CRITIC, TEACHER = "", "rollout.", "reference.", "critic.", "teacher."
 """Roles of models: keys of `TrainConfig.placements`. Each reward model has a role, `reward_role`."""
-AXES = ("data", "fsdp", "expert", "tensor", "sequence")
+AXES = ("data", "stage", "fsdp", "expert", "tensor", "sequence")
 REPLICA_AXIS = "data"
 """Axis of whole copies of the trained weights, divided among slices."""
 AxisSize = Annotated[int, Range(-1, 2**20)]
@@ -35,6 +35,8 @@ class MeshConfig:
     """Tensor parallelism: shards heads, feed-forward and vocabulary, and the tokens between blocks."""
     sequence: AxisSize = 1
     """Context parallelism: shards the tokens of a row, and parameters, gradients and optimizer state."""
+    stage: AxisSize = 1
+    """Pipeline: shards layers, and rows, embedding and head as fsdp does."""
     sequence_parallel: Literal["ring", "ulysses"] = "ring"
     """Attention under context parallelism: ring, or Ulysses (all-to-all between tokens and heads)."""
     slices: Annotated[int, Range(1, 2**20)] = 1

@@ -29,7 +29,7 @@ class Device(Protocol):
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, flag: str = "--mesh") -> Mesh:
-    """Return the mesh (data, fsdp, expert, tensor, sequence) over devices of all processes.
+    """Return the mesh (data, stage, fsdp, expert, tensor, sequence) over devices of all processes.
 
     Args:
         devices: default `jax.devices()`.
@@ -88,7 +88,7 @@ def slice_numbers(mesh: Mesh, slices: int) -> dict[jax.Device, int]:
 
 def _fix(config: MeshConfig, num_devices: int, flag: str) -> str:
     """Return the fix: one flag and its value, if changing one flag is enough."""
-    for name in ("fsdp", "data", "tensor", "sequence"):
+    for name in ("fsdp", "data", "tensor", "sequence", "stage"):
         size, others = config.sizes[name], [s for n, s in config.sizes.items() if n != name]
         room, left = divmod(num_devices, math.prod(map(abs, others)))
         if left == 0 and size != -1:

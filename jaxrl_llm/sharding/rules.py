@@ -21,14 +21,16 @@ Rules = Mapping[str, str | tuple[str, ...] | None]
 
 TRAIN: Rules = {
     # activations
-    "batch": ("data", "fsdp", "expert"),
+    "batch": ("data", "fsdp", "expert", "stage"),
+    "batch_of_stage": ("data", "fsdp", "expert"),
     "sequence": "sequence",
     "residual": ("sequence", "tensor"),  # tokens between the blocks of a layer
     "hidden": None,
     "copies": "data",  # rows, if every reader of a copy of a weight is on its devices
     # weights
-    "layers": None,
+    "layers": "stage",
     "embed": ("fsdp", "sequence", "expert"),
+    "table_embed": ("fsdp", "sequence", "expert", "stage"),  # of the embedding and the head
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
@@ -47,13 +49,13 @@ TRAIN: Rules = {
 """Training and scoring: weights are sharded over fsdp, sequence, expert and tensor; rows over data, fsdp and
 expert. Experts are divided over expert, and each expert's matrices over the other axes."""
 
-GATHERED: Rules = {**TRAIN, **{"embed": None, "latent": None, "expert_embed": None}}
+GATHERED: Rules = {**TRAIN, **{"embed": None, "table_embed": None, "latent": None, "expert_embed": None}}
 """Weights of training and scoring in a product: gathered over all axes except tensor and expert."""
 
 ROLLOUT: Rules = {
     **TRAIN,
-    **{"embed": None, "latent": None},
-    **{"experts": ("data", "fsdp", "sequence", "expert"), "expert_embed": None},
+    **{"layers": None, "embed": None, "table_embed": None, "latent": None},
+    **{"experts": ("data", "stage", "fsdp", "sequence", "expert"), "expert_embed": None},
 }
 """Decoding reads every weight for every token: each replica holds all weights, sharded over tensor only.
 Experts are divided among all replicas, and tokens are sent to the experts that they choose."""
@@ -63,11 +65,13 @@ def num_shards(axis: str, sizes: Mapping[str, int], rules: Rules = TRAIN) -> int
     """Return the number of shards of a logical axis.
 
     Args:
-        axis: "batch" for the number of replicas with different rows, "sequence" for the degree of context
-            parallelism, "heads" for the degree of tensor parallelism, or another key of `rules`.
-        sizes: mesh axis -> size: `mesh.shape`, or `MeshConfig.resolved_sizes` before a mesh exists.
+        axis: "batch" for the number of devices with different rows, "sequence" for the degree of context
+            parallelism, "heads" for the degree of tensor parallelism, "layers" for the stages of a pipeline,
+            or another key of `rules`.
+        sizes: mesh axis -> size: `mesh.shape`, or `MeshConfig.resolved_sizes` before a mesh exists; an axis
+            that is missing has size 1.
     """
-    return math.prod(sizes[name] for name in axes_of(rules[axis]))
+    return math.prod(sizes.get(name, 1) for name in axes_of(rules[axis]))
 
 
 def partition_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
@@ -184,7 +188,7 @@ def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: DTypeL
     tokens, in `dtype`, instead of an all-reduce of whole tables. Without the first constraint, XLA may cast
     to `dtype` only after the gather, and gather the wider type.
     """
-    table = constrain(rounded(table, dtype), "vocab", "embed")
+    table = constrain(rounded(table, dtype), "vocab", "table_embed")
     return constrain(table, "vocab", "hidden")[tokens]
 
 
@@ -194,11 +198,11 @@ def _look_up_forward(table, tokens, dtype):
 
 def _look_up_backward(dtype, residuals, gradient):
     table, tokens = residuals
-    rows = current_spec(("copies", None, "embed"), gradient.shape)
+    rows = current_spec(("copies", None, "table_embed"), gradient.shape)
     if rows is None:
         total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(gradient.astype(jnp.float32))
         return total.astype(table.dtype), None
-    weight = current_spec(("vocab", "embed"), table.shape)
+    weight = current_spec(("vocab", "table_embed"), table.shape)
     owners, copies = axes_of(weight[0]), axes_of(rows[0])
 
     def local(gradient, tokens):
@@ -222,7 +226,7 @@ def logprob_specs(hidden: jax.Array, head: jax.Array) -> tuple[PartitionSpec, Pa
     """Return `partition_specs` of jaxrl_kernels' linear_logprob for hidden states [B, T, D] and head [V, D]
     under the current mesh."""
     spec = current_spec(("batch", "sequence", "hidden"), hidden.shape)
-    return None if spec is None else (spec, current_spec(("vocab", "embed"), head.shape))
+    return None if spec is None else (spec, current_spec(("vocab", "table_embed"), head.shape))
 
 
 def put_rows(mesh: Mesh, batch: Any) -> Any:

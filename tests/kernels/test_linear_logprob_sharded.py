@@ -49,7 +49,8 @@ def step(hidden, head, targets, mask, *, partition_specs):
 def on_mesh(config, arrays):
     """(the compiled step, its sharded arguments)"""
     mesh = make_mesh(config)
-    axes = [("batch", "sequence", "hidden"), ("vocab", "embed"), ("batch", "sequence"), ("batch", "sequence")]
+    rows = "batch", "sequence"
+    axes = [(*rows, "hidden"), ("vocab", "table_embed"), rows, rows]
     shardings = tuple(
         sharding_for(mesh, names, x.shape, TRAIN) for names, x in zip(axes, arrays, strict=True)
     )

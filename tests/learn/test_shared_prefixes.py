@@ -33,6 +33,7 @@ MODEL = TransformerConfig(
     initializer_range=0.3,
 )  # fmt: skip
 EXPERTS = dataclasses.replace(MODEL, moe=MoEConfig(num_experts=4, experts_per_token=2, expert_size=16))
+DENSE_FIRST = dataclasses.replace(EXPERTS, num_layers=3, moe=dataclasses.replace(EXPERTS.moe, dense_layers=1))
 ADAPTED, ADAPTED_EXPERTS = (with_lora(model, LoraConfig(rank=4, alpha=8.0)) for model in (MODEL, EXPERTS))
 WINDOWED = dataclasses.replace(
     MODEL, sliding_window=9, window_layers=(True, False), attention_sinks=True, attention_softcap=5.0
@@ -54,6 +55,15 @@ MAMBA = dataclasses.replace(
     MODEL, num_layers=3, layer_kinds=("mamba", "attention", "mlp"), one_branch=True,
     mamba=MambaConfig(4, 8, 6, 2), mlp_gate=False, activation="relu2",
 )  # fmt: skip
+
+
+def twice(model):
+    """Return the model with its layers two times, for two stages; smaller weights keep rounding small."""
+    kinds, windows = model.layer_kinds, model.window_layers
+    lists = {"layer_kinds": kinds and kinds * 2, "window_layers": windows and windows * 2}
+    return dataclasses.replace(model, num_layers=2 * model.num_layers, initializer_range=0.1, **lists)
+
+
 ONE = MeshConfig(fsdp=1)
 PROMPT, RESPONSES = 12, 4  # tokens of a prompt, responses to it
 
@@ -218,6 +228,42 @@ SLOW = {
     # Of the gradient of o_lora_a, which passes adapters of two layers, rounding is 1e-5.
     "experts with adapters, replay of old": (
         GRPO, {"model": ADAPTED_EXPERTS, "of_both": (("replay", "old"), ("balance_coef", 0.5)), "rel": 2e-5}
+    ),
+    "4 stages, data 2": (
+        GRPO, {"model": twice(MODEL), "mesh": MeshConfig(data=2, stage=4, fsdp=1), "rows": 8}
+    ),
+    "2 stages, ppo with a critic": (algos.ppo.Config(), {"mesh": MeshConfig(stage=2, fsdp=2)}),
+    "2 stages, gkd": (
+        algos.gkd.Config(teachers=("a", "b"), reward_coef=0.5), {"mesh": MeshConfig(data=2, stage=2, fsdp=1)}
+    ),
+    "2 stages, a window, ring": (
+        GRPO, {"model": twice(WINDOWED), "mesh": MeshConfig(stage=2, fsdp=1, sequence=2), "remat": "dots"}
+    ),
+    "2 stages, delta rule, tensor 2, ring": (
+        GRPO,
+        {"model": twice(HYBRID), "share_prefixes": "flat",
+         "mesh": MeshConfig(stage=2, fsdp=1, tensor=2, sequence=2)},
+    ),
+    "2 stages, mamba, fsdp 2": (
+        GRPO, {"model": twice(MAMBA), "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=2)}
+    ),
+    "2 stages, short convolution": (
+        GRPO, {"model": twice(SHORT_CONV), "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=1)}
+    ),
+    "2 stages, adapters": (GRPO, {"model": ADAPTED, "mesh": MeshConfig(stage=2, fsdp=2)}),
+    "2 stages, expert 2, balance": (
+        GRPO,
+        {"model": EXPERTS, "mesh": MeshConfig(stage=2, fsdp=1, expert=2),
+         "of_both": (("balance_coef", 0.5),)},
+    ),
+    "2 stages after a dense layer, replay of the rollout": (
+        GRPO,
+        {"model": DENSE_FIRST, "mesh": MeshConfig(stage=2, fsdp=2), "of_both": (("replay", "rollout"),)},
+    ),
+    "2 stages, experts with adapters, replay of old": (
+        GRPO,
+        {"model": ADAPTED_EXPERTS, "mesh": MeshConfig(stage=2, fsdp=2, tensor=2), "rel": 2e-5,
+         "of_both": (("replay", "old"), ("balance_coef", 0.5))},
     ),
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.structs import BatchTotals
 
 MODEL = TransformerConfig(
-    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
 )
 ONE = MeshConfig(fsdp=1)
 
@@ -98,6 +98,7 @@ def reference_update():
     [
         MeshConfig(data=2, fsdp=2, tensor=2),
         MeshConfig(fsdp=4, sequence=2),
+        MeshConfig(stage=2, fsdp=2, tensor=2),
         *(
             pytest.param(mesh, marks=pytest.mark.slow)
             for mesh in (
@@ -105,6 +106,9 @@ def reference_update():
                 MeshConfig(fsdp=8),
                 MeshConfig(fsdp=2, tensor=4),
                 MeshConfig(fsdp=1, tensor=8),
+                MeshConfig(stage=4, fsdp=1, tensor=2),
+                MeshConfig(data=2, stage=2, fsdp=1, sequence=2),
+                MeshConfig(stage=2, fsdp=1, sequence=2, tensor=2, sequence_parallel="ulysses"),
             )
         ),
     ],
@@ -194,10 +198,16 @@ def test_aggregations_keep_the_promise_too(aggregation):
     assert_same(got, wanted)
 
 
-def test_bfloat16_stays_near_float32(reference_update):
-    metrics, gradient = one_update(
-        learner(MeshConfig(fsdp=4, tensor=2), 8, dtype="bfloat16", max_grad_norm=0.0)
-    )
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(fsdp=4, tensor=2),
+        pytest.param(MeshConfig(data=2, stage=2, tensor=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_bfloat16_stays_near_float32(mesh, reference_update):
+    metrics, gradient = one_update(learner(mesh, 8, dtype="bfloat16", max_grad_norm=0.0))
     assert metrics["loss"] == pytest.approx(reference_update[0]["loss"], abs=2e-2)
     assert metrics["grad_norm"] == pytest.approx(reference_update[0]["grad_norm"], rel=2e-2)
     assert {x.dtype for x in jax.tree.leaves(gradient)} == {np.dtype("float32")}
@@ -317,9 +327,9 @@ def test_state_is_donated():
 def test_optimizer_state_lies_where_the_weights_lie():
     built = learner(MeshConfig(fsdp=8), rows=8, optimizer=make_optimizer(OptimConfig(), 10))
     abstract = built.abstract_state()
-    moments = [x for x in jax.tree.leaves(abstract.opt_state) if x.shape == (2, 32, 64)]
+    moments = [x for x in jax.tree.leaves(abstract.opt_state) if x.shape == (4, 32, 64)]
     assert len(moments) == 4  # mean and square of gate and up
-    assert {tuple(x.sharding.spec) for x in moments} == {(None, ("fsdp", "sequence", "expert"), "tensor")}
+    assert {tuple(x.sharding.spec) for x in moments} == {("stage", ("fsdp", "sequence", "expert"), "tensor")}
 
 
 def test_sft_learns_a_short_text_by_heart():

@@ -87,7 +87,7 @@ def test_logical_axes_name_every_dim():
     axes = models.logical_axes(params)
     assert axes["layers.q"] == ("layers", "embed", "heads", "head_dim")
     assert axes["layers.down"] == ("layers", "mlp", "embed")
-    assert axes["embed"] == ("vocab", "embed")
+    assert axes["embed"] == ("vocab", "table_embed")
     for name, leaf in models.named_leaves(params):
         assert len(axes[name]) == leaf.ndim
         assert set(axes[name]) <= set(TRAIN)
@@ -114,7 +114,7 @@ EMBED = ("fsdp", "sequence", "expert")
 def test_a_dim_that_does_not_divide_is_replicated():
     mesh = make_mesh(MeshConfig(fsdp=1, tensor=8))
     shardings = dict(models.named_leaves(models.shardings(CONFIG, mesh, TRAIN)))
-    assert tuple(shardings["layers.gate"].spec) == (None, EMBED, "tensor")
+    assert tuple(shardings["layers.gate"].spec) == ("stage", EMBED, "tensor")
     assert tuple(shardings["layers.k"].spec) == (None, EMBED, None, None)  # 2 heads on 8
 
 

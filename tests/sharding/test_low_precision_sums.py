@@ -48,7 +48,7 @@ def test_the_gradient_of_the_embedding_is_a_float32_sum(mesh_config, parts):
     tokens, gradient, sums = rows()
     table = np.zeros((64, 32), np.float32)
     mesh = make_mesh(mesh_config or MeshConfig(fsdp=1), None if mesh_config else jax.devices()[:1])
-    place = sharding_for(mesh, ("vocab", "embed"), table.shape, TRAIN)
+    place = sharding_for(mesh, ("vocab", "table_embed"), table.shape, TRAIN)
     cut = lambda x: x.reshape(parts, 8, -1, *x.shape[2:])
     with jax.set_mesh(mesh):
         table = jax.device_put(table, place)

@@ -30,14 +30,15 @@ from jaxrl_llm.sharding.rules import (
 
 def test_minus_one_takes_the_rest():
     assert dict(make_mesh(MeshConfig(data=2, fsdp=-1, tensor=2)).shape) == {
-        "data": 2, "fsdp": 2, "expert": 1, "tensor": 2, "sequence": 1,
+        "data": 2, "stage": 1, "fsdp": 2, "expert": 1, "tensor": 2, "sequence": 1,
     }  # fmt: skip
 
 
 WRONG = {
-    r"^--mesh: data=3 x fsdp=1 x expert=1 x tensor=1 .* 8 cpu device.* Set --mesh.data 8.$": MeshConfig(3, 1),
+    r"^--mesh: data=3 x stage=1 x fsdp=1 x expert=1 .* 8 cpu device.* Set --mesh.data 8.$": MeshConfig(3, 1),
     r"Set --mesh.fsdp 2.$": MeshConfig(fsdp=4, tensor=4),
     r"Set --mesh.tensor 2.$": MeshConfig(tensor=3),
+    r"Set --mesh.stage 2.$": MeshConfig(stage=3),
     r"divisors of 8 \(1, 2, 4, 8\) and one axis, such as --mesh.fsdp, to -1": MeshConfig(data=3, tensor=3),
     r"^--mesh.fsdp is -1, and so is mesh.data: .* Set this one to 1.$": MeshConfig(data=-1),
     r"^--mesh.tensor is 0: it must be at least 1, or -1 for all remaining devices.$": MeshConfig(tensor=0),
@@ -76,7 +77,7 @@ def test_replicas_are_divided_among_the_slices_of_the_devices():
 
 def test_shards_of_a_logical_axis_by_hand():
     sizes = MeshConfig(data=2, fsdp=-1, tensor=3, sequence=5).resolved_sizes(120)
-    assert sizes == {"data": 2, "fsdp": 4, "expert": 1, "tensor": 3, "sequence": 5}
+    assert sizes == {"data": 2, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 3, "sequence": 5}
     shards = {axis: num_shards(axis, sizes) for axis in ("batch", "sequence", "heads", "embed", "norm")}
     assert shards == {"batch": 8, "sequence": 5, "heads": 3, "embed": 20, "norm": 1}
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
@@ -101,12 +102,12 @@ def test_nothing_outside_sharding_names_a_mesh_axis():
 
 def test_specs_by_hand():
     assert partition_spec(("layers", "embed", "heads", "head_dim"), TRAIN) == P(
-        None, ("fsdp", "sequence", "expert"), "tensor", None
+        "stage", ("fsdp", "sequence", "expert"), "tensor", None
     )
     assert partition_spec(("batch", "sequence", "hidden"), TRAIN) == P(
-        ("data", "fsdp", "expert"), "sequence", None
+        ("data", "fsdp", "expert", "stage"), "sequence", None
     )
-    assert partition_spec(("vocab", "embed"), ROLLOUT) == P("tensor", None)
+    assert partition_spec(("vocab", "table_embed"), ROLLOUT) == P("tensor", None)
 
 
 def test_unknown_and_twice_used_axes_are_refused():
