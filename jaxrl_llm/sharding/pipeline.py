@@ -88,7 +88,7 @@ def _run_stage(stream, of_layers, of_both, of_rows, *, layers: Callable[..., Any
         pick = lambda dim: lambda x: jax.lax.dynamic_index_in_dim(x, number, dim, keepdims=False)
         rows = jax.tree.map(pick(1), of_both), jax.tree.map(pick(0), of_rows)
         x, sums, both = layers(jnp.where(stage == 0, first, x), of_layers, *rows)
-        # Before its first chunk and after its last a stage computes what nobody reads.
+        # Before its first chunk and after its last, the results of a stage are not read.
         is_chunk = number == t - stage
         sums = jax.tree.map(lambda x: jnp.where(is_chunk, x, 0), sums)
         following = jnp.where(stage == stages - 1, x, jax.lax.ppermute(first, AXIS, to_last))

@@ -231,7 +231,7 @@ def test_gspo(imported):
 def test_megatron_has_its_hugging_face_folder_beside_it(imported):
     run = imported(MEGATRON)
     assert run.values("model.path", "mesh.tensor", "model.remat") == ("hf/m", 4, "full")
-    assert "no pipeline" in run.unused["models.policy_trainer.pipeline_model_parallel_size"]
+    assert "--mesh.stage" in run.unused["models.policy_trainer.pipeline_model_parallel_size"]
 
 
 def test_packing_and_sglang(imported):
