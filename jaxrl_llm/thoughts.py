@@ -16,11 +16,16 @@ MARKS = {
     "<|channel>thought": "<channel|>",  # Gemma 4
     "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
     "<|begin_of_thought|>": "<|end_of_thought|>",  # Sky-T1
+    "<unused94>thought": "<unused95>",  # MedGemma
+    "\u25c1think\u25b7": "\u25c1/think\u25b7",  # Kimi-VL
     "<thought>": "</thought>",  # EXAONE Deep
     "<thinking>": "</thinking>",  # prompts that ask for it
     "<reasoning>": "</reasoning>",
 }
 """Opening mark of a thought -> its closing mark."""
+AROUND_ANSWER = re.compile(  # Command A, Sky-T1, GLM-4.5V
+    r"<\|(?:START_RESPONSE|END_RESPONSE|(?:begin|end)_of_(?:solution|box))\|>"
+)
 MARK = re.compile("|".join(map(re.escape, [*MARKS, *MARKS.values()])))
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 BORDER = re.compile(r"<\|(?:start|end|call|return)\|>")
@@ -64,6 +69,7 @@ def split_thought(text: str, opened: bool | None = None) -> Parts:
         closing = MARKS[mark] if is_opening else None
     (shown if closing is None else thoughts).append(text[begin:])
     answer = "".join(shown).strip() if thoughts else text
+    answer = AROUND_ANSWER.sub("", answer).strip() if AROUND_ANSWER.search(answer) else answer
     return Parts(_joined(thoughts), answer if closing is None else "")
 
 
