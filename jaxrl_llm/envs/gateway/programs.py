@@ -17,7 +17,12 @@ from jaxrl_llm.addresses import withheld_names
 MAX_SHOWN = 2000  # characters of a program's output that a failure shows
 POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0  # that the system may take to end a killed program
-LIMITED = 'ulimit -v "$1" && shift && exec "$@"'
+LIMITED = """
+now=$(ulimit -v)
+if [ "$now" = unlimited ] || [ "$now" -gt "$1" ]; then ulimit -v "$1" || exit; fi
+shift && exec "$@"
+"""
+"""Limits the program's memory to its first argument in KiB; a lower limit that there is stays."""
 WATCHDOG = """
 import os, signal, sys
 groups = set()

@@ -18,7 +18,7 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
 from jaxrl_llm.envs.env import state_key
-from jaxrl_llm.envs.gateway.programs import ProgramRunner
+from jaxrl_llm.envs.gateway.programs import LIMITED, ProgramRunner
 from jaxrl_llm.envs.load import make_gateway
 from jaxrl_llm.experience.rollouts import generate_responses
 from jaxrl_llm.forks import contexts
@@ -204,7 +204,7 @@ def is_alive(pid):
 
 KILLED = """
 import os, sys
-from jaxrl_llm.envs.gateway.programs import ProgramRunner
+from jaxrl_llm.envs.gateway.programs import LIMITED, ProgramRunner
 import asyncio
 programs = ProgramRunner(f"{sys.executable} -c 'import os, time; os.fork(); print(1); time.sleep(1000)'", 0)
 async def main():
@@ -226,3 +226,11 @@ def test_programs_end_with_a_run_that_is_killed():
     run.wait()
     run.stdout.close()
     assert_gone([*pids, *children])
+
+
+@pytest.mark.parametrize(("before", "after"), [("unlimited", "4194304"), ("2000000", "2000000")])
+def test_a_lower_limit_of_memory_stays(before, after):
+    """A hard `ulimit -v` of the run cannot be raised, and every program would fail to start."""
+    limited = ["/bin/sh", "-c", LIMITED, "sh", "4194304", "sh", "-c", 'ulimit -v; echo "$@"', "sh", "a b"]
+    outer = ["/bin/sh", "-c", f'ulimit -v {before}; exec "$@"', "sh", *limited]
+    assert subprocess.run(outer, capture_output=True, text=True).stdout == f"{after}\na b\n"
