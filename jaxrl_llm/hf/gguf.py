@@ -343,7 +343,8 @@ class _GgufModel:
         except BaseException as error:  # also Rust panics, not Exceptions
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise self.wrong(f"its tokenizer cannot be read ({type(error).__name__}: {error})") from error
+            reason = " ".join(str(error).split())  # of the library's several lines
+            raise self.wrong(f"its tokenizer cannot be read ({type(error).__name__}: {reason})") from error
 
 
 def _open(file: Path) -> Any:

@@ -275,6 +275,17 @@ def test_metadata_of_other_types_are_refused_by_name(tmp_path, wrong):
             convert_gguf(file)
 
 
+def test_a_vocabulary_of_numbers_is_refused_in_one_line(tmp_path):
+    def numbers(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_array("tokenizer.ggml.tokens", list(range(100)))
+        writer.add_array("tokenizer.ggml.merges", MERGES)
+
+    file = write_gguf(tmp_path / "m.gguf", tokenizer=numbers)
+    with pytest.raises(UserError, match=r"m\.gguf: its tokenizer cannot be read [^\n]*$"):
+        convert_gguf(file)
+
+
 def test_chat_template_and_all_end_tokens(tmp_path):
     folder = convert_gguf(write_gguf(tmp_path / "m.gguf"))
     tokenizer = load_tokenizer(folder)
