@@ -190,3 +190,10 @@ def test_nothing_is_said_about_torch(argv):
 def test_the_version_is_a_line(argv, capsys):
     assert cli.main(argv) == 0
     assert re.fullmatch(r"jaxrl_llm \S+, Python \S+, jax \S+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["view", "import-config"])
+def test_a_name_of_300_letters_is_one_line(command, capsys):
+    assert cli.main([command, "a" * 300]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"error: a+\.\.\.\S+: File name too long\. Give another name\.\n", said)

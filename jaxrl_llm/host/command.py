@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import sys
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.errors import RunError, UserError, exit_code
 from jaxrl_llm.host.signals import Interrupted, show_cursor, unwinding
 
@@ -67,6 +69,8 @@ def repeated(action: Callable[[], None], first: float, again: float) -> Iterator
 def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Return the exit code of `command(argv)`; print a UserError (2) or a RunError (1) as one message.
 
+    A file name that no system takes is a mistake of the user, wherever it is met.
+
     Raises:
         Interrupted: by SIGTERM or SIGINT; it ends the interpreter with code 143 or 130 and no traceback.
     """
@@ -77,6 +81,13 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> 
         except (UserError, RunError) as error:
             print(f"error: {error}", file=sys.stderr)
             return exit_code(error)
+        except OSError as error:
+            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+                raise
+            name = mask_text(str(error.filename))
+            shown = name if len(name) <= 80 else f"{name[:40]}...{name[-20:]}"
+            print(f"error: {shown}: {error.strerror}. Give another name.", file=sys.stderr)
+            return 2
         except Interrupted:  # perhaps while a live panel was being opened
             show_cursor()
             raise
