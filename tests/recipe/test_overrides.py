@@ -339,7 +339,7 @@ def test_a_value_of_another_type(value, hint):
         ),
         (
             "vllm_anything",
-            "There is no vLLM: the rollout engines are --rollout.engine native and --rollout.engine sglang.",
+            "Servers of vLLM are --rollout.engine vllm: docs/servers.md.",
         ),
         ("expert_model_parallel_size", "Here it is --mesh.expert."),
         ("router_aux_loss_coef", "Here it is --routing.balance_coef."),

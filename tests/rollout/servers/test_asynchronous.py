@@ -207,7 +207,11 @@ def test_a_checkpoint_holds_conversations_too(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [[], AHEAD], ids=["in the step", "a step ahead"])
+@pytest.mark.parametrize(
+    "ahead",
+    [[], AHEAD, [*AHEAD, "--rollout.oversample", "1.5"]],
+    ids=["in the step", "a step ahead", "over-sampled"],
+)
 def test_programs_call_the_policy_of_servers(ahead, tmp_path):
     """Two calls each; a run ahead goes on from a checkpoint that holds started responses."""
     run, program = tmp_path / "run", Path(__file__).parents[2] / "envs/gateway/programs.py"
