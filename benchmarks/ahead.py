@@ -6,7 +6,8 @@
 Without `--sglang`, two fake servers (of the tests: our engine behind SGLang's JSON) take 20 ms a
 token whatever their number of concurrent responses, as accelerators do; their time costs the trainer nothing.
 With it, two real SGLang servers share one core, and the trainer has another. Weights, tokens and learning are
-real in both. One prompt in 32 has a long response (configs/grpo_async.py).
+real in both. One prompt in 32 has a long response (configs/grpo_async.py). `--oversample 1.5` adds runs with
+--rollout.oversample and twice the bound of staleness.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ METRICS = (
     "servers/occupancy",
     "staleness/mean",
     "staleness/max",
+    "response_tokens/mean",
 )
 
 
@@ -90,16 +92,21 @@ def pinned_servers(python: str) -> Iterator[tuple[str, ...]]:
             launched.close()
 
 
-def compare_rollouts(servers: tuple[str, ...], max_staleness: int) -> dict[str, list[dict[str, float]]]:
+def compare_rollouts(
+    servers: tuple[str, ...], max_staleness: int, oversample: float
+) -> dict[str, list[dict[str, float]]]:
     """Return label -> the summary of each seed."""
-    results: dict[str, list] = {"synchronous": [], "asynchronous": []}
+    cases = {"synchronous": (0, 1.0), "asynchronous": (max_staleness, 1.0)}
+    if oversample > 1:
+        cases["over-sampled"] = (2 * max_staleness, oversample)
+    results: dict[str, list] = {label: [] for label in cases}
     for seed in SEEDS:
         start, own = OUT / f"start_{seed}", ("--seed", str(seed))
         alone = ("--rollout.engine", "native", "--rollout.launch", "0", "--rollout.max_staleness", "0")
         train_async(start, *own, *alone, "--steps", "0")
         begin = ("--model.path", str(start / "hf"), "--model.tokenizer", "tiny", "--warm_start.steps", "0")
-        for label, staleness in (("synchronous", 0), ("asynchronous", max_staleness)):
-            more = ("--rollout.max_staleness", str(staleness), *servers)
+        for label, (staleness, factor) in cases.items():
+            more = ("--rollout.max_staleness", str(staleness), "--rollout.oversample", str(factor), *servers)
             often = ("--steps", str(STEPS), "--eval.every", str(STEPS))
             run_dir = OUT / f"{label}_{seed}"
             shutil.rmtree(run_dir, ignore_errors=True)  # an earlier run would be continued
@@ -116,19 +123,24 @@ def main() -> None:
     parser.add_argument(
         "--window", type=int, default=2, help="--rollout.max_staleness of the asynchronous runs"
     )
+    parser.add_argument(
+        "--oversample", type=float, default=1.0, help="--rollout.oversample of further runs; 1 = none"
+    )
     options = parser.parse_args()
     head = report_head(computes=False)
     real = options.sglang
     fake = contextlib.nullcontext(("--servers.python", sys.executable))
     with pinned_servers(real) if real else fake as servers:
-        results = compare_rollouts(servers, options.window)
+        results = compare_rollouts(servers, options.window, options.oversample)
     seconds = {label: [run[TOTAL_SECONDS] for run in runs] for label, runs in results.items()}
-    ratios = [slow / fast for slow, fast in zip(*seconds.values(), strict=True)]
+    slow = seconds.pop("synchronous")
+    ratios = {label: [s / f for s, f in zip(slow, fast, strict=True)] for label, fast in seconds.items()}
     pace = None if real else float(TOKEN_SECONDS)
     report = {**head, "pace_seconds": pace, "max_staleness": options.window}
     report |= {"speedup": ratios, "runs": results}
     text = json.dumps(report, indent=2)
-    (RESULTS / (f"ahead_real_{options.window}.json" if real else "ahead.json")).write_text(text + "\n")
+    name = f"ahead_real_{options.window}" if real else "ahead"
+    (RESULTS / f"{name}{'_oversample' * (options.oversample > 1)}.json").write_text(text + "\n")
     print(text)
 
 

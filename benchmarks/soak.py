@@ -241,7 +241,7 @@ class SlotTimes:
             usable = [server for server in list(self.pool.servers) if server.usable and server.url in listed]
             pushed = [server for server in usable if server.update_lock.locked()]
             busy = sum(min(server.inflight, slots) for server in usable if server not in pushed)
-            idle = "idle_while_requests_wait" if self.pool.slot.waiting else "idle_without_requests"
+            idle = "idle_while_requests_wait" if self.pool.places.waiting else "idle_without_requests"
             for name, count in (
                 ("busy", busy),
                 ("push", len(pushed) * slots),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.bridge.servers import Json
@@ -30,6 +32,14 @@ from jaxrl_llm.structs import Metrics
 ABORT_TIMEOUT = 10.0
 SNAPSHOT_TIMEOUT = 30.0  # seconds; later, missing parts are generated again
 POLL_INTERVAL = 0.05
+
+
+@dataclass
+class StartedCall:
+    """Responses that are started together."""
+
+    order: int  # earlier calls get free slots first
+    servers: dict[int, Server] = field(default_factory=dict)  # of each prompt, by its checksum
 
 
 class ResponseGenerator:
@@ -58,6 +68,7 @@ class ResponseGenerator:
         self.meter, self._detokenize = Meter(), functools.partial(text_of, tokenizer)
         self._read = functools.partial(read_generated, versions=versions, model=model, base=base)
         self._last_reply = 0.0  # of any environment
+        self._calls = itertools.count()
         self._resumed = asyncio.Event()
         self._resumed.set()
 
@@ -70,11 +81,11 @@ class ResponseGenerator:
             ServerError: a response that no server could complete.
             DialogueError: no conversation can continue.
         """
-        group_servers: dict[int, Server] = {}
+        call = StartedCall(next(self._calls))
         try:
             async with asyncio.TaskGroup() as tasks:
                 for response in responses:
-                    tasks.create_task(self._finish(response, sampling, group_servers, dialogue))
+                    tasks.create_task(self._finish(response, sampling, call, dialogue))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
@@ -101,7 +112,7 @@ class ResponseGenerator:
         self,
         response: PartialResponse,
         sampling: SamplingConfig,
-        group_servers: dict[int, Server],
+        call: StartedCall,
         dialogue: Dialogue | None,
     ) -> None:
         """Generate one response, turn by turn; it occupies no slot while the environment works."""
@@ -109,9 +120,9 @@ class ResponseGenerator:
         try:
             if dialogue and begun and not await self._replayed(response, dialogue):
                 return
-            await self._finish_turn(response, sampling, group_servers)
+            await self._finish_turn(response, sampling, call)
             while dialogue and response.ended_turn and await self._answered(response, dialogue):
-                await self._finish_turn(response, sampling, group_servers)
+                await self._finish_turn(response, sampling, call)
         finally:
             end_conversation(dialogue, response)
 
@@ -162,7 +173,7 @@ class ResponseGenerator:
         return read_reply(reply, response, self.model.vocab_size)
 
     async def _finish_turn(
-        self, response: PartialResponse, sampling: SamplingConfig, group_servers: dict[int, Server]
+        self, response: PartialResponse, sampling: SamplingConfig, call: StartedCall
     ) -> None:
         """Generate one turn, continued for as long as servers break it off."""
         request, stalled, interruptions = response.request, 0, self.pool.interruptions
@@ -179,11 +190,11 @@ class ResponseGenerator:
                     len(request.prompt_ids) + len(response.ids) - len(response.routes)
                 )
                 body |= {"return_routed_experts": True, "routed_experts_start_len": known}
-            async with self.pool.slot:
+            async with self.pool.places.take(call.order):
                 await self._resumed.wait()
                 with self.meter:
                     (ids, logprobs, versions, finish, routes), server = await self.pool.generate(
-                        body, group_servers, group, self._read
+                        body, call.servers, group, self._read
                     )
             # Append the tokens; an interrupted response that made no progress counts as stalled.
             checked = len(response.ids)

@@ -95,7 +95,7 @@ class ServerPool:
         self._thread.start()
         self._client = self.run(self._open(timeout))
         self.request, self.request_bytes = self._client.request, self._client.request_bytes
-        self.slot = RequestSlots(self._num_slots)
+        self.places = RequestSlots(self._num_slots)
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the pool's loop and return its result; an interrupt cancels it."""
@@ -259,7 +259,7 @@ class ServerPool:
             else:
                 if update is self._update and server in self.servers:
                     server.readmit(label)
-                    self.slot.wake()
+                    self.places.wake()
 
     def set_servers(self, urls: Sequence[str]) -> None:
         """Change the members of the pool: removed servers get no more requests, new ones are admitted first.
@@ -273,7 +273,7 @@ class ServerPool:
         for server in known.values():
             server.depart()
         self._departing = [s for s in [*self._departing, *known.values()] if s.inflight]
-        self.slot.wake()
+        self.places.wake()
 
     def exclude(self, url: str, error: ServerError) -> None:
         """Leave a server out for good."""

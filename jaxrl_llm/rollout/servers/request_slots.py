@@ -1,14 +1,16 @@
-"""Places for requests, as many as the present servers have: first come, first served."""
+"""Places for requests, as many as the present servers have, for the oldest work first."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+import contextlib
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Callable
 
 
 class RequestSlots:
-    """An asynchronous context manager that limits how many are inside; the limit may change at any time.
+    """Limits how many requests are inside; the limit may change at any time.
 
     Args:
         limit: returns the present limit. After it has grown, call `wake`.
@@ -16,31 +18,42 @@ class RequestSlots:
 
     def __init__(self, limit: Callable[[], int]):
         self._limit, self._inside = limit, 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap
+        self._arrivals = itertools.count()
 
     @property
     def waiting(self) -> int:
         """Return the number of requests that wait for a place."""
         return len(self._waiting)
 
-    async def __aenter__(self) -> None:
+    @contextlib.asynccontextmanager
+    async def take(self, order: int) -> AsyncIterator[None]:
+        """Wait for a place, and hold it: the lowest `order` first, of equal ones the first that came.
+
+        A conversation comes again for each turn. In the order of arrival, turns of a step that is waited for
+        would stand behind all first turns of later steps, and the steps would end together.
+        """
         place = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        heapq.heappush(self._waiting, (order, next(self._arrivals), place))
         self.wake()
         try:
             await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():  # the place was given just before
-                await self.__aexit__()
+                self._leave()
             raise
-
-    async def __aexit__(self, *_: object) -> None:
-        self._inside -= 1
-        self.wake()
+        try:
+            yield
+        finally:
+            self._leave()
 
     def wake(self) -> None:
         """Let in the first that wait, as far as there is room."""
         while self._waiting and self._inside < self._limit():
-            if not (place := self._waiting.popleft()).done():  # done: cancelled
+            if not (place := heapq.heappop(self._waiting)[2]).done():  # done: cancelled
                 self._inside += 1
                 place.set_result(None)
+
+    def _leave(self) -> None:
+        self._inside -= 1
+        self.wake()

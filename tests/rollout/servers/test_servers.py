@@ -29,7 +29,6 @@ from jaxrl_llm.rollout.config import ServersConfig
 from jaxrl_llm.rollout.servers import auth, client, health, launch
 from jaxrl_llm.rollout.servers.health import ServerList, run_health_checks
 from jaxrl_llm.rollout.servers.pool import MAX_LOST
-from jaxrl_llm.rollout.servers.request_slots import RequestSlots
 from jaxrl_llm.rollout.servers.server import Server
 
 
@@ -457,35 +456,6 @@ def test_servers_that_are_lost_do_not_count_as_tries_of_a_response(make, servers
     with pytest.raises(ServerError, match="the connection is cut"):
         engine.generate(one, GREEDY, KEY)
     assert len(tried) == 6 + MAX_LOST + 2  # a request that ends each server ends the run
-
-
-def test_requests_in_flight_are_as_many_as_the_present_servers_take():
-    async def run():
-        limit, inside, order = [2], 0, []
-        slots = RequestSlots(lambda: limit[0])
-
-        async def work(name, seconds):
-            nonlocal inside
-            async with slots:
-                inside += 1
-                order.append((name, inside))
-                await asyncio.sleep(seconds)
-                inside -= 1
-
-        tasks = [asyncio.create_task(work(i, 0.02)) for i in range(6)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert order == [(0, 1), (1, 2)]
-        tasks[2].cancel()
-        limit[0] = 3  # a server joins
-        slots.wake()
-        await asyncio.sleep(0.001)
-        assert order[2:] == [(3, 3)]
-        limit[0] = 1  # two leave
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert order[3:] == [(4, 1), (5, 1)]
-
-    asyncio.run(run())
 
 
 def test_a_router_gets_what_is_to_be_generated_and_the_servers_their_weights(make, servers):
