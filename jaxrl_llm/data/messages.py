@@ -59,6 +59,8 @@ def _message(item: Any, where: str) -> Message:
         item["tool_calls"] = calls
     silent = any(item.get(key) for key in (*CALL_KEYS, "refusal"))
     content = item.get("content", item.get("value", "" if silent else None))
+    if item.get("value", content) != content:
+        raise RowError(f"{where}: content and value are two texts: keep one of them")
     if isinstance(content, list):
         content = _join_parts(content, where)
     check_text(content, f"{where}.content")
@@ -215,11 +217,11 @@ def _with_arguments(call: dict[str, Any], form: Callable[[Any], Any]) -> dict[st
 
 
 def _as_object(arguments: Any) -> Any:
-    """Parse JSON text of an object; other values are returned unchanged."""
+    """Parse JSON text of an object; no text is one without keys, other values are returned unchanged."""
     try:
-        value = json.loads(arguments)
+        value = json.loads(arguments.strip() or "{}")
         check_row(value, "arguments")
-    except (TypeError, ValueError, RecursionError):  # an object already, or none that can be
+    except (AttributeError, ValueError, RecursionError):  # an object already, or none that can be
         return arguments
     return value
 

@@ -82,6 +82,14 @@ def mark_parts(
                 continue  # the call that is answered says which tool it is
             if kind and isinstance(value, str) and not is_said(_plain(value), message["content"]):
                 message[key] = _marked(value, part(i, kind, _plain(value)).mark)
+            elif kind == "thought" and isinstance(
+                value, list
+            ):  # OpenRouter's reasoning_details; no template's
+                said_there = "\n".join(item["text"] for item in value if _is_text(item))
+                if not is_said(_plain(said_there), message["content"]):
+                    part(i, "thought", _plain(said_there))
+            elif key in ("tools", "functions") and value:  # of a system message, as in OLMo 3
+                message[key] = _marked_calls(value, lambda name, _, i=i: part(i, "tool", name, name).mark)
             elif key in CALL_KEYS and value:
                 message[key] = _marked_calls(value, lambda *call, i=i: part(i, "tool call", *call).mark)
             elif key in ("content", "refusal") and isinstance(value, str):
@@ -177,6 +185,10 @@ def _marked_calls(calls: Any, mark_of: Callable[[str, str], str]) -> Any:
     if not isinstance(calls, dict):
         return map_strings(calls, change)
     return {k: map_strings(v, change, keys=False) if k in CALL_FIELDS else v for k, v in calls.items()}
+
+
+def _is_text(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("text"), str)
 
 
 def _with_marked_name(tool: dict[str, Any], mark_of: Callable[[str], str]) -> dict[str, Any]:

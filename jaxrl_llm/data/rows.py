@@ -19,11 +19,11 @@ PROMPT_KEYS = ("conversations", "messages", "prompt", "question", "problem", "in
 RESPONSE_KEYS = ("completion", "response", "output")
 THOUGHT_KEY = re.compile(
     r"tool_plan|(?:complex_|deepseek_)?(?:reasoning|thinking|thoughts?|cot|chain_of_thought|rationale)"
-    r"(?:_content|_traces?)?",
+    r"(?:_content|_traces?|_details)?",
     re.IGNORECASE,
 )
 """Keys of a message, and columns beside a response, that hold a thought."""
-CALL_KEYS = ("tool_calls", "function_call")
+CALL_KEYS = ("tool_calls", "function_call", "function_calls")  # function_calls: OLMo 3
 MEDIA_KEYS = tuple(
     f"{kind}{end}"
     for kind in ("image", "video", "audio")

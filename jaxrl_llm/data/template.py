@@ -201,7 +201,7 @@ class ChatRenderer:
         what = {"text": f"what the role {role} says", "thought": "what the assistant thinks"}
         place = f"{what.get(part.kind, 'the tool call')} in message {part.message}"
         if part.kind == "tool":
-            place = "a tool of the column tools"
+            place = "a tool"
         text = "".join(self._hidden.get(char, char) for char in part.text[:40])
         return RowError(
             f"{self._where}: {self._name} leaves out {place} ({text!r}), so the model would "

@@ -65,6 +65,12 @@ def test_equal_rewards_have_advantages_of_exactly_zero(name):
     np.testing.assert_array_equal(advantages(given, grpo.Config(advantage=name)), np.zeros((10, 2)))
 
 
+def test_a_batch_of_two_is_scaled_by_its_unbiased_deviation():
+    given = step_of([1.0, 0.0], [0, 0])
+    got = advantages(given, reinforce.Config(scale="batch_std"))
+    np.testing.assert_allclose(got[:, 0], np.array([0.5, -0.5]) / np.std([1, 0], ddof=1), rtol=1e-5)
+
+
 def test_a_batch_of_equal_rewards_is_scaled_to_nothing():
     given = step_of([1000.1] * 3, [0, 1, 2])
     np.testing.assert_array_equal(advantages(given, reinforce.Config(scale="batch_std")), np.zeros((3, 2)))

@@ -10,6 +10,7 @@ from golden import LENGTHS, OWN, VALUES, advantages, rollouts
 
 from jaxrl_llm.algos import estimators as tokens
 from jaxrl_llm.algos import otb, ppo, reinforce_pp, remax, requirements
+from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.algos.estimators import gae, on_last_token, return_to_go, whiten
 
 optimal_token_baseline = jax.jit(tokens.optimal_token_baseline, static_argnames="zero_tail")
@@ -132,6 +133,11 @@ def test_otb_reads_the_arrays_it_requires():
     returns = jnp.array([1.0, 0, 1, 0])[:, None] * mask
     expected = optimal_token_baseline(returns, old, square, given.group, mask=mask)
     np.testing.assert_allclose(advantages(given, config), expected, atol=1e-6)
+    weighed = otb.Config(correction=Correction(weight="token", cap=1.5))
+    ratio = jnp.minimum(jnp.exp(old - given.rollout_logprobs), 1.5)
+    assert not np.allclose(ratio * mask, mask)
+    expected = optimal_token_baseline(returns, old, square, given.group, mask=mask, ratio=ratio)
+    np.testing.assert_allclose(advantages(given, weighed), expected, atol=1e-6)
 
 
 def test_whitening():

@@ -47,6 +47,10 @@ WRONG = {
         {"messages": [USER, {**ASSISTANT, "tool_calls": [b"x"]}]},
         "messages[1].tool_calls[0] must be text, a Python number or another value of JSON, got bytes",
     ),
+    "two texts": (
+        {"conversations": [{"from": "human", "value": "a", "content": "b"}]},
+        "conversations[0]: content and value are two texts",
+    ),
     "not a number": ({"messages": [{**USER, "weight": float("inf")}]}, "messages[0].weight is inf"),
     "tool calls that are no list": (
         {"messages": [USER, {**ASSISTANT, "tool_calls": {"name": "f"}}]},

@@ -76,7 +76,15 @@ LOST = {
     "tool": ([U, A, TOOL_TEXT, A], SKIPS, r"what the role tool says in message 2 \('4'\)"),
     "call": ([U, {"role": "assistant", "content": None, "tool_calls": [CALL]}], CHATML, "the tool call"),
     "old call": ([U, {**A, "function_call": CALL["function"]}], CHATML, "the tool call .*'add'"),
+    "OLMo's call": (
+        [U, A | {"content": None, "function_calls": "add(a=2)"}],
+        CHATML,
+        "the tool call in mess",
+    ),
+    "OLMo's tools": ([U | {"functions": '[{"name": "add"}]'}, A], CHATML, "a tool .*add"),
+    "tools of a message": ([U | {"tools": [{"name": "add"}]}, A], CHATML, "a tool .'add'"),
     "thought": ([U, {**A, "reasoning_content": "why"}], CHATML, "what the assistant thinks .*'why'"),
+    "details": ([U, A | {"reasoning_details": [{"text": "why"}]}], CHATML, "the assistant thinks .*'why'"),
     "other thought": ([U, {**A, "thinking": "why", "reasoning_content": "x"}], THINKS, "thinks .*'why'"),
     "refusal": ([U, {**A, "refusal": "I will not"}], CHATML, "what the role assistant says .*'I will not'"),
     "end of a text": ([U, A | {"content": "<think>a</think>b"}], FIRST, "says .*'b'"),
@@ -133,6 +141,11 @@ def test_forms_of_messages_that_other_templates_read():
         + "{% if m.content is string and '</think>' in m.content %}x{% else %}{{ m.content }}{% endif %}"
         + TAIL
     )
+    asks, calls = U | {"functions": '[{"name": "add"}]'}, A | {"content": None, "function_calls": "add(a=2)"}
+    olmo = CHATML.replace("{{ m.content }}", "{{ m.content or '' }}{{ m.functions }}{{ m.function_calls }}")
+    assert text({"messages": [asks, calls]}, olmo, learn=True).endswith('add"}]>\n<assistant\nadd(a=2)>')
+    details = A | {"reasoning_details": [{"text": "why"}], "reasoning_content": "why"}
+    assert text({"messages": [U, details]}, THINKS, learn=True).endswith("<think>why</think>Yes>")
     with pytest.raises(RowError, match="leaves out"):  # a list of parts in Python's words is no text
         text({"messages": [U, A | {"content": "<think>a</think>b"}]}, shows, learn=True)
 
@@ -193,7 +206,7 @@ def test_tools_of_a_row_are_shown_or_refused():
     for given in (tools, [tools[0]["function"]]):
         row = {"messages": [U], "tools": given}
         assert text(row, shows).startswith("ADD <user")
-        with pytest.raises(RowError, match=r"leaves out a tool of the column tools \('add'\)"):
+        with pytest.raises(RowError, match=r"leaves out a tool \('add'\)"):
             text(row)
         assert text(row | {"system": "Call add."})
         for plain, chat in ((row, ChatConfig()), ({"prompt": "q", "tools": given}, ChatConfig())):

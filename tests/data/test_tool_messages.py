@@ -69,6 +69,12 @@ def test_a_template_that_takes_text_alone_gets_it_as_the_row_has_it(tokenizer):
     assert render(tokenizer, HEAD + ADDS + TAIL, chat(call({"x": "\u00e9"}))).endswith('f{"x": "\u00e9"}')
 
 
+def test_no_text_is_no_arguments(tokenizer):
+    for text in ("", " "):
+        shown = render(tokenizer, HEAD + WRITES + TAIL, chat(call(text)))
+        assert shown.endswith('{"name": "f", "arguments": {}}')
+
+
 def test_the_reason_of_a_refusal_is_that_of_the_object(tokenizer):
     both = "{{ raise_exception('text' if c.function.arguments is string else 'object') }}"
     with pytest.raises(RowError, match=r"f\.jsonl:1: .* cannot render this chat: object"):
