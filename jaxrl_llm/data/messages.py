@@ -47,6 +47,7 @@ def read_messages(value: list, where: str) -> tuple[Message, ...]:
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
         raise RowError(f"{where} must be an object with role and content, got {type_name(item)}")
+    # Role and calls, in the formats of OpenAI, ShareGPT and LLaMA-Factory.
     item = {key: value for key, value in item.items() if value is not None}
     role = role_of(item)
     if not role:
@@ -57,6 +58,7 @@ def _message(item: Any, where: str) -> Message:
         item["tool_calls"] = _spoken_calls(item.pop("value", None), f"{where}.value")
     if calls := _tool_calls(item.pop("tool_calls", None), f"{where}.tool_calls"):
         item["tool_calls"] = calls
+    # Text, and the keys beside it.
     silent = any(item.get(key) for key in (*CALL_KEYS, "refusal"))
     content = item.get("content", item.get("value", "" if silent else None))
     if item.get("value", content) != content:

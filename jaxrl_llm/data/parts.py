@@ -51,56 +51,60 @@ def mark_parts(
     Args:
         taken: text whose characters may not be marks.
     """
-    parts: list[ChatPart] = []
-    thoughts: dict[tuple[int, str], ChatPart] = {}  # several keys may hold the same thought
-    used = set(taken)
-    marks = (char for char in map(chr, MARKS) if char not in used)
+    marks = _Marks(taken)
+    marked = [
+        {key: marks.of_value(i, message, key, value=value) for key, value in message.items()}
+        for i, message in enumerate(messages)
+    ]
+    names = tools and [
+        _with_marked_name(tool, lambda name: marks.part(0, "tool", text=name, id=name).mark) for tool in tools
+    ]
+    return marked, names, marks.parts
 
-    def part(message: int, kind: str, text: str, id: str = "") -> ChatPart:
-        if kind == "thought" and (message, text) in thoughts:
-            return thoughts[message, text]
-        parts.append(ChatPart(message, kind, text, next(marks), id=id))
+
+class _Marks:
+    """The parts of a chat, with a mark for each; see `mark_parts`."""
+
+    def __init__(self, taken: str):
+        used = set(taken)
+        self.parts: list[ChatPart] = []
+        self._free = (char for char in map(chr, MARKS) if char not in used)
+        self._thoughts: dict[tuple[int, str], ChatPart] = {}  # several keys may hold the same thought
+
+    def part(self, message: int, kind: str, *, text: str, id: str = "") -> ChatPart:
+        if kind == "thought" and (message, text) in self._thoughts:
+            return self._thoughts[message, text]
+        self.parts.append(ChatPart(message, kind, text, next(self._free), id=id))
         if kind == "thought":
-            thoughts[message, text] = parts[-1]
-        return parts[-1]
+            self._thoughts[message, text] = self.parts[-1]
+        return self.parts[-1]
 
-    def said(i: int, text: str) -> str:
+    def of_value(self, i: int, message: Message, key: str, *, value: Any) -> Any:
+        """Return the value of a key of message i with a mark in each of its parts."""
+        kind = "thought" if THOUGHT_KEY.fullmatch(key) else "name" if key == "name" else ""
+        if kind == "name" and message["role"] in ("tool", value):
+            return value  # the call that is answered says which tool it is
+        if kind == "thought" and isinstance(value, list):  # OpenRouter's reasoning_details; no template's
+            self.of_value(i, message, key, value="\n".join(item["text"] for item in value if _is_text(item)))
+        elif kind and isinstance(value, str) and not is_said(_plain(value), message["content"]):
+            return _marked(value, self.part(i, kind, text=_plain(value)).mark)
+        elif key in ("tools", "functions") and value:  # of a system message, as in OLMo 3
+            return _marked_calls(value, lambda name, _: self.part(i, "tool", text=name, id=name).mark)
+        elif key in CALL_KEYS and value:
+            return _marked_calls(value, lambda name, id: self.part(i, "tool call", text=name, id=id).mark)
+        elif key in ("content", "refusal") and isinstance(value, str):
+            return self._said(i, message["role"], value)
+        elif key == "content" and isinstance(value, list):
+            return [item | {"text": self._said(i, message["role"], item["text"])} for item in value]
+        return value
+
+    def _said(self, i: int, role: str, text: str) -> str:
         """Return the text of message i with a mark in each of its thoughts, and in each text around them."""
-        pieces = thoughts_and_texts(text) if messages[i]["role"] == "assistant" else [("text", text)]
+        pieces = thoughts_and_texts(text) if role == "assistant" else [("text", text)]
         return "".join(
-            _marked(piece, part(i, kind, _plain(piece)).mark) if _plain(piece) else piece
+            _marked(piece, self.part(i, kind, text=_plain(piece)).mark) if _plain(piece) else piece
             for kind, piece in pieces
         )
-
-    marked = []
-    # Mark the texts, thoughts and calls of each message, then the names of tools.
-    for i, message in enumerate(messages):
-        message = dict(message)
-        for key, value in message.items():
-            kind = "thought" if THOUGHT_KEY.fullmatch(key) else "name" if key == "name" else ""
-            if kind == "name" and message["role"] in ("tool", value):
-                continue  # the call that is answered says which tool it is
-            if kind and isinstance(value, str) and not is_said(_plain(value), message["content"]):
-                message[key] = _marked(value, part(i, kind, _plain(value)).mark)
-            elif kind == "thought" and isinstance(
-                value, list
-            ):  # OpenRouter's reasoning_details; no template's
-                said_there = "\n".join(item["text"] for item in value if _is_text(item))
-                if not is_said(_plain(said_there), message["content"]):
-                    part(i, "thought", _plain(said_there))
-            elif key in ("tools", "functions") and value:  # of a system message, as in OLMo 3
-                message[key] = _marked_calls(value, lambda name, _, i=i: part(i, "tool", name, name).mark)
-            elif key in CALL_KEYS and value:
-                message[key] = _marked_calls(value, lambda *call, i=i: part(i, "tool call", *call).mark)
-            elif key in ("content", "refusal") and isinstance(value, str):
-                message[key] = said(i, value)
-            elif key == "content" and isinstance(value, list):
-                message[key] = [item | {"text": said(i, item["text"])} for item in value]
-        marked.append(message)
-    names = tools and [
-        _with_marked_name(tool, lambda name: part(0, "tool", name, name).mark) for tool in tools
-    ]
-    return marked, names, parts
 
 
 def find_parts(

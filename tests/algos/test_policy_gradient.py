@@ -17,6 +17,7 @@ from jaxrl_llm.algos import (
     policy_gradient,
     ppo,
     raft,
+    reinforce_pp,
     requirements,
     value,
 )  # fmt: skip
@@ -104,6 +105,17 @@ def test_a_shared_critic_adds_its_loss():
     alone, _ = ppo.loss(loss_inputs(**VALUE), replace(config, critic="separate"))
     assert float(both) == pytest.approx(float(alone) + 0.5 * 0.3125, abs=1e-6)
     assert float(metrics["value_loss"]) == pytest.approx(0.3125, abs=1e-6)
+
+
+def test_a_target_of_the_entropy_needs_the_entropy():
+    assert requirements(grpo.Config(entropy_coef=0.0, entropy_target=0.5)).entropy
+    assert not requirements(grpo.Config(entropy_coef=0.0)).entropy
+
+
+def test_a_reward_without_kl_needs_no_reference():
+    given, config = rollouts(), reinforce_pp.Config(kl_in="reward", kl_coef=0.0)
+    without = advantages(replace(given, ref_logprobs=None), config)
+    np.testing.assert_array_equal(without, advantages(given, config))
 
 
 def test_bypassed_old_log_probs_are_the_rollouts():
