@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ensurepip
 import functools
 import json
 import os
@@ -190,7 +191,10 @@ def test_buffers_of_pipes_and_sockets_are_bounded():
 
 @contained
 def test_only_the_standard_library_can_be_imported():
-    folders = site.getsitepackages([sys.base_prefix])
+    tops = [Path(top, lib) for top in ("/", "/usr", "/usr/local") for lib in ("lib", "lib64")]
+    found = [str(folder) for top in tops for folder in top.glob("python*/*-packages")]
+    wheels = [str(wheel) for wheel in Path(ensurepip.__file__).parent.glob("_bundled/*.whl")]  # of pip
+    folders = [*site.getsitepackages([sys.base_prefix]), *found, *wheels]
     names = [module.name for module in pkgutil.iter_modules(folders)]
     output = run(
         f"import importlib.util, sys\nsys.path += {folders!r}\n"

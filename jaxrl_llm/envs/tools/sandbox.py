@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import site
 import subprocess
 import sys
 import tempfile
@@ -302,16 +301,20 @@ def _bubblewrap(config: SandboxConfig, limits_files: bool) -> list[str]:
         *("--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox"),
         *("--size", str(config.disk_mb << 20), "--tmpfs", "/tmp"),
         *(word for bind in binds for word in bind),
-        *(word for folder in _packages() for word in ("--tmpfs", folder, "--remount-ro", folder)),
+        *(word for folder in _packages(system) for word in ("--tmpfs", folder, "--remount-ro", folder)),
         *("--remount-ro", "/", "--chdir", "/tmp"),  # else all of / but the binds is memory without a limit
         "--",
     ]
 
 
-def _packages() -> list[str]:
-    """Return the folders of installed packages that this Python's standard library would import from."""
-    found = site.getsitepackages([sys.base_prefix, sys.base_exec_prefix])
-    return sorted({os.path.realpath(folder) for folder in found if os.path.isdir(folder)})
+def _packages(visible: list[str]) -> list[str]:
+    """Return the folders of installed packages and wheels in visible folders, each path to them by itself."""
+    libs = [Path(top, lib) for top in visible for lib in ("", "lib", "lib64", "local/lib", "local/lib64")]
+    names = ("dist-packages", "site-packages", "ensurepip/_bundled")
+    found = [folder for lib in libs for name in names for folder in lib.glob(f"py*/{name}")]
+    found += [Path("/usr/share/python-wheels")]
+    shown = (os.path.realpath(path) if path.is_symlink() else str(path) for path in found if path.is_dir())
+    return sorted(set(shown))
 
 
 def _interpreter() -> str:
