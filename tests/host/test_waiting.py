@@ -1,14 +1,21 @@
 """Lines on work that takes long, and the first line of a command."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jaxrl_llm import __main__
 from jaxrl_llm.host import command
 from jaxrl_llm.host.command import working
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_long_work_is_said_while_it_lasts_and_at_its_end(monkeypatch, capsys):
@@ -36,6 +43,21 @@ def test_short_work_is_not_said(capsys):
     with working("building"):
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_a_slow_import_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(__main__, "AGAIN", 0.01)
+    monkeypatch.setitem(__main__.COMMANDS, "view", ("slow_module", ""))
+    module = SimpleNamespace(main=lambda argv: 3)
+    monkeypatch.setattr(importlib, "import_module", lambda name: time.sleep(0.05) or module)
+    assert __main__.main(["view"]) == 3
+    assert capsys.readouterr().err.startswith("importing view: 0 s so far\n")
+
+
+def test_installing_says_how_long_it_takes():
+    """pip prints nothing with -q."""
+    rules = re.findall(r"^\$\(VENV\)/\.installed\S*:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.M)
+    assert len(rules) == 4 and all(rule.startswith("$(INSTALL) -e") for rule in rules)
 
 
 @pytest.mark.parametrize(
