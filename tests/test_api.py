@@ -128,6 +128,15 @@ def test_a_run_without_a_recipe_has_the_settings_of_grpo_qwen(executed, tmp_path
     notes = capsys.readouterr().err
     assert "no recipe is named, so settings come from grpo_qwen.py" in notes
     assert "the recipe's system prompt" in notes and "is left out" in notes
+    assert "best_metric" not in notes  # no evaluation, and so nothing to rank by
+
+
+def test_a_note_is_printed_once(executed, tmp_path, capsys):
+    own = {"lora.alpha": 3.0}
+    jaxrl_llm.run("grpo_qwen.py", data=ROWS, eval_data=ROWS, reward=len, run_dir=str(tmp_path), **own)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert sum("--lora.alpha has no effect" in line for line in lines) == 1
+    assert len(set(lines)) == len(lines)
 
 
 def test_settings_of_the_chat_are_kept_beside_rows(executed, tmp_path):

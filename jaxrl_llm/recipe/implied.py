@@ -31,7 +31,7 @@ def imply(before: TrainConfig, config: TrainConfig, given: set[str]) -> Implied:
     """
     data = _with_sources(_with_sources(config.data, given, "path", "train"), given, "eval_path", "eval")
     config, notes = dataclasses.replace(config, data=data), []
-    for rule in (_own_tokenizer, _no_warm_up, _other_task, _evaluated_elsewhere, _steps):
+    for rule in (_own_tokenizer, _no_warm_up, _other_task, _evaluated_elsewhere, _unranked, _steps):
         config, more = rule(before, config, given)
         notes += more
     return config, notes
@@ -105,6 +105,15 @@ def _evaluated_elsewhere(before: TrainConfig, config: TrainConfig, given: set[st
         f"evaluated is the recipe's held-out data, {paths}: --data.holdout 0.1 holds out a tenth of "
         f"{trained}, --data.eval_path FILE names other data, --eval.every 0 turns evaluation off"
     ]
+
+
+def _unranked(before: TrainConfig, config: TrainConfig, given: set[str]) -> Implied:
+    """Drop the recipe's ranking of checkpoints by held-out metrics if evaluation is turned off."""
+    saved = config.checkpoint
+    if "checkpoint.best_metric" in given or config.eval.every or "eval.every" not in given:
+        return config, []
+    metric = "" if saved.best_metric.startswith("eval/") else saved.best_metric
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(saved, best_metric=metric)), []
 
 
 def _steps(before: TrainConfig, config: TrainConfig, given: set[str]) -> Implied:

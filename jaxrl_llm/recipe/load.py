@@ -49,6 +49,8 @@ class ResolvedRecipe(NamedTuple):
     config: TrainConfig
     recipe: str
     """Path of the recipe file."""
+    notes: tuple[str, ...] = ()
+    """Notes that were printed."""
 
 
 def from_command_line(
@@ -95,12 +97,13 @@ def from_command_line(
 
 
 def with_settings(
-    recipe: TrainConfig | str | os.PathLike[str], settings: Mapping[str, Any]
+    recipe: TrainConfig | str | os.PathLike[str], settings: Mapping[str, Any], said: tuple[str, ...] = ()
 ) -> ResolvedRecipe:
     """Return the checked config of a recipe, given as its name or as a config, changed by Python values.
 
     Args:
         settings: by the keys of the command line; "algo" names another algorithm.
+        said: notes that are not printed again.
 
     Raises:
         ConfigError: as `from_command_line`.
@@ -119,7 +122,7 @@ def with_settings(
         config = dataclasses.replace(config, algo=algo)
     pairs = [(key, as_words(value)) for key, value in settings.items() if key != "algo"]
     config, more = _changed(plain_values(config), pairs)
-    return _checked(ResolvedRecipe(config, str(path or "")), notes + more)
+    return _checked(ResolvedRecipe(config, str(path or ""), said), notes + more)
 
 
 def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) -> ResolvedRecipe:
@@ -129,10 +132,12 @@ def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) ->
     from jaxrl_llm.recipe.checks import check_config  # imports jax: not for --help
 
     check_config(resolved.config, writes)
-    for note in notes + without_effect(resolved.config):
+    new = [note for note in notes + without_effect(resolved.config) if note not in resolved.notes]
+    for note in new:
         print(f"note: {note}", file=sys.stderr)
     run_dir = os.path.expanduser(resolved.config.run_dir)
-    return resolved._replace(config=dataclasses.replace(resolved.config, run_dir=run_dir))
+    config = dataclasses.replace(resolved.config, run_dir=run_dir)
+    return resolved._replace(config=config, notes=(*resolved.notes, *new))
 
 
 def _changed(

@@ -91,6 +91,16 @@ def test_a_system_prompt_of_another_task_is_left_out_or_named(run):
     assert (after.data.chat.system_prompt, notes) == (PROMPT, [])
 
 
+def test_without_evaluation_no_checkpoint_is_ranked_by_it(run):
+    after, notes = run("grpo_qwen.py", "--eval.every", "0")
+    assert after.checkpoint.best_metric == "" and not any("best_metric" in note for note in notes)
+    assert run("grpo_qwen.py")[0].checkpoint.best_metric == "eval/pass@1"
+    kept = ("--checkpoint.best_metric", "eval/pass@1")
+    after, notes = run("grpo_qwen.py", "--eval.every", "0", *kept)
+    assert after.checkpoint.best_metric == "eval/pass@1"
+    assert sum("best_metric has no effect" in note for note in notes) == 1
+
+
 def test_other_data_have_no_subset_of_the_recipes_hub_dataset(run):
     (source,) = run("grpo_qwen.py", *OWN, "--data.holdout=0.1")[0].data.sources("train")
     assert (source.path, source.subset) == ("my.jsonl", "")
