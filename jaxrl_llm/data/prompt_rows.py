@@ -18,6 +18,7 @@ Pairs, steps, judgements and scores: jaxrl_llm/data/preference.py. Imports no ja
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -167,7 +168,9 @@ def _prompt(row: dict, where: str, config: SourceConfig) -> tuple[str, Any]:
             return key, value
     if config.prompt_key:
         raise no_column(where, "prompt_key", config.prompt_key, row)
-    expected = f"one of {', '.join(PROMPT_KEYS)}; --data.train.0.prompt_key names another in training"
+    near = [name for name in map(str, row) if difflib.get_close_matches(name, PROMPT_KEYS, 1, cutoff=0.7)]
+    another = f"{near[0]} takes that column" if near else "names another"
+    expected = f"one of {', '.join(PROMPT_KEYS)}; --data.train.0.prompt_key {another} in training"
     raise RowError(f"{where}: no prompt: the columns are {column_names(row)}, expected {expected}")
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import random
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
@@ -21,7 +22,9 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.extensions import import_extra
 from jaxrl_llm.ranges import LARGEST
 
-MAX_REPORTS = 5  # bad rows named one by one
+MAX_REPORTS = 5  # kinds of bad rows that are named
+PLACE = re.compile(r".*?:\d+: ")
+"""Place in the reason of a bad row."""
 MAX_PROBLEMS = 10_000  # generated problems tried for one of the split
 STRIDE = 7919  # from one gym entry to the next one tried; a prime, so that all are reached
 UNSTABLE_GYM = ("codeio", "isomorphic_strings", "polynomial_multiplication", "ransom_note")
@@ -99,15 +102,21 @@ class FileSource:
     def _scan(self, bad_rows: BadRows) -> int:
         """Fill `_good`, return the number of bad rows; warn of bad rows, or raise UserError if they are not
         allowed."""
-        path, num_bad, listed = self._config.path, 0, []
+        path, num_bad, more = self._config.path, 0, 0
+        listed: dict[str, tuple[str, int]] = {}  # reason without its place -> with the first, further rows
         for damage in self._bad_rows():
             num_bad += damage.rows
-            if len(listed) < MAX_REPORTS:
-                listed.append(damage)
-        total, more = len(self) + num_bad, num_bad - sum(damage.rows for damage in listed)
+            kind = PLACE.sub("", damage.reason, count=1)
+            first, further = listed.get(kind, (damage.reason, -damage.rows))
+            if kind in listed or len(listed) < MAX_REPORTS:
+                listed[kind] = first, further + damage.rows
+            else:
+                more += damage.rows
+        total = len(self) + num_bad
         if total == 0:
             raise UserError(f"{path} has no rows")
-        lines = [damage.reason for damage in listed] + [f"and {more} more"] * (more > 0)
+        lines = [f"{reason} (and {n:,} rows more)" if n else reason for reason, n in listed.values()]
+        lines += [f"and {more} more"] * (more > 0)
         report = "".join(f"\n  {line}" for line in lines)
         if not len(self):
             raise UserError(f"{path}: none of the {total} rows can be used:{report}")

@@ -142,6 +142,11 @@ BAD = {
         "no prompt: the columns are gold, q, expected one of conversations, messages, prompt, question, "
         "problem, instruction, input, text; --data.train.0.prompt_key names another in training",
     ),
+    "misspelt": (
+        {"promt": "x", "gold": 1},
+        {},
+        "input, text; --data.train.0.prompt_key promt takes that column in training",
+    ),
     "null": (
         {"prompt": None, "text": float("nan"), "gold": 1},
         {},

@@ -249,6 +249,18 @@ def test_bad_rows_fail_with_lines_reasons_and_the_way_out(tmp_path):
     assert f"{path}:2: not JSON" in str(error.value)
 
 
+def test_rows_with_the_same_problem_are_one_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "answer": "1"}\n' * 30 + "{\n" * 20)
+    with pytest.raises(ValueError) as error:
+        opened(path, answer_key="anser")
+    first, *lines = str(error.value).splitlines()
+    assert first == f"{path}: none of the 50 rows can be used:" and len(lines) == 2
+    advice = "(--data.train.0.answer_key). Did you mean answer? The columns are answer, prompt"
+    assert lines[0] == f"  {path}:1: no answer_key 'anser' {advice} (and 29 rows more)"
+    assert lines[1].startswith(f"  {path}:31: not JSON") and lines[1].endswith("(and 19 rows more)")
+
+
 def test_bytes_that_are_not_utf8_and_ragged_csv_are_bad_rows(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff"}\n{"prompt": "x"}\n')
     (tmp_path / "a.csv").write_bytes(b"prompt,answer\nx,1\ny\nz,1,2\n\xff,1\n")
