@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if command == "--list":
         command, rest = "train", ["--list", *rest]
+    # The command, or the nearest one.
     known = COMMANDS if command in COMMANDS else all_commands()
     if command not in known:
         near = difflib.get_close_matches(command, known, n=1, cutoff=0.0)[0]
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             f"error: {command}: unknown command. Did you mean {near}?\n\n{command_table()}", file=sys.stderr
         )
         return 2
+    # Its module, whose import may be slow.
     with handled_signals():  # before jax, whose import takes seconds
         with working(f"importing {command}", first=AGAIN):
             module = importlib.import_module(known[command][0])

@@ -104,6 +104,7 @@ class FileSource:
         allowed."""
         path, num_bad, more = self._config.path, 0, 0
         listed: dict[str, tuple[str, int]] = {}  # reason without its place -> with the first, further rows
+        # Count the bad rows by their problem.
         for damage in self._bad_rows():
             num_bad += damage.rows
             kind = PLACE.sub("", damage.reason, count=1)
@@ -112,6 +113,7 @@ class FileSource:
                 listed[kind] = first, further + damage.rows
             else:
                 more += damage.rows
+        # Report them, or refuse the source.
         total = len(self) + num_bad
         if total == 0:
             raise UserError(f"{path} has no rows")
