@@ -97,7 +97,7 @@ def from_command_line(
 
 
 def with_settings(
-    recipe: TrainConfig | str | os.PathLike[str], settings: Mapping[str, Any], said: tuple[str, ...] = ()
+    recipe: TrainConfig | str | os.PathLike[str], settings: Mapping[str, Any], *, said: tuple[str, ...] = ()
 ) -> ResolvedRecipe:
     """Return the checked config of a recipe, given as its name or as a config, changed by Python values.
 
