@@ -184,7 +184,7 @@ def with_rows(
     for (key, rows), name in zip(given.items(), ("train", "eval"), strict=True):
         if rows is not None:
             file = write_rows(rows, Path(resolved.config.run_dir) / "data", name)
-            own = with_settings(resolved.config, {key: str(file), **of_rows[key]}, said=resolved.notes)
+            own = with_settings(resolved.config, {key: str(file), **of_rows[key]}, printed=resolved.notes)
             resolved = own._replace(recipe=resolved.recipe)
     return resolved
 

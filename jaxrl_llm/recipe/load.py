@@ -97,13 +97,16 @@ def from_command_line(
 
 
 def with_settings(
-    recipe: TrainConfig | str | os.PathLike[str], settings: Mapping[str, Any], *, said: tuple[str, ...] = ()
+    recipe: TrainConfig | str | os.PathLike[str],
+    settings: Mapping[str, Any],
+    *,
+    printed: tuple[str, ...] = (),
 ) -> ResolvedRecipe:
     """Return the checked config of a recipe, given as its name or as a config, changed by Python values.
 
     Args:
         settings: by the keys of the command line; "algo" names another algorithm.
-        said: notes that are not printed again.
+        printed: notes that are not printed again.
 
     Raises:
         ConfigError: as `from_command_line`.
@@ -122,7 +125,7 @@ def with_settings(
         config = dataclasses.replace(config, algo=algo)
     pairs = [(key, as_words(value)) for key, value in settings.items() if key != "algo"]
     config, more = _changed(plain_values(config), pairs)
-    return _checked(ResolvedRecipe(config, str(path or ""), said), notes + more)
+    return _checked(ResolvedRecipe(config, str(path or ""), printed), notes + more)
 
 
 def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) -> ResolvedRecipe:
