@@ -7,13 +7,15 @@
 - Links: weights of the layers are gathered once per pass, embedding and head once per call, and gradients
   scattered once. Tensor parallelism gathers and scatters tokens before and after attention and MLP (arXiv
   2205.05198), context parallelism sends keys and values around the ring or heads all to all, and experts get
-  a token once a device that it chooses, and return it.
+  a token once a device that it chooses, and return it. A pipeline sends each token to all following stages,
+  and before to the first and afterwards back to its own.
+- The bubble of a pipeline is in no floor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -39,11 +41,17 @@ class Rows(NamedTuple):
     tokens: int  # of all devices
     context: float  # keys of each query
     logits: bool  # whether the head is applied
+    bubble: float = 0.0  # `bubble_work` of a pipeline
 
 
 def rows_flops(c: TransformerConfig, rows: Rows) -> float:
     """Return the model FLOPs of a forward pass, on all devices."""
     return flops.forward_flops(c, rows.tokens, rows.context) + flops.head_flops(c, rows.tokens) * rows.logits
+
+
+def work_with_bubble(count: Callable[[Rows], float], rows: Rows) -> float:
+    """Return count(rows), and what devices compute of layers in the bubble of a pipeline."""
+    return count(rows) + rows.bubble * count(rows._replace(logits=False))
 
 
 def forward_floor(
@@ -145,11 +153,12 @@ def kernel_flops(
     Of log-probs the kernel backward computes the logits again; the two products that follow are XLA's.
     """
     again = trained and flops.RECOMPUTED[remat] is flops.forward_flops
-    attention = flops.attention_flops(c, rows.tokens, rows.context) * (1 + 3.5 * trained + again)
+    computed = rows.tokens * (1 + rows.bubble)
+    attention = flops.attention_flops(c, computed, rows.context) * (1 + 3.5 * trained + again)
     head = flops.head_flops(c, rows.tokens) * rows.logits * (1 + trained)
     found = {ATTENTION: attention, "linear_logprob": head}
     if c.moe:
-        found["experts"] = 2.0 * rows.tokens * _expert_weights(c) * (1 + 2 * trained + again)
+        found["experts"] = 2.0 * computed * _expert_weights(c) * (1 + 2 * trained + again)
     return {name: number / mesh.size for name, number in found.items()}
 
 
@@ -234,7 +243,8 @@ def _activation_bytes(c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: 
 def _activation_links(
     c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows, *, rules: Rules, backward: bool = False
 ) -> float:
-    """Return the bytes of activations that a device sends in tensor, context and expert parallelism."""
+    """Return the bytes of activations that a device sends in tensor, context and expert parallelism, and in
+    a pipeline."""
     tensor, ring, owners = (
         num_shards("heads", mesh.shape),
         num_shards("sequence", mesh.shape),
@@ -247,6 +257,8 @@ def _activation_links(
         around = (ring - 1) * _key_value_width(stack) * (3 if backward else 1)
         all_to_all = passes * sent(ring) * _attention_width(stack)
         width += stack.num_attention_layers * min(around, all_to_all) / tensor
+    stages = num_shards("layers", mesh.shape, rules)
+    width += passes * 2 * (stages - 1) * c.hidden_size / tensor
     if c.moe:
         chosen = min(c.moe.experts_per_token, owners) * sent(owners)
         width += passes * c.num_sparse_layers * 2 * chosen * c.hidden_size

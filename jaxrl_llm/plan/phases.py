@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from jaxrl_llm.plan.floors import (
     rollout_rows,
     rows_flops,
     training_floor,
+    work_with_bubble,
 )
 from jaxrl_llm.plan.hlo import NO_HINTS, Hints
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_stage
@@ -39,6 +41,7 @@ from jaxrl_llm.plan.work import NO_WORK, ProgramWork
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.compile import Program
 from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE, reward_role
+from jaxrl_llm.sharding.pipeline import bubble_work
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, num_shards
 
 DECODING = r"^jit\(_decode(_drafts)?\)/while$"
@@ -179,10 +182,12 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
         rows = scored.config.rows_scored
         times, tokens = math.ceil(rows_needed(config, 1) / rows), rows * config.row_tokens
         resident = base | {"batch": [program.args[1]] * times}
-        counted = Rows(tokens, mean_context(config), reads_logits(program.static["names"]))
+        with_logits = reads_logits(program.static["names"])
+        counted = Rows(tokens, mean_context(config), with_logits, bubble_work(rows, scored.mesh.shape))
         floor = forward_floor(model, scored.mesh, config.model.dtype, counted)
         hints = _hints(config, scored, model, rows, kernels=kernel_flops(model, scored.mesh, counted))
-        args = program, resident, times, rows_flops(model, counted), scored.mesh
+        work = work_with_bubble(functools.partial(rows_flops, model), counted)
+        args = program, resident, times, work, scored.mesh
         yield Phase(f"score: {name}", *args, floor=floor, hints=hints)
 
 
@@ -194,9 +199,12 @@ def _update(
     calls = update_programs(stage, learner, per_minibatch)
     batch, grads = calls["accumulate"].args[2].batch, calls["apply"].args[1]
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
-    counted = Rows(rows * config.row_tokens, mean_context(config), algos.requirements(learner.algo).logprobs)
-    remat, mesh = config.model.remat, learner.mesh
-    work = flops.update_flops(learner.model, *counted[:2], remat, with_logits=counted.logits)
+    remat, mesh, with_logits = config.model.remat, learner.mesh, algos.requirements(learner.algo).logprobs
+    bubble = bubble_work(rows, mesh.shape)
+    counted = Rows(rows * config.row_tokens, mean_context(config), with_logits, bubble)
+    work = work_with_bubble(
+        lambda rows: flops.update_flops(learner.model, *rows[:2], remat, with_logits=rows.logits), counted
+    )
     results = grads if per_minibatch == 1 else None  # otherwise they replace an argument
     accumulate, times = calls["accumulate"], times * config.ppo_epochs
     size, state = bytes_per_device(grads), bytes_per_device(calls["apply"].args[0])

@@ -21,6 +21,7 @@ from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
 from jaxrl_llm.plan.savings import MEMORY_SETTINGS
 from jaxrl_llm.sharding.config import MeshConfig
+from jaxrl_llm.sharding.pipeline import bubble_work
 from jaxrl_llm.sharding.placement import format_placement
 from jaxrl_llm.sharding.rules import ROLLOUT, axes_of, dividing_spec, num_shards
 
@@ -39,7 +40,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(memory_table(plan))
     console.print(work_table(plan))
     console.print(floor_table(plan))
-    for line in [*synchronous_lines(plan), *slice_lines(plan), *verdict(plan)]:
+    for line in [*synchronous_lines(plan), *slice_lines(plan), *stage_lines(plan), *verdict(plan)]:
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -124,6 +125,19 @@ def slice_lines(plan: Plan) -> list[str]:
         return []
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in each.items())
     return [f"Between slices each device sends {format_bytes(sum(each.values()))} a step: {parts}."]
+
+
+def stage_lines(plan: Plan) -> list[str]:
+    """Return a line on the bubble of the policy's pipeline, if its mesh has stages."""
+    if (stages := num_shards("layers", plan.mesh)) == 1:
+        return []
+    rows = plan.derived["rows_per_microbatch"]
+    work = bubble_work(rows, plan.mesh)
+    chunks, idle = rows // num_shards("batch_of_stage", plan.mesh), work / (1 + work)
+    return [
+        f"Pipeline: {stages} stages compute {chunks} chunks of a micro-batch in {chunks + stages - 1} ticks: "
+        f"a bubble of {idle:.0%}. A larger --tokens_per_device makes it smaller."
+    ]
 
 
 def verdict(plan: Plan) -> list[str]:

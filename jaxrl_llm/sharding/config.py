@@ -40,7 +40,7 @@ class MeshConfig:
     sequence_parallel: Literal["ring", "ulysses"] = "ring"
     """Attention under context parallelism: ring, or Ulysses (all-to-all between tokens and heads)."""
     slices: Annotated[int, Range(1, 2**20)] = 1
-    """Groups of devices with slow links between them (TPU slices, hosts); `data` is divided among them."""
+    """Groups of devices with slow links between them (TPU slices, hosts), which divide `data` and `stage`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for sizes that are not a mesh."""
@@ -52,8 +52,9 @@ class MeshConfig:
             others = ", ".join(f"mesh.{name}" for name in remaining[:-1])
             problem = f"is -1, and so is {others}: one axis at most may take all remaining devices."
             yield remaining[-1], f"{problem} Set this one to 1."
-        if self.data > 0 and self.data % self.slices:
-            yield "data", f"is {self.data}: it must be a multiple of mesh.slices {self.slices}, or -1."
+        if self.data > 0 and self.stage > 0 and self.data * self.stage % self.slices:
+            times = f" times mesh.stage {self.stage}" if self.stage > 1 else ""
+            yield "data", f"is {self.data}: it{times} must be a multiple of mesh.slices {self.slices}, or -1."
 
     @property
     def sizes(self) -> dict[str, int]:

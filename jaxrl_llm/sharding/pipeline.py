@@ -10,7 +10,7 @@ stream, which brings each to the stage that it came from. C chunks take C + S - 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,18 @@ from jaxtyping import Array, Float, Shaped
 from jaxrl_llm.sharding.rules import TRAIN, constrain, current_sizes, num_shards
 
 AXIS = TRAIN["layers"]
-STAGES, EVERYWHERE = PartitionSpec(AXIS), PartitionSpec()
+STAGES = PartitionSpec(AXIS)
+INPUTS = STAGES, STAGES, STAGES, PartitionSpec()
+
+
+def bubble_work(rows: int, sizes: Mapping[str, int]) -> float:
+    """Return the work of the bubble, (S - 1) / C, relative to the work on C chunks of a micro-batch.
+
+    Args:
+        rows: of the micro-batch.
+        sizes: as of `num_shards`.
+    """
+    return (num_shards("layers", sizes) - 1) * num_shards("batch_of_stage", sizes) / rows
 
 
 def pipelined(layers: Callable[..., tuple[Array, Any, Any]], stages: int) -> Callable[..., Any]:
@@ -44,17 +55,70 @@ def pipelined(layers: Callable[..., tuple[Array, Any, Any]], stages: int) -> Cal
             jax.tree.map(functools.partial(cut, dim=1), of_both),
             jax.tree.map(cut, of_rows),
         )
-        run = jax.shard_map(
-            functools.partial(_run_stage, layers=layers, stages=stages),
-            in_specs=(STAGES, STAGES, STAGES, EVERYWHERE),
-            out_specs=(STAGES, STAGES, STAGES),
-            axis_names={AXIS},
-            check_vma=False,
-        )
-        x, sums, of_both = run(*inputs)
+        stage = functools.partial(_run_stage, layers=layers, stages=stages)
+        x, sums, of_both = _on_stages(stage, inputs)
         return _join(x), sums, jax.tree.map(functools.partial(_join, dim=1), of_both)
 
     return layers if stages == 1 else apply
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _on_stages(stage: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Apply `_run_stage` on every stage.
+
+    The transpose of a `shard_map` returns gradients, and in it every tick would write those of all weights to
+    a new array. Here ticks and layers add to one buffer, as micro-batches do (`finite.add_gradients`).
+    """
+    return _map_stages(stage, INPUTS, STAGES)(*inputs)
+
+
+def _forward(stage: Callable[..., Any], inputs: tuple[Any, ...]):
+    moved, still = _split(lambda x: x.perturbed, inputs)
+    moved, still = jax.tree.map(lambda x: x.value, (moved, still))
+
+    def local(moved, still):
+        run = lambda moved: _split(
+            lambda x: jnp.issubdtype(x.dtype, jnp.floating), stage(*_merge(moved, still))
+        )
+        out, backward, others = jax.vjp(run, moved, has_aux=True)
+        return out, others, jax.tree.map(lambda x: x[None], backward)
+
+    out, others, backward = _map_stages(local, (INPUTS, INPUTS), STAGES)(moved, still)
+    return _merge(out, others), (moved, backward)
+
+
+def _backward(stage: Callable[..., Any], residuals, gradients):
+    def local(moved, backward, gradients):
+        buffers = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), moved[1])
+        others = jax.tree.map(lambda x: 0, (moved[0], *moved[2:]))
+        backward = jax.tree.map(lambda x: x[0], backward).with_refs((others[0], buffers, *others[1:]))
+        x, _, *rest = backward(gradients)[0]
+        return x, jax.tree.map(jax.freeze, buffers), *rest
+
+    gradients, _ = _split(lambda x: jnp.issubdtype(x.dtype, jnp.floating), gradients)
+    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
+    gradients = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype) if is_zero(x) else x, gradients, is_leaf=is_zero
+    )
+    return (_map_stages(local, (INPUTS, STAGES, STAGES), INPUTS)(*residuals, gradients),)
+
+
+_on_stages.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _map_stages(function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+    return jax.shard_map(function, in_specs=inputs, out_specs=outputs, axis_names={AXIS}, check_vma=False)
+
+
+def _split(is_first: Callable[[Any], bool], tree: Any) -> tuple[Any, Any]:
+    """Return the tree with the leaves of which the function is true, and with the others; None = missing."""
+    pick = lambda wanted: jax.tree.map(lambda x: x if bool(is_first(x)) == wanted else None, tree)
+    return pick(True), pick(False)
+
+
+def _merge(first: Any, second: Any) -> Any:
+    """Invert `_split`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None)
 
 
 def _cut(x: Shaped[Array, "*L B ..."], parts: int, dim: int = 0) -> Shaped[Array, "*L C P ..."]:
@@ -81,21 +145,23 @@ def _run_stage(stream, of_layers, of_both, of_rows, *, layers: Callable[..., Any
     to_next = [(i, (i + 1) % stages) for i in range(stages)]
     to_last = [(j, i) for i, j in to_next]
 
-    def tick(carry, t):
-        x, stream = carry
-        slot, number = t % held, jnp.clip(t - stage, 0, chunks - 1)
+    def tick(carry, inputs):
+        (x, stream), (t, *of_chunk) = carry, inputs
+        slot = t % held
         first = stream[slot]
-        pick = lambda dim: lambda x: jax.lax.dynamic_index_in_dim(x, number, dim, keepdims=False)
-        rows = jax.tree.map(pick(1), of_both), jax.tree.map(pick(0), of_rows)
-        x, sums, both = layers(jnp.where(stage == 0, first, x), of_layers, *rows)
+        x, sums, both = layers(jnp.where(stage == 0, first, x), of_layers, *of_chunk)
         # Before its first chunk and after its last, the results of a stage are not read.
-        is_chunk = number == t - stage
+        is_chunk = (t >= stage) & (t < stage + chunks)
         sums = jax.tree.map(lambda x: jnp.where(is_chunk, x, 0), sums)
         following = jnp.where(stage == stages - 1, x, jax.lax.ppermute(first, AXIS, to_last))
         stream = jax.lax.dynamic_update_index_in_dim(stream, following, slot, 0)
         return (jax.lax.ppermute(x, AXIS, to_next), stream), (sums, both)
 
-    (_, stream), (sums, both) = jax.lax.scan(tick, (stream[0], stream), jnp.arange(chunks + stages - 1))
+    ticks = jnp.arange(chunks + stages - 1)
+    number = jnp.clip(ticks - stage, 0, chunks - 1)
+    both = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[number], of_both)
+    inputs = ticks, both, jax.tree.map(lambda x: x[number], of_rows)
+    (_, stream), (sums, both) = jax.lax.scan(tick, (stream[0], stream), inputs)
     own = lambda x: jnp.moveaxis(jax.lax.dynamic_slice_in_dim(x, stage, chunks), 0, 1)
     total = lambda x: jnp.sum(x, axis=0, dtype=x.dtype)
     return jnp.roll(stream, 1 - stages, axis=0), jax.tree.map(total, sums), jax.tree.map(own, both)

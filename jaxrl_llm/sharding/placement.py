@@ -57,13 +57,13 @@ def device_array(config: MeshConfig, devices: Sequence[Device], flag: str) -> np
             f"{flag}: {spelled} does not fit the {len(devices)} {devices[0].platform} device(s) that are "
             f"visible. {_fix(config, len(devices), flag)}"
         )
-    # `data` is the first axis, so neighbouring replicas are in one slice.
+    # `data` and `stage` are the first axes, so neighbouring replicas and stages are in one slice.
     if config.slices > 1:
-        found, replicas = number_of_slices(devices), sizes["data"]
-        if replicas % config.slices:
+        found, parts = number_of_slices(devices), sizes["data"] * sizes["stage"]
+        if parts % config.slices:
             raise UserError(
-                f"{flag}.slices {config.slices} divides the replicas, and {flag}.data is {replicas}. Set "
-                f"{flag}.data to a multiple of {config.slices}."
+                f"{flag}.slices {config.slices} divides replicas and stages, and {flag}.data times "
+                f"{flag}.stage is {parts}. Set one of them to a multiple of {config.slices}."
             )
         if found not in (1, config.slices):
             problem = f"is {config.slices}, and the devices are in {found} slices"
@@ -82,7 +82,7 @@ def _slice_of(device: Device) -> int:
 
 
 def slice_numbers(mesh: Mesh, slices: int) -> dict[jax.Device, int]:
-    """Return device -> number of its slice, in a mesh whose `data` axis is divided among slices."""
+    """Return device -> number of its slice, in a mesh whose first axes are divided among slices."""
     return {device: i * slices // mesh.size for i, device in enumerate(mesh.devices.flat)}
 
 

@@ -41,10 +41,14 @@ def untimed(path):
     return [{k: v for k, v in row.items() if not timed.search(k)} for row in lines(path)]
 
 
+STAGES = ["--mesh.stage", "2", "--rollout.mesh.fsdp", "1"]
+
+
 @pytest.mark.slow
-def test_killed_ahead_of_training(tmp_path):
+@pytest.mark.parametrize("more", [[], STAGES], ids=["fsdp", "a pipeline"])
+def test_killed_ahead_of_training(tmp_path, more):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(whole)
+    train(whole, *more)
     rows = lines(whole / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == STEPS
     assert [row["staleness/max"] for row in rows[2:]] == [0, 2, 4, 4, 4, 4]  # two updates a step
@@ -54,9 +58,9 @@ def test_killed_ahead_of_training(tmp_path):
     versions = {draw: {v for one in made for v in one.versions} for draw, (made,) in saved.items()}
     assert versions == {2: {0}, 3: {2}}
     for place, count, number, code in KILLS:
-        end = run(killed, "-c", SIGNALLER, place, str(count), str(int(number)))
+        end = run(killed, "-c", SIGNALLER, place, str(count), str(int(number)), more=more)
         assert end.code == code, f"{place}: {end.stdout}{end.stderr}"
-    train(killed)
+    train(killed, *more)
     assert_same_run(killed, whole, STEPS, untimed)
 
 

@@ -23,11 +23,13 @@ MODEL = TransformerConfig(
 )
 
 
-def learner(offload: bool) -> Learner:
+REPLICAS, STAGES = MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(stage=2, fsdp=2, tensor=2)
+
+
+def learner(offload: bool, mesh=REPLICAS) -> Learner:
     step = StepConfig(row_tokens=16, rows=8, offload=offload)
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     optimizer = make_optimizer(OptimConfig(learning_rate=0.01), 10)
-    return Learner(sft.Config(), MODEL, optimizer, step, mesh=mesh)
+    return Learner(sft.Config(), MODEL, optimizer, step, mesh=make_mesh(mesh))
 
 
 def batch(seed: int) -> list[PackItem]:
@@ -94,8 +96,9 @@ def test_moments_count_as_host_memory():
     assert bytes_per_device(on, "pinned_host") == 0
 
 
-def test_a_model_in_host_memory_scores_as_on_the_devices():
-    built = learner(offload=False)
+@pytest.mark.parametrize("mesh", [REPLICAS, pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
+def test_a_model_in_host_memory_scores_as_on_the_devices(mesh):
+    built = learner(offload=False, mesh=mesh)
     plain = start(built).params
     moved = models.to_host(plain)
     kinds = {name: x.sharding.memory_kind for name, x in models.named_leaves(moved)}
@@ -106,9 +109,10 @@ def test_a_model_in_host_memory_scores_as_on_the_devices():
 
 
 @pytest.mark.slow
-def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices():
+@pytest.mark.parametrize("mesh", [MeshConfig(fsdp=4, tensor=2), STAGES], ids=str)
+def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices(mesh):
     step = StepConfig(row_tokens=16, rows=8, remat="full")
-    optimizer, mesh = make_optimizer(OptimConfig(), 10), make_mesh(MeshConfig(fsdp=4, tensor=2))
+    optimizer, mesh = make_optimizer(OptimConfig(), 10), make_mesh(mesh)
     built = Learner(gkd.Config(teachers=("t",)), MODEL, optimizer, step, mesh=mesh)
     student, other = start(built), jax.tree.map(lambda w: 2 * w, start(built).params)
     items = batch(0)

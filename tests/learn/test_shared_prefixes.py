@@ -35,6 +35,7 @@ MODEL = TransformerConfig(
 EXPERTS = dataclasses.replace(MODEL, moe=MoEConfig(num_experts=4, experts_per_token=2, expert_size=16))
 DENSE_FIRST = dataclasses.replace(EXPERTS, num_layers=3, moe=dataclasses.replace(EXPERTS.moe, dense_layers=1))
 ADAPTED, ADAPTED_EXPERTS = (with_lora(model, LoraConfig(rank=4, alpha=8.0)) for model in (MODEL, EXPERTS))
+ADAPTED_INT8 = with_lora(MODEL, LoraConfig(rank=4, alpha=8.0, quantize="int8"))
 WINDOWED = dataclasses.replace(
     MODEL, sliding_window=9, window_layers=(True, False), attention_sinks=True, attention_softcap=5.0
 )
@@ -251,6 +252,7 @@ SLOW = {
         GRPO, {"model": twice(SHORT_CONV), "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=1)}
     ),
     "2 stages, adapters": (GRPO, {"model": ADAPTED, "mesh": MeshConfig(stage=2, fsdp=2)}),
+    "2 stages, adapters of int8": (GRPO, {"model": ADAPTED_INT8, "mesh": MeshConfig(stage=2, fsdp=2)}),
     "2 stages, expert 2, balance": (
         GRPO,
         {"model": EXPERTS, "mesh": MeshConfig(stage=2, fsdp=1, expert=2),

@@ -21,7 +21,7 @@ from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig, loss_inputs, model_outputs
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.plan.compiled import count_collectives
+from jaxrl_llm.plan.compiled import CollectiveStats, count_collectives
 from jaxrl_llm.plan.hlo import parse
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device
@@ -138,6 +138,19 @@ def test_gradients_cross_slices_once_an_update():
     assert across["accumulate"] <= 4 * 8 * 32 / 2
     assert across["add"] == bytes_per_device(programs["add"].args)
     assert across["apply"] <= 4 * 50
+
+
+@pytest.mark.slow
+def test_stages_send_hidden_states_alone():
+    """8 chunks of 32 tokens in 9 ticks, forward and backward: each sends one chunk to the next stage, and one
+    towards the first. Weights of layers are sent nowhere."""
+    built = learner(MeshConfig(stage=2, fsdp=1), rows=8, max_grad_norm=0.0)
+    program = built.update_programs(("advantages", "rollout_logprobs"))["accumulate"]
+    with jax.set_mesh(built.mesh):
+        module = parse(program.fn.lower(*program.args).compile().as_text())
+    sent, size = count_collectives(module, 2, slices=[0, 1]), 36 * 32 * 32 * 4
+    assert sent.pop("collective-permute") == CollectiveStats(36, size, size)
+    assert sum(stats.bytes for stats in sent.values()) < 32 * 1024  # rows, embedding and head
 
 
 @pytest.mark.compilers

@@ -44,7 +44,10 @@ WRONG = {
     r"^--mesh.tensor is 0: it must be at least 1, or -1 for all remaining devices.$": MeshConfig(tensor=0),
     r"Set --mesh.sequence 8": MeshConfig(sequence=2**20),
     r"^--mesh.data is 2: it must be a multiple of mesh.slices 4, or -1.$": MeshConfig(data=2, slices=4),
-    r"^--mesh.slices 2 divides the replicas, and --mesh.data is 1. Set --mesh.data to a multiple of 2.$": (
+    r"^--mesh.data is 1: it times mesh.stage 2 must be a multiple of mesh.slices 4": (
+        MeshConfig(stage=2, slices=4)
+    ),
+    r"^--mesh.slices 2 divides .* --mesh.data times --mesh.stage is 1. Set one of them to a multiple of 2": (
         MeshConfig(data=-1, fsdp=8, slices=2)
     ),
 }

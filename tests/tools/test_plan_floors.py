@@ -17,12 +17,20 @@ from jaxrl_llm.models.experts.dispatch import grouped_experts
 from jaxrl_llm.models.experts.weights import ExpertWeights
 from jaxrl_llm.plan.compiled import CollectiveStats, count_collectives, synchronous_collectives
 from jaxrl_llm.plan.experts import TILES, tile_trips
-from jaxrl_llm.plan.floors import Rows, forward_floor, kernel_flops, product_widths, training_floor
+from jaxrl_llm.plan.floors import (
+    Rows,
+    forward_floor,
+    kernel_flops,
+    product_widths,
+    rows_flops,
+    training_floor,
+    work_with_bubble,
+)
 from jaxrl_llm.plan.hlo import Hints, parse
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import PhaseCost, Plan
-from jaxrl_llm.plan.report import floor_table, synchronous_lines
-from jaxrl_llm.plan.work import ProgramWork, count_work
+from jaxrl_llm.plan.report import floor_table, stage_lines, synchronous_lines
+from jaxrl_llm.plan.work import ATTENTION, ProgramWork, count_work
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, look_up
 
@@ -307,6 +315,31 @@ def test_floors_of_experts():
     experts = 2 * 2 * 8 * 3 * 32 * 16 / 4 / 2
     assert floor.links == attention + table + experts + 2 * 8 * 2 * 2 * 1.5 * 32
     assert kernel_flops(c, mesh, Rows(64, 4.0, False))["experts"] == 2 * 64 * 2 * 2 * 3 * 32 * 16 / 8
+
+
+def test_floors_of_a_pipeline():
+    """4 parts of 16 tokens; a device gathers the other half of its stage's layer, and three quarters of the
+    embedding. Each of 2 stages sends half of all hidden states to the next, and half to the first or back."""
+    mesh, rows = make_mesh(MeshConfig(stage=2, fsdp=2), jax.devices()[:4]), Rows(64, 4.0, False, bubble=0.25)
+    floor = forward_floor(SMALL, mesh, "bfloat16", rows)
+    assert floor.links == 2 * 9216 / 2 + 2 * 2048 * 3 / 4 + 2 * 16 * 32 * 2
+    assert 4 * floor.flops == rows_flops(SMALL, rows)
+    computed = work_with_bubble(lambda rows: rows_flops(SMALL, rows), rows._replace(logits=True))
+    assert computed == 1.25 * rows_flops(SMALL, rows) + 2 * 64 * 32 * 64
+    attention = kernel_flops(SMALL, mesh, rows)[ATTENTION]
+    assert attention == 1.25 * kernel_flops(SMALL, mesh, rows._replace(bubble=0.0))[ATTENTION]
+
+
+def test_the_bubble_is_printed():
+    """8 rows on 4 stages of one device: 3 of 11 ticks."""
+    plan = Plan(
+        "a model", "h100x4", {"stage": 4}, 1e9, phases=[], derived={"rows_per_microbatch": 8}, versions={}
+    )
+    [line] = stage_lines(plan)
+    assert line.startswith(
+        "Pipeline: 4 stages compute 8 chunks of a micro-batch in 11 ticks: a bubble of 27%."
+    )
+    assert not stage_lines(dataclasses.replace(plan, mesh={"fsdp": 4}))
 
 
 def test_tiles_of_experts_are_counted_at_an_even_load():
