@@ -112,6 +112,11 @@ def test_a_target_of_the_entropy_needs_the_entropy():
     assert not requirements(grpo.Config(entropy_coef=0.0)).entropy
 
 
+def test_a_kl_in_the_reward_reads_old_log_probs():
+    of = lambda place, coef: requirements(grpo.Config(kl_in=place, kl_coef=coef)).old_logprobs
+    assert of("reward", 0.1) and not of("loss", 0.1) and not of("reward", 0.0)
+
+
 def test_a_reward_without_kl_needs_no_reference():
     given, config = rollouts(), reinforce_pp.Config(kl_in="reward", kl_coef=0.0)
     without = advantages(replace(given, ref_logprobs=None), config)

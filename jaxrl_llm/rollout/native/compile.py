@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,26 +47,29 @@ def call_all(
     weights: DecodeWeights,
     samplings: Collection[SamplingConfig],
     *,
-    stop_ids: Collection[int],
+    eos_ids: Sequence[int],
     key: np.ndarray,
 ) -> None:
     """Call every program once in every shape that a `Scheduler` can need, with empty slots.
 
     Args:
         weights: or their shapes, if the calls only compile.
-        samplings: settings of the run; with filters `decode` is another program.
-        stop_ids: as many as will end a response.
+        samplings: settings of the run; filters and numbers of stop tokens make `decode` another program.
+        eos_ids: end tokens of the model and its tokenizer.
         key: any key data, for its shape.
     """
     max_slots = shapes.slot_counts[-1]
-    variants = {filters_of(sampling): sampling for sampling in samplings}
+    stops = [make_stop_conditions(sampling.stop_ids(eos_ids), 0, 0) for sampling in samplings]
+    variants = {
+        (filters_of(s), stop.token_ids.size): (s, stop) for s, stop in zip(samplings, stops, strict=True)
+    }
 
     def decode(cache, num_slots, table=None):
         state = empty_slots(num_slots, key)
         uniform = programs.uniforms(state)
-        for filters, sampling in variants.items():
-            params, stop = make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
-            inputs, static = ChunkInputs(uniform, params, stop, table), {"filters": filters}
+        for (filters, _), (sampling, stop) in variants.items():
+            params, static = make_params(sampling), {"filters": filters}
+            inputs = ChunkInputs(uniform, params, stop, table)
             inputs = inputs if table is None else inputs._replace(states=_rows(programs, num_slots))
             cache, _ = programs.decode(weights, cache, state, inputs, **static)
             if shapes.has_drafts(num_slots):

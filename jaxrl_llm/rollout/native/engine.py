@@ -230,10 +230,9 @@ class NativeEngine:
         """
         self._shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
         key = np.zeros(2, np.uint32)
-        stop_ids = max((sampling.stop_ids(self.eos_ids) for sampling in samplings), key=len)
         with jax.set_mesh(self.mesh), ParallelCompiler() as compiler:
             calls, weights = CompiledCalls(self.programs, compiler), self.programs.abstract_weights()
-            call_all(calls, self._shapes, weights, samplings, stop_ids=stop_ids, key=key)
+            call_all(calls, self._shapes, weights, samplings, eos_ids=self.eos_ids, key=key)
 
     def largest_calls(
         self,

@@ -184,15 +184,17 @@ def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(
     if page_size or kept:  # three sequences of the longest at once
         pages = pages_required(shapes, num_shards, page_size or kept) * 3 * num_shards // 12
         shapes = dataclasses.replace(shapes, num_pages=pages + 1)
-    samplings = [PLAIN, SamplingConfig(top_p=0.9)]
+    samplings = [PLAIN, SamplingConfig(top_p=0.9, stop_tokens=tuple(range(1000, 1009)))]  # 8 ids, then 16
     ahead = FakePrograms(num_shards, page_size=page_size, kept_page_size=kept)
-    call_all(ahead, shapes, None, samplings, stop_ids=(1,), key=np.zeros(2, np.uint32))
+    call_all(ahead, shapes, None, samplings, eos_ids=(1,), key=np.zeros(2, np.uint32))
     assert max(ahead.calls.values()) <= 4 + 2 * bool(draft_tokens)  # few are called twice
     programs = FakePrograms(num_shards, page_size=page_size, kept_page_size=kept)
     rng = np.random.default_rng(1)
     for i in range(30):
         requests = random_requests(rng, 150, 100)
-        responses, _ = run(programs, shapes, requests, (1,), turns=turns, sampling=samplings[i % 2])
+        sampling = samplings[i % 2]
+        ends = sampling.stop_ids((1,))
+        responses, _ = run(programs, shapes, requests, ends, turns=turns, sampling=sampling)
         assert {r.finish for r in responses} <= {"stop", "length"}
         for r in responses:
             assert 1 <= len(r.ids) <= r.request.max_tokens and len(r.logprobs) == len(r.ids)
