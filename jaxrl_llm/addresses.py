@@ -55,8 +55,10 @@ _RULES = (
     # A private key, to its end or, cut off, to the end of the text.
     r"()-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?:[^-]|-(?!----))*+"
     r"(?:-----END [A-Z0-9 ]{0,50}-----)?",
-    # Logins: scheme://user:password@host, or a token alone; user:password@host; curl -u user:password.
+    # Logins: scheme://user:password@host, or a token alone (of a path https:/user:password@host);
+    # user:password@host; curl -u user:password.
     r"((?<=://))(?:[^/?#\s]+|[^/?#\s:@\[]*:(?!\d{1,5}[/?#])[^\s@]{1,200})(?=@)",
+    r"((?<=[a-z0-9]:/))(?!/)[^/?#\s:@]{1,64}:[^/?#\s]{1,200}(?=@)",
     r"""((?<![^\s"'`=(,\[{<|&?]))[\w.%+~-]{1,64}:[^\s/"'<>]{1,200}(?=@(?!sha\d)[\w\[])""",
     r"((?<!\S)(?:-u|--user|--proxy-user)[ =])[^\s:]{1,64}:\S+",
     # Cookie: name=value; of Python and JSON, too.

@@ -90,6 +90,7 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nMIIEow+/=\n-----
         # Logins.
         ("u:K@h and (user:p@ss@10.0.0.1:8000)", "***@h and (***@10.0.0.1:8000)"),
         ("https://user:p/w?@h/m https://h:8000/m@main", "https://***@h/m https://h:8000/m@main"),
+        ("no file https:/u:K@h/x.jsonl, C:/a@b", "no file https:/***@h/x.jsonl, C:/a@b"),
         ("curl -u user:K h --user u:K", "curl -u *** h --user ***"),
         ("image:tag@sha256:ab at 5:30 @home, git@h:o/r", "image:tag@sha256:ab at 5:30 @home, git@h:o/r"),
         # Parameters.
