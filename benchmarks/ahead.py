@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from machine import report_head
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 OUT, RESULTS = Path("runs/ahead"), ROOT / "benchmarks/results"
 TOKEN_SECONDS = "0.02"
 TOTAL_SECONDS = "steps but the first, s"
-SEEDS, STEPS, SKIPPED = (0, 1, 2), 16, 4
+STEPS, SKIPPED = 16, 4
 METRICS = (
     "time/step",
     "tokens_per_second",
@@ -93,14 +93,14 @@ def pinned_servers(python: str) -> Iterator[tuple[str, ...]]:
 
 
 def compare_rollouts(
-    servers: tuple[str, ...], max_staleness: int, oversample: float
+    servers: tuple[str, ...], max_staleness: int, *, oversample: float, seeds: Sequence[int]
 ) -> dict[str, list[dict[str, float]]]:
     """Return label -> the summary of each seed."""
     cases = {"synchronous": (0, 1.0), "asynchronous": (max_staleness, 1.0)}
     if oversample > 1:
         cases["over-sampled"] = (2 * max_staleness, oversample)
     results: dict[str, list] = {label: [] for label in cases}
-    for seed in SEEDS:
+    for seed in seeds:
         start, own = OUT / f"start_{seed}", ("--seed", str(seed))
         alone = ("--rollout.engine", "native", "--rollout.launch", "0", "--rollout.max_staleness", "0")
         train_async(start, *own, *alone, "--steps", "0")
@@ -126,12 +126,15 @@ def main() -> None:
     parser.add_argument(
         "--oversample", type=float, default=1.0, help="--rollout.oversample of further runs; 1 = none"
     )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     head = report_head(computes=False)
     real = options.sglang
     fake = contextlib.nullcontext(("--servers.python", sys.executable))
     with pinned_servers(real) if real else fake as servers:
-        results = compare_rollouts(servers, options.window, options.oversample)
+        results = compare_rollouts(
+            servers, options.window, oversample=options.oversample, seeds=options.seeds
+        )
     seconds = {label: [run[TOTAL_SECONDS] for run in runs] for label, runs in results.items()}
     slow = seconds.pop("synchronous")
     ratios = {label: [s / f for s, f in zip(slow, fast, strict=True)] for label, fast in seconds.items()}
