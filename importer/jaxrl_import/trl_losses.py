@@ -246,6 +246,8 @@ def set_dpo(conv: Conversion) -> None:
         at = losses.index("sft")
         conv.put("algo.nll_coef", weights.pop(at) / (sum(weights) or 1.0), "loss_type", "loss_weights")
         losses.pop(at)
+    if conv.get("loss_weights") and sum(weights) not in (0.0, 1.0):
+        conv.lose("loss_weights", f"the whole loss is not multiplied, there by {sum(weights):g}")
     # One loss at a time, besides the NLL term.
     known = [loss for loss in losses if loss in DPO_LOSSES]
     loss = known[0] if known else "sigmoid"

@@ -244,6 +244,8 @@ def test_luspo_of_token_ratios_is_noted(imported):
         ("grpo --loss_type sapo --importance_sampling_level sequence", "importance_sampling_level"),
         ("grpo --bnb_4bit_quant_type fp4", "bnb_4bit_quant_type"),
         ("grpo --ref_model_mixup_alpha 0.5", "ref_model_mixup_alpha"),
+        ("dpo --loss_type sigmoid sft --loss_weights 2.0 1.0", "loss_weights"),
+        ("dpo --loss_weights 0.5", "loss_weights"),
         ("grpo --loss_type vespo --use_vllm True", "vllm_importance_sampling_mode"),
     ],
 )
