@@ -248,6 +248,13 @@ def test_a_reference_of_another_model_scores_with_its_own_weights(monkeypatch, l
     assert has_own_reference(config, stage.policy.model, make_meshes(config)) == (not lora.rank)
 
 
+def test_a_frozen_model_whose_layers_stages_do_not_divide_is_not_loaded():
+    """It has one layer; the policy may have two."""
+    mesh = make_meshes(replace(BASE, devices="0:2", mesh=MeshConfig(stage=2)))[POLICY]
+    with pytest.raises(UserError, match=r"^other: --mesh.stage is 2: the 1 layers .* Set --mesh.stage 1.$"):
+        load_frozen(BASE, "other", mesh, RandomModels())
+
+
 def test_models_are_all_started_before_the_first_is_waited_for(monkeypatch):
     """No host sync separates them, so that those on disjoint devices run at the same time."""
     stage, state, _ = built("ppo", "critic", OTHER_DEVICES)

@@ -52,6 +52,7 @@ GEMMA4_SMALL = dataclasses.replace(
     GEMMA4, num_layers=4, window_layers=WINDOWED.window_layers * 2, shared_kv_layers=2, wide_shared_mlp=True,
     per_layer_inputs=6, moe=None,
 )  # fmt: skip
+INPUTS = dataclasses.replace(GEMMA4_SMALL, shared_kv_layers=0, wide_shared_mlp=False)
 MAMBA = dataclasses.replace(
     MODEL, num_layers=3, layer_kinds=("mamba", "attention", "mlp"), one_branch=True,
     mamba=MambaConfig(4, 8, 6, 2), mlp_gate=False, activation="relu2",
@@ -252,6 +253,9 @@ SLOW = {
         GRPO, {"model": twice(SHORT_CONV), "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=1)}
     ),
     "2 stages, adapters": (GRPO, {"model": ADAPTED, "mesh": MeshConfig(stage=2, fsdp=2)}),
+    "2 stages, per-layer inputs": (
+        GRPO, {"model": INPUTS, "mesh": MeshConfig(stage=2, fsdp=1, tensor=2), "rel": 2e-4}
+    ),
     "2 stages, adapters of int8": (GRPO, {"model": ADAPTED_INT8, "mesh": MeshConfig(stage=2, fsdp=2)}),
     "2 stages, expert 2, balance": (
         GRPO,

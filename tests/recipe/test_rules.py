@@ -193,6 +193,9 @@ def test_sizes_that_devices_decide_are_asked_with_the_devices(config):
     strict = replace(config, strict=True, model=replace(config.model, dtype="float32"))
     with pytest.raises(ValueError, match=r"--strict works on one device, and the mesh has 8"):
         check_on_devices(strict, jax.devices())
+    stages = replace(strict, devices="0:2", mesh=MeshConfig(stage=2))
+    with pytest.raises(ValueError, match=r"--strict works on one device, and the mesh has 2"):
+        check_on_devices(stages, jax.devices())
 
 
 def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
