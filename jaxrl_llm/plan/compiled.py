@@ -40,6 +40,8 @@ KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
+BY_HOSTS = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+"""Attribute of a transfer between TPU slices, with its kind, such as ALL_REDUCE."""
 
 
 class CollectiveStats(NamedTuple):
@@ -117,7 +119,7 @@ def _collectives(
     found: dict[tuple[str, str], _Collective] = {}
     for execution in executions(module, hints):
         line, times = execution.line, execution.times
-        kind = line.op.removesuffix("-start")
+        kind, groups = _exchange(line, devices, slices)
         if kind not in KINDS:
             continue
         if kind == "all-reduce" and "all-reduce-scatter" in execution.computation:
@@ -126,7 +128,6 @@ def _collectives(
         key = kind, _place(kind, execution)
         computation = module.computations[execution.computation]
         operands = sum(array.bytes for arrays in operand_arrays(line, computation) for array in arrays)
-        groups = replica_groups(line.rest, devices)
         sent = times * _bytes_sent(kind, operands, len(groups[0]))
         across = times * _bytes_across(kind, operands, groups, slices) if slices else 0.0
         # Of repetitions, the most frequent one counts.
@@ -144,6 +145,18 @@ def _collectives(
         overlapped = _is_asynchronous(execution, module) or (same is not None and same.is_asynchronous)
         found[key] = found[key]._replace(is_asynchronous=overlapped)
     return list(found.values())
+
+
+def _exchange(line: Instruction, devices: int, slices: Sequence[int]) -> tuple[str, list[list[int]]]:
+    """Return the kind of an instruction, and the groups of devices that exchange data if it is a collective.
+
+    What crosses TPU slices, their hosts send: the part of each device to its peers in the other slices.
+    """
+    if line.op == "send" and slices and (match := BY_HOSTS.search(line.rest)):
+        kind = match[1].lower().replace("_", "-")
+        peers = [slices.index(number) for number in sorted(set(slices))]
+        return kind if kind in KINDS else "collective-permute", [peers]
+    return line.op.removesuffix("-start"), replica_groups(line.rest, devices)
 
 
 def _place(kind: str, execution: Execution) -> str:
@@ -357,10 +370,10 @@ def open_target(topology: Topology) -> CompileTarget:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # of no use for other machines' programs
     if topology.platform == "cuda":
-        devices = gpu_devices(topology.kind, topology.chips)
+        devices = gpu_devices(topology.kind, math.prod(topology.shape))
         memory = chip.memory * gpu_mem_fraction(os.environ)
         return CompileTarget(topology, devices, memory, chip, compiler=_version("jax-cuda13-plugin"))
-    devices = tpu_devices(topology.kind, topology.shape)
+    devices = tpu_devices(topology.kind, topology.shape, slices=topology.slices)
     return CompileTarget(topology, devices, chip.memory, chip, compiler=_version("libtpu"))
 
 

@@ -15,7 +15,7 @@ SLICES = {
 }
 """Dims of the torus -> shapes of slices, in chips."""
 KNOWN_TOPOLOGIES = (
-    "v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, "
+    "v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, several slices such as 2xv5e-256, "
     f"{', '.join(GPUS)}, N of them such as h100x8 or, on hosts of 8, h200x64, or cpu"
 )
 
@@ -26,18 +26,15 @@ class Topology(NamedTuple):
     name: str
     platform: str  # "tpu", "cuda" or "cpu"
     kind: str  # key of CHIPS; "cpu"
-    shape: tuple[int, ...]  # chips
-
-    @property
-    def chips(self) -> int:
-        return math.prod(self.shape)
+    shape: tuple[int, ...]  # chips, of one slice
+    slices: int = 1
 
 
 def parse_topology(name: str) -> Topology:
     """Parse a topology's name.
 
     As in Google's names of slices, N is the number of chips of v5e and v6e, of TensorCores (two per chip)
-    of v4, v5p and tpu7x.
+    of v4, v5p and tpu7x. 2xv5e-256 is two slices.
 
     Raises:
         ConfigError: an unknown name.
@@ -53,26 +50,26 @@ def parse_topology(name: str) -> Topology:
                 f"{match[1]}x64."
             )
         return Topology(name, "cuda", match[1], (count,))
-    match = re.fullmatch(rf"({'|'.join(TPUS)}|v5litepod)(?:-(\d+)|:(\d+(?:x\d+)+))", name)
+    match = re.fullmatch(rf"(?:([1-9]\d*)x)?({'|'.join(TPUS)}|v5litepod)(?:-(\d+)|:(\d+(?:x\d+)+))", name)
     if not match:
         problem = f"{name}: unknown" if name else "is missing"
         raise ConfigError(f"--topology {problem}. Known: {KNOWN_TOPOLOGIES}.")
-    # TPUs: a slice by its number or by its shape.
-    kind = match[1].replace("v5litepod", "v5e")
+    # TPUs: slices by number or by shape.
+    slices, kind = int(match[1] or 1), match[2].replace("v5litepod", "v5e")
     dims = CHIPS[kind].torus_dims
     shapes = {math.prod(shape): shape for shape in map(_sizes, SLICES[dims].split())}
-    if match[3]:
-        shape = _sizes(match[3])
+    if match[4]:
+        shape = _sizes(match[4])
         if len(shape) != dims:
             raise ConfigError(f"--topology {name}: a shape of {kind} has {dims} numbers.")
-        return Topology(name, "tpu", kind, shape)
+        return Topology(name, "tpu", kind, shape, slices)
     counts = {chips * CHIPS[kind].cores: shape for chips, shape in shapes.items()}
-    if int(match[2]) not in counts:
+    if int(match[3]) not in counts:
         sizes = ", ".join(f"{kind}-{n}" for n in sorted(counts))
         raise ConfigError(
             f"--topology {name}: no such slice; {sizes}. Another shape: {kind}:AxB[xC], in chips."
         )
-    return Topology(name, "tpu", kind, counts[int(match[2])])
+    return Topology(name, "tpu", kind, counts[int(match[3])], slices)
 
 
 def _sizes(shape: str) -> tuple[int, ...]:

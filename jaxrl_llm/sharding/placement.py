@@ -82,8 +82,11 @@ def _slice_of(device: Device) -> int:
 
 
 def slice_numbers(mesh: Mesh, slices: int) -> dict[jax.Device, int]:
-    """Return device -> number of its slice, in a mesh whose first axes are divided among slices."""
-    return {device: i * slices // mesh.size for i, device in enumerate(mesh.devices.flat)}
+    """Return device -> number of its slice: what the device says, or else by the first axes."""
+    devices = list(mesh.devices.flat)
+    if number_of_slices(devices) > 1:
+        return {device: _slice_of(device) for device in devices}
+    return {device: i * slices // mesh.size for i, device in enumerate(devices)}
 
 
 def _fix(config: MeshConfig, num_devices: int, flag: str) -> str:

@@ -60,12 +60,13 @@ def missing_compiler(platform: str) -> str | None:
     return None
 
 
-def tpu_devices(kind: str, shape: tuple[int, ...]) -> list[Any]:
-    """Return the devices of a TPU slice.
+def tpu_devices(kind: str, shape: tuple[int, ...], slices: int = 1) -> list[Any]:
+    """Return the devices of TPU slices.
 
     Args:
         kind: generation, a key of CHIPS.
-        shape: chips along each dim of the slice.
+        shape: chips along each dim of a slice.
+        slices: number of slices; several have slow links between them.
     """
     cores = math.prod(shape) * CHIPS[kind].cores
     os.environ |= {
@@ -78,6 +79,8 @@ def tpu_devices(kind: str, shape: tuple[int, ...]) -> list[Any]:
     options: dict[str, Any] = {"chip_config_name": "megacore"} if kind in ("v4", "v5p") else {}
     if set(shape) == {1}:
         options["chips_per_host_bounds"] = (1, 1, 1)
+    if slices > 1:
+        options["num_slices"] = slices
     name = f"{kind}:{'x'.join(map(str, shape))}"
     return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
 

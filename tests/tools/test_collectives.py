@@ -91,6 +91,31 @@ def test_bytes_between_slices_by_hand(slices, across):
     assert {kind: stats.across for kind, stats in counted.items() if stats.across} == across
 
 
+HOSTS_SEND = """\
+HloModule jit_add
+
+ENTRY %main (x: f32[1,256,512]) -> f32[256,512] {
+  %x = f32[1,256,512]{2,1,0} parameter(0)
+  %token = token[] after-all()
+  %cast = f32[128,8,128]{2,1,0} bitcast(%x)
+  %send = (f32[128,8,128]{2,1,0}, u32[], token[]) send(%cast, %token), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv = (f32[128,8,128]{2,1,0}, u32[], token[]) recv(%token), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %got = (f32[128,8,128]{2,1,0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  %value = f32[128,8,128]{2,1,0} get-tuple-element(%got), index=0
+  ROOT %sum = f32[256,512]{1,0} bitcast(%value)
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(("slices", "factor"), [(2, 1), (4, 1.5)])
+def test_what_the_hosts_of_tpu_slices_send_is_counted(slices, factor):
+    """As the TPU compiler writes a sum over two slices: each device adds its part to its peers' parts."""
+    sent = 4 * 256 * 512 * factor
+    numbers = [device // 4 for device in range(4 * slices)]
+    assert count_collectives(parse(HOSTS_SEND), 4 * slices, slices=numbers) == {"all-reduce": (1, sent, sent)}
+
+
 @pytest.mark.parametrize(
     ("text", "groups"),
     [

@@ -458,10 +458,11 @@ def run_plan(out: Path, flags: str, expected_code: int = 0) -> tuple[dict, str]:
 
 @pytest.mark.compilers
 @pytest.mark.parametrize(
-    "topology", ["v5e-4", "v4-8", "v5p-8", "v6e-4", "tpu7x-8", "h100x8", "h200", "h200x16", "a100", "t4"]
+    "topology",
+    ["v5e-4", "2xv5e-4", "v4-8", "v5p-8", "v6e-4", "tpu7x-8", "h100x8", "h200", "h200x16", "a100", "t4"],
 )
 def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
-    _, platform, kind, _ = parse_topology(topology)
+    _, platform, kind, *_ = parse_topology(topology)
     if problem := missing_compiler(platform):
         pytest.skip(problem)
     plan, _ = run_plan(tmp_path / "plan.json", f"--config grpo_tiny.py --topology {topology}")

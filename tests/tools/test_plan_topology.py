@@ -33,7 +33,12 @@ from jaxrl_llm.tools import plan
     ],
 )
 def test_names_of_topologies(name, platform, kind, shape):
-    assert parse_topology(name)[1:] == (platform, kind, shape)
+    assert parse_topology(name)[1:] == (platform, kind, shape, 1)
+
+
+def test_several_slices_are_a_number_before_the_name():
+    assert parse_topology("2xv5e-256")[1:] == ("tpu", "v5e", (16, 16), 2)
+    assert parse_topology("4xv5p:4x4x12")[1:] == ("tpu", "v5p", (4, 4, 12), 4)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,8 @@ def test_names_of_topologies(name, platform, kind, shape):
         ("v5e:2x2x1", "a shape of v5e has 2 numbers"),
         ("h100x12", "1 to 8 GPUs of one host, such as h100x8, or hosts of 8, such as h100x64"),
         ("h100x0", "1 to 8 GPUs of one host"),
+        ("0xv5e-4", "unknown. Known: .* several slices such as 2xv5e-256"),
+        ("2xv5e-12", "no such slice; v5e-1, v5e-4"),
         ("v9-8", "unknown. Known: v4-N"),
         ("v100", "unknown. Known: .* h100, h200, b200, a100, a100-40, l4, rtx4090, t4, N of them"),
         ("", "--topology is missing. Known: v4-N"),
