@@ -22,11 +22,11 @@ from jaxrl_llm.learn.moe_losses import balance_weights, routing_metrics
 from jaxrl_llm.learn.optim_states import moments_on_devices, state_shardings, stored_weights
 from jaxrl_llm.learn.reference import PlacedTeachers, Teachers, teachers_of
 from jaxrl_llm.learn.replicas import Replicas
-from jaxrl_llm.learn.scoring import Scorer
+from jaxrl_llm.learn.scoring import Scorer, run_on_rows
 from jaxrl_llm.learn.update import LossArrays, StepConfig, accumulate, apply, baseline, loss_and_metrics
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.transformer import cast_weights
-from jaxrl_llm.sharding.compile import Program, compiler_options, in_turn
+from jaxrl_llm.sharding.compile import Program, compiler_options
 from jaxrl_llm.sharding.rules import TRAIN, with_shardings
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, TrainState
 
@@ -150,8 +150,8 @@ class Learner:
             parts, logprobs = [], []
             for batch in batches:
                 arrays = LossArrays(batch, totals, teachers_of(batch, teachers), frozen)
-                grads, part, values = self._accumulate(trained, grads, arrays)
-                parts.append(in_turn(part, self.mesh))
+                grads, part, values = run_on_rows(self._accumulate, batch, trained, grads, arrays)
+                parts.append(part)
                 logprobs.append(values)
             grads = self._add(grads) if self.replicas.count > 1 else grads
             new, metrics = self._apply(lora.trained_state(state), grads, combine(parts), totals.num_sequences)
@@ -163,8 +163,10 @@ class Learner:
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, *counts(items, self.group_size), state)
             read = [teachers_of(batch, teachers) for batch in batches]
-            measure = lambda *arrays: in_turn(self._measure(state.params, *arrays), self.mesh)
-            outputs = [measure(batch, totals, seen) for batch, seen in zip(batches, read, strict=True)]
+            measure = lambda *rows: run_on_rows(
+                self._measure, rows[0], state.params, rows[0], totals, rows[1]
+            )
+            outputs = list(map(measure, batches, read))
             return routing_metrics(combine([metrics for _, (metrics, _) in outputs]))[0]
 
     def _totals(
@@ -173,7 +175,7 @@ class Learner:
         totals = self._with_coefs(state, np.float32(num_tokens), np.float32(num_sequences))
         if not algos.of(self.algo).baseline:
             return totals
-        return replace(totals, baseline=sum(in_turn(self._baseline(b, totals), self.mesh) for b in batches))
+        return replace(totals, baseline=sum(run_on_rows(self._baseline, b, b, totals) for b in batches))
 
     def _with_coefs(self, state: TrainState, *numbers: ArrayLike | jax.ShapeDtypeStruct) -> BatchTotals:
         coefs = {"loss_scale": state.loss_scale, "entropy_coef": state.entropy_coef}

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.data.packing import PackItem, arrange, branches_of, empty_batch, pack, row_tokens, unpack
 from jaxrl_llm.learn.moe_losses import ROUTES, Replay
+from jaxrl_llm.learn.row_groups import RowGroup, row_groups
 from jaxrl_llm.learn.update import StepConfig, model_outputs
-from jaxrl_llm.sharding.compile import Program, bucket, compiler_options, in_turn
+from jaxrl_llm.sharding.compile import Program, bucket, compiler_options
 from jaxrl_llm.sharding.rules import num_shards, put_rows, row_sharding, with_shardings
 from jaxrl_llm.structs import Batch, Metrics, Params
 
@@ -22,6 +24,19 @@ Scores = list[dict[str, np.ndarray]]
 PendingScores = Callable[[], Scores]
 """Waits for the scores of a model that has been started, and returns them."""
 SHORTEST_ROW = 64  # tokens
+
+
+def run_on_rows(program: Callable, batch: Batch, *args: Any, **static: Any) -> Any:
+    """Call program(*args) on the mesh of these rows; on several CPU devices, wait for it.
+
+    XLA's CPU client lets 32 programs wait on a device. When collectives are among them and the queue is
+    full, devices wait for each other for ever.
+    """
+    mesh = batch.tokens.sharding.mesh
+    with jax.set_mesh(mesh):
+        outputs = program(*args, **static)
+    several_cpus = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    return jax.block_until_ready(outputs) if several_cpus else outputs
 
 
 class Scorer:
@@ -52,11 +67,7 @@ class Scorer:
 
     def outputs(self, params: Params, batch: Batch, names: tuple[str, ...]) -> dict[str, jax.Array]:
         """Dispatch `model_outputs` of one micro-batch."""
-        return in_turn(self.run(params, batch, names=names), self.mesh)
-
-    def put(self, batch: Batch) -> Batch:
-        """Move host rows to the devices, divided among them. Every process holds the same host batch."""
-        return put_rows(self.mesh, batch)
+        return run_on_rows(self.run, batch, params, batch, names=names)
 
     def start(
         self,
@@ -89,8 +100,14 @@ class Scorer:
         self, values: Sequence[jax.Array], items: Sequence[PackItem], on_targets: bool = True
     ) -> list[np.ndarray]:
         """Return per-token values of micro-batches, [B, T, ...], as one array [t, ...] for each item."""
-        values, length = [np.asarray(x) for x in values], self.config.row_tokens
-        return unpack(values, items, length, self.group_size, on_targets=on_targets, **self._placing)
+        values, arrays = [np.asarray(x) for x in values], {}
+        rows = values[0].shape[0] * values[0].shape[1] // self.config.row_tokens if values else 0
+        for group in self._row_groups(items, rows):
+            own = [x for x in values if x.shape[1] == group.row_tokens]
+            settings = {"on_targets": on_targets, **self._placing}
+            found = unpack(own, group.items, group.row_tokens, self.group_size, **settings)
+            arrays |= zip(group.indices, found, strict=True)
+        return [arrays[i] for i in range(len(items))]
 
     def write_signal(
         self, name: str, minibatches: Sequence[Sequence[PackItem]], values: Sequence[Sequence[jax.Array]]
@@ -107,7 +124,8 @@ class Scorer:
         """Return the lengths of the prefixes that contexts have in common with others of their rows."""
         if not self.config.share_prefixes:
             return []
-        rows = arrange(items, self.config.row_tokens, self.group_size, **self._placing)
+        groups = self._row_groups(items, self.config.rows)
+        rows = [row for group in groups for row in group.arranged(self.config, self.group_size)]
         return [place.shared for row in rows for place in row if place.shared]
 
     def shared_fraction(self, minibatches: Sequence[Sequence[PackItem]]) -> Metrics:
@@ -120,10 +138,15 @@ class Scorer:
 
     def batches(self, items: Sequence[PackItem], rows: int, replay: bool = True) -> list[Batch]:
         """Return the micro-batches that `data.packing.pack` makes of these items, on the devices."""
-        c, size = self.config, self.group_size
-        replay = replay and c.replay is not None
-        packed = pack(items, c.row_tokens, rows, size, replay=replay, num_kept=c.num_kept, **self._placing)
-        return [self.put(batch) for batch in packed]
+        c, packed = self.config, []
+        settings = {"replay": replay and c.replay is not None, "num_kept": c.num_kept, **self._placing}
+        for group in self._row_groups(items, rows):
+            batches = pack(group.items, group.row_tokens, group.rows, self.group_size, **settings)
+            packed += [put_rows(group.mesh, batch) for batch in batches]
+        return packed
+
+    def _row_groups(self, items: Sequence[PackItem], rows: int) -> list[RowGroup]:
+        return row_groups(items, self.config, rows, mesh=self.mesh, group_size=self.group_size)
 
 
 class BucketedScorer:

@@ -1,5 +1,4 @@
-"""Compilation of jitted functions before they are called, several at a time, options of the compiler, and
-the order in which programs run."""
+"""Compilation of jitted functions before they are called, several at a time, and options of the compiler."""
 
 from __future__ import annotations
 
@@ -158,16 +157,6 @@ def bucket(length: int, smallest: int) -> int:
     while size < length:
         size = size * 3 // 2 if (size // smallest).bit_count() == 1 and size * 3 // 2 >= length else size * 2
     return size
-
-
-def in_turn(outputs: Any, mesh: Mesh) -> Any:
-    """Return the outputs of a program; on a mesh of CPU devices, first wait for them.
-
-    XLA's CPU client lets 32 programs wait on a device. When collectives are among them and the queue is
-    full, devices wait for each other for ever.
-    """
-    several_cpus = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-    return jax.block_until_ready(outputs) if several_cpus else outputs
 
 
 class Program(NamedTuple):

@@ -72,6 +72,15 @@ def device_array(config: MeshConfig, devices: Sequence[Device], flag: str) -> np
     return np.asarray(devices).reshape(tuple(sizes.values()))
 
 
+def with_whole_rows(mesh: Mesh) -> Mesh:
+    """Return the mesh in which the devices that share a row have rows of their own.
+
+    The axis `sequence` is called `rows`: weights are sharded as before, so programs of both meshes take them.
+    """
+    names = ["rows" if name == "sequence" else name for name in mesh.axis_names]
+    return Mesh(mesh.devices, names, axis_types=mesh.axis_types)
+
+
 def number_of_slices(devices: Iterable[Device]) -> int:
     """Return the number of slices of which the devices say that they are: TPU slices, hosts of GPUs."""
     return len(set(map(_slice_of, devices)))

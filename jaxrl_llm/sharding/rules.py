@@ -21,33 +21,34 @@ Rules = Mapping[str, str | tuple[str, ...] | None]
 
 TRAIN: Rules = {
     # activations
-    "batch": ("data", "fsdp", "expert", "stage"),
-    "batch_of_stage": ("data", "fsdp", "expert"),
+    "batch": ("data", "fsdp", "expert", "stage", "rows"),
+    "batch_of_stage": ("data", "fsdp", "expert", "rows"),
     "sequence": "sequence",
     "residual": ("sequence", "tensor"),  # tokens between the blocks of a layer
     "hidden": None,
     "copies": "data",  # rows, if every reader of a copy of a weight is on its devices
     # weights
     "layers": "stage",
-    "embed": ("fsdp", "sequence", "expert"),
-    "table_embed": ("fsdp", "sequence", "expert", "stage"),  # of the embedding and the head
+    "embed": ("fsdp", "sequence", "rows", "expert"),
+    "table_embed": ("fsdp", "sequence", "rows", "expert", "stage"),  # of the embedding and the head
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
     "vocab": "tensor",
     "experts": "expert",
-    "expert_embed": ("fsdp", "sequence"),
+    "expert_embed": ("fsdp", "sequence", "rows"),
     "expert_mlp": "tensor",
     "router": None,
-    "latent": ("fsdp", "sequence", "expert"),  # inputs of the second projection of latent attention
+    "latent": ("fsdp", "sequence", "rows", "expert"),  # inputs of the second projection of latent attention
     "compressed": None,  # outputs of the first one
     "norm": None,
     "conv": None,
     "rank": None,
 }
 """Training and scoring: weights are sharded over fsdp, sequence, expert and tensor; rows over data, fsdp and
-expert. Experts are divided over expert, and each expert's matrices over the other axes."""
+expert. Experts are divided over expert, and each expert's matrices over the other axes. The axis rows is
+sequence in a mesh for rows that are whole on a device (`placement.with_whole_rows`)."""
 
 GATHERED: Rules = {**TRAIN, **{"embed": None, "table_embed": None, "latent": None, "expert_embed": None}}
 """Weights of training and scoring in a product: gathered over all axes except tensor and expert."""

@@ -47,6 +47,19 @@ def trajectories(n=16, seed=0, longest=24):
     return items
 
 
+def long_trajectories(shortest, longest):
+    lengths = iter((shortest, longest))
+    return [
+        dataclasses.replace(
+            item,
+            tokens=np.resize(item.tokens, n),
+            mask=np.pad(np.zeros(3, np.float32), (0, n - 3), constant_values=1),
+            signals={name: np.resize(values, n) for name, values in item.signals.items()},
+        )
+        for item, n in zip(trajectories(2, seed=1), lengths, strict=True)
+    ]
+
+
 def learner(mesh=ONE, rows=4, row_tokens=32, algo=None, *, optimizer=None, **settings):
     devices = jax.devices()[: abs(math.prod(mesh.sizes.values()))]
     config = StepConfig(row_tokens=row_tokens, rows=rows, **settings)
@@ -361,6 +374,26 @@ def test_sft_learns_a_short_text_by_heart():
 def test_metrics_of_microbatches_add_or_take_the_maximum():
     parts = [{"loss": 1.0, "x/max": 2.0}, {"loss": 3.0, "x/max": 1.0}]
     assert combine(parts) == {"loss": 4.0, "x/max": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        (MeshConfig(fsdp=2, sequence=4), {}),
+        (MeshConfig(data=2, fsdp=1, sequence=2, tensor=2), {"share_prefixes": True}),
+        pytest.param(
+            MeshConfig(fsdp=2, sequence=4), {"sequence_parallel": "ulysses"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_long_and_short_rows_in_one_update(mesh, settings):
+    """The value and the gradient of one device, and its log-probs in the order of the items."""
+    items = [*trajectories(60, longest=16), *long_trajectories(100, 120)]
+    built = learner(mesh=mesh, rows=2, row_tokens=128, max_grad_norm=0.0, **settings)
+    kinds = {batch.tokens.sharding.mesh.axis_names[-1] for batch in built.scorer.batches(items, 2)}
+    assert kinds == {"sequence", "rows"}
+    one = learner(rows=2, row_tokens=128, max_grad_norm=0.0)
+    assert_same(one_update(built, items), one_update(one, items))
 
 
 def test_programs_of_several_cpus_run_one_after_the_other(monkeypatch):

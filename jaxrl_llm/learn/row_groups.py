@@ -1,0 +1,76 @@
+"""Division of items between rows that several devices share and rows that a device has for itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.data.packing import PackItem, Place, arrange, row_tokens
+from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.sharding.placement import with_whole_rows
+from jaxrl_llm.sharding.rules import num_shards
+
+
+class RowGroup(NamedTuple):
+    """Items in rows of one length, on one mesh."""
+
+    items: Sequence[PackItem]
+    indices: Sequence[int]  # of the items among all
+    row_tokens: int
+    rows: int  # of a micro-batch
+    mesh: Mesh
+
+    def arranged(self, config: StepConfig, group_size: int) -> list[list[Place]]:
+        """Return the places of the items in each row, as `data.packing.pack` takes them."""
+        share, keep = config.share_prefixes, config.whole_sequences
+        return arrange(self.items, self.row_tokens, group_size, share, keep_whole=keep)
+
+    def microbatches(self, config: StepConfig, group_size: int) -> int:
+        """Return how many micro-batches the items take."""
+        return -(-len(self.arranged(config, group_size)) // self.rows)
+
+
+def row_groups(
+    items: Sequence[PackItem], config: StepConfig, rows: int, *, mesh: Mesh, group_size: int = 1
+) -> list[RowGroup]:
+    """Divide the items by their tokens, where the mesh divides the tokens of a row.
+
+    Context parallelism costs short items its exchanges and gains them nothing. Items that fit a device's
+    share of a row have rows of that length, one for each device, and what remains free in the rows of longer
+    items. All micro-batches have the same number of tokens on a device; their number is the smallest of this
+    division, the one in which longer items are by themselves, and none.
+
+    Args:
+        rows: of a micro-batch of rows that devices share.
+        group_size: consecutive items that are compared, and stay together.
+    """
+    length, shards = config.row_tokens, num_shards("sequence", mesh.shape)
+    everything = range(len(items))
+    together = [RowGroup(items, everything, length, rows, mesh)]
+    if shards == 1 or length % shards or not items:
+        return together
+
+    def divided(is_long: Sequence[bool]) -> list[RowGroup]:
+        shapes = (True, length, rows, mesh), (False, length // shards, rows * shards, with_whole_rows(mesh))
+        members = [[i for i in everything if is_long[i // group_size] == long] for long, *_ in shapes]
+        groups = [
+            RowGroup([items[i] for i in own], own, *shape)
+            for own, (_, *shape) in zip(members, shapes, strict=True)
+        ]
+        return [group for group in groups if group.items]
+
+    count = lambda groups: sum(group.microbatches(config, group_size) for group in groups)
+    units = [items[i : i + group_size] for i in range(0, len(items), group_size)]
+    tokens = [row_tokens(unit, config.share_prefixes) for unit in units]
+    long = [n > length // shards for n in tokens]
+    filled = list(long)
+    if any(long):
+        first = divided(long)[:1]
+        free = count(first) * rows * length - sum(itertools.compress(tokens, long))
+        for unit, n in enumerate(tokens):
+            if not long[unit] and n <= free:
+                filled[unit], free = True, free - n
+    return min(divided(long), divided(filled), together, key=count)
