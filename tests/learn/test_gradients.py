@@ -21,7 +21,7 @@ from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import LoraConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import bytes_per_device
+from jaxrl_llm.sharding.rules import bytes_per_device, put_rows
 
 WIDE = TransformerConfig(
     vocab_size=256, hidden_size=256, mlp_size=1024, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64
@@ -99,7 +99,7 @@ def test_a_micro_batch_adds_its_gradients(variant):
     """To any buffer: the difference is what the program without a buffer returns."""
     model, mesh, settings = VARIANTS[variant]
     built, items = learner(model, 8, mesh, **settings), sequences(8)
-    (batch,) = [built.scorer.put(batch) for batch in pack(items, 16, 8)]
+    (batch,) = [put_rows(built.mesh, batch) for batch in pack(items, 16, 8)]
     params = jax.device_put(models.init(model, jax.random.key(0)), built.param_shardings)
     state = built.init_state(params)
     trained, frozen = lora.split_params(state.params)
@@ -123,7 +123,7 @@ def gradient(rows, **settings):
     built, items = learner(TINY, rows, **settings), sequences(4)
     params = models.init(TINY, jax.random.key(0))
     before = jax.tree.map(np.asarray, params)
-    batches = [built.scorer.put(batch) for batch in pack(items, 16, rows)]
+    batches = [put_rows(built.mesh, batch) for batch in pack(items, 16, rows)]
     with jax.set_mesh(built.mesh):
         state, metrics, _ = built.update_minibatch(built.init_state(params), batches, *counts(items))
     change = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params)

@@ -21,6 +21,7 @@ from jaxrl_llm.rollout.engine import PartialResponse, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.partial import pack_responses, trajectory_of, unpack_responses
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import put_rows
 
 MODEL = models.TransformerConfig(
     vocab_size=100, hidden_size=32, mlp_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -136,7 +137,7 @@ def test_value_and_gradient_are_those_of_the_whole_softmax_without_the_rest(mode
     built, params = learner(model=model, mesh=mesh), random_params(model)
     item = PackItem(tokens, (np.arange(40) >= 8).astype(np.float32), {}, kept=kept)
     rows = 8 if mesh else 2
-    batch = built.scorer.put(pack([item], 64, rows, num_kept=12)[0])
+    batch = put_rows(built.mesh, pack([item], 64, rows, num_kept=12)[0])
     weights = rng.normal(size=39).astype(np.float32)
 
     def ours(params):

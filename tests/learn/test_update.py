@@ -24,7 +24,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.plan.compiled import CollectiveStats, count_collectives
 from jaxrl_llm.plan.hlo import parse
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import bytes_per_device
+from jaxrl_llm.sharding.rules import bytes_per_device, put_rows
 from jaxrl_llm.structs import BatchTotals
 
 MODEL = TransformerConfig(
@@ -264,14 +264,14 @@ def test_mismatch_is_measured_on_trained_tokens():
     with jax.set_mesh(built.mesh):
         params = models.init(MODEL, jax.random.key(0))
         exact = np.array(
-            model_outputs(params, built.scorer.put(batch), built.config, ("logprobs",))["logprobs"]
+            model_outputs(params, put_rows(built.mesh, batch), built.config, ("logprobs",))["logprobs"]
         )
     exact[0, np.flatnonzero(batch.mask[0])[0]] += 0.25
     batch = dataclasses.replace(batch, rollout_logprobs=exact, advantages=np.ones_like(exact))
     with jax.set_mesh(built.mesh):
         tokens, sequences = counts(items)
         _, metrics, _ = built.update_minibatch(
-            built.init_state(params), [built.scorer.put(batch)], tokens, sequences
+            built.init_state(params), [put_rows(built.mesh, batch)], tokens, sequences
         )
     assert float(metrics["mismatch/max_abs"]) == pytest.approx(0.25, abs=1e-5)
     assert float(metrics["mismatch/mean_abs"]) == pytest.approx(0.25 / tokens, rel=1e-3)
