@@ -14,7 +14,7 @@ import jaxrl_llm.sharding
 from jaxrl_kernels.topology import gpu_devices, missing_compiler
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.sharding.placement import AXES, MeshConfig, device_array, make_mesh
+from jaxrl_llm.sharding.placement import AXES, MeshConfig, device_array, make_mesh, with_whole_rows
 from jaxrl_llm.sharding.rules import (
     ROLLOUT,
     TRAIN,
@@ -105,12 +105,21 @@ def test_nothing_outside_sharding_names_a_mesh_axis():
 
 def test_specs_by_hand():
     assert partition_spec(("layers", "embed", "heads", "head_dim"), TRAIN) == P(
-        "stage", ("fsdp", "sequence", "expert"), "tensor", None
+        "stage", ("fsdp", "sequence", "rows", "expert"), "tensor", None
     )
     assert partition_spec(("batch", "sequence", "hidden"), TRAIN) == P(
-        ("data", "fsdp", "expert", "stage"), "sequence", None
+        ("data", "fsdp", "expert", "stage", "rows"), "sequence", None
     )
     assert partition_spec(("vocab", "table_embed"), ROLLOUT) == P("tensor", None)
+
+
+def test_rows_of_a_device_use_the_same_shards_of_weights():
+    mesh = make_mesh(MeshConfig(fsdp=2, sequence=4), jax.devices()[:8])
+    whole = with_whole_rows(mesh)
+    axes = ("embed", "heads", "head_dim")
+    shardings = [sharding_for(m, axes, (16, 4, 8), TRAIN) for m in (mesh, whole)]
+    assert shardings[0].is_equivalent_to(shardings[1], 3)
+    assert num_shards("batch", whole.shape) == 8 and num_shards("sequence", whole.shape) == 1
 
 
 def test_unknown_and_twice_used_axes_are_refused():
