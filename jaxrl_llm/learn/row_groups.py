@@ -47,6 +47,7 @@ def row_groups(
         rows: of a micro-batch of rows that devices share.
         group_size: consecutive items that are compared, and stay together.
     """
+    # One kind of rows, where no two devices share one.
     length, shards = config.row_tokens, num_shards("sequence", mesh.shape)
     everything = range(len(items))
     together = [RowGroup(items, everything, length, rows, mesh)]
@@ -62,6 +63,7 @@ def row_groups(
         ]
         return [group for group in groups if group.items]
 
+    # Long by the tokens of a device's share, or because long rows have room.
     count = lambda groups: sum(group.microbatches(config, group_size) for group in groups)
     units = [items[i : i + group_size] for i in range(0, len(items), group_size)]
     tokens = [row_tokens(unit, config.share_prefixes) for unit in units]
