@@ -39,9 +39,9 @@ def row_groups(
     """Divide the items by their tokens, where the mesh divides the tokens of a row.
 
     Context parallelism costs short items its exchanges and gains them nothing. Items that fit a device's
-    share of a row have rows of that length, one for each device, and what remains free in the rows of longer
-    items. All micro-batches have the same number of tokens on a device; their number is the smallest of this
-    division, the one in which longer items are by themselves, and none.
+    share of a row have rows of that length, one for each device; some fill the rows of longer items. All
+    micro-batches have the same number of tokens on a device; their number is the smallest of three divisions:
+    longer items by themselves, with short ones beside them, and all together.
 
     Args:
         rows: of a micro-batch of rows that devices share.

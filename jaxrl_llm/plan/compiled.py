@@ -150,7 +150,7 @@ def _collectives(
 def _exchange(line: Instruction, devices: int, slices: Sequence[int]) -> tuple[str, list[list[int]]]:
     """Return the kind of an instruction, and the groups of devices that exchange data if it is a collective.
 
-    What crosses TPU slices, their hosts send: the part of each device to its peers in the other slices.
+    Between TPU slices the hosts send: the part of each device to its peers in the other slices.
     """
     if line.op == "send" and slices and (match := BY_HOSTS.search(line.rest)):
         kind = match[1].lower().replace("_", "-")

@@ -91,7 +91,7 @@ def _slice_of(device: Device) -> int:
 
 
 def slice_numbers(mesh: Mesh, slices: int) -> dict[jax.Device, int]:
-    """Return device -> number of its slice: what the device says, or else by the first axes."""
+    """Return device -> number of its slice: its own number, or else by the first axes."""
     devices = list(mesh.devices.flat)
     if number_of_slices(devices) > 1:
         return {device: _slice_of(device) for device in devices}
