@@ -162,11 +162,8 @@ class Learner:
         batches = self.scorer.batches(items, self.config.rows)
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, *counts(items, self.group_size), state)
-            read = [teachers_of(batch, teachers) for batch in batches]
-            measure = lambda *rows: run_on_rows(
-                self._measure, rows[0], state.params, rows[0], totals, rows[1]
-            )
-            outputs = list(map(measure, batches, read))
+            args = [(batch, totals, teachers_of(batch, teachers)) for batch in batches]
+            outputs = [run_on_rows(self._measure, rows[0], state.params, *rows) for rows in args]
             return routing_metrics(combine([metrics for _, (metrics, _) in outputs]))[0]
 
     def _totals(
