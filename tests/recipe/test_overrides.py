@@ -120,7 +120,7 @@ def test_keys_that_are_no_fields(config):
     assert refusal(changed, config, "--mesh 4") == (
         "--mesh: unknown key. mesh is a group; set its fields: "
         "--mesh.data, --mesh.expert, --mesh.fsdp, --mesh.sequence, --mesh.sequence_parallel, "
-        "--mesh.slices, --mesh.tensor. --help mesh shows them."
+        "--mesh.slices, --mesh.stage, --mesh.tensor. --help mesh shows them."
     )
     assert refusal(changed, config, "--data.eval.1.path x") == (
         "--data.eval.1.path: unknown key. data.eval is empty in this recipe: begin with --data.eval.0.path."
