@@ -166,22 +166,37 @@ def test_stages_send_hidden_states_alone():
     assert sum(stats.bytes for stats in sent.values()) < 32 * 1024  # rows, embedding and head
 
 
-@pytest.mark.compilers
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_accelerators_send_gradients_to_other_slices_once_an_update(platform):
-    """In bfloat16, with the kernels of the platform; log-probs may be sent to all devices one by one."""
+def learner_on(platform, mesh):
+    """Return a learner in bfloat16, with the kernels of the platform, on 8 devices to compile for."""
     if problem := missing_compiler(platform):
         pytest.skip(problem)
     devices = tpu_devices("v5e", (2, 4)) if platform == "tpu" else gpu_devices("h100", 8)
     sizes = dict(vocab_size=2048, hidden_size=512, mlp_size=1024, num_layers=2, num_heads=4, num_kv_heads=4)
-    config = StepConfig(512, 8, dtype="bfloat16", remat="full")
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2, slices=2), devices)
-    model = TransformerConfig(**sizes, head_dim=128)
-    across, programs = bytes_across(
-        Learner(grpo.Config(), model, optax.sgd(1.0), config, mesh=mesh), platform
+    model, config = (
+        TransformerConfig(**sizes, head_dim=128),
+        StepConfig(512, 8, dtype="bfloat16", remat="full"),
     )
+    return Learner(grpo.Config(), model, optax.sgd(1.0), config, mesh=make_mesh(mesh, devices))
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_accelerators_send_gradients_to_other_slices_once_an_update(platform):
+    """Log-probs may be sent to all devices one by one."""
+    built = learner_on(platform, MeshConfig(data=2, fsdp=2, tensor=2, slices=2))
+    across, programs = bytes_across(built, platform)
     assert across["accumulate"] <= 4 * 8 * 512
     assert across["add"] == bytes_per_device(programs["add"].args)
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_accelerators_send_hidden_states_to_other_stages(platform):
+    """4 chunks in 5 ticks: 20 times half a chunk of 512 tokens; at most 3 MiB of embedding, head and their
+    gradients."""
+    built = learner_on(platform, MeshConfig(stage=2, fsdp=2, tensor=2, slices=2))
+    across, _ = bytes_across(built, platform)
+    assert 20 * 512 * 512 <= across["accumulate"] <= 20 * 512 * 512 + 3 * 2048 * 512, across
 
 
 @pytest.mark.parametrize(
