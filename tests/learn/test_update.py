@@ -399,6 +399,7 @@ def test_metrics_of_microbatches_add_or_take_the_maximum():
         pytest.param(
             MeshConfig(fsdp=2, sequence=4), {"sequence_parallel": "ulysses"}, marks=pytest.mark.slow
         ),
+        pytest.param(MeshConfig(stage=2, fsdp=1, sequence=4), {}, marks=pytest.mark.slow),
     ],
 )
 def test_long_and_short_rows_in_one_update(mesh, settings):
