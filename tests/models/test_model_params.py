@@ -115,7 +115,7 @@ def test_a_dim_that_does_not_divide_is_replicated():
     mesh = make_mesh(MeshConfig(fsdp=1, tensor=8))
     shardings = dict(models.named_leaves(models.shardings(CONFIG, mesh, TRAIN)))
     assert tuple(shardings["layers.gate"].spec) == ("stage", EMBED, "tensor")
-    assert tuple(shardings["layers.k"].spec) == (None, EMBED, None, None)  # 2 heads on 8
+    assert tuple(shardings["layers.k"].spec) == ("stage", EMBED, None, None)  # 2 heads on 8
 
 
 def test_rollout_rules_replicate_weights_over_fsdp():

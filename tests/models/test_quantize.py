@@ -222,8 +222,8 @@ def test_codes_and_scales_are_sharded_like_the_weight(kind):
     plain = dict(models.named_leaves(models.shardings(BASE, mesh, TRAIN)))
     for name in MATRICES:
         assert spec(name) == tuple(plain[f"layers.{name}"].spec)
-    assert spec("down_scale") == (None, "tensor", spec("down")[2])
-    assert spec("q_scale") == (None, None, "tensor", None)  # one tile of 32 inputs cannot be divided by 2
+    assert spec("down_scale") == ("stage", "tensor", spec("down")[2])
+    assert spec("q_scale") == ("stage", None, "tensor", None)  # one tile of 32 inputs cannot be divided by 2
 
 
 @KINDS
