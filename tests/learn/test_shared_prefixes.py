@@ -159,6 +159,8 @@ def check(algo, model=MODEL, of_both=(), least=0.25, *, rel=1e-5, **settings):
     expected = unshared_step(algo, model, **dict(of_both))
     shared = {"row_tokens": 96, "share_prefixes": True, **dict(of_both), **settings}
     metrics, gradients = one_step(algo, model, **shared)
+    if settings.get("mesh", MeshConfig()).sequence > 1:
+        least -= 0.05  # some responses are in a device's own rows, with a copy of the prompt
     for name in [name for name in metrics if name.endswith("packing/shared_fraction")]:
         assert least < metrics.pop(name) < least + 0.1
     assert_same((metrics, gradients), expected, rel)
@@ -256,7 +258,10 @@ SLOW = {
     "2 stages, per-layer inputs": (
         GRPO, {"model": INPUTS, "mesh": MeshConfig(stage=2, fsdp=1, tensor=2), "rel": 2e-4}
     ),
-    "2 stages, adapters of int8": (GRPO, {"model": ADAPTED_INT8, "mesh": MeshConfig(stage=2, fsdp=2)}),
+    # Rounding of an adapter's gradient is 1.2e-5.
+    "2 stages, adapters of int8": (
+        GRPO, {"model": ADAPTED_INT8, "mesh": MeshConfig(stage=2, fsdp=2), "rel": 2e-5}
+    ),
     "2 stages, expert 2, balance": (
         GRPO,
         {"model": EXPERTS, "mesh": MeshConfig(stage=2, fsdp=1, expert=2),

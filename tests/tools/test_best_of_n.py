@@ -23,7 +23,7 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.learn.scoring import Scorer
+from jaxrl_llm.learn import scoring
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools import generate, score
@@ -205,13 +205,13 @@ def test_a_reward_model_reads_a_prompt_once_for_its_responses(judges, monkeypatc
     reward = RewardConfig(name="none", models=(RewardModelConfig(path=folder),))
     examples = [Example(None, question) for question in ("1+2=" * 10, "a prompt" * 4) for _ in range(16)]
     texts = [chr(97 + i % 16) * 10 for i in range(32)]
-    put, computed, closing = Scorer.put, [], contextlib.ExitStack()
+    put, computed, closing = scoring.put_rows, [], contextlib.ExitStack()
 
-    def counted(self, batch):
+    def counted(mesh, batch):
         computed.append((batch.segments > 0).sum())
-        return put(self, batch)
+        return put(mesh, batch)
 
-    monkeypatch.setattr(Scorer, "put", counted)
+    monkeypatch.setattr(scoring, "put_rows", counted)
     rewarder = ResponseRewarder(
         reward, MeshConfig(data=1, fsdp=8), "float32", 3072, chat=ChatConfig(), closing=closing
     )
