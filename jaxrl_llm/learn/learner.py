@@ -162,8 +162,8 @@ class Learner:
         batches = self.scorer.batches(items, self.config.rows)
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, *counts(items, self.group_size), state)
-            args = [(batch, totals, teachers_of(batch, teachers)) for batch in batches]
-            outputs = [run_on_rows(self._measure, rows[0], state.params, *rows) for rows in args]
+            read = functools.partial(teachers_of, teachers=teachers)
+            outputs = [run_on_rows(self._measure, b, state.params, b, totals, read(b)) for b in batches]
             return routing_metrics(combine([metrics for _, (metrics, _) in outputs]))[0]
 
     def _totals(

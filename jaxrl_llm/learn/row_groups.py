@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -12,6 +12,11 @@ from jaxrl_llm.data.packing import PackItem, Place, arrange, row_tokens
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.sharding.placement import with_whole_rows
 from jaxrl_llm.sharding.rules import num_shards
+
+
+def placing(config: StepConfig) -> dict[str, Any]:
+    """Return the settings by which `data.packing` places items in rows."""
+    return {"share": config.share_prefixes, "keep_whole": config.whole_sequences}
 
 
 class RowGroup(NamedTuple):
@@ -25,8 +30,7 @@ class RowGroup(NamedTuple):
 
     def arranged(self, config: StepConfig, group_size: int) -> list[list[Place]]:
         """Return the places of the items in each row, as `data.packing.pack` takes them."""
-        share, keep = config.share_prefixes, config.whole_sequences
-        return arrange(self.items, self.row_tokens, group_size, share, keep_whole=keep)
+        return arrange(self.items, self.row_tokens, group_size, **placing(config))
 
     def microbatches(self, config: StepConfig, group_size: int) -> int:
         """Return how many micro-batches the items take."""
@@ -68,11 +72,10 @@ def row_groups(
     units = [items[i : i + group_size] for i in range(0, len(items), group_size)]
     tokens = [row_tokens(unit, config.share_prefixes) for unit in units]
     long = [n > length // shards for n in tokens]
-    filled = list(long)
+    apart, filled = divided(long), list(long)
     if any(long):
-        first = divided(long)[:1]
-        free = count(first) * rows * length - sum(itertools.compress(tokens, long))
+        free = count(apart[:1]) * rows * length - sum(itertools.compress(tokens, long))
         for unit, n in enumerate(tokens):
             if not long[unit] and n <= free:
                 filled[unit], free = True, free - n
-    return min(divided(long), divided(filled), together, key=count)
+    return min(apart, divided(filled), together, key=count)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.data.packing import PackItem, arrange, branches_of, empty_batch, pack, row_tokens, unpack
 from jaxrl_llm.learn.moe_losses import ROUTES, Replay
-from jaxrl_llm.learn.row_groups import RowGroup, row_groups
+from jaxrl_llm.learn.row_groups import RowGroup, placing, row_groups
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.sharding.compile import Program, bucket, compiler_options
 from jaxrl_llm.sharding.rules import num_shards, put_rows, row_sharding, with_shardings
@@ -45,7 +45,7 @@ class Scorer:
     def __init__(self, config: StepConfig, mesh: Mesh, group_size: int = 1):
         self.config, self.mesh, self.group_size = config, mesh, group_size
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        self._placing = {"share": config.share_prefixes, "keep_whole": config.whole_sequences}
+        self._placing = placing(config)
         self.run = jax.jit(
             functools.partial(model_outputs, config=config),
             static_argnames=("names",),
