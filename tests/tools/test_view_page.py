@@ -1,6 +1,7 @@
 """The page of `view` in a real headless Chromium: a real run, and a run with 10,000 samples."""
 
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,14 @@ def texts(browser, selector: str) -> list[str]:
     return browser.run(f"return [...document.querySelectorAll({selector!r})].map((e) => e.textContent)")
 
 
+def expect(browser, selector: str, expected: list[str]) -> None:
+    """Assert the texts of the elements; an event's effect is awaited, since it comes after the call that causes it."""
+    end = time.monotonic() + 10
+    while texts(browser, selector) != expected and time.monotonic() < end:
+        time.sleep(0.05)
+    assert texts(browser, selector) == expected
+
+
 def fill(browser, name: str, value: str) -> None:
     """Type into a filter, and wait until the list follows."""
     control = f"document.getElementById({name!r})"
@@ -63,12 +72,13 @@ def fill(browser, name: str, value: str) -> None:
 
 def test_curves_of_both_runs_and_values_at_the_pointer(browser, page):
     browser.open(page)
-    assert texts(browser, "#legend button") == ["large", "real"]
+    expect(browser, "#legend button", ["large", "real"])
     assert {"eval/pass@1", "reward/mean", "loss", "entropy"} <= set(texts(browser, ".card h3"))
     browser.wait("document.querySelectorAll('.plot path.main').length > 3")
     at = "[...document.querySelectorAll('.card')].find((c) => c.querySelector('h3').textContent === 'loss')"
     browser.run(f"{at}.querySelector('.plot').focus()")
     browser.press("\ue010")  # End
+    browser.wait(f"{at}.querySelector('.tip').textContent")
     tip = browser.run(f"return {at}.querySelector('.tip').textContent")
     assert tip.startswith("step 900 after the SFT warm-uplarge")  # of 1,000: the warm-ups differ
     assert re.search(r"large0.0010\d* \(0.001\)real", tip), tip  # smoothed, and as it is
@@ -79,12 +89,12 @@ def test_curves_of_both_runs_and_values_at_the_pointer(browser, page):
 
 def test_evaluation_by_data_source(browser, page):
     browser.open(page, "#evaluation")
-    assert texts(browser, ".source h2") == ["All held-out data", "gsm8k"]
-    assert texts(browser, ".source:nth-child(2) td.number") == [
+    expect(browser, ".source h2", ["All held-out data", "gsm8k"])
+    expect(browser, ".source:nth-child(2) td.number", [
         "0.05 step 100",
         "0.5 step 1,000",
         "0.5 step 1,000",
-    ]
+    ])
     browser.size(390, 900)  # a name stays beside its colour: each row is one line
     heights = browser.run(
         "return [...document.querySelectorAll('.eval tbody tr')].map((r) => r.offsetHeight)"
@@ -96,7 +106,7 @@ def test_evaluation_by_data_source(browser, page):
 def test_ten_thousand_samples_are_filtered_and_few_rows_exist(browser, page):
     browser.open(page, "#samples")
     browser.wait("/samples$/.test(document.getElementById('count').textContent)")
-    assert texts(browser, "#count") == ["10,040 of 10,040 samples"]
+    expect(browser, "#count", ["10,040 of 10,040 samples"])
     assert 5 < browser.run("return document.querySelectorAll('.row').length") < 60
     browser.run("const l = document.getElementById('list'); l.scrollTop = l.scrollHeight")
     browser.wait("[...document.querySelectorAll('.row')].some((r) => r.ariaPosInSet === '10040')")
@@ -104,43 +114,45 @@ def test_ten_thousand_samples_are_filtered_and_few_rows_exist(browser, page):
     fill(browser, "f-outcome", "correct")
     fill(browser, "f-from", "500")
     fill(browser, "f-to", "509")
-    assert re.fullmatch(r"50 of 10,040 samples", *texts(browser, "#count"))
+    expect(browser, "#count", ["50 of 10,040 samples"])
     fill(browser, "f-query", "/answer 50[3-5] 7/")
-    assert texts(browser, "#count") == ["3 of 10,040 samples"]
+    expect(browser, "#count", ["3 of 10,040 samples"])
     fill(browser, "f-query", "")
     fill(browser, "f-low", "1.5")
-    assert texts(browser, "#count") == ["0 of 10,040 samples"]
+    expect(browser, "#count", ["0 of 10,040 samples"])
     fill(browser, "f-low", "")
     fill(browser, "f-query", "/(/")
-    assert browser.run("return document.getElementById('f-query').ariaInvalid") == "true"
+    browser.wait("document.getElementById('f-query').ariaInvalid === 'true'")
 
 
 def test_a_sample_shows_roles_tokens_and_their_values(browser, page):
     browser.open(page, "#samples/0/5")
     browser.wait("document.querySelector('.token')")
-    assert texts(browser, ".detail .role") == [
+    expect(browser, ".detail .role", [
         "system",
         "user",
         "assistant",
         "environment (not trained on)",
         "assistant",
-    ]
+    ])
     assert texts(browser, "[aria-pressed=true]")[-1] == "advantage"
     colour = "return getComputedStyle(document.querySelectorAll('.token')[{}]).backgroundColor"
     blue = browser.run(colour.format(0))
     assert blue != browser.run(colour.format(1)) == "rgba(0, 0, 0, 0)"
     browser.run("document.getElementById('by-mismatch').click(); document.querySelector('.tokens').focus()")
     browser.press("\ue014", "\ue014", "\ue014")  # right arrow
-    (readout,) = texts(browser, ".readout")
-    assert readout == '3: "answer 1 5"   advantage 0.5   log-prob -1.25   of the rollout -1.5   mismatch 0.25'
+    values = "advantage 0.5   log-prob -1.25   of the rollout -1.5   mismatch 0.25"
+    expect(browser, ".readout", [f'3: "answer 1 5"   {values}'])
 
 
 def test_a_hostile_sample_is_text(browser, page):
     browser.open(page, "#samples/0/0")
     browser.wait("document.querySelector('.token')")
     browser.run("document.getElementById('by-text').click()")
+    browser.wait("document.querySelector('.turn .content')")
     assert HOSTILE in texts(browser, ".turn .content")
     browser.run("document.getElementById('tab-config').click()")
+    browser.wait("document.querySelector('.config th')")
     assert any(HOSTILE in text for text in texts(browser, ".config th"))
 
 
@@ -152,32 +164,31 @@ def test_a_conversation_is_a_tree_with_calls_rewards_and_trained_turns(browser, 
     browser.run("localStorage.clear()")  # of the other pages
     browser.open(run / "view.html", "#samples/0/0")
     browser.wait("document.querySelector('.tree')")
-    assert texts(browser, ".tree li > details > summary") == [
+    expect(browser, ".tree li > details > summary", [
         "Turn 1\u2713 trained: 2 of 2 tokens2 tokens after 4reward 0.25",
         "Turn 2\u2713 trained: 1 of 1 token1 token after 3",
         "Turn 5\u2713 trained: 1 of 1 tokencontinues turn 11 token after 8",
         "Turn 3\u2713 trained: 2 of 2 tokenscontinues turn 12 tokens after 5",
         "Turn 4\u2717 not trained on1 token after 6history rewritten",
-    ]
-    assert texts(browser, ".branch > .role") == [
+    ])
+    expect(browser, ".branch > .role", [
         "Another conversation begins (a sub-agent, an edited history)",
         "Branch: turn 1 is continued in another way",
-    ]
-    assert texts(browser, ".call") == [
+    ])
+    expect(browser, ".call", [
         "tool callweathercityParisdays2tool12 mm", "invalid tool call{the JSON is broken"
-    ]  # fmt: skip
+    ])  # fmt: skip
     assert [text for text in texts(browser, ".tree .role") if text.startswith("assistant")] == [
         *["assistant (trained)"] * 4, "assistant (not trained on)"
     ]  # fmt: skip
-    assert texts(browser, ".masked .content") == [HOSTILE]
+    expect(browser, ".masked .content", [HOSTILE])
     # Keys move between turns, and close them; a context is what was read.
     browser.run("document.querySelector('.tree summary').focus()")
     browser.press("\ue015", "\ue015")  # arrow down: over the line of tools
-    assert browser.run("return document.activeElement.textContent").endswith("before this turn")
+    browser.wait("document.activeElement.textContent.endsWith('before this turn')")
     browser.press("\ue007")
     browser.wait("document.activeElement.parentNode.open")
-    context = texts(browser, ".tree details[open].other > .content")
-    assert context == ["\u27e84 tokens of the prompt\u27e9"]
+    expect(browser, ".tree details[open].other > .content", ["\u27e84 tokens of the prompt\u27e9"])
     browser.run("[...document.querySelectorAll('.other summary')].pop().click()")
     browser.wait("document.querySelectorAll('.other[open] > .content')[1]?.textContent")
     assert texts(browser, ".other[open] > .content")[1] == "\u27e84 tokens of the prompt\u27e9t15 t16 "
@@ -236,17 +247,17 @@ def test_ten_runs_are_told_apart_and_keys_of_the_config_stay(browser, tmp_path):
 def test_keys_reach_everything(browser, page):
     browser.open(page)
     browser.press("3")
-    assert browser.run("return document.activeElement.id") == "tab-samples"
+    browser.wait("document.activeElement.id === 'tab-samples'")
     browser.wait("document.getElementById('f-query')")
     browser.press("/")
-    assert browser.run("return document.activeElement.id") == "f-query"
+    browser.wait("document.activeElement.id === 'f-query'")
     browser.run("document.getElementById('list').focus()")
     before = browser.run("return location.hash")
     browser.press("j", "j")
     browser.wait(f"location.hash !== {before!r}")
     browser.run("document.getElementById('tab-samples').focus()")
     browser.press("\ue014")
-    assert browser.run("return document.activeElement.id") == "tab-config"
+    browser.wait("document.activeElement.id === 'tab-config'")
 
 
 def test_differences_of_the_configs_come_first(browser, page):
@@ -255,7 +266,8 @@ def test_differences_of_the_configs_come_first(browser, page):
     rows = texts(browser, ".scroll:first-of-type tbody tr")
     assert "steps10002" in rows
     fill(browser, "find-key", "learning_rate")
-    assert all("learning_rate" in row for row in texts(browser, ".config tbody tr"))
+    rows = "[...document.querySelectorAll('.config tbody tr')]"
+    browser.wait(f"{rows}.length && {rows}.every((row) => row.textContent.includes('learning_rate'))")
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, True), (390, False), (390, True)])
