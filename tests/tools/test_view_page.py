@@ -55,7 +55,7 @@ def texts(browser, selector: str) -> list[str]:
 
 
 def expect(browser, selector: str, expected: list[str]) -> None:
-    """Assert the texts of the elements; an event's effect is awaited, since it comes after the call that causes it."""
+    """Assert the texts of the elements, of which some follow an event after the call that causes it."""
     end = time.monotonic() + 10
     while texts(browser, selector) != expected and time.monotonic() < end:
         time.sleep(0.05)
@@ -90,11 +90,8 @@ def test_curves_of_both_runs_and_values_at_the_pointer(browser, page):
 def test_evaluation_by_data_source(browser, page):
     browser.open(page, "#evaluation")
     expect(browser, ".source h2", ["All held-out data", "gsm8k"])
-    expect(browser, ".source:nth-child(2) td.number", [
-        "0.05 step 100",
-        "0.5 step 1,000",
-        "0.5 step 1,000",
-    ])
+    scores = ["0.05 step 100", "0.5 step 1,000", "0.5 step 1,000"]
+    expect(browser, ".source:nth-child(2) td.number", scores)
     browser.size(390, 900)  # a name stays beside its colour: each row is one line
     heights = browser.run(
         "return [...document.querySelectorAll('.eval tbody tr')].map((r) => r.offsetHeight)"
@@ -128,13 +125,8 @@ def test_ten_thousand_samples_are_filtered_and_few_rows_exist(browser, page):
 def test_a_sample_shows_roles_tokens_and_their_values(browser, page):
     browser.open(page, "#samples/0/5")
     browser.wait("document.querySelector('.token')")
-    expect(browser, ".detail .role", [
-        "system",
-        "user",
-        "assistant",
-        "environment (not trained on)",
-        "assistant",
-    ])
+    roles = ["system", "user", "assistant", "environment (not trained on)", "assistant"]
+    expect(browser, ".detail .role", roles)
     assert texts(browser, "[aria-pressed=true]")[-1] == "advantage"
     colour = "return getComputedStyle(document.querySelectorAll('.token')[{}]).backgroundColor"
     blue = browser.run(colour.format(0))
@@ -164,17 +156,19 @@ def test_a_conversation_is_a_tree_with_calls_rewards_and_trained_turns(browser, 
     browser.run("localStorage.clear()")  # of the other pages
     browser.open(run / "view.html", "#samples/0/0")
     browser.wait("document.querySelector('.tree')")
-    expect(browser, ".tree li > details > summary", [
+    turns = [
         "Turn 1\u2713 trained: 2 of 2 tokens2 tokens after 4reward 0.25",
         "Turn 2\u2713 trained: 1 of 1 token1 token after 3",
         "Turn 5\u2713 trained: 1 of 1 tokencontinues turn 11 token after 8",
         "Turn 3\u2713 trained: 2 of 2 tokenscontinues turn 12 tokens after 5",
         "Turn 4\u2717 not trained on1 token after 6history rewritten",
-    ])
-    expect(browser, ".branch > .role", [
+    ]
+    expect(browser, ".tree li > details > summary", turns)
+    branches = [
         "Another conversation begins (a sub-agent, an edited history)",
         "Branch: turn 1 is continued in another way",
-    ])
+    ]
+    expect(browser, ".branch > .role", branches)
     expect(browser, ".call", [
         "tool callweathercityParisdays2tool12 mm", "invalid tool call{the JSON is broken"
     ])  # fmt: skip
