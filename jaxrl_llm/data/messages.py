@@ -44,6 +44,55 @@ def read_messages(value: list, where: str) -> tuple[Message, ...]:
     return messages
 
 
+def with_checked_calls(messages: tuple[Message, ...], where: str) -> tuple[Message, ...]:
+    """Return the messages of a row, whose tool calls must have an object as arguments, or JSON text of one.
+
+    Other text would be learned as a quoted string. Messages of a rollout are not checked, as a policy may
+    write broken calls.
+
+    Raises:
+        RowError: names the message, the function and the problem.
+    """
+    for i, message in enumerate(messages):
+        calls = [message.get(key) for key in CALL_KEYS]
+        for call in (call for given in calls for call in (given if isinstance(given, list) else [given])):
+            inner = call.get("function", call) if isinstance(call, dict) else None
+            if not isinstance(inner, dict) or inner.get("arguments") is None:
+                continue
+            if problem := _arguments_problem(inner["arguments"]):
+                raise RowError(
+                    f"{where}[{i}]: the arguments of {inner.get('name', 'a call')!s:.80} are {problem}. "
+                    "Write an object or JSON text of one; put text to learn as it stands into content"
+                )
+    return messages
+
+
+def _arguments_problem(arguments: Any) -> str:
+    """Return why the arguments of a call are not an object or JSON text of one, or ""."""
+    if not isinstance(arguments, str):
+        return "" if isinstance(arguments, dict) else f"of type {type_name(arguments)}"
+    shown = f"{arguments!r:.80}, which is not JSON text of an object"
+    try:
+        value = json.loads(arguments.strip() or "{}", object_pairs_hook=_distinct)
+        if isinstance(value, dict):
+            check_row(value, "arguments")
+            check_json(value, "arguments")
+            return ""
+    except RecursionError:
+        return f"{shown}: nested too deeply"
+    except ValueError as error:  # RowError too
+        return f"{shown}: {error!s:.100}"
+    return shown
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError if it has a key twice, as one value would be left out."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("it has a key twice")
+    return value
+
+
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
         raise RowError(f"{where} must be an object with role and content, got {type_name(item)}")

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.config import SourceConfig
-from jaxrl_llm.data.messages import message_text
-from jaxrl_llm.data.prompt_rows import read_prompt_row
+from jaxrl_llm.data.messages import message_text, read_turns, with_checked_calls
+from jaxrl_llm.data.prompt_rows import check_beside, check_chats, check_responses, read_prompt_row
 from jaxrl_llm.data.rows import (
     PROMPT_KEYS,
     RESPONSE_KEYS,
@@ -40,6 +40,7 @@ from jaxrl_llm.data.rows import (
 
 LABEL_KEYS = ("labels", "label", "values", "value")
 SIGNS = {"+": 1.0, "-": 0.0}
+NAMED_PAIR = "name both of the pair (--data.train.0.response_key and .rejected_key)"
 JUDGEMENT = "judgement"
 """Data source of judgements; `jaxrl_llm.rewards` scores them by this name."""
 POINTWISE_TEMPLATE = (
@@ -105,7 +106,10 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
     # Move the common beginning to the prompt.
     begins = False  # the prompt is the beginning of text that is learned
     others = {key: value for key, value in row.items() if key not in _pair_keys(config)}
+    if not config.rejected_key:
+        check_responses(others, chosen, where, f"Remove it, or {NAMED_PAIR}")
     if isinstance(chosen, list) and (shared := _shared_messages(chosen, rejected)):
+        _check_prompts(others, chosen, shared, where=where, config=config)
         others |= {"conversations": None, "messages": chosen[:shared]}
         chosen, rejected = chosen[shared:], rejected[shared:]
         config = dataclasses.replace(config, prompt_key=config.prompt_key and "messages")
@@ -125,6 +129,16 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
             raise RowError(f"{where}: the thought of neither response is a column: put it into one of them")
         sides.append(dataclasses.replace(side, parses_controls=begins))
     return dataclasses.replace(sides[0], rejected=sides[1], margin=_margin(row, where))
+
+
+def _check_prompts(row: dict, chosen: list, shared: int, *, where: str, config: SourceConfig) -> None:
+    """Refuse a row whose other columns hold another prompt than the first `shared` messages of chosen."""
+    turns = with_checked_calls(read_turns(chosen, f"{where}: chosen"), f"{where}: chosen")
+    if not config.prompt_key:
+        check_chats(row, [turns[:shared], turns], where)
+    elif (named := lookup(row, config.prompt_key)) is not None:
+        said = "\n".join(message["content"] for message in turns[:shared])
+        check_beside({config.prompt_key: named}, said, where)
 
 
 def has_steps(row: dict, config: SourceConfig) -> bool:

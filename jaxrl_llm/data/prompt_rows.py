@@ -20,11 +20,19 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl_llm.data.config import GENERATED, SourceConfig
-from jaxrl_llm.data.messages import LOSS_KEYS, LOSS_LIKE, OFF, has_word, read_messages, read_turns
+from jaxrl_llm.data.messages import (
+    LOSS_KEYS,
+    LOSS_LIKE,
+    OFF,
+    has_word,
+    read_messages,
+    read_turns,
+    with_checked_calls,
+)
 from jaxrl_llm.data.parts import is_said
 from jaxrl_llm.data.rows import (
     MEDIA_KEYS,
@@ -42,6 +50,7 @@ from jaxrl_llm.data.rows import (
     lookup,
     no_column,
     template_columns,
+    without_reference,
 )
 
 ANSWER_KEYS = (
@@ -56,13 +65,15 @@ ANSWER_KEYS = (
 )
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 BESIDE = re.compile(
-    r"choices|options|contexts?|passages?|paragraphs?|articles?|documents?|story|input|instruction|prompt|knowledge|"
+    r"choices|options|contexts?|passages?|paragraphs?|articles?|documents?|story|input|knowledge|"
+    r"instruction|prompt|question|problem|text|"
     r"evidences?|facts?|background|premise|hypothesis|tables?|(?:db_)?schema|starter_code|prefix|suffix|"
     r"(?:(?:chat|conversation|dialog(?:ue)?)_)?history|search_results|retrieved_\w+|"
     r"[A-E]|op[a-e]|(?:option|choice)_?[A-Ea-e1-5]"
 )
 """Columns that belong to the question of well-known datasets; C-Eval and MedMCQA have one a choice."""
 MEDIA = re.compile(r"<(?:image|video|audio)>")
+NAMED_RESPONSE = "(--data.train.0.response_key COLUMN)"
 CHOICE = re.compile(r"[A-Z]")  # the letter of a choice, not its text
 SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # of thousands
 
@@ -80,6 +91,10 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
     messages, text = _chat_or_text(key, prompt, present, where, config=config)
     answer, worked = _answer(present, where, config)
     response, turns = _response(present, where, config)
+    if not config.prompt_key:
+        asked = messages or ({"role": "user", "content": text},)
+        said = ({"role": "assistant", "content": response},) if response else turns
+        check_chats({**present, key: None}, [asked, (*asked, *said)], where)
     if messages and messages[-1]["role"] == "assistant" and not config.response_key:
         response, worked = _beside_answer(response, messages[-1]["content"], where), None
     if turns and messages is None:
@@ -98,7 +113,10 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         template_columns(row, where)
     _check_columns(present, where, chat=messages is not None)
     said = text or "\n".join(message["content"] for message in messages or ())
-    _check_beside({**present, key: None}, said, bool(config.prompt_key), where)
+    _check_media(present, said, bool(config.prompt_key), where)
+    if not config.prompt_key:
+        named = {name: value for name, value in present.items() if BESIDE.fullmatch(name) and name != key}
+        check_beside(named, said, where, response=response)
     if text is not None and key == "text" and not config.prompt_key:
         text, response = "", text
         if system.strip() not in response:
@@ -179,7 +197,7 @@ def _chat_or_text(
 ) -> tuple[tuple[Message, ...] | None, str | None]:
     """Return (messages, None) or (None, text)."""
     if isinstance(prompt, list):
-        return read_messages(prompt, f"{where}: {key}"), None
+        return with_checked_calls(read_messages(prompt, f"{where}: {key}"), f"{where}: {key}"), None
     check_text(prompt, f"{where}: {key}")
     if not prompt.strip():
         raise RowError(f"{where}: {key} is empty")
@@ -222,7 +240,7 @@ def _history(row: dict, where: str) -> list[Message]:
     if not history or not isinstance(history, list):
         return []
     if all(isinstance(item, dict) for item in history):
-        return list(read_turns(history, f"{where}: history"))
+        return list(with_checked_calls(read_turns(history, f"{where}: history"), f"{where}: history"))
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError(f"{where}: history must be a list of messages or of pairs of question and answer")
     texts = [text for pair in history for text in pair]
@@ -231,18 +249,25 @@ def _history(row: dict, where: str) -> list[Message]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
-    """Refuse a row with columns of its question that are not in the prompt.
-
-    Args:
-        named: the source names the prompt's column, so this column is the whole prompt.
-    """
+def _check_media(row: dict, prompt: str, named: bool, where: str) -> None:
+    """Refuse a row with images, video or audio; if the source names the prompt's column, only a prompt that
+    mentions them."""
     for name in MEDIA_KEYS:
         if any(_leaves(row.get(name))) and (not named or MEDIA.search(prompt)):
             raise RowError(f"{where}: the column {name} would be left out, as the model reads text alone")
+
+
+def check_beside(columns: dict, prompt: str, where: str, *, response: str | None = None) -> None:
+    """Refuse a row with columns of its question that are not in the prompt.
+
+    The column text may also be the whole row, rendered.
+    """
     words = " ".join(prompt.split())
-    for name in () if named else filter(BESIDE.fullmatch, row):
-        texts = [" ".join(str(leaf).split()) for leaf in _leaves(row.get(name))]
+    rendered = " ".join(str(columns.get("text")).split())
+    lines = [" ".join(line.split()) for line in f"{prompt}\n{response or ''}".splitlines()]
+    whole = {"text"} if all(line in rendered for line in lines) else set()
+    for name in (name for name in columns if name not in whole):
+        texts = [" ".join(str(leaf).split()) for leaf in _leaves(columns[name])]
         texts = [text for text in texts if not CHOICE.fullmatch(text)]
         least = 2 if name in ("choices", "options") else 1
         if len(texts) >= least and not all(
@@ -253,6 +278,48 @@ def _check_beside(row: dict, prompt: str, named: bool, where: str) -> None:
                 "text into the prompt, or name the column that is all of the prompt "
                 "(--data.train.0.prompt_key COLUMN)"
             )
+
+
+def check_chats(row: dict, chats: Sequence[Sequence[Message]], where: str) -> None:
+    """Refuse a row with a second chat that is neither one of `chats`, nor the beginning up to its answer."""
+    for name in ("conversations", "messages"):
+        if not isinstance(row.get(name), list) or not row[name]:
+            continue
+        given = read_turns(row[name], f"{where}: {name}")
+        known = [plain for chat in chats for plain in (chat, without_reference(chat))]
+        if not any(_same_chat(given, chat) for chat in known):
+            raise RowError(
+                f"{where}: the column {name} is another chat than the one that is read, and would be left "
+                "out. Remove one of them, or name the column that counts (--data.train.0.prompt_key COLUMN)"
+            )
+
+
+def _same_chat(chat: Sequence[Message], other: Sequence[Message]) -> bool:
+    """Return whether two chats say the same; a system prompt of the second one may be a column's."""
+    plain = [
+        [{k: v.strip() if k == "content" else v for k, v in m.items() if v or k == "content"} for m in each]
+        for each in (chat, other)
+    ]
+    has_system = bool(other) and other[0]["role"] == "system"
+    return plain[0] == plain[1] or (has_system and plain[0] == plain[1][1:])
+
+
+def check_responses(row: dict, response: Any, where: str, fix: str) -> None:
+    """Refuse a row with a second response that differs from the one that is learned.
+
+    Args:
+        response: text or messages, of which the last one's text counts.
+        fix: ends the message.
+    """
+    for key in RESPONSE_KEYS:
+        if not is_null(row.get(key)) and _last_text(row[key]) != _last_text(response):
+            raise RowError(f"{where}: the column {key} is another response, and would be left out. {fix}")
+
+
+def _last_text(response: Any) -> Any:
+    last = response[-1] if isinstance(response, list) and response else response
+    text = last.get("content", last.get("value")) if isinstance(last, dict) else last
+    return text.strip() if isinstance(text, str) else text
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -288,8 +355,10 @@ def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, 
     keys = (config.response_key,) if config.response_key else RESPONSE_KEYS
     for key in keys:
         value = lookup(row, key)
+        if value is not None and not config.response_key:
+            check_responses(row, value, where, f"Keep one, or name it {NAMED_RESPONSE}")
         if isinstance(value, list):
-            turns = read_turns(value, f"{where}: {key}")
+            turns = with_checked_calls(read_turns(value, f"{where}: {key}"), f"{where}: {key}")
             single = len(turns) == 1 and turns[0].keys() == {"role", "content"}
             single = single and turns[0]["role"] == "assistant"
             return (turns[0]["content"], ()) if single else (None, turns)
@@ -306,7 +375,7 @@ def _beside_answer(response: str | None, last: str, where: str) -> None:
     if response and response.strip() != last.strip():
         raise RowError(
             f"{where}: the chat ends with an answer, and a column of {', '.join(RESPONSE_KEYS)} has another: "
-            "remove one of them, or name the one that follows the chat (--data.train.0.response_key COLUMN)"
+            f"remove one of them, or name the one that follows the chat {NAMED_RESPONSE}"
         )
 
 

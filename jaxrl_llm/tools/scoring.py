@@ -182,7 +182,7 @@ def read_sequences(row: dict[str, Any], where: str) -> GivenResponses | Example:
     """
     responds = {"responses", "chosen"} & row.keys() or first_column(row, RESPONSE_KEYS) is not None
     if "messages" in row and not responds:
-        return read_example({"messages": row["messages"]}, where, NO_SOURCE)
+        return read_example(row, where, NO_SOURCE)
     try:
         return read_responses(row, where)
     except RowError as error:

@@ -65,6 +65,61 @@ def test_chats_of_every_shape_are_one_prompt_and_two_responses(row):
     assert made.where == made.rejected.where == "rows.jsonl:3"
 
 
+Q1, X, Q2 = [{"role": role, "content": c} for role, c in (("user", "q1"), ("assistant", "x"), ("user", "q2"))]
+LONG = {"chosen": [Q1, X, Q2, GOOD], "rejected": [Q1, X, Q2, BAD]}
+SHORT = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+SYSTEM = {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        (SHORT | {"messages": [ASK, BAD]}, "messages"),
+        (SHORT | {"messages": [Q1]}, "messages"),
+        (SHORT | {"messages": [SYSTEM, ASK, GOOD]}, "messages"),
+        (SHORT | {"conversations": [{"from": "human", "value": "3+3?"}]}, "conversations"),
+        (LONG | {"messages": [Q1]}, "messages"),
+        (LONG | {"messages": [Q1, X, Q2, BAD]}, "messages"),
+        *((SHORT | {key: "3+3?"}, key) for key in ("question", "problem", "text", "instruction", "prompt")),
+        (SHORT | {"response": "6"}, "response"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "output": "c"}, "output"),
+        ({"prompt": "q", "question": "r", "chosen": "a", "rejected": "b"}, "question"),
+        # Rows that are no pairs.
+        ({"prompt": "q", "question": "r", "completion": "a"}, "question"),
+        ({"question": "q", "problem": "r", "answer": "4"}, "problem"),
+        ({"prompt": "q", "completion": "a", "response": "b"}, "response"),
+        ({"prompt": "q", "completion": "", "output": "b"}, "output"),
+        ({"instruction": "q", "output": "a", "text": "### q ### b"}, "text"),
+        ({"messages": [ASK, GOOD], "text": "2+2? 5"}, "text"),
+        ({"messages": [ASK, GOOD], "conversations": [{"from": "human", "value": "2+2?"}, BAD]}, "messages"),
+    ],
+)
+def test_columns_that_claim_another_prompt_or_response_are_refused(row, column):
+    with pytest.raises(ValueError, match=rf"^rows.jsonl:3: the column {column} is .*--data.train.0"):
+        example(row)
+
+
+def test_columns_that_repeat_the_pair_are_not_in_its_way():
+    for more in ({"messages": [ASK]}, {"messages": [ASK, GOOD]}, {"response": "4\n"}, {"completion": [GOOD]}):
+        assert example({**SHORT, "question": "2+2?", **more}).response == "4"
+    for more in ({"messages": [Q1, X, Q2]}, {"prompt": "q1"}, {"prompt": [Q1]}, {"text": "q1"}):
+        assert example(LONG | more).messages == (Q1, X, Q2)
+    both = {"conversations": [{"from": "human", "value": "2+2?"}, GOOD], "messages": [ASK, GOOD]}
+    assert example({**both, "system": "S", "text": "<S> 2+2? <4>"}).messages == (SYSTEM, ASK, GOOD)
+
+
+def test_a_named_prompt_is_the_prompt_of_the_pair():
+    with pytest.raises(ValueError, match="the column question is not in the prompt"):
+        example(SHORT | {"question": "3+3?"}, prompt_key="question")
+    assert example(SHORT | {"question": "3+3?"}, prompt_key="chosen").messages == (ASK,)
+    named = example(
+        {"prompt": "q", "question": "r", "completion": "a", "output": "b"},
+        prompt_key="question",
+        response_key="output",
+    )
+    assert (named.messages[0]["content"], named.response) == ("r", "b")
+
+
 def test_text_of_every_shape():
     beside = example({"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": 1.5})
     assert (beside.text, beside.response, beside.rejected.response, beside.margin) == ("2+2=", "4", "5", 1.5)

@@ -54,7 +54,12 @@ ROWS = {
     "tulu": {"id": "x", "messages": [U, A], "source": "s"},
     "openorca": {"id": "x", "system_prompt": "", "question": "q", "response": "a"},
     "dolly": {"instruction": "q", "context": "", "response": "a", "category": "open_qa"},
-    "alpaca": {"instruction": "q", "input": "", "output": "a", "text": "Below is an instruction"},
+    "alpaca": {
+        "instruction": "q",
+        "input": "",
+        "output": "a",
+        "text": "Below is an instruction\n\n### I:\nq\n\n### R:\na",
+    },
     "sharegpt": {"id": "x", "conversations": [HUMAN | {"markdown": None}, GPT]},
     "slimorca": {"conversations": [HUMAN | {"weight": 0.0}, GPT | {"weight": 1.0}]},
     "numina": {"source": "s", "problem": "q", "solution": "a", "messages": [U, A]},

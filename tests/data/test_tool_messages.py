@@ -2,13 +2,15 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.messages import argument_forms, with_short_ids
+from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.data.rows import Example, RowError
 from jaxrl_llm.data.template import ChatRenderer
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
@@ -67,6 +69,43 @@ def test_objects_and_text_are_both_read_by_every_template(tokenizer, shown, text
 def test_a_template_that_takes_text_alone_gets_it_as_the_row_has_it(tokenizer):
     assert render(tokenizer, HEAD + ADDS + TAIL, chat(call('{"x":"\\u00e9"}'))).endswith('f{"x":"\\u00e9"}')
     assert render(tokenizer, HEAD + ADDS + TAIL, chat(call({"x": "\u00e9"}))).endswith('f{"x": "\u00e9"}')
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("{broken", "Expecting property name"),
+        ("words", "Expecting value"),
+        ('"x"', "is not JSON text of an object"),
+        ("5", "is not JSON text of an object"),
+        ("null", "is not JSON text of an object"),
+        ('{"x": 1, "x": 2}', "it has a key twice"),
+        ('{"x": NaN}', "must be finite"),
+        ([1], "of type list"),
+        (5, "of type int"),
+    ],
+)
+def test_arguments_of_a_row_are_an_object(key, arguments, reason):
+    """Templates would write other text between quotes, and the model learn it so."""
+    said = {
+        "role": "assistant",
+        key: [call(arguments)] if key == "tool_calls" else call(arguments)["function"],
+    }
+    asked = {"role": "user", "content": "q"}
+    for row, place in (
+        ({"messages": [asked, said]}, "messages[1]"),
+        ({"prompt": [asked], "completion": [said, {"role": "assistant", "content": "a"}]}, "completion[0]"),
+        ({"chosen": [asked, said], "rejected": [asked, {"role": "assistant", "content": "a"}]}, "chosen[1]"),
+        ({"messages": [asked, {"role": "assistant", "content": "{broken"}]}, ""),
+    ):
+        if place:
+            with pytest.raises(
+                RowError, match=rf"^f:1: {re.escape(place)}: the arguments of f are .*{reason}"
+            ):
+                read_example(row, "f:1", SourceConfig())
+        else:
+            assert read_example(row, "f:1", SourceConfig()).messages[-1]["content"] == "{broken"
 
 
 def test_no_text_is_no_arguments(tokenizer):

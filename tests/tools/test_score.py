@@ -102,6 +102,8 @@ def test_a_file_that_the_command_did_not_write_is_refused_before_weights_are_loa
 def test_messages_are_templated_whole(folder, tmp_path):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
     [line] = run(folder, tmp_path, [json.dumps({"messages": messages})])
+    [told] = run(folder, tmp_path, [json.dumps({"messages": messages, "system": "S"})], "--resume", "False")
+    assert len(told["tokens"]) > len(line["tokens"])
     text = make_tokenizer().decode(line["tokens"])
     assert "hi<|im_end|>" in text and "ok<|im_end|>" in text
     assert len(line["logprobs"]) == len(line["tokens"]) - 1
