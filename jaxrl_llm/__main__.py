@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     with handled_signals():  # before jax, whose import takes seconds
         with working(f"importing {command}", first=AGAIN):
             module = importlib.import_module(known[command][0])
-        return run_command(module.main, rest)
+        return run_command(module.main, rest, command)
 
 
 def all_commands() -> dict[str, tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import re
 import sys
 import threading
 import time
@@ -18,7 +19,27 @@ from jaxrl_llm.host.signals import Interrupted, show_cursor, unwinding
 FIRST = 3.0  # seconds of work before its first line
 AGAIN = 10.0  # seconds between two lines
 
+WITHOUT_DATA = ("chat", "generate", "score")
+"""Commands that read rows or chats, but have no `--data` flags."""
+THEIR_WORDS = (
+    (r"(?:,|;)? or name [^()]*\(--data\.train\.0\.[^)]*\)", ""),
+    (r"\(--data\.train\.0\.answer_key [^)]*\)", "(it has to be the column answer)"),
+    (r"; --data\.train\.0\.prompt_key (?:.* in training)?", ""),
+    (r" ?\(--data\.train\.0\.\w+_key[^)]*\)", ""),
+    (r"; --data\.bad_rows skip trains if only a few rows are like this", ""),
+    (r"--data\.chat\.", "--chat."),
+)
+"""Advice of training -> the words of these commands."""
+
 _under_way: list[str] = []  # the innermost last
+_name = ""  # of the command that runs
+
+
+def own_flags(text: str) -> str:
+    """Return a message with the flags of the command that runs in place of training's."""
+    for advice, words in THEIR_WORDS if _name in WITHOUT_DATA else ():
+        text = re.sub(advice, words, text)
+    return text
 
 
 @contextlib.contextmanager
@@ -66,20 +87,25 @@ def repeated(action: Callable[[], None], first: float, again: float) -> Iterator
         thread.join()
 
 
-def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
+def run_command(command: Callable[[list[str]], int | None], argv: list[str], name: str = "train") -> int:
     """Return the exit code of `command(argv)`; print a UserError (2) or a RunError (1) as one message.
 
     A file name that no system takes is a mistake of the user, wherever it is met.
 
+    Args:
+        name: of the command, whose flags the messages name.
+
     Raises:
         Interrupted: by SIGTERM or SIGINT; it ends the interpreter with code 143 or 130 and no traceback.
     """
+    global _name
+    _name = name
     quiet_transformers()
     with unwinding():
         try:
             return command(argv) or 0
         except (UserError, RunError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {own_flags(str(error))}", file=sys.stderr)
             return exit_code(error)
         except OSError as error:
             if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):

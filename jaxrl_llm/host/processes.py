@@ -15,6 +15,7 @@ from jax._src import distributed  # the coordinator's key-value store has no pub
 
 from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.errors import RunError
+from jaxrl_llm.host.command import own_flags
 
 Result = TypeVar("Result")
 POLL_MILLISECONDS = 1000
@@ -102,7 +103,7 @@ class StderrHandler(logging.Handler):
     """Log handler that prints "warning: ..." to stderr, above a live panel, from process 0."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print_on_first(f"{record.levelname.lower()}: {mask_text(record.getMessage())}")
+        print_on_first(f"{record.levelname.lower()}: {own_flags(mask_text(record.getMessage()))}")
 
 
 def show_warnings() -> None:

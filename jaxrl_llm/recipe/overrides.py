@@ -165,9 +165,9 @@ def _advice(typed: str, known: dict[str, ConfigField], config: Any, flags: Seque
     if is_recipe and (advice := _of_other_algorithms(key, config)):
         return advice
     near = closest_key(key, [*known, *flags])
-    of_group = near if _group(key) and _group(key) == _group(near) else ""
+    misspelt = bool(near and _group(key)) and _likeness(key, near)[0]
     answers = (translate(key, known) for translate in load_extensions("unknown_keys") if is_recipe)
-    advice = (not of_group and next(filter(None, answers), "")) or (near and f"Did you mean --{near}?")
+    advice = (not misspelt and next(filter(None, answers), "")) or (near and f"Did you mean --{near}?")
     return f"{advice} --help{' all' if is_recipe else ''} lists the keys.".lstrip()
 
 

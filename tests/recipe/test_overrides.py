@@ -360,6 +360,34 @@ def test_flags_of_other_systems_are_translated(typed, answer):
     assert translate(typed) == answer
 
 
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("rollout.max_tokens", "Here it is --max_response_tokens."),
+        ("rollout.sampling.max_tokens", "Here it is --max_response_tokens."),
+        ("rollout.max_new_tokens", "Here it is --max_response_tokens."),
+        ("max_new_tokens", "Here it is --max_response_tokens."),
+        ("max_tokens", "Here it is --max_prompt_tokens and --max_response_tokens."),
+        ("rollout.batch_size", "Here it is --prompts_per_step."),
+        ("batch_size", "Here it is --prompts_per_step."),
+        ("group_size", "Here it is --responses_per_prompt."),
+        ("lr", "Did you mean --optim.learning_rate?"),
+        ("optim.lr", "Did you mean --optim.learning_rate?"),
+        ("kl_coef", "Did you mean --algo.kl_coef?"),
+        ("beta", "Here it is --algo.kl_coef; of DPO and its like --algo.beta."),
+        ("clip_eps", "Here it is --algo.clip_low and --algo.clip_high."),
+        ("temperature", "Did you mean --rollout.sampling.temperature?"),
+        # Misspellings inside a group.
+        ("rollout.draft_token", "Did you mean --rollout.draft_tokens?"),
+        ("rollout.slot", "Did you mean --rollout.slots?"),
+        ("optim.learnin_rate", "Did you mean --optim.learning_rate?"),
+    ],
+)
+def test_common_names_are_answered_with_the_key_that_is_meant(config, typed, answer):
+    message = refusal(apply_overrides, config, [(typed, ["1"])])
+    assert message == f"--{typed}: unknown key. {answer} --help all lists the keys."
+
+
 def test_a_flag_of_several_trainers_is_that_of_the_recipes_algorithm(config):
     answers = [
         refusal(changed, replace(config, algo=algo.Config()), "--loss_type x").partition("unknown key. ")[2]
