@@ -121,8 +121,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         text, response = "", text
         if system.strip() not in response:
             raise RowError(f"{where}: the column system is not part of text, which is learned as a whole")
-    source = first_column(present, ("data_source",))
-    source = "" if source is None else source
+    source = "" if present.get("data_source") is None else present["data_source"]
     check_text(source, f"{where}: data_source")
     return Example(
         messages=messages,
