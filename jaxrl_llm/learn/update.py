@@ -62,7 +62,7 @@ class StepConfig:
     chunk: int = 128  # tokens of a row whose logits are in memory at once
     max_grad_norm: float = 1.0  # 0 = no clipping
     grad_dtype: str = "float32"  # of gradients in memory
-    update_by_leaf: bool = True  # for optimizers that treat every weight by itself, see `finite_update`
+    update_by_leaf: bool = True  # for optimizers that treat every weight by itself, see `learn.finite`
     offload: bool = False  # optimizer moments in host memory between updates
     num_kept: int = 0  # ids of a kept set, over which log-probs are (`SamplingConfig.kept_sets`); 0 = none
     balance_coef: float = 0.0  # of the balance loss of experts
@@ -258,7 +258,7 @@ def apply(
     version and KL coefficient as they were.
 
     Args:
-        by_leaf: see `finite_update.update_by_leaf`.
+        by_leaf: see `learn.finite.update_by_leaf`.
     """
     # The gradient's norm is of all weights, before clipping.
     metrics, routing = routing_metrics(metrics)

@@ -8,7 +8,7 @@ import pytest
 from golden import advantages, rollouts
 
 from jaxrl_llm.algos import grpo, reinforce, remax
-from jaxrl_llm.algos.advantages import group_advantages
+from jaxrl_llm.algos.advantages import batch_advantages, group_advantages
 from jaxrl_llm.algos.config import Scale
 from jaxrl_llm.algos.estimators import PER_RESPONSE, whiten
 from jaxrl_llm.structs import Rollouts
@@ -38,6 +38,14 @@ def step_of(rewards, group, valid=None):
 )
 def test_fixed_numbers(scale, expected):
     np.testing.assert_allclose(group_advantages(REWARDS, GROUP, ALL, scale), expected, atol=1e-5)
+
+
+def test_epsilon_is_added_to_the_deviation():
+    """Rewards 0.001 and 0: +-0.0005 / (0.00070711 + 0.000001). Within the root it would leave 0.408."""
+    rewards, group = REWARDS[:2] / 1000, GROUP[:2]
+    expected = pytest.approx([0.70611, -0.70611], abs=1e-5)
+    assert group_advantages(rewards, group, ALL[:2]).tolist() == expected
+    assert batch_advantages(rewards, ALL[:2], "std").tolist() == expected
 
 
 def test_group_order_and_numbering_do_not_matter():

@@ -64,6 +64,13 @@ def test_rejection_rules_by_hand(rule, above, expected):
     assert mask(rule, above) == expected
 
 
+@pytest.mark.parametrize("rule", ["seq_sum_k2", "seq_mean_k2", "seq_max_k2"])
+def test_untrained_tokens_reject_no_sequence(rule):
+    """A gap of 9 nats under the mask; of the trained tokens the largest k2 is 0.045, the largest sum 0.07."""
+    spoilt, config = jnp.where(MASK > 0, OLD, ROLLOUT + 9.0), Correction(reject=((rule, 0.0, 0.1),))
+    assert accepted(spoilt, ROLLOUT, MASK, SEGMENTS, config=config)[MASK > 0].all()
+
+
 @pytest.mark.parametrize(
     ("correction", "expected"),
     [

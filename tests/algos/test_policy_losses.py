@@ -101,6 +101,14 @@ def test_gradient_of_gspo_is_the_sequence_ratios():
     assert gradient_of(gspo.Config(clip_low=0.2, clip_high=0.2))[0].max() == 0  # 1.2214 > 1.2
 
 
+def test_gradient_of_gspo_is_of_each_tokens_advantage():
+    """The token form (arXiv 2507.18071, eq. 14), for turns of different advantage: -s A_t / (length 2)."""
+    advantages = np.array([[1, 0.5, 0.25, 0], [1, 2, 3, -4]], np.float32)
+    expected = -np.exp([[0.6 / 3], [0.7 / 4]]) * advantages * MASK / np.array([[6], [8]])
+    config = gspo.Config(clip_low=0.9, clip_high=0.9)
+    np.testing.assert_allclose(gradient_of(config, advantages=jnp.array(advantages)), expected, atol=1e-6)
+
+
 def test_gradient_of_cispo_keeps_clipped_tokens():
     expected = -np.clip(RATIO, 0.8, 1.28) * ADVANTAGES * MASK / 7
     np.testing.assert_allclose(gradient_of(cispo.Config(**CLIP)), expected, atol=1e-6)

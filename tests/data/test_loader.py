@@ -240,6 +240,14 @@ def test_row_order_never_changes(seven):
     assert "".join(texts(loader(seven, seed=7).batch(0, 14))) == "afgcebdcdebagf"
 
 
+def test_each_source_is_shuffled_by_itself(seven, tmp_path):
+    paths = seven, write(tmp_path / "upper.jsonl", "ABCDEFG")
+    drawn = "".join(texts(loader(train=tuple(SourceConfig(path=path) for path in paths)).batch(0, 14)))
+    lower, upper = ("".join(filter(test, drawn)) for test in (str.islower, str.isupper))
+    assert sorted(lower) == list("abcdefg") and sorted(upper) == list("ABCDEFG")
+    assert lower != upper.lower()
+
+
 def test_prompts_by_position_are_those_of_the_steps(seven):
     drawn = loader(seven)
     whole = drawn.prompts(0, 20)

@@ -56,6 +56,11 @@ def test_a_response_that_stops_at_once_still_has_a_token():
     assert counts([from_trajectory(trajectory)]) == (1.0, 1.0)
 
 
+def test_a_first_token_is_not_counted():
+    """No position predicts it, also if all of a text is learned."""
+    assert counts([item(1, 2, 3, 4, context=0), item(5, context=0)]) == (3.0, 1.0)
+
+
 def test_a_pair_with_an_empty_side_is_not_counted():
     """Half a pair in the denominator made the loss of the others too small."""
     empty = PackItem(np.array([1, 2], np.int32), np.zeros(2))

@@ -200,10 +200,12 @@ SLOW = {
 
 @pytest.mark.parametrize("share", [True, False, "flat"])
 def test_every_token_has_its_context_once(share):
-    """By the rule of attention, as in data/test_prefixes.py: of each token, the tokens that it reads."""
+    """By the rule of attention, as in data/test_prefixes.py: of each token, the tokens that it reads. It is
+    trained on once, too."""
     items = [from_trajectory(t) for t in trajectories()]
-    read = []
-    for batch in pack(items, 48, 2, share=share):
+    read, batches = [], pack(items, 48, 2, share=share)
+    assert sum(batch.mask.sum() for batch in batches) == sum(item.mask.sum() for item in items)
+    for batch in batches:
         last = batch.segments if batch.last is None else batch.last
         texts = np.empty(batch.tokens.shape, object)
         for row, i in zip(*np.nonzero(batch.segments), strict=True):

@@ -14,7 +14,14 @@ from jaxrl_llm.algos import sft
 from jaxrl_llm.builders.describe import turing_warning
 from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem, pack
-from jaxrl_llm.learn.finite import INITIAL_SCALE, MAX_SCALE, initial_loss_scale, next_loss_scale
+from jaxrl_llm.learn.finite import (
+    INITIAL_SCALE,
+    MAX_SCALE,
+    add_gradients,
+    initial_loss_scale,
+    next_loss_scale,
+    scale_loss,
+)
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import LossArrays, StepConfig, accumulate, apply
 from jaxrl_llm.models import TransformerConfig, kernels, lora
@@ -66,9 +73,16 @@ def test_the_scale_by_hand():
         return float(next_loss_scale(jnp.float32(scale), jnp.bool_(finite), jnp.int32(version)))
 
     assert (after(1024, True, 199), after(1024, True, 200), after(1024, False, 200)) == (1024, 2048, 512)
-    assert (after(1, False, 0), after(MAX_SCALE, True, 400)) == (1, MAX_SCALE)
+    assert (after(1024, True, 400), after(1, False, 0), after(MAX_SCALE, True, 400)) == (2048, 1, MAX_SCALE)
     assert next_loss_scale(None, jnp.bool_(True), jnp.int32(1)) is None
     assert [initial_loss_scale(name) for name in ("float32", "bfloat16", "float16")] == [None, None, 2.0**15]
+
+
+def test_gradients_are_added_to_unscaled_ones():
+    trained, scale = {"w": jnp.array([2.0, 1.0])}, jnp.float32(8)
+    loss, backward = jax.vjp(lambda params: scale_loss(jnp.sum(3 * params["w"]), scale), trained)
+    sums = add_gradients(backward, loss, trained, {"w": jnp.array([10.0, 20.0])}, loss_scale=scale)
+    np.testing.assert_array_equal(sums["w"], [13, 23])
 
 
 @pytest.mark.parametrize("gradient", [jnp.inf, jnp.nan])

@@ -17,7 +17,15 @@ from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.config import OptimConfig, RoutingConfig
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.moe_losses import ROUTES, ROUTING, Replay, balance, balance_weights, routing_metrics
+from jaxrl_llm.learn.moe_losses import (
+    ROUTES,
+    ROUTING,
+    Replay,
+    balance,
+    balance_weights,
+    routing_metrics,
+    with_bias_gradient,
+)
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.learn.update import StepConfig, apply
@@ -171,6 +179,15 @@ TWO_STACKS = TransformerConfig(
     layer_kinds=("conv", "attention", "conv"), conv=ConvConfig(),
     moe=MoEConfig(4, 2, 4, score="sigmoid", selection_bias=True, dense_layers=1),
 )  # fmt: skip
+
+
+def test_the_gradient_of_the_selection_bias_is_the_sign_of_the_excess_load():
+    """Mean 2 in both layers; layer 1 is layers[0], layer 2 is conv_layers[0]."""
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape), abstract(TWO_STACKS))
+    sums = RoutingSums(jnp.array([[5, 1, 2, 0], [2, 2, 1, 3]]), jnp.ones((2, 4)))
+    grads = with_bias_gradient(zeros, sums)
+    np.testing.assert_array_equal(grads.layers.router_bias[...], [[1, -1, 0, -1]])
+    np.testing.assert_array_equal(grads.conv_layers.router_bias[...], [[0, 0, -1, 1]])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxrl_llm import models
-from jaxrl_llm.algos import sft
+from jaxrl_llm.algos import grpo, sft
 from jaxrl_llm.hf.layouts import parse_layout
 from jaxrl_llm.hf.names import MARK, tensor_layout
 from jaxrl_llm.learn.config import OptimConfig
@@ -141,27 +141,31 @@ def nan_updates():
     return optax.stateless(lambda updates, params: {name: x * jnp.nan for name, x in updates.items()})
 
 
+@pytest.mark.parametrize("by_leaf", [True, False])
 @pytest.mark.parametrize(
     ("weight", "gradient", "loss", "optimizer"),
     [
         (1.0, jnp.nan, 1.0, optax.sgd(0.1)),
-        (1.0, 1.0, jnp.inf, optax.sgd(0.1)),
+        (1.0, 1.0, jnp.inf, optax.sgd(0.1, momentum=0.9)),
         (1.0, 1.0, 1.0, nan_updates()),  # a finite gradient, and an optimizer that makes NaN of it
         (1.0, 2.0, 1.0, optax.sgd(3e38)),
         (3e38, -1.0, 1.0, optax.sgd(3e38)),  # update and weight are finite, their sum is not
         (jnp.nan, 1.0, 1.0, optax.sgd(0.1)),
     ],
 )
-def test_an_update_that_is_not_finite_is_skipped_and_counted(weight, gradient, loss, optimizer):
+def test_an_update_that_is_not_finite_is_skipped_and_counted(weight, gradient, loss, optimizer, *, by_leaf):
+    """Moments and KL controller stay, too, though the KL is twice its target."""
+    algo = grpo.Config(kl_coef=0.1, kl_target=0.1, kl_horizon=10.0)
     params = {"w": jnp.full(2, weight)}
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(params, optimizer.init(params), zero + 3, zero, kl_coef=jnp.float32(0.1))
-    settings = {"algo": sft.Config(), "optimizer": optimizer, "max_grad_norm": 0.0}
+    settings = {"algo": algo, "optimizer": optimizer, "max_grad_norm": 0.0, "by_leaf": by_leaf}
+    metrics = {"loss": jnp.float32(loss), "kl": jnp.float32(0.2)}
     for skipped in (1, 2):
-        state, metrics = apply(
-            state, {"w": jnp.full(2, gradient)}, {"loss": jnp.float32(loss)}, jnp.float32(1), **settings
-        )
+        state, metrics = apply(state, {"w": jnp.full(2, gradient)}, metrics, jnp.float32(1), **settings)
         np.testing.assert_array_equal(state.params["w"], params["w"])
+        jax.tree.map(np.testing.assert_array_equal, state.opt_state, optimizer.init(params))
+        assert state.kl_coef == jnp.float32(0.1)
         assert (int(state.version), int(state.nonfinite), float(metrics["nonfinite"])) == (3, skipped, 1.0)
 
 
@@ -178,6 +182,16 @@ def test_a_finite_update_is_applied_and_its_norms_are_reported():
     assert (int(state.version), int(state.nonfinite)) == (1, 0)
     norms = {name: float(metrics[name]) for name in ("grad_norm", "update_norm", "param_norm")}
     assert norms == pytest.approx({"grad_norm": 1.0, "update_norm": 0.5, "param_norm": 4.5})
+
+
+def test_the_norm_of_bfloat16_gradients_is_a_float32_sum():
+    """Of 1,001 ones; the nearest bfloat16 is 1,000."""
+    params, zero, optimizer = {"w": jnp.zeros(1001)}, jnp.zeros((), jnp.int32), optax.sgd(1.0)
+    state = TrainState(params, optimizer.init(params), zero, zero, kl_coef=jnp.float32(0))
+    settings = {"algo": sft.Config(), "optimizer": optimizer, "max_grad_norm": 0.0}
+    grads, loss = {"w": jnp.ones(1001, jnp.bfloat16)}, {"loss": jnp.float32(1)}
+    _, metrics = apply(state, grads, loss, jnp.float32(1), **settings)
+    assert float(metrics["grad_norm"]) == pytest.approx(1001**0.5, rel=1e-6)
 
 
 def test_schedules():

@@ -58,7 +58,7 @@ def propose_drafts(
         same &= (before == token) & (token >= 0)
         length += same
     follows = jnp.pad(texts[:, 1:], ((0, 0), (0, 1)), constant_values=-1) >= 0
-    length = jnp.where((columns < last) & follows, length, 0)
+    length = jnp.where(follows, length, 0)  # 0 at the last token, too
     match = jnp.argmax(length * texts.shape[1] + columns, axis=1)[:, None]
     source = match + 1 + jnp.arange(num_drafts) % jnp.maximum(last - match, 1)
     drafts = jnp.take_along_axis(texts, source, axis=1)

@@ -270,6 +270,18 @@ def test_kept_pages_by_hand():
     assert sorted(cache.pools[0].free_pages) == list(range(1, 12))
 
 
+def test_a_conversation_frees_no_page_that_a_running_response_shares():
+    """Of 11 pages slot 1 has two, shared with "one", and one reserved; "one" has a third: 8 can be free."""
+    cache = PagedLayout(FakePrograms(num_shards=1, page_size=4, chunk=8), 2, 12, lengths=(32,))
+    assert cache.allocate(0, b"a", 9, 4) and cache.allocate(1, b"a", 9, 4)
+    numbers = {"positions": np.full(2, 8), "limits": np.full(2, 4), "counts": np.zeros(2, int)}
+    cache.reserve(SimpleNamespace(active=np.array([True, False]), **numbers), 4)
+    cache.keep(0, "one", 12)
+    assert cache.kept[0]["one"].pages == [1, 2, 3] and cache.slots[1].pages == [1, 2]
+    assert not cache.allocate(0, b"b", 1, 36) and "one" in cache.kept[0]  # 9 pages
+    assert cache.allocate(0, b"b", 1, 32) and not cache.kept[0]
+
+
 @pytest.mark.parametrize(
     ("keep", "tokens", "pages"), [(11, 11, 3), (10, 10, 3), (8, 8, 2), (7, 4, 1), (4, 4, 1), (3, 0, 0)]
 )

@@ -113,12 +113,13 @@ def test_a_uniform_depends_on_key_and_index_alone():
 
 
 def test_logprob_is_of_the_full_softmax_at_temperature():
-    params = make_params(SamplingConfig(temperature=0.5, top_k=2))
+    params, rows = make_params(SamplingConfig(temperature=0.5, top_k=2)), np.stack([PROBS, PROBS[::-1]])
+    squares = rows**2 / (PROBS**2).sum()  # temperature 0.5
     for uniform in (0.1, 0.9):
-        token, logprob = sample_tokens(np.log(PROBS)[None], np.float32([uniform]), params, FILTERED)[:2]
-        squares = PROBS**2 / (PROBS**2).sum()  # temperature 0.5
-        assert int(token[0]) in (1, 4)
-        np.testing.assert_allclose(logprob[0], np.log(squares[int(token[0])]), rtol=1e-6)
+        uniform = np.full(2, uniform, np.float32)
+        token, logprob = sample_tokens(np.log(rows), uniform, params, FILTERED)[:2]
+        assert int(token[0]) in (1, 4) and int(token[1]) in (0, 3)
+        np.testing.assert_allclose(logprob, np.log(squares[[0, 1], token]), rtol=1e-6)
 
 
 def test_kept_sets_and_log_probs_over_them_by_hand():

@@ -251,6 +251,25 @@ def test_turns_on_pages_read_only_what_came_since(sizes):
     assert metrics["rollout/prefill_tokens"] == 1 + 3 * 3 and metrics["rollout/reused_tokens"] == 2 + 6 + 10
 
 
+def test_each_turn_has_a_key_of_its_own():
+    """The first turn has the key of the response, turn n fold_in(key, 2^32 - 1 - n)."""
+    drawn = []
+
+    class Recorded(FakePrograms):
+        def uniforms(self, slots):
+            drawn.append(slots.keys[0].tolist())
+            return super().uniforms(slots)
+
+    shapes, requests = (
+        make_shapes(2, 200, 1, 1, prefill_tokens=512, turns=True),
+        [Request(np.array([3, 4]), 0, 1, 200)],
+    )
+    run(Recorded(chunk=4), shapes, requests, tuple(range(1, VOCAB)), turns=True)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), 0)
+    keys = [key, *(jax.random.fold_in(key, 2**32 - 1 - turn) for turn in (1, 2, 3))]
+    assert drawn == [jax.random.key_data(one).tolist() for one in keys]
+
+
 def test_a_reply_without_a_conversation_leaves_it_as_it_was():
     asked = []
 
