@@ -27,7 +27,7 @@ TRL_PYTHON ?=
 TUNIX_PYTHON ?=
 SMOLLM2 := models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: quickstart learn real weights loggers bench test test-slow test-all test-newest test-sglang test-vllm test-clients test-compilers test-gpu fit lint clean
+.PHONY: quickstart learn real weights loggers bench test test-slow test-all mutants test-newest test-sglang test-vllm test-clients test-compilers test-gpu fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -57,6 +57,10 @@ test-slow: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q $(PARALLEL)
+
+# Faults of one line, each planted in a copy of the package: its test must fail. WORDS="algos stream" for some of them.
+mutants: $(VENV)/.installed-test
+	$(BIN)/python tests/test_mutants.py $(WORDS)
 
 test-newest:
 	@test -n "$(NEWEST)" || { echo "no Python 3.11 or newer found; set NEWEST=/path/to/python"; exit 1; }
