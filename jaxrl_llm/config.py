@@ -16,7 +16,7 @@ from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
 from jaxrl_llm.learn.config import LearningRate, OptimConfig, RoutingConfig
 from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
-from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.config import LogConfig, profiled_steps
 from jaxrl_llm.rewards.builtin import REWARDS
@@ -46,6 +46,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "EvalConfig",
     "GatewayConfig",
     "HubConfig",
+    "IndexConfig",
     "LogConfig",
     "LoraConfig",
     "MLAConfig",

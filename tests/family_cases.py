@@ -31,6 +31,11 @@ GLM = {
     **{"num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8},
     **{"qk_rope_head_dim": 4, "v_head_dim": 12},
 }
+INDEXED = {
+    **{**GLM, "num_hidden_layers": 4, "first_k_dense_replace": 1, "qk_rope_head_dim": 8, "v_head_dim": 8},
+    **{"n_group": 1, "topk_group": 1, "index_topk": 7, "index_n_heads": 24, "index_head_dim": 16},
+}
+"""Of 24 index heads some are above 0 for all pairs of tokens here: no two scores are equal."""
 LFM2 = {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_multiple_of": 8}
 LFM2_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1}
 GEMMA4 = {
@@ -260,6 +265,35 @@ CASES = {
             **{"n_shared_experts": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
             **{"attention_bias": True, "mlp_layer_types": ["dense", "dense", "sparse"]},
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "deepseek-v3.2": ("deepseek_v32", INDEXED),
+    "deepseek-v3.2, odd": (
+        "deepseek_v32",
+        {
+            **{**INDEXED, "qk_rope_head_dim": 6, "v_head_dim": 11, "index_head_dim": 10, "index_topk": 3},
+            **{"n_shared_experts": 2, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+            **{"attention_bias": True, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
+            **{"rms_norm_eps": 1e-3, "tie_word_embeddings": True, "routed_scaling_factor": 1.7},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "deepseek-v3.2, short": ("deepseek_v32", {**INDEXED, "index_topk": 64, "index_n_heads": 2}),
+    "glm-5": ("glm_moe_dsa", INDEXED),
+    "glm-5, shared": (
+        "glm_moe_dsa",
+        {
+            **{**INDEXED, "indexer_types": ["full", "shared", "shared", "full", "shared"], "index_topk": 5},
+            **{"num_hidden_layers": 5, "n_group": 2, "topk_group": 1, "attention_bias": True},
+        },
+    ),
+    "glm-5, odd": (
+        "glm_moe_dsa",
+        {
+            **{**INDEXED, "index_topk_freq": 2, "index_skip_topk_offset": 1, "num_hidden_layers": 6},
+            **{"qk_rope_head_dim": 6, "v_head_dim": 11, "index_head_dim": 6, "index_n_heads": 31},
+            **{"first_k_dense_replace": 2, "norm_topk_prob": False, "rms_norm_eps": 1e-3},
+            "rope_parameters": YARN,
         },
     ),
     "mistral4": (

@@ -23,11 +23,11 @@ from jaxrl_llm.models import (
 )
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
-from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
 from jaxrl_llm.structs import Params
 
 PARTS = {"rope": RopeConfig, "local_rope": RopeConfig, "lora": LoraConfig}
-PARTS |= {"moe": MoEConfig, "mla": MLAConfig, "global_heads": GlobalHeads}
+PARTS |= {"moe": MoEConfig, "mla": MLAConfig, "index": IndexConfig, "global_heads": GlobalHeads}
 PARTS |= {"delta": DeltaConfig, "conv": ConvConfig, "mamba": MambaConfig}
 """Fields of a TransformerConfig that are Configs, or None."""
 

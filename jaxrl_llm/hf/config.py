@@ -12,8 +12,10 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.expert_config import (
     read_experts,
+    read_indexer,
     read_latent_attention,
     write_experts,
+    write_indexer,
     write_latent_attention,
 )
 from jaxrl_llm.hf.families import FAMILIES
@@ -141,6 +143,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         mla=mla,
         moe=read_experts(keys, family),
         **read_layer_kinds(keys, family, sizes["num_layers"]),
+        **read_indexer(keys, family, sizes["num_layers"]),
         **fields,
         qkv_bias=biased,
         out_bias=biased and facts.out_bias,
@@ -235,7 +238,8 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
     raw |= facts.fixed
     raw |= {facts.bias: config.qkv_bias} if facts.bias and family != "qwen2" else {}
     raw |= {"use_qk_norm": config.qk_norm} if family == "glm4_moe" else {}
-    raw |= write_mlp_size(config) | write_experts(config) | write_latent_attention(config)
+    raw |= write_mlp_size(config) | write_experts(config)
+    raw |= write_latent_attention(config) | write_indexer(config)
     raw |= {"mlp_bias": config.mlp_bias} if facts.mlp_bias else {}
     if family == "gemma3_text":
         raw["query_pre_attn_scalar"] = round((config.attention_multiplier or config.head_dim**-0.5) ** -2)

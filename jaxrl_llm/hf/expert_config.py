@@ -7,12 +7,13 @@ from typing import Any
 from jaxrl_llm.hf.expert_defaults import EXPERT_DEFAULTS
 from jaxrl_llm.hf.json_file import JsonKeys
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
-from jaxrl_llm.models.mixer_config import MLAConfig
+from jaxrl_llm.models.mixer_config import IndexConfig, MLAConfig
 
 LARGEST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), 2**16),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 10**6),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**12),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim"), 2**12),
+    **{"index_n_heads": 2**16, "index_topk": 2**24},
     **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "n_shared_experts"), 2**8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"), 10**7),
     "shared_intermediate_size": 10**7,
@@ -20,12 +21,16 @@ LARGEST = {
 """Upper limits of sizes, above any model."""
 SHARED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
 """Families with a shared expert behind a gate."""
-GROUPED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Families whose latent attention has an indexer."""
+GROUPED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4", *INDEXED)
 """Families whose routers have groups, and, except for Mistral 4, sigmoid scores and a selection bias."""
 LOCAL = ("mixtral", "gpt_oss", "minimax_m2", "granitemoehybrid")
 """Families whose keys are `num_local_experts` and `intermediate_size`."""
-LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4")
+LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", *INDEXED)
 """Families with latent attention."""
+TYPED = ("glm4_moe_lite", *INDEXED)
+"""Families that name the kind of each layer's feed-forward."""
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Keys of such families that have one supported value."""
 
@@ -151,12 +156,12 @@ def _read_grouped(keys: JsonKeys, family: str) -> MoEConfig:
 
 
 def _read_dense_layers(keys: JsonKeys, family: str) -> int:
-    """Return the number of leading layers without experts. GLM-4.7-Flash names the kind of each layer.
+    """Return the number of leading layers without experts. Families of TYPED name the kind of each layer.
 
     Raises:
         UserError: dense layers follow sparse ones.
     """
-    types = keys.get("mlp_layer_types") if family == "glm4_moe_lite" else None
+    types = keys.get("mlp_layer_types") if family in TYPED else None
     if types is None:
         return keys.integer("first_k_dense_replace", 10_000, low=0)
     layers = keys.integer("num_hidden_layers", 10_000)
@@ -200,6 +205,60 @@ def read_latent_attention(keys: JsonKeys, family: str, heads: int) -> MLAConfig 
     )
 
 
+def read_indexer(keys: JsonKeys, family: str, num_layers: int) -> dict[str, Any]:
+    """Return the fields index and index_layers of TransformerConfig, none for a family without an indexer.
+
+    Raises:
+        UserError: a kind of RoPE that transformers does not compute, layers of other kinds, or a first layer
+            without an indexer.
+    """
+    if family not in INDEXED:
+        return {}
+    is_glm = family == "glm_moe_dsa"
+    fixed = {"indexer_rope_interleave": is_glm, "rope_interleave": True, "index_kpool": None}
+    fixed |= {"layer_types": ["indexed_attention"] * num_layers, "mla_use_nope": False}
+    for key, supported in fixed.items():
+        if keys.get(key) not in (None, supported):
+            raise keys.wrong(key, keys.get(key), f"is not supported; supported: {supported}")
+    sizes = (keys.integer(key, LARGEST[key]) for key in ("index_topk", "index_n_heads", "index_head_dim"))
+    found = {"index": IndexConfig(*sizes, interleaved=is_glm)}
+    types = _indexer_types(keys, num_layers) if is_glm else []
+    return {**found, "index_layers": tuple(kind == "full" for kind in types)} if "shared" in types else found
+
+
+def _indexer_types(keys: JsonKeys, num_layers: int) -> list[str]:
+    """Return the kind of each layer's indexer of GLM-5: "full", or "shared" for the choice of an earlier one.
+
+    Raises:
+        UserError: other kinds, another number of layers, or no indexer in the first layer.
+    """
+    types, pattern = keys.get("indexer_types"), keys.get("index_topk_pattern")
+    if types is None and pattern is not None:
+        letters = {"F": "full", "S": "shared"}
+        types = [letters.get(letter, letter) for letter in pattern] if isinstance(pattern, (str, list)) else pattern
+    elif types is None:
+        period = keys.integer("index_topk_freq", 10_000, low=0) or 1
+        first = keys.integer("index_skip_topk_offset", 10_000, low=0)
+        types = ["shared" if max(i - first + 1, 0) % period else "full" for i in range(num_layers)]
+    is_list = isinstance(types, list) and len(types) == num_layers
+    if not is_list or {*map(str, types)} - {"full", "shared"} or types[0] != "full":
+        needed = f"must be a list of {num_layers} full or shared, the first full"
+        raise keys.wrong("indexer_types", types, needed)
+    return types
+
+
+def write_indexer(config: TransformerConfig) -> dict[str, Any]:
+    """Return the keys of the indexer, none for a model without."""
+    if (index := config.index) is None:
+        return {}
+    sizes = {"index_topk": index.topk, "index_n_heads": index.heads, "index_head_dim": index.head_dim}
+    if config.family != "glm_moe_dsa":
+        return sizes
+    layers = config.index_layers or (True,) * config.num_layers
+    types = {"indexer_types": ["full" if own else "shared" for own in layers]}
+    return {**sizes, **types, "indexer_rope_interleave": index.interleaved}
+
+
 def write_latent_attention(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of latent attention, none for a model without."""
     mla = config.mla
@@ -212,7 +271,7 @@ def write_latent_attention(config: TransformerConfig) -> dict[str, Any]:
         "qk_nope_head_dim": mla.nope_dim,
         "qk_rope_head_dim": mla.rope_dim,
         "v_head_dim": mla.value_dim,
-        "rope_interleave": mla.interleaved,
+        **({} if config.index else {"rope_interleave": mla.interleaved}),
     }
 
 
@@ -231,7 +290,7 @@ def _write_grouped(config: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
     types = {"mlp_layer_types": _mlp_layer_types(moe.dense_layers, config.num_layers)}
     return {
         **common,
-        **(types if config.family == "glm4_moe_lite" else {}),
+        **(types if config.family in TYPED else {}),
         "n_shared_experts": moe.shared_size // moe.expert_size,
         "first_k_dense_replace": moe.dense_layers,
     }

@@ -4,6 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+DEEPSEEK_V3 = {
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
         "hidden_size": 2048,
@@ -51,28 +73,7 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
     },
-    "deepseek_v3": {
-        "vocab_size": 129_280,
-        "hidden_size": 7168,
-        "intermediate_size": 18_432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "max_position_embeddings": 4096,
-        "moe_intermediate_size": 2048,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
+    "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": {
         "vocab_size": 151_552,
         "hidden_size": 4096,
@@ -116,6 +117,19 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 192,
         "qk_rope_head_dim": 64,
         "v_head_dim": 256,
+    },
+    "deepseek_v32": {
+        **DEEPSEEK_V3,
+        **{"max_position_embeddings": 163_840, "first_k_dense_replace": 3},
+        **{"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    },
+    "glm_moe_dsa": {
+        **DEEPSEEK_V3,
+        **{"vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288, "num_hidden_layers": 78},
+        **{"num_attention_heads": 64, "max_position_embeddings": 202_752, "rms_norm_eps": 1e-5},
+        **{"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1},
+        **{"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128},
+        **{"index_topk_freq": 1, "index_skip_topk_offset": 2},
     },
     "mistral4": {
         "vocab_size": 131_072,

@@ -277,6 +277,10 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM", EXPERT_DEFAULTS["glm4_moe_lite"], bias="attention_bias"
     ),
+    "deepseek_v32": Family(
+        "DeepseekV32ForCausalLM", EXPERT_DEFAULTS["deepseek_v32"], bias="attention_bias"
+    ),
+    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", EXPERT_DEFAULTS["glm_moe_dsa"], bias="attention_bias"),
     "mistral4": Family("Mistral4ForCausalLM", EXPERT_DEFAULTS["mistral4"], bias="attention_bias"),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",

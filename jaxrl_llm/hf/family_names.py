@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+INDEX_ROWS: dict[str, tuple[str, str]] = {
+    "layers.index_q": ("model.layers.{}.self_attn.indexer.wq_b.weight", "c i e -> (i e) c"),
+    "layers.index_k": ("model.layers.{}.self_attn.indexer.wk.weight", "d e -> e d"),
+    "layers.index_k_norm": ("model.layers.{}.self_attn.indexer.k_norm.weight", "e -> e"),
+    "layers.index_k_norm_bias": ("model.layers.{}.self_attn.indexer.k_norm.bias", "e -> e"),
+    "layers.index_weights": ("model.layers.{}.self_attn.indexer.weights_proj.weight", "d i -> i d"),
+}
 DELTA_ROWS = {
     "layers.delta_qkv": ("model.layers.{}.linear_attn.in_proj_qkv.weight", "d c -> c d"),
     "layers.delta_z": ("model.layers.{}.linear_attn.in_proj_z.weight", "d h e -> (h e) d"),

@@ -22,6 +22,7 @@ from jaxrl_llm.models.attention import (
 )
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import sparse_mlp
+from jaxrl_llm.models.indexer import make_selected_fn, pack_keys
 from jaxrl_llm.models.linear import apply_linear, normalize, rms_norm
 from jaxrl_llm.models.mla import DecodeLatents, decode_latents, expand_latents
 from jaxrl_llm.models.recurrent import RECURRENT
@@ -49,7 +50,7 @@ def make_attention_fn(
     window: int | Int[Array, ""],
     method: ContextParallel = "none",
     strict: bool = False,
-    shared: KeysValues | None = None,
+    shared: KeysValues | UInt[Array, "B T W"] | None = None,
 ):
     """Return the `attention_fn` of `block` for whole rows: causal attention within the segments of a row, or
     the layer's recurrence. None for a layer that does not mix tokens.
@@ -58,6 +59,7 @@ def make_attention_fn(
         rows: in the order of `method` for attention, in natural order for a recurrence.
         window: tokens of its sequence that a token attends to, including itself.
         shared: keys and values of an earlier layer, for a layer that has none: its function takes q alone.
+            For a layer without an indexer the choice of an earlier layer.
     """
     if not c.mixes:
         return None
@@ -84,6 +86,10 @@ def make_attention_fn(
 
     attend = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
     rest = rows, jnp.asarray(window), sinks_of(w)
+    if c.index and (strict or rows.segments.shape[1] > c.index.topk):
+        return make_selected_fn(c, rows, strict=strict, chosen=shared)
+    if c.index:  # a token may read all earlier ones
+        return lambda q, k, v, _: (attend(q, k, v, *rest), (None, None, None))
     if shared is not None:
         return lambda q: (attend(q, *shared, *rest), None)
     return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
@@ -144,7 +150,8 @@ def block(
                 inputs[0] = constrain(inputs[0], "batch", "sequence", "heads", "head_dim")
             out, kv = attention_fn(*inputs)
             if c.mla:
-                out, kv, gate = out[..., : c.mla.value_dim], kv if strict else (gate, None), None
+                kv = kv if strict else _latent_kv(c, gate, inputs, kv)
+                out, gate = out[..., : c.mla.value_dim], None
     # Feed-forward; strict mode computes the steps between attention and experts token by token.
     if not c.moe:
         return per_token(after, w, x, out, gate, layer_inputs), kv, None
@@ -155,6 +162,11 @@ def block(
     if c.per_layer_inputs:
         x = per_token(functools.partial(_add_layer_inputs, c), w, x, layer_inputs)
     return x, kv, routing
+
+
+def _latent_kv(c: TransformerConfig, latents: Float[Array, "B T 1 E"], inputs, kv) -> tuple:
+    """Return what caches hold of a layer with latents, and the choice of its indexer if it has one."""
+    return (pack_keys(c, latents, inputs[3]), None, kv[2]) if c.index else (latents, None)
 
 
 def _add_mixed(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], out, gate):

@@ -14,6 +14,7 @@ from jaxrl_llm.models.mixer_config import (
     RECURRENT_KINDS,
     ConvConfig,
     DeltaConfig,
+    IndexConfig,
     LayerKind,
     MambaConfig,
     MLAConfig,
@@ -25,6 +26,8 @@ from jaxrl_llm.models.mixer_config import (
 from jaxrl_llm.ranges import Count, Range, problems
 
 Factor = Annotated[float, Range(0.0, 1e6, open_low=True)]
+PER_LAYER = ("window_layers", "rope_layers", "layer_kinds", "index_layers")
+"""Fields of TransformerConfig with one entry for each layer."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,11 @@ class TransformerConfig:
     """Size of one head; need not be hidden_size / num_heads. With `mla` nope_dim + rope_dim."""
     mla: MLAConfig | None = None
     """Multi-head latent attention (DeepSeek-V3); None = keys and values are projected directly."""
+    index: IndexConfig | None = None
+    """The sparse indexer of latent attention (DeepSeek-V3.2, GLM-5); None = all earlier tokens are read."""
+    index_layers: tuple[bool, ...] | None = None
+    """False for each layer that reuses the choice of the last layer with an indexer (GLM-5); None = all
+    layers have one."""
     delta: DeltaConfig | None = None
     """The gated delta rule of the layers that `layer_kinds` names; None = no such layers."""
     conv: ConvConfig | None = None
@@ -317,6 +325,11 @@ class TransformerConfig:
         return self.kind == ATTENTION and self.num_kv_layers > 0
 
     @property
+    def has_index(self) -> bool:
+        """Return whether the layers of a stack have an indexer."""
+        return self.index is not None and (self.index_layers or (True,))[0]
+
+    @property
     def rotary_dim(self) -> int:
         """Dims of a head that RoPE rotates."""
         if self.mla:
@@ -329,6 +342,10 @@ class TransformerConfig:
         """Yield (field, problem) for sizes that do not match."""
         if self.mla:
             yield from self.mla.problems_in(self)
+        if self.index:
+            yield from self.index.problems_in(self)
+        if self.index_layers and not (self.index and self.index_layers[0]):
+            yield "index_layers", "is set: it needs index, and an indexer in the first layer."
         # Attention heads.
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
@@ -341,7 +358,7 @@ class TransformerConfig:
             part = f", of which partial_rotary {self.rope.partial_rotary} is {rotary}"
             part = "" if self.rope.partial_rotary == 1.0 else part
             yield "head_dim", f"is {self.head_dim}{part}: it must be even, since RoPE rotates pairs."
-        for name in ("window_layers", "rope_layers", "layer_kinds"):
+        for name in PER_LAYER:
             layers = getattr(self, name)
             if layers is not None and len(layers) != self.num_layers:
                 yield name, f"has {len(layers)} entries: it must have one a layer, {self.num_layers}."
@@ -387,7 +404,7 @@ def check_model_config(config: TransformerConfig, where: str) -> None:
         UserError: one line that names every bad field.
     """
     parts = {"": config, "rope.": config.rope, "local_rope.": config.local_rope}
-    parts |= {f"{name}.": getattr(config, name) for name in ("moe", "mla", "global_heads", *RECURRENT_KINDS)}
+    parts |= {f"{name}.": getattr(config, name) for name in ("moe", "mla", "index", "global_heads", *RECURRENT_KINDS)}
     found = ((f"{key}{name}", text) for key, part in parts.items() if part for name, text in problems(part))
     if wrong := [f"{name} {text}" for name, text in found]:
         raise UserError(f"{where}: no model can have this architecture: {' '.join(wrong)}")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.flash_attention.reference import dense_attention
@@ -32,6 +32,7 @@ from jaxrl_llm.models.attention import (
 from jaxrl_llm.models.block import block, final_norm_fn, make_attention_fn
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import join_routes
+from jaxrl_llm.models.indexer import choose_exactly, choose_keys, pack_keys, unpack_keys
 from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mixer_config import ATTENTION
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
@@ -204,7 +205,7 @@ def prefill(
         x, kept, routing = block(c, w, x, layer_rope(c, tables, numbers), attention_fn=mix, **settings)
         if not c.has_kv:
             return (x, shared), kept, routing
-        k, v = kept
+        k, v, *_ = kept
         shared, v = put_shared(c, shared, kept), None if v is None else v.transpose(0, 2, 1, 3)
         return (x, shared), (k.transpose(0, 2, 3, 1), v), routing
 
@@ -237,7 +238,7 @@ def decode_ring(
 
     # Layers read their part of the cache and put the new one in its place.
     def layer(c, carry, w, numbers, array, index):
-        x, ks, vs, states = carry
+        x, ks, vs, states, chosen = carry
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         rope = layer_rope(c, tables, numbers)
         run = functools.partial(
@@ -245,21 +246,21 @@ def decode_ring(
         )
         if not c.mixes:
             x, _, routing = run(attention_fn=None)
-            return (x, ks, vs, states), None, routing
+            return (x, ks, vs, states, chosen), None, routing
         if c.kind in RECURRENT:
             step = make_state_fn(c, w, states, valid, at=(array, index), strict=strict)
             x, (states, _), routing = run(attention_fn=step)
-            return (x, ks, vs, states), None, routing
+            return (x, ks, vs, states, chosen), None, routing
         kv, sinks = (ks[array], vs[array] if vs else None), sinks_of(w)
-        attend = _attend_ring(
-            c, kv, index, cache.cursor, positions=positions, window=numbers.window, sinks=sinks, strict=strict
-        )
-        x, (k, v), routing = run(attention_fn=attend)
-        return (x, put(ks, k), put(vs, v) if vs else (), states), None, routing
+        masks = {"window": numbers.window, "sinks": sinks, "chosen": chosen}
+        attend = _attend_ring(c, kv, index, cache.cursor, positions=positions, strict=strict, **masks)
+        x, (k, v, chosen), routing = run(attention_fn=attend)
+        return (x, put(ks, k), put(vs, v) if vs else (), states, chosen), None, routing
 
     x, inputs = embed_tokens(c, weights, tokens[:, None], strict)
-    carry = x, cache.k, cache.v, cache.states
-    (x, ks, vs, states), _, routes = apply_layers(c, weights.layers, layer, carry, inputs=inputs)
+    chosen = jnp.zeros((len(tokens), 1, cache.length), bool) if c.index_layers else None
+    carry = x, cache.k, cache.v, cache.states, chosen
+    (x, ks, vs, states, _), _, routes = apply_layers(c, weights.layers, layer, carry, inputs=inputs)
     hidden = by_row(final_norm_fn(c), weights.norm, x)[:, 0]
     return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length), states), routes
 
@@ -344,10 +345,16 @@ def _attend_ring(
     positions: Int[Array, "S 1"],
     window,
     sinks,
+    chosen: Bool[Array, "S 1 C"] | None,
     strict: bool,
 ):
     """Return `attend` of `block`: write the new key and value, if the layer has them, at the cursor, and
-    attend to the slot's past."""
+    attend to the slot's past.
+
+    Args:
+        chosen: columns that the last indexer has chosen, in strict mode positions; None = each layer has an
+            indexer, or none has.
+    """
 
     def write(cache, column, order, start):
         if column is not None:
@@ -362,20 +369,31 @@ def _attend_ring(
         age = jnp.mod(cursor - jnp.arange(length), length)
         return ((age <= positions) & (age < window))[:, None]
 
-    def attend_latents(q, latents):
+    def attend_latents(q, latents, index=None):
         ks, k = write(kv[0], latents, (0, 2, 3, 1), (0, 0, 0, cursor))
-        k = k.transpose(0, 3, 1, 2).astype(q.dtype)
-        return dense_attention(AttentionSpec(**settings), q, k, k, visible=visible(k.shape[1]))[0], (ks, None)
+        k, seen = k.transpose(0, 3, 1, 2).astype(q.dtype), visible(k.shape[-1])
+        if c.index:
+            k, keys = unpack_keys(c, k)
+            new = None if index is None else choose_keys(c, index._replace(k=keys), seen, cursor + 1)
+            seen = chosen if new is None else new
+        out = dense_attention(AttentionSpec(**settings), q, k, k, visible=seen)[0]
+        return out, (ks, None, seen if c.index_layers else None)
 
-    def attend(q, k, v):
+    def attend(q, k, v, index=None):
+        k, v = (pack_keys(c, k, index), pack_keys(c, v, None)) if c.index else (k, v)
         ks, k = write(kv[0], k, (0, 2, 3, 1), (0, 0, 0, cursor))
         vs, v = write(kv[1], v, (0, 2, 1, 3), (0, 0, cursor, 0))
         k, v = k.transpose(0, 3, 1, 2).astype(q.dtype), v.transpose(0, 2, 1, 3).astype(q.dtype)
         if strict:
-            where = batch_invariant.RingKeys(cursor - positions), positions, window
-            return batch_invariant.invariant_attention(q, k, v, *where, sinks=sinks, **settings), (ks, vs)
+            where, choice = batch_invariant.RingKeys(cursor - positions), None
+            if c.index:
+                (k, keys), (v, _) = unpack_keys(c, k), unpack_keys(c, v)
+                choice = chosen if index is None else choose_exactly(c, index._replace(k=keys), where, positions)
+            masks = {"sinks": sinks, "chosen": choice, **settings}
+            out = batch_invariant.invariant_attention(q, k, v, where, positions, window, **masks)
+            return out, (ks, vs, choice if c.index_layers else None)
         out, lse = dense_attention(AttentionSpec(**settings), q, k, v, visible=visible(k.shape[1]))
-        return out if sinks is None else add_sinks(out, lse, sinks)[0], (ks, vs)
+        return out if sinks is None else add_sinks(out, lse, sinks)[0], (ks, vs, None)
 
     if not c.has_kv:
         return lambda q: attend(q, None, None)

@@ -47,6 +47,30 @@ class MLAConfig:
             yield "rope", f"has partial_rotary {c.rope.partial_rotary}: with mla it must be 1."
 
 
+@dataclass(frozen=True)
+class IndexConfig:
+    """The sparse indexer of latent attention (DeepSeek-V3.2, arXiv 2512.02556; GLM-5): a token attends to the
+    earlier tokens with the highest index scores. Its weights are frozen."""
+
+    topk: Size = 2048
+    """Tokens that a token attends to, itself included if it is among the highest."""
+    heads: Annotated[int, Range(1, 2**16)] = 64
+    """Heads of index queries; there is one index key a token."""
+    head_dim: Annotated[int, Range(2, 2**13)] = 128
+    """Size of an index key, of which RoPE rotates the first mla.rope_dim dims."""
+    interleaved: bool = False
+    """RoPE rotates neighbouring dims of it (GLM-5), not halves (DeepSeek-V3.2)."""
+
+    def problems_in(self, c: TransformerConfig) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for an architecture that cannot have this indexer."""
+        if not c.mla or not c.mla.q_rank:
+            yield "index", "is set: it needs mla with a q_rank, whose latent makes the index queries."
+        elif self.head_dim < c.mla.rope_dim:
+            yield "index", f"has head_dim {self.head_dim}: it must be at least mla.rope_dim, {c.mla.rope_dim}."
+        if c.sliding_window or c.attention_sinks or c.attention_softcap:
+            yield "index", "is set: sliding_window, attention_sinks and attention_softcap must not be."
+
+
 Norms = Literal["before", "after", "both"]
 Projections = Literal["qkv", "qkvz", "separate"]
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.models.attention import RopeTables, apply_rope, grow_queries, key_dim
 from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.indexer import IndexInputs, add_index_weights, key_room, pack_keys, project_index
 from jaxrl_llm.models.linear import Initializer, adapter_of, apply_linear, read_weight, rms_norm
 from jaxrl_llm.sharding.rules import constrain
 
@@ -29,14 +30,16 @@ class DecodeLatents(NamedTuple):
     """The `attention_fn` of `block` that reads a cache of latents."""
 
     attend: Callable[..., tuple[Array, Any]]
-    """(q [S, T, H, R + rope], latents [S, T, 1, R + rope]) -> (out [S, T, H, R + rope], cache)."""
+    """(q [S, T, H, R + rope], latents [S, T, 1, R + rope]) -> (out [S, T, H, R + rope], cache). With an
+    indexer (q, latents with index keys, IndexInputs or None)."""
 
 
 def cache_dims(c: TransformerConfig, strict: bool = False) -> tuple[int, int]:
-    """Return (heads, size) of a token's entry in the KV cache: its keys, or its latent and rotated key."""
+    """Return (heads, size) of a token's entry in the KV cache: its keys, or its latent and rotated key; then
+    a part of its index key, if the model has an indexer."""
     if c.mla and not strict:
-        return 1, c.mla.kv_rank + c.mla.rope_dim
-    return c.num_kv_heads, key_dim(c)
+        return 1, c.mla.kv_rank + c.mla.rope_dim + key_room(c, 1)
+    return c.num_kv_heads, key_dim(c) + key_room(c, c.num_kv_heads)
 
 
 def add_latent_weights(layers: Layers, c: TransformerConfig, init: Initializer) -> None:
@@ -54,27 +57,27 @@ def add_latent_weights(layers: Layers, c: TransformerConfig, init: Initializer) 
     layers.kv_b = init.normal((mla.kv_rank, c.num_heads, mla.nope_dim + mla.value_dim), heads)
     output = (c.num_heads, mla.value_dim, d), ("heads", "head_dim", "embed")
     layers.o = init.normal(*output, residual=True)
+    if c.has_index:
+        add_index_weights(layers, c, init)
     if c.qkv_bias:
         layers.kv_a_bias = init.zeros((mla.kv_rank + mla.rope_dim,), ("norm",))
         if mla.q_rank:
             layers.q_a_bias = init.zeros((mla.q_rank,), ("norm",))
 
 
-def expand_latents(
-    c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: RopeTables
-) -> tuple[
-    Float[Array, "B T H E"], Float[Array, "B T H E"], Float[Array, "B T H E"], Float[Array, "B T 1 C"]
-]:
-    """Return (q, k, v, latents): queries, keys and values of each head, and the tokens' entries in a cache of
-    latents. Values are padded with zeros to the size of keys, since kernels support only equal sizes.
+def expand_latents(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: RopeTables) -> tuple:
+    """Return (q, k, v, latents): queries, keys and values of each head [B, T, H, E], and the tokens' entries
+    in a cache of latents [B, T, 1, C]; before the latents IndexInputs or None, if the model has an indexer.
+    Values are padded with zeros to the size of keys, since kernels support only equal sizes.
     """
     mla = c.mla
-    q, latent, rotated = _project(c, w, h, rope)
+    q, latent, rotated, index = _project(c, w, h, rope)
     k, v = jnp.split(apply_linear(c, w, "kv_b", latent), [mla.nope_dim], axis=-1)
     shared = jnp.broadcast_to(rotated, (*k.shape[:-1], mla.rope_dim))
     v = jnp.pad(v, ((0, 0),) * 3 + ((0, c.head_dim - mla.value_dim),))
     k = constrain(jnp.concatenate([k, shared], axis=-1), "batch", "sequence", "heads", "head_dim")
-    return q, k, v, jnp.concatenate([latent[:, :, None], rotated], axis=-1)
+    latents = jnp.concatenate([latent[:, :, None], rotated], axis=-1)
+    return (q, k, v, index, latents) if c.index else (q, k, v, latents)
 
 
 def decode_latents(
@@ -91,11 +94,12 @@ def decode_latents(
     sum of c: neither keys nor values are computed. Both factors of an adapter of W are absorbed the same way.
     """
     mla = c.mla
-    q, latent, rotated = _project(c, w, h, rope)
+    q, latent, rotated, index = _project(c, w, h, rope)
     absorbed = _absorb_keys(c, w, q[..., : mla.nope_dim])
     q = jnp.concatenate([absorbed, q[..., mla.nope_dim :]], axis=-1)
     token = jnp.concatenate([latent[:, :, None], rotated], axis=-1)
-    out, cache = attention_fn.attend(q, token)
+    indexed = (pack_keys(c, token, index), index) if c.index else (token,)
+    out, cache = attention_fn.attend(q, *indexed)
     return _expand_values(c, w, out[..., : mla.kv_rank]), cache
 
 
@@ -121,15 +125,20 @@ def _expand_values(
 
 def _project(
     c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: RopeTables
-) -> tuple[Float[Array, "B T H E"], Float[Array, "B T R"], Float[Array, "B T 1 rope"]]:
-    """Return queries, the normalised latent of keys and values, and the rotated key that all heads share."""
-    mla = c.mla
+) -> tuple[
+    Float[Array, "B T H E"], Float[Array, "B T R"], Float[Array, "B T 1 rope"], IndexInputs | None
+]:
+    """Return queries, the normalised latent of keys and values, the rotated key that all heads share, and
+    the layer's `IndexInputs`, if it has an indexer."""
+    mla, index = c.mla, None
     if mla.q_rank:
-        q = apply_linear(c, w, "q_b", rms_norm(apply_linear(c, w, "q_a", h), w.q_a_norm[...], LATENT_EPS))
+        q_latent = rms_norm(apply_linear(c, w, "q_a", h), w.q_a_norm[...], LATENT_EPS)
+        q = apply_linear(c, w, "q_b", q_latent)
+        index = project_index(c, w, h, q_latent, rope=rope) if c.has_index else None
     else:
         q = apply_linear(c, w, "q", h)
     nope, q_rope = jnp.split(q, [mla.nope_dim], axis=-1)
     q = grow_queries(jnp.concatenate([nope, apply_rope(q_rope, rope, mla.interleaved)], axis=-1), rope)
     latent, k_rope = jnp.split(apply_linear(c, w, "kv_a", h), [mla.kv_rank], axis=-1)
     rotated = apply_rope(k_rope[:, :, None], rope, mla.interleaved)
-    return q, rms_norm(latent, w.kv_a_norm[...], LATENT_EPS), rotated
+    return q, rms_norm(latent, w.kv_a_norm[...], LATENT_EPS), rotated, index

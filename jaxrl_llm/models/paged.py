@@ -19,15 +19,27 @@ from jaxtyping import Array, Bool, Float, Int, Num, UInt
 
 from jaxrl_kernels.batch_invariant import RingKeys, invariant_attention
 from jaxrl_kernels.chips import LANES
+from jaxrl_kernels.chunks import map_chunks
 from jaxrl_kernels.decode_attention import reference
 from jaxrl_kernels.decode_attention.api import decode_attention, write_token
 from jaxrl_kernels.decode_attention.chunks import chunk_attention
 from jaxrl_kernels.dispatch import choose, device
+from jaxrl_kernels.flash_attention.reference import dense_attention
 from jaxrl_kernels.flash_attention.sinks import add_sinks
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec
 from jaxrl_llm.models.attention import attention_scale, layer_rope, rope_fn, sinks_of
 from jaxrl_llm.models.block import block, final_norm_fn
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, PromptCache, apply_layers, embed_tokens
+from jaxrl_llm.models.indexer import (
+    IndexInputs,
+    block_of_queries,
+    choose_exactly,
+    choose_keys,
+    key_room,
+    pack_keys,
+    unpack_keys,
+)
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
 from jaxrl_llm.models.recurrent import RECURRENT, State
 from jaxrl_llm.models.rows import per_token_call
@@ -96,32 +108,34 @@ def decode_paged(
     tables = by_row(rope_fn(c), None, jnp.maximum(positions, 0))
 
     def layer(model, carry, w, numbers, array, index):
-        x, cache, states = carry
+        x, cache, states, chosen = carry
         rope = layer_rope(model, tables, numbers)
         settings = {"strict": strict, "valid": valid, "rules": ROLLOUT, "layer_inputs": numbers.inputs}
         run = partial(block, model, w, x, rope, **settings)
         if not model.mixes:
             x, _, routing = run(attention_fn=None)
-            return (x, cache, states), None, routing
+            return (x, cache, states, chosen), None, routing
         if model.kind in RECURRENT:
             step = make_state_fn(model, w, states, valid, at=(array, index), strict=strict)
             x, (states, inputs), routing = run(attention_fn=step)
-            return (x, cache, states), inputs, routing
+            return (x, cache, states, chosen), inputs, routing
         layer_index, sinks = index[0] if index else array, sinks_of(w)
 
         # Sinks join the softmax after attention to the pages.
         def attend(*new):
-            where = table, positions, layer_index, numbers.window
-            (out, lse), new = _shard_mapped(c, partial(_attend, strict, sinks), cache, new, *where)
-            return out if sinks is None or strict else add_sinks(out, lse, sinks)[0], new
+            new, choice = _split_choice(model, new, chosen)
+            where = table, positions, layer_index, numbers.window, choice
+            (out, lse, made), new = _shard_mapped(c, partial(_attend, strict, sinks), cache, new, *where)
+            return out if sinks is None or strict else add_sinks(out, lse, sinks)[0], (new, made)
 
         attend = DecodeLatents(attend) if cache.v is None else attend
-        x, cache, routing = run(attention_fn=attend)
-        return (x, cache, states), None, routing
+        x, (cache, made), routing = run(attention_fn=attend)
+        return (x, cache, states, made if c.index_layers else None), None, routing
 
     x, inputs = embed_tokens(c, weights, tokens, strict)
-    carry = x, cache._replace(states=()), cache.states
-    (x, pages, states), (_, mixed), routes = apply_layers(c, weights.layers, layer, carry, inputs=inputs)
+    shape = (*tokens.shape, table.shape[1] * cache.k.shape[2])
+    carry = x, cache._replace(states=()), cache.states, jnp.zeros(shape, bool) if c.index_layers else None
+    (x, pages, states, _), (_, mixed), routes = apply_layers(c, weights.layers, layer, carry, inputs=inputs)
     return by_row(final_norm_fn(c), weights.norm, x), pages._replace(states=states), routes, tuple(mixed)
 
 
@@ -192,10 +206,25 @@ def copy_pages(
     return _shard_mapped(c, _copy, cache, (), sources, targets)
 
 
-def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, window):
-    """Write the new keys and values, then attend to the pages of each slot; returns ((out, lse), cache).
+def _split_choice(c: TransformerConfig, new: tuple, chosen):
+    """Return queries and what the pages hold of the tokens, and the layer's `IndexInputs` or the choice of
+    an earlier layer; None = the model has no indexer."""
+    if not c.index:
+        return new, None
+    *new, index = new
+    if len(new) == 3:  # strict
+        new[1:] = pack_keys(c, new[1], index), pack_keys(c, new[2], None)
+    return tuple(new), chosen if index is None else index
+
+
+def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, window, choice):
+    """Write the new keys and values, then attend to the pages of each slot; returns ((out, lse, choice),
+    cache).
 
     In strict mode the result includes the sinks, and lse is None.
+
+    Args:
+        choice: of `_split_choice`; the one returned is of positions.
     """
     # The page of each new token; padding goes to NULL_PAGE.
     (q, *new), page_size = new, cache.k.shape[2]
@@ -215,11 +244,13 @@ def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, w
     # Attend to the pages, which now hold the new tokens.
     k, k_scales = cache.k, cache.k_scales
     v, v_scales = (k, k_scales) if cache.v is None else (cache.v, cache.v_scales)
+    if c.index and (strict or table.shape[1] * page_size > c.index.topk):
+        return _attend_selected(strict, c, cache, q, table, positions, choice), cache
     if strict:
         k, v = (reference.gather_pages(x, None, table)[..., : q.shape[-1]] for x in (k, v))
         where, softcap = RingKeys(jnp.zeros_like(at)), c.attention_softcap
         out = invariant_attention(q, k, v, where, at, window, scale=scale, softcap=softcap, sinks=sinks)
-        return (out, None), cache
+        return (out, None, None), cache
     settings = {"scale": scale, "window": window, "softcap": c.attention_softcap}
     settings |= {"k_scales": k_scales, "v_scales": v_scales}
     padded = _pad_head_dim(q, cache)
@@ -229,7 +260,40 @@ def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, w
         out, lse = out[:, None], lse[..., None]
     else:
         out, lse = chunk_attention(padded, k, v, table, positions, **settings)
-    return (out[..., : q.shape[-1]], lse), cache
+    shape = (*positions.shape, table.shape[1] * page_size)
+    return (out[..., : q.shape[-1]], lse, jnp.zeros(shape, bool) if c.index_layers else None), cache
+
+
+def _attend_selected(strict, c, cache: PagedCache, q, table, positions, choice):
+    """Return (out, lse, choice) of attention to the pages' tokens that an indexer chooses."""
+    room = key_room(c, cache.k.shape[1])
+
+    def gather(pages):
+        x = reference.gather_pages(pages, None, table)
+        return unpack_keys(c, x[..., : q.shape[-1] + room])
+
+    (k, keys), at = gather(cache.k), jnp.maximum(positions, 0)
+    is_made = not isinstance(choice, IndexInputs)
+    if strict:
+        where = RingKeys(jnp.zeros_like(at))
+        choice = choice if is_made else choose_exactly(c, choice._replace(k=keys), where, at)
+        settings = {"scale": attention_scale(c), "chosen": choice}
+        out = invariant_attention(q, k, gather(cache.v)[0], where, at, NO_WINDOW, **settings)
+        return out, None, choice
+    k, spec, columns = k.astype(q.dtype), AttentionSpec(attention_scale(c)), jnp.arange(k.shape[1])
+    inputs = (choice,) if is_made else (choice.q, choice.weights)
+
+    def block(q, positions, *inputs):
+        seen = columns <= positions[..., None]
+        if not is_made:
+            seen = choose_keys(c, IndexInputs(inputs[0], keys.astype(q.dtype), inputs[1]), seen)
+        chosen = inputs[0] if is_made else seen
+        out, lse = dense_attention(spec, q, k, k, chosen)
+        return out, jnp.swapaxes(lse, 1, 2), chosen
+
+    size = block_of_queries(c, len(columns))
+    out, lse, choice = map_chunks(block, size, q, positions, *inputs)
+    return out, jnp.swapaxes(lse, 1, 2), choice
 
 
 def _write(c, cache: PagedCache, new, tables):
@@ -283,7 +347,7 @@ def _shard_mapped(c, fn, cache: PagedCache, new: tuple, *rest):
         return fn(c, cache, new, *rest)
     batch, heads = spec
     pages = jax.tree.map(lambda x: PartitionSpec(batch, heads), cache)
-    rows = lambda x: PartitionSpec(batch) if jnp.ndim(x) else PartitionSpec()
+    rows = lambda x: jax.tree.map(lambda x: PartitionSpec(batch) if jnp.ndim(x) else PartitionSpec(), x)
     if fn in (_write, _copy):  # prompts [L, B, N, K, page, E], replicated over shards
         new_specs, out = tuple(PartitionSpec(None, None, None, heads) for _ in new), pages
     else:  # q, k, v [S, T, heads, E]; latents have one head, of which queries have many
@@ -291,7 +355,7 @@ def _shard_mapped(c, fn, cache: PagedCache, new: tuple, *rest):
         q_batch, q_heads = current_spec(("batch", "heads"), shape) if cache.v is None else spec
         specs = (q_batch, q_heads), *((batch, heads) for _ in new[1:])
         new_specs = tuple(PartitionSpec(rows, None, of) for rows, of in specs)
-        out = ((new_specs[0], PartitionSpec(q_batch, q_heads)), pages)
+        out = ((new_specs[0], PartitionSpec(q_batch, q_heads), PartitionSpec(batch)), pages)
     specs = pages, new_specs, *map(rows, rest)
     run = jax.shard_map(lambda *args: fn(c, *args), in_specs=specs, out_specs=out, check_vma=False)
     return run(cache, new, *rest)

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import PER_LAYER, TransformerConfig
 from jaxrl_llm.models.global_heads import config_of_layers
 from jaxrl_llm.models.mixer_config import ATTENTION
 
 _DENSE = "dense_"
+_REUSING = "reusing_"  # layers without an indexer, which reuse the choice of an earlier one
 _SHARED = "shared_"  # layers that read the keys and values of earlier ones
 GLOBAL = "global_layers"
 """Name of the stack of layers without a sliding window, if their heads differ (`global_heads`)."""
@@ -52,10 +53,9 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
     def stack(name: str) -> TransformerConfig:
         own = [i for i, of in enumerate(names) if of == name]
         pick = lambda values: values and tuple(values[i] for i in own)
-        per_layer = ("window_layers", "rope_layers", "layer_kinds")
         is_sparse = c.moe and not is_dense(name) and (not c.one_branch or c.layer_kinds[own[0]] == "experts")
         moe = dataclasses.replace(c.moe, dense_layers=0) if is_sparse else None
-        picked = {field: pick(getattr(c, field)) for field in per_layer}
+        picked = {field: pick(getattr(c, field)) for field in PER_LAYER}
         norms = c.delta.norms if c.delta and picked["layer_kinds"][0] == "delta" else c.norms
         own_heads = config_of_layers(c, not name.endswith(GLOBAL)) if c.global_heads else c
         is_shared = name.startswith(_SHARED)
@@ -201,7 +201,8 @@ def stack_names(c: TransformerConfig) -> list[str]:
     kinds = c.layer_kinds or (ATTENTION,) * c.num_layers
     dense, first_shared = c.moe.dense_layers if c.moe else 0, c.num_layers - c.shared_kv_layers
     of_kind = lambda kind: "layers" if kind == ATTENTION else f"{kind}_layers"
-    names = [f"{_DENSE * (i < dense)}{of_kind(kind)}" for i, kind in enumerate(kinds)]
+    reuses = [_REUSING * (not own) for own in c.index_layers or (True,) * c.num_layers]
+    names = [f"{_DENSE * (i < dense)}{reuses[i]}{of_kind(kind)}" for i, kind in enumerate(kinds)]
     if c.global_heads:
         names = ["layers" if slides else GLOBAL for slides in c.window_layers]
     return [f"{_SHARED * (i >= first_shared)}{name}" for i, name in enumerate(names)]

@@ -350,7 +350,7 @@ def _layer_fn(
 ):
     """Return a layer's function for `Transformer.forward`: (stack, (x, keys and values of another layer),
     weights, (numbers, routes)) -> (x, keys and values if others read them, (sums of the routing, routes))."""
-    keeps_kv = c.shared_kv_layers > 0
+    keeps_kv = c.shared_kv_layers > 0 or c.index_layers is not None
 
     def layer(c, carry, layer, numbers):
         (x, shared), (numbers, routes) = carry, numbers

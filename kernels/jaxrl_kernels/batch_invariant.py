@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxrl_kernels.chunks import map_chunks
 from jaxrl_kernels.flash_attention.spec import MASKED_LSE, NO_WINDOW, DynamicMask, visible
@@ -125,6 +125,7 @@ def invariant_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    chosen: Bool[Array, "B T C"] | None = None,
 ) -> Float[Array, "B T H E"]:
     """Compute softmax attention of each query to its trajectory's keys, up to its own position. No gradient.
 
@@ -132,25 +133,30 @@ def invariant_attention(
         where: the keys of each position in the query's row.
         window: sliding window: the most keys that a query attends to, its own included.
         sinks: the score of one more key of value 0 for each head, float32; None = none.
+        chosen: positions that each query may attend to; None = all.
     """
     batch, length, kv_heads, dim = k.shape
     row = jnp.broadcast_to(jnp.arange(batch)[:, None] * length, positions.shape)
     kv = tuple(x.reshape(batch * length, kv_heads, dim) for x in (k, v))
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def tile(shared, q, row, positions, *of_queries):
+    def tile(shared, q, chosen, row, positions, *of_queries):
         q = q.reshape(TILE, kv_heads, -1, dim)
         row, last, *of_queries = (x.reshape(TILE, 1) for x in (row, positions, *of_queries))
         (keys, values), window, sinks = shared
         # Looked up before the loop, so that its body is one program for rings, pages and rows.
         indices = row + where.in_order(row + jnp.arange(length), *of_queries)
         indices = jnp.pad(indices, ((0, 0), (0, -length % KEYS)))
+        if chosen is not None:
+            chosen = jnp.pad(chosen.reshape(TILE, length), ((0, 0), (0, -length % KEYS)))
 
         def add(step, carry):
             top, total, out = carry
             at = step * KEYS + jnp.arange(KEYS)
             index = jax.lax.dynamic_slice_in_dim(indices, step * KEYS, KEYS, axis=1)
             seen = (at <= last) & (last - at < window)
+            if chosen is not None:
+                seen &= jax.lax.dynamic_slice_in_dim(chosen, step * KEYS, KEYS, axis=1)
             scores = product("rkge,rcke->rkgc", q, keys[index]) * scale
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
@@ -170,7 +176,42 @@ def invariant_attention(
         return (out / total[..., None]).astype(q.dtype).reshape(1, TILE, -1, dim)
 
     shared = kv, jnp.asarray(window), sinks
-    return _in_tiles(tile, shared, q, row, positions, *where.of_queries())
+    return _in_tiles(tile, shared, q, chosen, row, positions, *where.of_queries())
+
+
+def invariant_scores(
+    scores_fn: Callable[..., Float[Array, "N 1 C"]],
+    inputs: tuple[Float[Array, "B T I E"], Float[Array, "B C E"], Float[Array, "B T I"]],
+    where: RingKeys | RowKeys,
+    positions: Int[Array, "B T"],
+) -> Float[Array, "B T C"]:
+    """Compute scores of each query against its trajectory's keys, in the order of positions. No gradient.
+
+    Args:
+        scores_fn: (queries [N, 1, I, E], weights [N, 1, I], keys [N, C, E]) -> scores.
+        inputs: (queries, keys, weights).
+        where, positions: as of `invariant_attention`. Scores after the last key of a tile are 0.
+    """
+    q, keys, weights = inputs
+    batch, length, dim = keys.shape
+    row = jnp.broadcast_to(jnp.arange(batch)[:, None] * length, positions.shape)
+
+    def tile(keys, q, weights, row, positions, *of_queries):
+        q, weights = (x.reshape(TILE, 1, *x.shape[2:]) for x in (q, weights))
+        row, last, *of_queries = (x.reshape(TILE, 1) for x in (row, positions, *of_queries))
+        indices = row + where.in_order(row + jnp.arange(length), *of_queries)
+        indices = jnp.pad(indices, ((0, 0), (0, -length % KEYS)))
+
+        def add(step, out):
+            index = jax.lax.dynamic_slice_in_dim(indices, step * KEYS, KEYS, axis=1)
+            part = scores_fn(q, weights, keys[index])[:, 0]
+            return jax.lax.dynamic_update_slice_in_dim(out, part, step * KEYS, axis=1)
+
+        out = jax.lax.fori_loop(0, jnp.max(last) // KEYS + 1, add, jnp.zeros(indices.shape, jnp.float32))
+        return out[None, :, :length]
+
+    flat = keys.reshape(batch * length, dim)
+    return _in_tiles(tile, flat, q, weights, row, positions, *where.of_queries())
 
 
 def logits_fn(softcap: float | None) -> Callable[..., Float[Array, "B T V"]]:

@@ -17,13 +17,13 @@ def split(x: Shaped[Array, "B T ..."], chunk: int) -> Shaped[Array, "S B C ..."]
     return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
 
 
-def join(x: Shaped[Array, "S B C"], length: int) -> Shaped[Array, "B T"]:
+def join(x: Shaped[Array, "S B C ..."], length: int) -> Shaped[Array, "B T ..."]:
     """Invert `split`: join the first `length` tokens."""
-    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :length]
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
 
 
 def map_chunks(one: Callable[..., Any], chunk: int, *inputs: Shaped[Array, "B T ..."]) -> Any:
-    """Apply `one` to each chunk of the inputs, sequentially; returns a tree of arrays [B, T]."""
+    """Apply `one` to each chunk of the inputs, sequentially; returns a tree of arrays [B, T, ...]."""
     length = inputs[0].shape[1]
     if chunk >= length:
         return one(*inputs)
