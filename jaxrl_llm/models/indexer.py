@@ -181,22 +181,22 @@ def make_selected_fn(
         if not strict:
             out, bits = attend_selected(c, rows, q, k, v, index=index, chosen=chosen)
             return out, (None, None, bits)
-        where, bits, length = _keys_of(rows), chosen, q.shape[1]
+        bits = chosen
         if index is not None:
-            bits = jnp.packbits(choose_exactly(c, index, where, rows.positions), axis=-1)
-        in_order = jnp.unpackbits(bits, axis=-1, count=length).astype(bool)
+            bits = jnp.packbits(choose_exactly(c, index, _keys_of(rows), rows.positions), axis=-1)
+        in_order = jnp.unpackbits(bits, axis=-1, count=q.shape[1]).astype(bool)
 
-        def plain(q, k, v, in_order):
+        def plain(q, k, v, rows, in_order):
             of_keys = jnp.broadcast_to(rows.positions[:, None], in_order.shape)
             columns = jnp.packbits(jnp.take_along_axis(in_order, of_keys, axis=-1), axis=-1)
             return attend_selected(c, rows, q, k, v, index=None, chosen=columns)[0]
 
-        def exact(q, k, v, in_order):
-            return batch_invariant.invariant_attention(
-                q, k, v, where, rows.positions, NO_WINDOW, scale=attention_scale(c), chosen=in_order
-            )
+        def exact(q, k, v, rows, in_order):
+            settings = {"scale": attention_scale(c), "chosen": in_order}
+            where = _keys_of(rows), rows.positions, NO_WINDOW
+            return batch_invariant.invariant_attention(q, k, v, *where, **settings)
 
-        out = batch_invariant.straight_through(plain, exact, q, k, v, in_order)
+        out = batch_invariant.straight_through(plain, exact, q, k, v, rows, in_order)
         return out, (pack_keys(c, k, index), pack_keys(c, v, None), bits)
 
     return attend

@@ -15,7 +15,7 @@ from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import QuantizedConfig
-from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
@@ -31,6 +31,10 @@ DENSE_FIRST = dataclasses.replace(
 LATENTS = dataclasses.replace(
     DENSE_FIRST, num_kv_heads=4, qk_norm=False, head_dim=12, mla=MLAConfig(16, 20, 8, 4, value_dim=6)
 )
+INDEXED = dataclasses.replace(
+    LATENTS, num_layers=6, sliding_window=None, window_layers=None, attention_sinks=False,
+    index=IndexConfig(3, 2, 9, interleaved=True), index_layers=(True, False) * 3,
+)  # fmt: skip
 GEMMA = dataclasses.replace(
     TINY, num_layers=3, sliding_window=3, window_layers=(True, True, False), norms="both", norm_offset=1.0,
     embedding_multiplier=32**0.5, attention_multiplier=6**-0.5, local_rope=models.RopeConfig(theta=100.0),
@@ -71,6 +75,8 @@ VARIANTS = {
     "scanned": WINDOWED,
     "latents": LATENTS,
     "latents, scanned": LATENTS,
+    "indexer": INDEXED,
+    "indexer, scanned": INDEXED,
     "latents, adapters": ADAPTED,
     "latents, adapters, scanned": ADAPTED,
     "four norms, two ropes": GEMMA,
@@ -169,11 +175,12 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     [
         pytest.param(LATENTS, 1, marks=pytest.mark.slow),
         (ADAPTED, 1),
+        (INDEXED, 1),
         (WINDOWED, 128),
         (GEMMA, 1),
         (SHARED_KV, 1),
     ],
-    ids=["latents", "latents, adapters", "lanes", "two ropes", "shared keys"],
+    ids=["latents", "latents, adapters", "indexer", "lanes", "two ropes", "shared keys"],
 )
 def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
     """A scanned model with windows and sinks, token by token; also in the wider pages of a TPU."""
@@ -183,7 +190,8 @@ def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
     with monkeypatch.context() as there:
         there.setattr(paged, "device", lambda: ("tpu" if lanes > 1 else "cpu", ""))
         pages = paged.init_paged_cache(config, 7, 8, jnp.float32)
-    assert pages.k.shape[3] == max(16 + 4 if config.mla else config.head_dim, lanes)
+    size = 16 + 4 + (9 if config.index else 0) if config.mla else config.head_dim
+    assert pages.k.shape[3] == max(size, lanes)
     table = jnp.array([[3, 1, 6], [2, 5, 4]], jnp.int32)
     one = jax.jit(lambda cache, *args: decode.decode_ring(config, weights, cache, *args))
     other = jax.jit(

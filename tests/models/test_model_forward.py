@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.kernels import describe_kernels
-from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 CONFIG = models.TransformerConfig(
@@ -170,7 +170,12 @@ SHARED = dataclasses.replace(CONFIG, attention_sinks=True, attention_softcap=5.0
 LATENT = dataclasses.replace(CONFIG, num_kv_heads=4, head_dim=12, mla=MLAConfig(16, 20, 8, 4, value_dim=6))
 
 
-@pytest.mark.parametrize("config", [SHARED, LATENT], ids=["softcap and sinks", "latent attention"])
+INDEXED = dataclasses.replace(LATENT, index=IndexConfig(4, 2, 9), index_layers=(True, False) * 8)
+
+
+@pytest.mark.parametrize(
+    "config", [SHARED, LATENT, INDEXED], ids=["softcap and sinks", "latent attention", "indexer"]
+)
 def test_shared_prefixes_give_what_rows_of_their_own_give(config):
     """Segments 2 and 5 continue 1, 3 and 4 continue 2, and 7 continues 6."""
     lengths, starts, last = [6, 5, 4, 3, 5, 4, 3], [0, 6, 11, 11, 6, 0, 4], [5, 4, 3, 4, 5, 7, 7]

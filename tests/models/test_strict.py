@@ -22,7 +22,7 @@ from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.kernels import prefix_sharing
-from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
 from jaxrl_llm.recipe.rule import apply_rules
 from jaxrl_llm.recipe.rules_recipe import RECIPE
 from jaxrl_llm.rollout.config import SamplingConfig
@@ -46,6 +46,9 @@ LATENTS = dataclasses.replace(
         4, 2, 24, 24, shared_gate=False, score="sigmoid", groups=2, selection_bias=True, dense_layers=1
     ),
 )  # fmt: skip
+INDEXED = dataclasses.replace(
+    LATENTS, num_layers=4, index=IndexConfig(5, 2, 9), index_layers=(True, False, True, False)
+)
 GPT_OSS = dataclasses.replace(
     QWEN, sliding_window=7, window_layers=(True, False), qkv_bias=True, out_bias=True, qk_norm=False,
     attention_sinks=True, moe=MoEConfig(6, 2, 24, score="softmax_of_chosen", bias=True, swiglu_limit=1.0),
@@ -153,6 +156,8 @@ def one_update(config, dtype, strict=True, share=True):
         pytest.param(NO_ROPE, "bfloat16", marks=pytest.mark.slow),
         pytest.param(ALIBI, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
+        pytest.param(INDEXED, "float32", marks=pytest.mark.slow),
+        pytest.param(INDEXED, "bfloat16", marks=pytest.mark.slow),
         pytest.param(ADAPTED, "float32", marks=pytest.mark.slow),
         pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
         pytest.param(ADAPTED_LATENTS, "float32", marks=pytest.mark.slow),
@@ -180,6 +185,8 @@ def one_update(config, dtype, strict=True, share=True):
         "norms after, a layer without rope bfloat16",
         "alibi, normalised head bfloat16",
         "latents",
+        "indexer",
+        "indexer bfloat16",
         "adapters",
         "adapters bfloat16",
         "adapters of latents",
@@ -213,7 +220,9 @@ def test_prompts_that_rows_repeat_have_the_same_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [QWEN, HYBRID, LFM2, MAMBA], ids=["qwen3", "delta", "conv", "mamba"])
+@pytest.mark.parametrize(
+    "config", [QWEN, HYBRID, LFM2, MAMBA, INDEXED], ids=["qwen3", "delta", "conv", "mamba", "index"]
+)
 def test_text_and_log_probs_do_not_depend_on_the_other_slots(config):
     few, many = generated(config, "float32"), generated(config, "float32", slots=12, chunk=5)
     for one, other in zip(few, many, strict=True):
@@ -269,11 +278,12 @@ of_each_kind = pytest.mark.parametrize(
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
         pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
+        pytest.param(INDEXED, "float32", marks=pytest.mark.slow),
         pytest.param(HYBRID, "float32", marks=pytest.mark.slow),
         pytest.param(MAMBA, "bfloat16", marks=pytest.mark.slow),
     ],
     ids=[
-        *("qwen3", "windows, caps, sinks, biases", "gpt-oss bfloat16", "latents"),
+        *("qwen3", "windows, caps, sinks, biases", "gpt-oss bfloat16", "latents", "indexer"),
         *("delta rule", "mamba bfloat16"),
     ],
 )
