@@ -235,7 +235,11 @@ def _indexer_types(keys: JsonKeys, num_layers: int) -> list[str]:
     types, pattern = keys.get("indexer_types"), keys.get("index_topk_pattern")
     if types is None and pattern is not None:
         letters = {"F": "full", "S": "shared"}
-        types = [letters.get(letter, letter) for letter in pattern] if isinstance(pattern, (str, list)) else pattern
+        types = (
+            [letters.get(letter, letter) for letter in pattern]
+            if isinstance(pattern, (str, list))
+            else pattern
+        )
     elif types is None:
         period = keys.integer("index_topk_freq", 10_000, low=0) or 1
         first = keys.integer("index_skip_topk_offset", 10_000, low=0)

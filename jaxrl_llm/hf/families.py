@@ -211,9 +211,7 @@ _LFM2 = {
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
     "conv_L_cache": 3,
-    "block_auto_adjust_ff_dim": True,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_multiple_of": 256,
+    **{"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
 }
 _LFM2_FACTS = {
     "fields": {"qk_norm": True},
@@ -277,9 +275,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM", EXPERT_DEFAULTS["glm4_moe_lite"], bias="attention_bias"
     ),
-    "deepseek_v32": Family(
-        "DeepseekV32ForCausalLM", EXPERT_DEFAULTS["deepseek_v32"], bias="attention_bias"
-    ),
+    "deepseek_v32": Family("DeepseekV32ForCausalLM", EXPERT_DEFAULTS["deepseek_v32"], bias="attention_bias"),
     "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", EXPERT_DEFAULTS["glm_moe_dsa"], bias="attention_bias"),
     "mistral4": Family("Mistral4ForCausalLM", EXPERT_DEFAULTS["mistral4"], bias="attention_bias"),
     "minimax_m2": Family(

@@ -321,9 +321,11 @@ def window_sizes(c: TransformerConfig) -> list[int]:
 
 
 def attention_windows(c: TransformerConfig) -> list[int]:
-    """Return the sliding window of each layer with attention."""
+    """Return the sliding window of each layer with attention: the most keys that a query reads, which an
+    indexer chooses if the model has one."""
     kinds = c.layer_kinds or (ATTENTION,) * c.num_layers
-    return [window for window, kind in zip(window_sizes(c), kinds, strict=True) if kind == ATTENTION]
+    windows = [c.index.topk] * c.num_layers if c.index else window_sizes(c)
+    return [window for window, kind in zip(windows, kinds, strict=True) if kind == ATTENTION]
 
 
 def window_spans(

@@ -86,6 +86,8 @@ def make_attention_fn(
 
     attend = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
     rest = rows, jnp.asarray(window), sinks_of(w)
+    if c.index and method != "none":
+        raise ValueError(f"an indexer reads whole rows: no context parallelism ({method})")
     if c.index and (strict or rows.segments.shape[1] > c.index.topk):
         return make_selected_fn(c, rows, strict=strict, chosen=shared)
     if c.index:  # a token may read all earlier ones
@@ -165,7 +167,7 @@ def block(
 
 
 def _latent_kv(c: TransformerConfig, latents: Float[Array, "B T 1 E"], inputs, kv) -> tuple:
-    """Return what caches hold of a layer with latents, and the choice of its indexer if it has one."""
+    """Return a layer's entries in a cache of latents, and the choice of its indexer if it has one."""
     return (pack_keys(c, latents, inputs[3]), None, kv[2]) if c.index else (latents, None)
 
 

@@ -11,6 +11,7 @@ from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.mixer_config import (
     ATTENTION,
     MLP_KINDS,
+    PER_LAYER,
     RECURRENT_KINDS,
     ConvConfig,
     DeltaConfig,
@@ -20,14 +21,13 @@ from jaxrl_llm.models.mixer_config import (
     MLAConfig,
     Norms,
     Size,
+    index_problems,
     kind_problems,
     shared_kv_problems,
 )
 from jaxrl_llm.ranges import Count, Range, problems
 
 Factor = Annotated[float, Range(0.0, 1e6, open_low=True)]
-PER_LAYER = ("window_layers", "rope_layers", "layer_kinds", "index_layers")
-"""Fields of TransformerConfig with one entry for each layer."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,7 @@ class TransformerConfig:
     index: IndexConfig | None = None
     """The sparse indexer of latent attention (DeepSeek-V3.2, GLM-5); None = all earlier tokens are read."""
     index_layers: tuple[bool, ...] | None = None
-    """False for each layer that reuses the choice of the last layer with an indexer (GLM-5); None = all
-    layers have one."""
+    """False for each layer that reuses the choice of the last one with an indexer (GLM-5); None = none does."""
     delta: DeltaConfig | None = None
     """The gated delta rule of the layers that `layer_kinds` names; None = no such layers."""
     conv: ConvConfig | None = None
@@ -325,11 +324,6 @@ class TransformerConfig:
         return self.kind == ATTENTION and self.num_kv_layers > 0
 
     @property
-    def has_index(self) -> bool:
-        """Return whether the layers of a stack have an indexer."""
-        return self.index is not None and (self.index_layers or (True,))[0]
-
-    @property
     def rotary_dim(self) -> int:
         """Dims of a head that RoPE rotates."""
         if self.mla:
@@ -342,10 +336,6 @@ class TransformerConfig:
         """Yield (field, problem) for sizes that do not match."""
         if self.mla:
             yield from self.mla.problems_in(self)
-        if self.index:
-            yield from self.index.problems_in(self)
-        if self.index_layers and not (self.index and self.index_layers[0]):
-            yield "index_layers", "is set: it needs index, and an indexer in the first layer."
         # Attention heads.
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
@@ -384,6 +374,7 @@ class TransformerConfig:
             yield "normalize_head", "is True: with tie_embeddings it must be False."
         # Layers of other kinds than attention.
         yield from kind_problems(self)
+        yield from index_problems(self)
         yield from shared_kv_problems(self)
         if self.mla and (self.layer_kinds or self.attention_gate):
             yield "mla", "is set: layer_kinds and attention_gate are for attention without latents."
@@ -404,7 +395,10 @@ def check_model_config(config: TransformerConfig, where: str) -> None:
         UserError: one line that names every bad field.
     """
     parts = {"": config, "rope.": config.rope, "local_rope.": config.local_rope}
-    parts |= {f"{name}.": getattr(config, name) for name in ("moe", "mla", "index", "global_heads", *RECURRENT_KINDS)}
+    parts |= {
+        f"{name}.": getattr(config, name)
+        for name in ("moe", "mla", "index", "global_heads", *RECURRENT_KINDS)
+    }
     found = ((f"{key}{name}", text) for key, part in parts.items() if part for name, text in problems(part))
     if wrong := [f"{name} {text}" for name, text in found]:
         raise UserError(f"{where}: no model can have this architecture: {' '.join(wrong)}")

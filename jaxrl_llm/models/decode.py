@@ -32,7 +32,7 @@ from jaxrl_llm.models.attention import (
 from jaxrl_llm.models.block import block, final_norm_fn, make_attention_fn
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import join_routes
-from jaxrl_llm.models.indexer import choose_exactly, choose_keys, pack_keys, unpack_keys
+from jaxrl_llm.models.indexer import choose_exactly, choose_keys, pack_keys, read_choice, unpack_keys
 from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mixer_config import ATTENTION
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
@@ -336,6 +336,12 @@ def _stack_of_layers(c: TransformerConfig) -> list[TransformerConfig]:
     return [stacks[name] for name, _ in layer_places(c)]
 
 
+def _visible(cursor, positions: Int[Array, "S 1"], window, length: int) -> Bool[Array, "S 1 C"]:
+    """Return the columns of a ring that slots see, by their age: how many tokens ago they were written."""
+    age = jnp.mod(cursor - jnp.arange(length), length)
+    return ((age <= positions) & (age < window))[:, None]
+
+
 def _attend_ring(
     c: TransformerConfig,
     kv,
@@ -363,19 +369,15 @@ def _attend_ring(
         return cache, jax.lax.dynamic_index_in_dim(cache, *index, keepdims=False) if index else cache
 
     settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
+    visible = functools.partial(_visible, cursor, positions, window)
 
-    # A column is visible by its age: how many tokens ago it was written.
-    def visible(length):
-        age = jnp.mod(cursor - jnp.arange(length), length)
-        return ((age <= positions) & (age < window))[:, None]
-
+    # A function for a cache of latents, and one for keys and values.
     def attend_latents(q, latents, index=None):
         ks, k = write(kv[0], latents, (0, 2, 3, 1), (0, 0, 0, cursor))
         k, seen = k.transpose(0, 3, 1, 2).astype(q.dtype), visible(k.shape[-1])
         if c.index:
-            k, keys = unpack_keys(c, k)
-            new = None if index is None else choose_keys(c, index._replace(k=keys), seen, cursor + 1)
-            seen = chosen if new is None else new
+            of_ring = functools.partial(choose_keys, c, seen=seen, start=cursor + 1)
+            k, seen = read_choice(c, k, index, chosen, choose=of_ring)
         out = dense_attention(AttentionSpec(**settings), q, k, k, visible=seen)[0]
         return out, (ks, None, seen if c.index_layers else None)
 
@@ -387,8 +389,8 @@ def _attend_ring(
         if strict:
             where, choice = batch_invariant.RingKeys(cursor - positions), None
             if c.index:
-                (k, keys), (v, _) = unpack_keys(c, k), unpack_keys(c, v)
-                choice = chosen if index is None else choose_exactly(c, index._replace(k=keys), where, positions)
+                exactly = functools.partial(choose_exactly, c, where=where, positions=positions)
+                (k, choice), (v, _) = read_choice(c, k, index, chosen, choose=exactly), unpack_keys(c, v)
             masks = {"sinks": sinks, "chosen": choice, **settings}
             out = batch_invariant.invariant_attention(q, k, v, where, positions, window, **masks)
             return out, (ks, vs, choice if c.index_layers else None)

@@ -78,9 +78,24 @@ def matrix_flops(c: TransformerConfig, tokens: Number) -> float:
     return 2.0 * tokens * (layer_weights(c) + adapter_weights(c))
 
 
+def index_flops(c: TransformerConfig, tokens: Number, context: Number) -> float:
+    """Return the FLOPs of indexers, which have no backward pass; 0 if each query reads all its keys.
+
+    Args:
+        context: keys of each query.
+    """
+    return _indexer_flops(c, tokens, context) if c.index and context > c.index.topk else 0.0
+
+
+def _indexer_flops(c: TransformerConfig, tokens: Number, context: Number) -> float:
+    index, layers = c.index, sum(c.index_layers or (True,) * c.num_layers)
+    weights = c.mla.q_rank * index.heads * index.head_dim + c.hidden_size * (index.head_dim + index.heads)
+    return 2.0 * tokens * layers * (weights + index.heads * index.head_dim * context)
+
+
 def forward_flops(c: TransformerConfig, tokens: Number, context: Number) -> float:
     """Return the FLOPs of the layers, without the head."""
-    return matrix_flops(c, tokens) + attention_flops(c, tokens, context)
+    return matrix_flops(c, tokens) + attention_flops(c, tokens, context) + index_flops(c, tokens, context)
 
 
 def frozen_flops(c: TransformerConfig, tokens: Number, logits: bool) -> float:
@@ -112,7 +127,8 @@ def update_flops(
         remat: key of RECOMPUTED.
         with_logits: True if the loss needs log-probs, whose logits are recomputed too.
     """
-    layers = 3 * forward_flops(c, tokens, context) + RECOMPUTED[remat](c, tokens, context)
+    layers = 3 * forward_flops(c, tokens, context) - 2 * index_flops(c, tokens, context)
+    layers += RECOMPUTED[remat](c, tokens, context)
     return layers + 4 * head_flops(c, tokens) * with_logits - frozen_flops(c, tokens, with_logits)
 
 
@@ -144,7 +160,7 @@ def sequence_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = 
         layers = Counter(attention_windows(stack))
         return sum(count * _causal_keys(n, window) for window, count in layers.items() for n in lengths)
 
-    matrices = matrix_flops(c, sum(lengths)) + state_flops(c, sum(lengths))
+    matrices = matrix_flops(c, sum(lengths)) + state_flops(c, sum(lengths)) + _index_flops(c, lengths)
     return matrices + 2.0 * _sum_of_stacks(c, keys) + head_flops(c, sum(lengths)) * logits
 
 
@@ -154,7 +170,14 @@ def training_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = 
     With adapters, frozen weights have no gradients (`frozen_flops`).
     """
     lengths = list(lengths)
-    return 3 * sequence_flops(c, lengths, logits) - frozen_flops(c, sum(lengths), logits)
+    forward = 3 * sequence_flops(c, lengths, logits) - 2 * _index_flops(c, lengths)
+    return forward - frozen_flops(c, sum(lengths), logits)
+
+
+def _index_flops(c: TransformerConfig, lengths: list[int]) -> float:
+    """Return `index_flops` of causal sequences; those of up to `topk` tokens need no indexer."""
+    long = [n for n in lengths if c.index and n > c.index.topk]
+    return sum((_indexer_flops(c, n, (n + 1) / 2) for n in long), 0.0)
 
 
 def _causal_keys(length: int, window: int) -> float:

@@ -12,6 +12,7 @@ time is that of dense attention, and memory that of a block.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -39,7 +40,7 @@ MIN_BLOCK = 8
 
 
 class IndexInputs(NamedTuple):
-    """What the indexer computes of each token; no gradient passes."""
+    """Index queries, index keys and weights of index heads, without gradient."""
 
     q: Float[Array, "B T I E"]
     k: Float[Array, "B T E"]
@@ -134,6 +135,20 @@ def choose_exactly(
     scores = batch_invariant.invariant_scores(index_scores, index, where, positions)
     seen = jnp.arange(scores.shape[-1]) <= positions[..., None]
     return select_keys(scores, seen, c.index.topk)
+
+
+def read_choice(
+    c: TransformerConfig,
+    x: Float[Array, "S C K R"],
+    index: IndexInputs | None,
+    chosen: Bool[Array, "S T C"] | None,
+    *,
+    choose: Callable[[IndexInputs], Bool[Array, "S T C"]],
+) -> tuple[Float[Array, "S C K E"], Bool[Array, "S T C"]]:
+    """Return (entries of a cache without index keys, the keys to read): `choose` of the layer's queries and
+    the cache's index keys, or the choice of an earlier layer."""
+    x, keys = unpack_keys(c, x)
+    return x, chosen if index is None else choose(index._replace(k=keys))
 
 
 def key_room(c: TransformerConfig, heads: int) -> int:
@@ -231,7 +246,9 @@ def attend_selected(
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def block(q, at, segments, *choice):
-        seen = visible(DynamicMask(), at[..., None], columns, NO_WINDOW, segments[..., None], kv_last[:, None])
+        seen = visible(
+            DynamicMask(), at[..., None], columns, NO_WINDOW, segments[..., None], kv_last[:, None]
+        )
         if index is None:
             seen &= jnp.unpackbits(*choice, axis=-1, count=length).astype(bool)
         else:

@@ -61,15 +61,6 @@ class IndexConfig:
     interleaved: bool = False
     """RoPE rotates neighbouring dims of it (GLM-5), not halves (DeepSeek-V3.2)."""
 
-    def problems_in(self, c: TransformerConfig) -> Iterator[tuple[str, str]]:
-        """Yield (field, problem) for an architecture that cannot have this indexer."""
-        if not c.mla or not c.mla.q_rank:
-            yield "index", "is set: it needs mla with a q_rank, whose latent makes the index queries."
-        elif self.head_dim < c.mla.rope_dim:
-            yield "index", f"has head_dim {self.head_dim}: it must be at least mla.rope_dim, {c.mla.rope_dim}."
-        if c.sliding_window or c.attention_sinks or c.attention_softcap:
-            yield "index", "is set: sliding_window, attention_sinks and attention_softcap must not be."
-
 
 Norms = Literal["before", "after", "both"]
 Projections = Literal["qkv", "qkvz", "separate"]
@@ -159,11 +150,32 @@ class MambaConfig:
 
 
 ATTENTION = "attention"
+PER_LAYER = ("window_layers", "rope_layers", "layer_kinds", "index_layers")
+"""Fields of TransformerConfig with one entry for each layer."""
 LayerKind = Literal["attention", "delta", "conv", "mamba", "mlp", "experts"]
 RECURRENT_KINDS: tuple[LayerKind, ...] = ("delta", "conv", "mamba")
 """Kinds of layers that keep a state of fixed size; a field of TransformerConfig has the name of each."""
 MLP_KINDS: tuple[LayerKind, ...] = ("mlp", "experts")
 """Kinds of layers that have a feed-forward, dense or of experts, and do not mix tokens (`one_branch`)."""
+
+
+def has_indexer(c: TransformerConfig) -> bool:
+    """Return whether the layers of a stack have an indexer."""
+    return c.index is not None and (c.index_layers or (True,))[0]
+
+
+def index_problems(c: TransformerConfig) -> Iterator[tuple[str, str]]:
+    """Yield (field, problem) for an architecture that cannot have its indexer."""
+    if c.index_layers and not has_indexer(c):
+        yield "index_layers", "is set: it needs index, and an indexer in the first layer."
+    if c.index is None:
+        return
+    if not c.mla or not c.mla.q_rank:
+        yield "index", "is set: it needs mla with a q_rank, whose latent makes the index queries."
+    elif c.index.head_dim < c.mla.rope_dim:
+        yield "index", f"has head_dim {c.index.head_dim}: it must be at least mla.rope_dim, {c.mla.rope_dim}."
+    if c.sliding_window or c.attention_sinks or c.attention_softcap:
+        yield "index", "is set: sliding_window, attention_sinks and attention_softcap must not be."
 
 
 def kind_problems(c: TransformerConfig) -> Iterator[tuple[str, str]]:

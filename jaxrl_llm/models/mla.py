@@ -17,6 +17,7 @@ from jaxrl_llm.models.attention import RopeTables, apply_rope, grow_queries, key
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.indexer import IndexInputs, add_index_weights, key_room, pack_keys, project_index
 from jaxrl_llm.models.linear import Initializer, adapter_of, apply_linear, read_weight, rms_norm
+from jaxrl_llm.models.mixer_config import has_indexer
 from jaxrl_llm.sharding.rules import constrain
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def add_latent_weights(layers: Layers, c: TransformerConfig, init: Initializer) 
     layers.kv_b = init.normal((mla.kv_rank, c.num_heads, mla.nope_dim + mla.value_dim), heads)
     output = (c.num_heads, mla.value_dim, d), ("heads", "head_dim", "embed")
     layers.o = init.normal(*output, residual=True)
-    if c.has_index:
+    if has_indexer(c):
         add_index_weights(layers, c, init)
     if c.qkv_bias:
         layers.kv_a_bias = init.zeros((mla.kv_rank + mla.rope_dim,), ("norm",))
@@ -125,16 +126,14 @@ def _expand_values(
 
 def _project(
     c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: RopeTables
-) -> tuple[
-    Float[Array, "B T H E"], Float[Array, "B T R"], Float[Array, "B T 1 rope"], IndexInputs | None
-]:
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B T R"], Float[Array, "B T 1 rope"], IndexInputs | None]:
     """Return queries, the normalised latent of keys and values, the rotated key that all heads share, and
     the layer's `IndexInputs`, if it has an indexer."""
     mla, index = c.mla, None
     if mla.q_rank:
         q_latent = rms_norm(apply_linear(c, w, "q_a", h), w.q_a_norm[...], LATENT_EPS)
         q = apply_linear(c, w, "q_b", q_latent)
-        index = project_index(c, w, h, q_latent, rope=rope) if c.has_index else None
+        index = project_index(c, w, h, q_latent, rope=rope) if has_indexer(c) else None
     else:
         q = apply_linear(c, w, "q", h)
     nope, q_rope = jnp.split(q, [mla.nope_dim], axis=-1)

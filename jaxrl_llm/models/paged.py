@@ -207,8 +207,8 @@ def copy_pages(
 
 
 def _split_choice(c: TransformerConfig, new: tuple, chosen):
-    """Return queries and what the pages hold of the tokens, and the layer's `IndexInputs` or the choice of
-    an earlier layer; None = the model has no indexer."""
+    """Return queries and the tokens' entries in the pages, and the layer's `IndexInputs` or the choice of an
+    earlier layer; None = the model has no indexer."""
     if not c.index:
         return new, None
     *new, index = new
@@ -272,6 +272,7 @@ def _attend_selected(strict, c, cache: PagedCache, q, table, positions, choice):
         x = reference.gather_pages(pages, None, table)
         return unpack_keys(c, x[..., : q.shape[-1] + room])
 
+    # A layer with an indexer chooses, another reuses a choice.
     (k, keys), at = gather(cache.k), jnp.maximum(positions, 0)
     is_made = not isinstance(choice, IndexInputs)
     if strict:

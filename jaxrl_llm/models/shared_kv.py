@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, UInt
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.indexer import no_choice
-from jaxrl_llm.models.mixer_config import ATTENTION
+from jaxrl_llm.models.mixer_config import ATTENTION, has_indexer
 from jaxrl_llm.models.stacks import layer_stacks
 from jaxrl_llm.sharding.rules import constrain
 
@@ -45,7 +45,7 @@ def no_shared_kv(c: TransformerConfig, x: Float[Array, "B T D"]) -> SharedKV:
 def read_shared(c: TransformerConfig, shared: SharedKV) -> KeysValues | UInt[Array, "B T W"] | None:
     """Return the keys and values, or the choice, that the layers of a stack read; None if they have them."""
     if c.index:
-        return None if c.has_index else shared[CHOICE]
+        return None if has_indexer(c) else shared[CHOICE]
     return shared[_has_window(c)] if _reads_others(c) else None
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models.config import PER_LAYER, TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.global_heads import config_of_layers
-from jaxrl_llm.models.mixer_config import ATTENTION
+from jaxrl_llm.models.mixer_config import ATTENTION, PER_LAYER
 
 _DENSE = "dense_"
 _REUSING = "reusing_"  # layers without an indexer, which reuse the choice of an earlier one

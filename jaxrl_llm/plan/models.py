@@ -20,7 +20,7 @@ from jaxrl_llm.hf.hub import SUFFIX, parse_hub_name
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models.config import MoEConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
-from jaxrl_llm.models.mixer_config import DeltaConfig, MLAConfig
+from jaxrl_llm.models.mixer_config import DeltaConfig, IndexConfig, MLAConfig
 from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
@@ -94,6 +94,24 @@ _DEEPSEEK_V3 = TransformerConfig(
     tie_embeddings=False,
     rope=RopeConfig(10_000.0, "yarn", 40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
     max_position=163_840,
+)
+_DEEPSEEK_V32 = replace(_DEEPSEEK_V3, family="deepseek_v32", index=IndexConfig())
+_GLM5 = replace(
+    _DEEPSEEK_V3,
+    family="glm_moe_dsa",
+    vocab_size=154_880,
+    hidden_size=6144,
+    mlp_size=12_288,
+    moe=replace(_DEEPSEEK_V3.moe, groups=1, groups_kept=1),
+    num_layers=78,
+    num_heads=64,
+    num_kv_heads=64,
+    head_dim=256,
+    mla=MLAConfig(q_rank=2048, nope_dim=192, value_dim=256),
+    index=IndexConfig(heads=32, interleaved=True),
+    norm_eps=1e-5,
+    rope=RopeConfig(1_000_000.0),
+    max_position=202_752,
 )
 _QWEN3_NEXT = TransformerConfig(
     family="qwen3_next",
@@ -229,6 +247,9 @@ PRESETS: dict[str, TransformerConfig] = {
     "allenai/Olmo-Hybrid-7B": _OLMO_HYBRID,
     "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
     "deepseek-ai/DeepSeek-R1": _DEEPSEEK_V3,
+    "deepseek-ai/DeepSeek-V3.2": _DEEPSEEK_V32,
+    "deepseek-ai/DeepSeek-V3.2-Exp": _DEEPSEEK_V32,
+    "zai-org/GLM-5": _GLM5,
     "meta-llama/Meta-Llama-3-8B": _LLAMA_8B,
     "meta-llama/Meta-Llama-3-70B": _LLAMA_70B,
     "meta-llama/Llama-3.1-8B": replace(_LLAMA_8B, **_LONG),

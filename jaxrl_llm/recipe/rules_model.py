@@ -68,6 +68,18 @@ def _stages_are_equal(config: TrainConfig, models: Models) -> Iterator[str]:
             yield problem
 
 
+def _indexers_fit(config: TrainConfig, models: Models) -> Iterator[str]:
+    for role, model in models.items():
+        mesh, key = config.mesh_of(role), _mesh_key(config, role)
+        if model.index and num_shards("sequence", mesh.sizes) > 1:
+            yield f"{key}.sequence is {mesh.sequence}: an indexer reads whole rows. Set {key}.sequence 1."
+        if model.index_layers and num_shards("layers", mesh.sizes) > 1:
+            yield (
+                f"{key}.stage is {mesh.stage}: some layers reuse the choice of an earlier layer's indexer, "
+                f"which no stage sends. Set {key}.stage 1."
+            )
+
+
 def _mesh_key(config: TrainConfig, role: str) -> str:
     """Return the prefix of the keys of a model's mesh."""
     return f"--{role if config.placements[role].mesh else ''}mesh"
@@ -229,6 +241,7 @@ MODEL = (
     Rule("model", "max_prompt_tokens max_response_tokens", _has_positions),
     Rule("model", "mesh.sequence_parallel mesh.sequence mesh.tensor", _heads_divide, sized=True),
     Rule("model", "mesh.stage", _stages_are_equal, sized=True),
+    Rule("model", "mesh.sequence mesh.stage", _indexers_fit, sized=True),
     Rule(
         "model",
         "rollout.cache rollout.cache_dtype rollout.draft_tokens",

@@ -97,10 +97,12 @@ def unpaged(model: TransformerConfig) -> str:
 
 
 def ring_problem(config: RolloutConfig, model: TransformerConfig) -> str:
-    """Return why a model without pages, or with ALiBi, cannot be decoded with these settings; "" = it can."""
-    if model.alibi and config.cache_dtype in EIGHT_BITS:
+    """Return why a model without pages, or with ALiBi or an indexer, cannot be decoded with these settings;
+    "" = it can."""
+    kept = "the positions that ALiBi keeps in keys" if model.alibi else "the keys of the indexer"
+    if (model.alibi or model.index) and config.cache_dtype in EIGHT_BITS:
         return (
-            f"rollout.cache_dtype {config.cache_dtype} rounds the positions that ALiBi keeps in keys. Set "
+            f"rollout.cache_dtype {config.cache_dtype} rounds {kept}. Set "
             "a --rollout.cache_dtype of 16 or 32 bits."
         )
     needs = {

@@ -18,10 +18,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from jaxrl_kernels.chunks import map_chunks
-from jaxrl_kernels.flash_attention.spec import MASKED_LSE, NO_WINDOW, DynamicMask, visible
+from jaxrl_kernels.flash_attention.spec import (
+    MASKED_LSE,
+    NO_WINDOW,
+    AttentionSpec,
+    DynamicMask,
+    capped_scores,
+    visible,
+)
 from jaxrl_kernels.linear_logprob.api import linear_logprob as plain_linear_logprob
 
 TILE = 16
@@ -139,16 +146,15 @@ def invariant_attention(
     row = jnp.broadcast_to(jnp.arange(batch)[:, None] * length, positions.shape)
     kv = tuple(x.reshape(batch * length, kv_heads, dim) for x in (k, v))
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    spec = AttentionSpec(scale, softcap)
 
     def tile(shared, q, chosen, row, positions, *of_queries):
         q = q.reshape(TILE, kv_heads, -1, dim)
         row, last, *of_queries = (x.reshape(TILE, 1) for x in (row, positions, *of_queries))
         (keys, values), window, sinks = shared
         # Looked up before the loop, so that its body is one program for rings, pages and rows.
-        indices = row + where.in_order(row + jnp.arange(length), *of_queries)
-        indices = jnp.pad(indices, ((0, 0), (0, -length % KEYS)))
-        if chosen is not None:
-            chosen = jnp.pad(chosen.reshape(TILE, length), ((0, 0), (0, -length % KEYS)))
+        indices = _pad_keys(row + where.in_order(row + jnp.arange(length), *of_queries))
+        chosen = None if chosen is None else _pad_keys(chosen.reshape(TILE, length))
 
         def add(step, carry):
             top, total, out = carry
@@ -157,9 +163,7 @@ def invariant_attention(
             seen = (at <= last) & (last - at < window)
             if chosen is not None:
                 seen &= jax.lax.dynamic_slice_in_dim(chosen, step * KEYS, KEYS, axis=1)
-            scores = product("rkge,rcke->rkgc", q, keys[index]) * scale
-            if softcap is not None:
-                scores = softcap * jnp.tanh(scores / softcap)
+            scores = capped_scores(spec, product("rkge,rcke->rkgc", q, keys[index]))
             scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
             higher = jnp.maximum(top, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - higher[..., None])  # masked keys add exact zeros
@@ -175,8 +179,12 @@ def invariant_attention(
         _, total, out = jax.lax.fori_loop(first, jnp.max(last) // KEYS + 1, add, carry)
         return (out / total[..., None]).astype(q.dtype).reshape(1, TILE, -1, dim)
 
-    shared = kv, jnp.asarray(window), sinks
-    return _in_tiles(tile, shared, q, chosen, row, positions, *where.of_queries())
+    return _in_tiles(tile, (kv, jnp.asarray(window), sinks), q, chosen, row, positions, *where.of_queries())
+
+
+def _pad_keys(x: Shaped[Array, "N C"]) -> Shaped[Array, "N C_"]:
+    """Pad to whole blocks of KEYS."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % KEYS)))
 
 
 def invariant_scores(
@@ -199,8 +207,7 @@ def invariant_scores(
     def tile(keys, q, weights, row, positions, *of_queries):
         q, weights = (x.reshape(TILE, 1, *x.shape[2:]) for x in (q, weights))
         row, last, *of_queries = (x.reshape(TILE, 1) for x in (row, positions, *of_queries))
-        indices = row + where.in_order(row + jnp.arange(length), *of_queries)
-        indices = jnp.pad(indices, ((0, 0), (0, -length % KEYS)))
+        indices = _pad_keys(row + where.in_order(row + jnp.arange(length), *of_queries))
 
         def add(step, out):
             index = jax.lax.dynamic_slice_in_dim(indices, step * KEYS, KEYS, axis=1)

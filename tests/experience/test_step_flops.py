@@ -15,7 +15,7 @@ from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.flops import adapter_weights, sequence_flops, training_flops
 from jaxrl_llm.models.lora import with_lora
-from jaxrl_llm.models.mixer_config import MLAConfig
+from jaxrl_llm.models.mixer_config import IndexConfig, MLAConfig
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 
@@ -51,6 +51,20 @@ def test_adapters_of_latent_attention_by_hand():
     sizes = dict(mla=MLAConfig(kv_rank=3, q_rank=2, nope_dim=2, rope_dim=2, value_dim=1), qk_norm=False)
     model = with_lora(replace(MODEL, num_kv_heads=2, head_dim=4, **sizes), LoraConfig(rank=1))
     assert adapter_weights(model) == 2 * (6 + 10 + 9 + 9 + 6 + 3 * 9) == 134
+
+
+def test_an_indexer_by_hand():
+    """Two index heads of 2: q 2 x 4, k 4 x 2 and weights 4 x 2 in the one layer with an indexer; each of the
+    5 queries scores its 1 to 5 keys by 2 x 2 products, and at most 2 are read, by all 2 heads. Backward has
+    no indexer."""
+    sizes = dict(mla=MLAConfig(kv_rank=3, q_rank=2, nope_dim=2, rope_dim=2, value_dim=1), qk_norm=False)
+    dense = replace(MODEL, num_kv_heads=2, head_dim=4, **sizes)
+    model = replace(dense, index=IndexConfig(2, 2, 2), index_layers=(True, False))
+    indexer = 2 * (5 * (2 * 4 + 4 * 2 + 4 * 2) + 2 * 2 * (1 + 2 + 3 + 4 + 5))
+    unread = 2 * 2 * 2 * (4 + 1) * ((3 - 2) + (4 - 2) + (5 - 2))
+    assert sequence_flops(model, [5]) == sequence_flops(dense, [5]) - unread + indexer
+    assert training_flops(model, [5]) == 3 * (sequence_flops(dense, [5]) - unread) + indexer
+    assert sequence_flops(model, [2, 1]) == sequence_flops(dense, [2, 1])  # each query reads all its keys
 
 
 def stage(algo, old="policy", model=MODEL, **fields):

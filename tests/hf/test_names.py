@@ -56,6 +56,8 @@ HF_CLASSES = {
     "lfm2": transformers.Lfm2Config,
     "lfm2_moe": transformers.Lfm2MoeConfig,
     "mistral4": transformers.Mistral4Config,
+    "deepseek_v32": transformers.DeepseekV32Config,
+    "glm_moe_dsa": transformers.GlmMoeDsaConfig,
     "granite": transformers.GraniteConfig,
     "granitemoehybrid": transformers.GraniteMoeHybridConfig,
     "nemotron_h": transformers.NemotronHConfig,
@@ -238,7 +240,8 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
         "deepseek_v3": 192,
         "nemotron_h": 128,
     }
-    own |= dict.fromkeys(("gemma3_text", "gemma4_text", "glm4_moe_lite", *QWEN35), 256)
+    own["deepseek_v32"] = 192
+    own |= dict.fromkeys(("gemma3_text", "gemma4_text", "glm4_moe_lite", "glm_moe_dsa", *QWEN35), 256)
     assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
     own = dict(mistral=4096, gpt_oss=128, gemma3_text=4096, gemma4_text=512, olmo3=4096)
     assert config.sliding_window == own.get(family)
@@ -423,6 +426,11 @@ CASES = [
     ("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     ("gemma4_text", {"hidden_size_per_layer_input": 0}),
     ("glm4_moe_lite", {"num_key_value_heads": 4}),
+    ("deepseek_v32", {"num_key_value_heads": 4, "first_k_dense_replace": 1, "index_topk": 5}),
+    (
+        "glm_moe_dsa",
+        {"num_key_value_heads": 4, "first_k_dense_replace": 1, "indexer_types": ["full", "shared"]},
+    ),
     ("deepseek_v3", {"num_key_value_heads": 4, "first_k_dense_replace": 1}),
     (
         "deepseek_v3",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from random_weights import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo, sft
@@ -18,7 +19,7 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import decayed, make_optimizer, make_schedule
 from jaxrl_llm.learn.update import StepConfig, apply
 from jaxrl_llm.models import LoraConfig, lora
-from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import TrainState
@@ -222,6 +223,37 @@ def test_decay_spares_norms_biases_and_sinks():
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     moved = {name for name, u in models.named_leaves(updates) if float(jnp.abs(u).max()) > 0}
     assert moved == {"embed", *(f"layers.{w}" for w in ("q", "k", "v", "o", "gate", "up", "down"))}
+
+
+INDEXED = dataclasses.replace(
+    TINY, num_kv_heads=2, head_dim=6, qk_norm=False, mla=MLAConfig(6, 5, 4, 2, 4), index=IndexConfig(2, 3, 4)
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", get_args(get_type_hints(OptimConfig)["name"]))
+@pytest.mark.parametrize("moments", get_args(get_type_hints(OptimConfig)["moments"]))
+def test_no_optimizer_moves_an_indexer(name, moments):
+    """Three updates with weight decay: index weights keep every bit, all others move."""
+    config = OptimConfig(name, learning_rate=0.1, weight_decay=0.1, moments=moments, ema=0.5)
+    if any(problems(config)):
+        pytest.skip("these moments are for other optimizers")
+    optimizer, first = make_optimizer(config, 10), random_params(INDEXED)
+    gradient = jax.grad(lambda p: jnp.sum(p(jnp.arange(6)[None], jnp.arange(6)[None]) ** 3))
+
+    @jax.jit
+    def update(params, state):
+        updates, state = optimizer.update(gradient(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = first, optimizer.init(first)
+    for _ in range(3):
+        params, state = update(params, state)
+    pairs = zip(models.named_leaves(first), models.named_leaves(params), strict=True)
+    moved = {before[0]: bool(np.any(before[1] != after[1])) for before, after in pairs}
+    assert moved == {name: ".index_" not in name for name in moved} | {"layers.kv_a_bias": True}
+    for before, after in zip(models.named_leaves(first), models.named_leaves(state.ema), strict=True):
+        assert ".index_" not in before[0] or np.array_equal(before[1], after[1])
 
 
 # -- Muon

@@ -24,7 +24,7 @@ from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import LoraConfig
-from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.structs import Trajectory
 
@@ -53,6 +53,18 @@ GEMMA4_SMALL = dataclasses.replace(
     per_layer_inputs=6, moe=None,
 )  # fmt: skip
 INPUTS = dataclasses.replace(GEMMA4_SMALL, shared_kv_layers=0, wide_shared_mlp=False)
+INDEXED = dataclasses.replace(
+    MODEL,
+    num_kv_heads=4,
+    head_dim=12,
+    qk_norm=False,
+    mla=MLAConfig(16, 20, 8, 4, 6),
+    index=IndexConfig(5, 3, 9),
+)
+INDEXED_EXPERTS = dataclasses.replace(
+    INDEXED, num_layers=4, index_layers=(True, False, True, False),
+    moe=dataclasses.replace(EXPERTS.moe, dense_layers=1),
+)  # fmt: skip
 MAMBA = dataclasses.replace(
     MODEL, num_layers=3, layer_kinds=("mamba", "attention", "mlp"), one_branch=True,
     mamba=MambaConfig(4, 8, 6, 2), mlp_gate=False, activation="relu2",
@@ -214,6 +226,20 @@ SLOW = {
     ),
     "delta rule, fsdp 2, tensor 2": (
         GRPO, {"model": HYBRID, "share_prefixes": "flat", "mesh": MeshConfig(fsdp=2, tensor=2)}
+    ),
+    "indexer": (GRPO, {"model": INDEXED}),
+    "indexer, data 2, fsdp 2, tensor 2": (
+        GRPO, {"model": INDEXED, "mesh": MeshConfig(data=2, fsdp=2, tensor=2), "remat": "dots"}
+    ),
+    "indexer, 2 stages, fsdp 2": (GRPO, {"model": twice(INDEXED), "mesh": MeshConfig(stage=2, fsdp=2)}),
+    "indexer, reused, fsdp 2, tensor 2, expert 2": (
+        GRPO,
+        {"model": INDEXED_EXPERTS, "mesh": MeshConfig(fsdp=2, tensor=2, expert=2), "remat": "full"},
+    ),
+    "indexer, reused, adapters, tensor 2": (
+        GRPO,
+        {"model": with_lora(INDEXED_EXPERTS, LoraConfig(rank=4, alpha=8.0)), "rel": 2e-5,
+         "mesh": MeshConfig(fsdp=2, tensor=2)},
     ),
     "mamba": (GRPO, {"model": MAMBA, "share_prefixes": "flat"}),
     "mamba, data 2, fsdp 2, tensor 2": (

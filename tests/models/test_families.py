@@ -203,6 +203,8 @@ def test_greedy_text(case):
             "olmo-hybrid",
             "ministral3",
             "glm-4.7",
+            "deepseek-v3.2",
+            "glm-5, shared",
             "mistral4",
             "minimax-m2",
             "phi-4",
@@ -216,6 +218,8 @@ def test_greedy_text(case):
             "granite-4",
             "olmo-hybrid",
             "glm-4.7",
+            "deepseek-v3.2",
+            "glm-5, shared",
         },
     ),
 )
@@ -305,7 +309,10 @@ def test_adapters_of_the_usual_layers_leave_others_of_recurrent_layers_alone(tmp
 
 @pytest.mark.parametrize(
     "case",
-    with_slow(["olmo-hybrid", "gemma4 small", "granite-4", "mistral4"], {"granite-4", "mistral4"}),
+    with_slow(
+        ["olmo-hybrid", "gemma4 small", "granite-4", "mistral4", "deepseek-v3.2", "glm-5, shared"],
+        {"granite-4", "mistral4", "glm-5, shared"},
+    ),
 )
 def test_a_packed_row_has_the_logits_of_single_rows(case):
     """States, which betas up to 2 turn round, begin anew; transformers itself would leak over the border."""
@@ -338,6 +345,8 @@ def test_config_reads_back_in_transformers(case):
     "case",
     [
         "glm-4.7",
+        "deepseek-v3.2",
+        "glm-5, shared",
         "minimax-m2",
         "qwen3-next",
         "nemotron",

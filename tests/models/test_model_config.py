@@ -13,7 +13,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.models import flops
 from jaxrl_llm.models.config import MoEConfig, check_model_config
-from jaxrl_llm.models.mixer_config import MLAConfig
+from jaxrl_llm.models.mixer_config import IndexConfig, MLAConfig
 from jaxrl_llm.models.remat import REMAT
 from jaxrl_llm.plan.models import PRESETS, preset
 
@@ -40,6 +40,16 @@ IMPOSSIBLE = {
         "num_kv_heads": 16,
         "qk_norm": False,
     },
+    "index is set: it needs mla with a q_rank": {"index": IndexConfig()},
+    "index has head_dim 8: it must be at least mla.rope_dim, 64.": {
+        **{"mla": MLAConfig(nope_dim=64, rope_dim=64), "num_kv_heads": 16, "qk_norm": False},
+        "index": IndexConfig(head_dim=8),
+    },
+    "index_layers is set: it needs index, and an indexer in the first layer.": {
+        **{"mla": MLAConfig(nope_dim=64, rope_dim=64), "num_kv_heads": 16, "qk_norm": False},
+        **{"index": IndexConfig(), "index_layers": (False, True)},
+    },
+    "index.topk is 0: it must be at least 1": {"index": IndexConfig(topk=0)},
     "mlp_bias is true: with moe it must be false": {"mlp_bias": True, "moe": MoEConfig()},
     "rope.high_freq_factor is 1.0: it must be above low_freq_factor, 1.0.": {
         "rope": models.RopeConfig(scaling="llama3", high_freq_factor=1.0)
@@ -75,6 +85,13 @@ def test_deepseek_v3_is_that_of_its_config_json():
     rope = {**yarn, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
     raw = {"model_type": "deepseek_v3", "max_position_embeddings": 163_840, "rope_scaling": rope}
     assert PRESETS["deepseek-ai/DeepSeek-V3"] == read_config(raw)
+    assert PRESETS["deepseek-ai/DeepSeek-V3.2"] == read_config({**raw, "model_type": "deepseek_v32"})
+
+
+def test_glm_5_is_that_of_its_config_json():
+    """The keys of zai-org/GLM-5's file that differ from transformers' defaults."""
+    raw = {"model_type": "glm_moe_dsa", "indexer_rope_interleave": True, "rope_interleave": True}
+    assert PRESETS["zai-org/GLM-5"] == read_config({**raw, "rope_parameters": {"rope_theta": 1e6}})
 
 
 def test_every_remat_of_the_config_is_in_every_table():

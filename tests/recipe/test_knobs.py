@@ -18,6 +18,7 @@ BARE = (
     "ConvConfig",
     "DeltaConfig",
     "GlobalHeads",
+    "IndexConfig",
     "MambaConfig",
     "MoEConfig",
     "MLAConfig",

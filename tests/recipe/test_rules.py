@@ -14,8 +14,10 @@ from jaxrl_llm.config import (
     DataConfig,
     EnvConfig,
     EvalConfig,
+    IndexConfig,
     LoraConfig,
     MeshConfig,
+    MLAConfig,
     ModelConfig,
     MoEConfig,
     OptimConfig,
@@ -47,6 +49,16 @@ TWO_SIZES = TransformerConfig(
     **{"num_layers": 2, "max_position": 64, "window_layers": (True, False), "sliding_window": 8},
     **{"local_rope": RopeConfig(), "global_heads": GlobalHeads(1, 256)},
 )
+INDEXED = TransformerConfig(
+    **{"num_layers": 4, "max_position": 64, "num_kv_heads": 16, "head_dim": 12, "qk_norm": False},
+    **{"mla": MLAConfig(16, 24, 8, 4, value_dim=8), "family": "glm_moe_dsa", "tie_embeddings": False},
+    **{
+        "index": IndexConfig(8, 4, 8, interleaved=True),
+        "index_layers": (True, False) * 2,
+        "rope": RopeConfig(),
+    },
+    moe=MoEConfig(8, 2, 12, 12, shared_gate=False, score="sigmoid", selection_bias=True),
+)
 QWEN_1 = TransformerConfig(family="qwen", max_position=64, tie_embeddings=False)
 RANDOM = ModelConfig(architecture=EXPERTS, tokenizer="tiny")
 CASES = {
@@ -77,6 +89,7 @@ CASES = {
     "_addresses_are_right": dict(rollout=RolloutConfig(engine="sglang", servers=("@/no/file",))),
     "_gpus_are_shared": dict(rollout=SERVED, servers=ServersConfig(colocated=True)),
     "_servers_start": dict(rollout=SERVED, servers=ServersConfig(devices=("0", "1"))),
+    "_indexers_fit": dict(model=replace(RANDOM, architecture=INDEXED), mesh=MeshConfig(sequence=2, stage=2)),
     "_can_be_exported": dict(model=replace(RANDOM, architecture=replace(EXPERTS, family="mixtral"))),
     "_has_positions": dict(max_response_tokens=50),
     "_heads_divide": dict(devices="0:6", mesh=MeshConfig(tensor=3, sequence=2, sequence_parallel="ulysses")),
@@ -158,6 +171,22 @@ def test_each_rule_can_fire(rule, config):
 def test_what_heads_of_two_sizes_exclude(changes, line, config):
     config = replace(config, model=replace(RANDOM, architecture=TWO_SIZES), **changes)
     assert any(line in found for _, lines in asked(config, ()) for found in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"mesh": MeshConfig(sequence=2)}, "--mesh.sequence is 2: an indexer reads whole rows. Set"),
+        ({"mesh": MeshConfig(stage=2)}, "--mesh.stage is 2: some layers reuse the choice of an earlier"),
+        ({"rollout": RolloutConfig(cache_dtype="int8")}, "cache_dtype int8 rounds the keys of the indexer."),
+        ({"rollout": SERVED}, "--rollout.engine is sglang: models with latent attention"),
+    ],
+)
+def test_what_an_indexer_excludes(changes, line, config):
+    config = replace(config, model=replace(RANDOM, architecture=INDEXED))
+    assert not any(lines for _, lines in asked(config, ()))
+    found = [line for _, lines in asked(replace(config, **changes), ()) for line in lines]
+    assert any(line in one for one in found), found
 
 
 def test_servers_get_no_model_with_code_of_its_own(config):

@@ -69,7 +69,17 @@ def reads_float32(name: str) -> bool:
     """Return whether the forward pass reads a weight ("layers.q") in float32, whatever the type of products:
     norms, sinks, decays, skips, value heads, the bias that chooses experts and the factors of their weights,
     weights of index heads, scales of quantized weights."""
-    parts = ("norm", "sinks", "a_log", "dt_bias", "mamba_skip", "router_gain", "index_weights", SELECTION_BIAS, SCALE)
+    parts = (
+        "norm",
+        "sinks",
+        "a_log",
+        "dt_bias",
+        "mamba_skip",
+        "router_gain",
+        "index_weights",
+        SELECTION_BIAS,
+        SCALE,
+    )
     return name == "value" or any(part in name for part in parts)
 
 
