@@ -184,7 +184,7 @@ class TransformerConfig:
     index: IndexConfig | None = None
     """The sparse indexer of latent attention (DeepSeek-V3.2, GLM-5); None = all earlier tokens are read."""
     index_layers: tuple[bool, ...] | None = None
-    """False for each layer that reuses the choice of the last one with an indexer (GLM-5); None = none does."""
+    """False for each layer that reuses the choice of the last indexer before it (GLM-5); None = no layer."""
     delta: DeltaConfig | None = None
     """The gated delta rule of the layers that `layer_kinds` names; None = no such layers."""
     conv: ConvConfig | None = None
