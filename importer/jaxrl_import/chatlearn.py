@@ -35,7 +35,10 @@ def _rules_of_grpo(conv: Conversion) -> None:
     conv.devices = conv.devices or conv.get(f"{TRAINER}.num_gpu")
     sequence = conv.first(f"{TRAINER}.context_parallel_size", f"{TRAINER}.ulysses_sequence_parallel_size")
     conv.put_mesh(
-        conv.first(f"{TRAINER}.tensor_model_parallel_size"), sequence, ulysses="ulysses" in sequence[0]
+        conv.first(f"{TRAINER}.tensor_model_parallel_size"),
+        sequence,
+        ulysses="ulysses" in sequence[0],
+        stage=conv.first(f"{TRAINER}.pipeline_model_parallel_size"),
     )
     if conv.get(f"{TRAINER}.packing"):
         key = f"{TRAINER}.max_token_in_packing"

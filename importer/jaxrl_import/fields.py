@@ -89,6 +89,13 @@ class Assumptions(NamedTuple):
     """Values of keys, in the place of the file's; "" leaves a key out."""
 
 
+UNEVEN = re.compile(
+    r"pipeline_model_parallel_layout|num_layers_in_(first|last)_pipeline_stage|"
+    r"decoder_(first|last)_pipeline_num_layers|account_for_\w+_in_pipeline_split"
+)
+"""Keys of Megatron that give the stages of a pipeline different numbers of layers."""
+
+
 class Conversion:
     """Settings of another system on their way to keys here.
 
@@ -304,16 +311,38 @@ class Conversion:
         for i, path in enumerate(paths):
             self.put(f"data.{split}.{i}.path", path, key)
 
-    def put_mesh(self, tensor: tuple[str, int], sequence: tuple[str, int], ulysses: bool) -> None:
-        """Set tensor and context parallelism; each is (its key, size)."""
-        for ours, (key, size) in (("mesh.tensor", tensor), ("mesh.sequence", sequence)):
+    def put_mesh(
+        self,
+        tensor: tuple[str, int],
+        sequence: tuple[str, int],
+        ulysses: bool,
+        *,
+        stage: tuple[str, int] = ("", 1),
+    ) -> None:
+        """Set tensor, context and pipeline parallelism; each is (its key, size).
+
+        A file may give its stages different numbers of layers; here stages are equal.
+        """
+        uneven = next((key for key in self.settings if UNEVEN.search(key) and self.get(key)), "")
+        if uneven and stage[1] and stage[1] > 1:
+            self.lose(stage[0], f"stages are equal here, and there {uneven} divides layers: set --mesh.stage")
+            stage = ("", 1)
+        for ours, (key, size) in (
+            ("mesh.tensor", tensor),
+            ("mesh.sequence", sequence),
+            ("mesh.stage", stage),
+        ):
             if size and size > 1:
                 self.put(ours, size, key)
         if sequence[1] and sequence[1] > 1 and ulysses:
             self.put("mesh.sequence_parallel", "ulysses", sequence[0])
 
-    def put_engine(self, key: str, name: str, tensor: int, memory: float | None) -> None:
-        """Set the rollout engine: the native one, or with --engine sglang servers started here."""
+    def put_engine(self, key: str, name: str, tensor: int, memory: float | None, *, stages: int = 1) -> None:
+        """Set the rollout engine: the native one, or with --engine sglang servers started here.
+
+        Args:
+            stages: of a server's pipeline.
+        """
         if self.assumed.engine == "native":
             self.notes.append(
                 f"{self.origin(key) if key else name}: here responses come from the native engine, in the "
@@ -321,8 +350,10 @@ class Conversion:
             )
             return
         self.put("rollout.engine", "sglang", note=f"--engine sglang, in place of {name}")
-        self.put("rollout.launch", max((self.devices or tensor) // tensor, 1), note=f"tp {tensor}")
-        self.put("servers.flags", f"--tp {tensor} --mem-fraction-static {memory or 0.5:g}", note="as there")
+        self.put("rollout.launch", max((self.devices or 1) // (tensor * stages), 1), note=f"tp {tensor}")
+        pipeline = f"--pp-size {stages} " if stages > 1 else ""
+        flags = f"--tp {tensor} {pipeline}--mem-fraction-static {memory or 0.5:g}"
+        self.put("servers.flags", flags, note="as there")
 
     def fraction(self, key: str, of: str) -> float:
         """Return the value of a key as a fraction of another's, at most 1; 1 of 0."""

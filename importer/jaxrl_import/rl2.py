@@ -134,6 +134,7 @@ def _common(conv: Conversion, model: str) -> None:
         conv.first(f"{model}.tf_config.tensor_model_parallel_size", f"{model}.tp_size"),
         conv.first(f"{model}.tf_config.context_parallel_size", f"{model}.cp_size"),
         ulysses=False,
+        stage=conv.first(f"{model}.tf_config.pipeline_model_parallel_size"),
     )
     length = f"{model}.max_length_per_device"
     if conv.is_set(length):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from jaxrl_import.fields import Conversion
@@ -20,6 +21,8 @@ from jaxrl_import.verl_names import (
     ROLLOUT,
 )
 
+PARALLEL = re.compile(r"\b((tensor|pipeline)_model|context)_parallel_size$|\bengine\.[tcp]p(_size)?$")
+
 
 def _rules_of_ppo(conv: Conversion) -> None:
     set_algorithm(conv)
@@ -30,6 +33,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
     # Sizes, the mesh and optimizers.
     conv.devices = conv.devices or conv.get("trainer.n_gpus_per_node") * conv.get("trainer.nnodes")
     _mesh(conv, ACTOR)
+    _other_meshes(conv)
     for ours, name in (("max_prompt_tokens", "prompt_length"), ("max_response_tokens", "response_length")):
         conv.copy_set(ours, f"{ROLLOUT}.{name}")
     conv.put_steps("trainer.total_epochs", "trainer.total_training_steps")
@@ -59,6 +63,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
         str(conv.get(f"{ROLLOUT}.name")),
         conv.get(f"{ROLLOUT}.tensor_model_parallel_size"),
         conv.get(f"{ROLLOUT}.gpu_memory_utilization"),
+        stages=conv.get(f"{ROLLOUT}.pipeline_model_parallel_size") or 1,
     )
 
 
@@ -101,13 +106,32 @@ def _mesh(conv: Conversion, group: str) -> None:
     ulysses = sizes("ulysses_sequence_parallel_size", "ulysses_parallel_size")
     context = sizes("context_parallel_size", "cp_size", "cp")
     nothing = [("", 1)]
-    conv.put_mesh((tensor or nothing)[0], (context or ulysses or nothing)[0], ulysses=not context)
+    stages = sizes("pipeline_model_parallel_size", "pp_size", "pp")
+    conv.put_mesh(
+        (tensor or nothing)[0],
+        (context or ulysses or nothing)[0],
+        ulysses=not context,
+        stage=(stages or nothing)[0],
+    )
     names = ("expert_model_parallel_size", "expert_parallel_size", "ep_size", "ep")
     for key, size in sizes(*names)[:1]:
         conv.put("mesh.expert", size, key)
     for key, size in sizes("fsdp_size")[:1]:
         conv.put("mesh.fsdp", size, key)
         conv.put("mesh.data", -1, key, note="replicas on the other devices")
+
+
+def _other_meshes(conv: Conversion) -> None:
+    """State sizes of the reference's and the critic's parallelism that are not the policy's."""
+    roles = {"reference": REF} | ({"critic": "critic"} if conv.algo in ("ppo", "pf_ppo") else {})
+    for ours, group in roles.items():
+        for key in conv.settings:
+            size = key.removeprefix(f"{group}.")
+            if size == key or not PARALLEL.search(key) or not conv.is_set(key):
+                continue
+            policy = conv.settings.get(f"{ACTOR}.{size}")
+            if str(conv.settings[key].value) != str(policy.value if policy else 1):
+                conv.lose(key, f"the {ours} is on the policy's mesh: --{ours}.mesh sets another")
 
 
 def _minibatches(conv: Conversion, prompts: int) -> int:

@@ -287,6 +287,12 @@ LOSS = "distillation.distillation_loss"
             {"mesh.sequence": 4, "mesh.sequence_parallel": "ulysses"},
         ),
         (f"{ACTOR}.megatron.expert_model_parallel_size=8", "grpo", {"mesh.expert": 8}),
+        (
+            f"{ACTOR}.megatron.pipeline_model_parallel_size=4 {ACTOR}.megatron.tensor_model_parallel_size=2",
+            "grpo",
+            {"mesh.stage": 4, "mesh.tensor": 2},
+        ),
+        (f"{ACTOR}.engine.pp=2 {ACTOR}.engine.tp=4", "grpo", {"mesh.stage": 2, "mesh.tensor": 4}),
         # the low and high bounds alone are read, 0.2 by default
         (f"{ACTOR}.clip_ratio=0.3", "grpo", {"algo.clip_low": 0.2, "algo.clip_high": 0.2}),
         (f"{ACTOR}.loss_agg_mode=token-sum", "grpo", {"algo.aggregation": "token_sum"}),
@@ -364,7 +370,21 @@ def test_keys_of_version_0_9_1(imported, words, algo, values):
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (f"{ACTOR}.megatron.pipeline_model_parallel_size=2", None),
+        (
+            f"{ACTOR}.megatron.pipeline_model_parallel_size=2 "
+            f"{ACTOR}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=5",
+            None,
+        ),
+        ("actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2", None),
+        (
+            f"{ACTOR}.megatron.tensor_model_parallel_size=4 actor_rollout_ref.ref.megatron."
+            "tensor_model_parallel_size=2",
+            "actor_rollout_ref.ref.megatron.tensor_model_parallel_size",
+        ),
+        (
+            "critic.megatron.pipeline_model_parallel_size=2 algorithm.adv_estimator=gae",
+            "critic.megatron.pipeline_model_parallel_size",
+        ),
         ("actor_rollout_ref.model.lora.dropout=0.1", None),
         ("data.train_max_samples=100", None),
         (f"{LOSS}.loss_max_clamp=10 {DISTILLED}", f"{LOSS}.loss_max_clamp"),
@@ -391,7 +411,9 @@ def test_what_changes_the_result_is_said_first(imported, words, key):
     [
         "trainer.device=npu", f"{ACTOR}.profiler.enable=True", "ray_kwargs.ray_init.num_cpus=8",
         "actor_rollout_ref.rollout.enforce_eager=True", "data.train_max_samples=-1", f"{ACTOR}.shuffle=False",
-        "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2",
+        "critic.megatron.pipeline_model_parallel_size=2",
+        f"{ACTOR}.megatron.pipeline_model_parallel_size=2 actor_rollout_ref.ref.megatron."
+        "pipeline_model_parallel_size=2",
         "actor_rollout_ref.model.override_config.attention_dropout=0.0",
         "+actor_rollout_ref.actor.megatron.override_transformer_config.bias_dropout_fusion=True",
         "data.image_key=images", "actor_rollout_ref.model.lora.dropout_position=pre",
@@ -401,6 +423,17 @@ def test_what_changes_the_result_is_said_first(imported, words, key):
 )  # fmt: skip
 def test_what_changes_no_result_is_no_warning(imported, words):
     assert imported(f"{NEW}{words}\n").lost == {}
+
+
+def test_stages_of_servers_are_theirs(imported):
+    words = "actor_rollout_ref.rollout.pipeline_model_parallel_size=2 "
+    words += "actor_rollout_ref.rollout.tensor_model_parallel_size=4 trainer.n_gpus_per_node=8"
+    run = imported(f"{NEW}{words}\n", engine="sglang")
+    assert run.values("servers.flags", "rollout.launch", "mesh.stage") == (
+        "--tp 4 --pp-size 2 --mem-fraction-static 0.5",
+        1,
+        1,
+    )
 
 
 def test_dro_without_its_penalty_is_refused(imported, refusal_of):
