@@ -21,7 +21,7 @@ from jaxrl_import.verl_names import (
     ROLLOUT,
 )
 
-PARALLEL = re.compile(r"\b((tensor|pipeline)_model|context)_parallel_size$|\bengine\.[tcp]p(_size)?$")
+PARALLEL = re.compile(r"\b((tensor|pipeline)(_model)?|context)_parallel_size$|\bengine\.[tcp]p(_size)?$")
 
 
 def _rules_of_ppo(conv: Conversion) -> None:
@@ -93,6 +93,7 @@ def _mesh(conv: Conversion, group: str) -> None:
         "fsdp_config.",
         "fsdp_config.turbo_config.distributed.",
         "veomni.",
+        "torchtitan.",
         "engine.",
     )
     sizes = lambda *names: [
@@ -102,11 +103,11 @@ def _mesh(conv: Conversion, group: str) -> None:
         if conv.is_set(key := f"{group}.{backend}{name}" if group else name) and conv.get(key) > 1
     ]
     # The first size above 1 of each kind.
-    tensor = sizes("tensor_model_parallel_size", "tp_size", "tp")
+    tensor = sizes("tensor_model_parallel_size", "tensor_parallel_size", "tp_size", "tp")
     ulysses = sizes("ulysses_sequence_parallel_size", "ulysses_parallel_size")
     context = sizes("context_parallel_size", "cp_size", "cp")
     nothing = [("", 1)]
-    stages = sizes("pipeline_model_parallel_size", "pp_size", "pp")
+    stages = sizes("pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size", "pp")
     conv.put_mesh(
         (tensor or nothing)[0],
         (context or ulysses or nothing)[0],
@@ -116,7 +117,7 @@ def _mesh(conv: Conversion, group: str) -> None:
     names = ("expert_model_parallel_size", "expert_parallel_size", "ep_size", "ep")
     for key, size in sizes(*names)[:1]:
         conv.put("mesh.expert", size, key)
-    for key, size in sizes("fsdp_size")[:1]:
+    for key, size in sizes("fsdp_size", "data_parallel_shard_size")[:1]:
         conv.put("mesh.fsdp", size, key)
         conv.put("mesh.data", -1, key, note="replicas on the other devices")
 
@@ -166,12 +167,13 @@ def _optimizer_rules(conv: Conversion, group: str, ours: str, updates: int) -> N
     scheduler = conv.first(
         f"{group}.warmup_style",
         f"{group}.lr_decay_style",
+        f"{group}.decay_type",
         f"{group}.lr_scheduler",
         f"{group}.lr_scheduler_type",
     )[0]
     conv.put_schedule(scheduler, ours, without="cosine_with_min_lr")
     if conv.value_of(f"{ours}.schedule", "constant") != "constant":
-        key, fraction = conv.first(f"{group}.min_lr_ratio")
+        key, fraction = conv.first(f"{group}.min_lr_factor", f"{group}.min_lr_ratio")
         if conv.is_set(f"{group}.min_lr"):
             key, fraction = f"{group}.min_lr", conv.fraction(f"{group}.min_lr", f"{group}.lr")
         conv.put(f"{ours}.final_fraction", fraction or 0.0, key)
@@ -200,7 +202,7 @@ def _warmup(conv: Conversion, group: str, ours: str, *, updates: int) -> None:
 
 
 def _optimizer_name(conv: Conversion, group: str, ours: str) -> None:
-    key = f"{group}.optimizer"
+    key, _ = conv.first(f"{group}.name", f"{group}.optimizer")
     if not conv.is_set(key):
         return
     name = str(conv.get(key)).lower().lstrip("_")

@@ -55,11 +55,11 @@ def with_checked_calls(messages: tuple[Message, ...], where: str) -> tuple[Messa
     """
     for i, message in enumerate(messages):
         calls = [message.get(key) for key in CALL_KEYS]
-        for call in (call for given in calls for call in (given if isinstance(given, list) else [given])):
+        for call in (call for group in calls for call in (group if isinstance(group, list) else [group])):
             inner = call.get("function", call) if isinstance(call, dict) else None
-            if not isinstance(inner, dict) or inner.get("arguments") is None:
-                continue
-            if problem := _arguments_problem(inner["arguments"]):
+            given = [inner.get(key) for key in ("arguments", "parameters")] if isinstance(inner, dict) else []
+            problems = (_arguments_problem(value) for value in given if value is not None)
+            if problem := next(filter(None, problems), ""):
                 raise RowError(
                     f"{where}[{i}]: the arguments of {inner.get('name', 'a call')!s:.80} are {problem}. "
                     "Write an object or JSON text of one; put text to learn as it stands into content"
@@ -110,8 +110,9 @@ def _message(item: Any, where: str) -> Message:
     # Text, and the keys beside it.
     silent = any(item.get(key) for key in (*CALL_KEYS, "refusal"))
     content = item.get("content", item.get("value", "" if silent else None))
-    if item.get("value", content) != content:
-        raise RowError(f"{where}: content and value are two texts: keep one of them")
+    for key in ("value", "text"):
+        if item.get(key, content) != content:
+            raise RowError(f"{where}: content and {key} are two texts: keep one of them")
     if isinstance(content, list):
         content = _join_parts(content, where)
     check_text(content, f"{where}.content")

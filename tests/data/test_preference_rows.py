@@ -87,6 +87,8 @@ SYSTEM = {"role": "system", "content": "S"}
         # Rows that are no pairs.
         ({"prompt": "q", "question": "r", "completion": "a"}, "question"),
         ({"question": "q", "problem": "r", "answer": "4"}, "problem"),
+        ({"prompt": "q", "query": "r", "completion": "a"}, "query"),
+        ({"prompt": "q", "conversation": [Q1, X], "completion": "a"}, "conversation"),
         ({"prompt": "q", "completion": "a", "response": "b"}, "response"),
         ({"prompt": "q", "completion": "", "output": "b"}, "output"),
         ({"instruction": "q", "output": "a", "text": "### q ### b"}, "text"),

@@ -108,6 +108,20 @@ def test_arguments_of_a_row_are_an_object(key, arguments, reason):
             assert read_example(row, "f:1", SourceConfig()).messages[-1]["content"] == "{broken"
 
 
+def test_parameters_of_a_row_are_an_object_too():
+    """As Llama 3.1 calls its arguments."""
+    said = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "parameters": "{broken"}}]}
+    with pytest.raises(RowError, match=r"messages\[1\]: the arguments of f are .*Expecting property name"):
+        read_example({"messages": [{"role": "user", "content": "q"}, said]}, "f:1", SourceConfig())
+
+
+@pytest.mark.parametrize("key", ["value", "text"])
+def test_a_message_has_one_text(key):
+    said = {"role": "assistant", "content": "a", key: "b"}
+    with pytest.raises(RowError, match=rf"messages\[1\]: content and {key} are two texts"):
+        read_example({"messages": [{"role": "user", "content": "q"}, said]}, "f:1", SourceConfig())
+
+
 def test_no_text_is_no_arguments(tokenizer):
     for text in ("", " "):
         shown = render(tokenizer, HEAD + WRITES + TAIL, chat(call(text)))

@@ -292,6 +292,17 @@ LOSS = "distillation.distillation_loss"
             "grpo",
             {"mesh.stage": 4, "mesh.tensor": 2},
         ),
+        (
+            f"{ACTOR}.torchtitan.pipeline_parallel_size=4 {ACTOR}.torchtitan.tensor_parallel_size=2 "
+            f"{ACTOR}.torchtitan.context_parallel_size=2 {ACTOR}.torchtitan.data_parallel_shard_size=8",
+            "grpo",
+            {"mesh.stage": 4, "mesh.tensor": 2, "mesh.sequence": 2, "mesh.fsdp": 8, "mesh.data": -1},
+        ),
+        (
+            f"{ACTOR}.optim.name=SGD {ACTOR}.optim.decay_type=linear {ACTOR}.optim.min_lr_factor=0.1",
+            "grpo",
+            {"optim.name": "sgd", "optim.schedule": "linear", "optim.final_fraction": 0.1},
+        ),
         (f"{ACTOR}.engine.pp=2 {ACTOR}.engine.tp=4", "grpo", {"mesh.stage": 2, "mesh.tensor": 4}),
         # the low and high bounds alone are read, 0.2 by default
         (f"{ACTOR}.clip_ratio=0.3", "grpo", {"algo.clip_low": 0.2, "algo.clip_high": 0.2}),
@@ -385,6 +396,7 @@ def test_keys_of_version_0_9_1(imported, words, algo, values):
             "critic.megatron.pipeline_model_parallel_size=2 algorithm.adv_estimator=gae",
             "critic.megatron.pipeline_model_parallel_size",
         ),
+        (f"{ACTOR}.optim.decay_type=sqrt", None),
         ("actor_rollout_ref.model.lora.dropout=0.1", None),
         ("data.train_max_samples=100", None),
         (f"{LOSS}.loss_max_clamp=10 {DISTILLED}", f"{LOSS}.loss_max_clamp"),
@@ -409,6 +421,8 @@ def test_what_changes_the_result_is_said_first(imported, words, key):
 @pytest.mark.parametrize(
     "words",
     [
+        f"{ACTOR}.torchtitan.attn_type=flex {ACTOR}.torchtitan.spmd_backend=spmd_types",
+        f"{ACTOR}.torchtitan.activation_checkpoint=selective {ACTOR}.torchtitan.mixed_precision=False",
         "trainer.device=npu", f"{ACTOR}.profiler.enable=True", "ray_kwargs.ray_init.num_cpus=8",
         "actor_rollout_ref.rollout.enforce_eager=True", "data.train_max_samples=-1", f"{ACTOR}.shuffle=False",
         "critic.megatron.pipeline_model_parallel_size=2",
