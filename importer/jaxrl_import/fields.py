@@ -89,13 +89,6 @@ class Assumptions(NamedTuple):
     """Values of keys, in the place of the file's; "" leaves a key out."""
 
 
-UNEVEN = re.compile(
-    r"pipeline_model_parallel_layout|num_layers_in_(first|last)_pipeline_stage|"
-    r"decoder_(first|last)_pipeline_num_layers|account_for_\w+_in_pipeline_split"
-)
-"""Keys of Megatron that give the stages of a pipeline different numbers of layers."""
-
-
 class Conversion:
     """Settings of another system on their way to keys here.
 
@@ -319,14 +312,7 @@ class Conversion:
         *,
         stage: tuple[str, int] = ("", 1),
     ) -> None:
-        """Set tensor, context and pipeline parallelism; each is (its key, size).
-
-        A file may give its stages different numbers of layers; here stages are equal.
-        """
-        uneven = next((key for key in self.settings if UNEVEN.search(key) and self.get(key)), "")
-        if uneven and stage[1] and stage[1] > 1:
-            self.lose(stage[0], f"stages are equal here, and there {uneven} divides layers: set --mesh.stage")
-            stage = ("", 1)
+        """Set tensor, context and pipeline parallelism; each is (its key, size)."""
         for ours, (key, size) in (
             ("mesh.tensor", tensor),
             ("mesh.sequence", sequence),
@@ -338,11 +324,7 @@ class Conversion:
             self.put("mesh.sequence_parallel", "ulysses", sequence[0])
 
     def put_engine(self, key: str, name: str, tensor: int, memory: float | None, *, stages: int = 1) -> None:
-        """Set the rollout engine: the native one, or with --engine sglang servers started here.
-
-        Args:
-            stages: of a server's pipeline.
-        """
+        """Set the rollout engine: the native one, or with --engine sglang servers of so many `stages`."""
         if self.assumed.engine == "native":
             self.notes.append(
                 f"{self.origin(key) if key else name}: here responses come from the native engine, in the "

@@ -21,6 +21,11 @@ from jaxrl_import.verl_names import (
     ROLLOUT,
 )
 
+UNEVEN = re.compile(
+    r"pipeline_model_parallel_layout|num_layers_in_(first|last)_pipeline_stage|"
+    r"decoder_(first|last)_pipeline_num_layers|account_for_\w+_in_pipeline_split"
+)
+"""Keys of Megatron that give the stages of a pipeline different numbers of layers."""
 PARALLEL = re.compile(r"\b((tensor|pipeline)(_model)?|context)_parallel_size$|\bengine\.[tcp]p(_size)?$")
 
 
@@ -108,6 +113,10 @@ def _mesh(conv: Conversion, group: str) -> None:
     context = sizes("context_parallel_size", "cp_size", "cp")
     nothing = [("", 1)]
     stages = sizes("pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size", "pp")
+    uneven = next((key for key in conv.settings if UNEVEN.search(key) and conv.get(key)), "")
+    if uneven and stages:
+        conv.lose(stages[0][0], f"stages are equal here, and there {uneven} divides layers: set --mesh.stage")
+        stages = []
     conv.put_mesh(
         (tensor or nothing)[0],
         (context or ulysses or nothing)[0],
