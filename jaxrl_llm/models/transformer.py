@@ -39,6 +39,8 @@ from jaxrl_llm.models.shared_kv import no_shared_kv, put_shared, read_shared
 from jaxrl_llm.models.stacks import (
     LayerRun,
     collect_layers,
+    cut_layers,
+    join_layers,
     layer_stacks,
     layers_outside,
     scan_layers,
@@ -286,17 +288,19 @@ class Transformer(nnx.Module):
         inputs = self._layer_inputs(x, tokens, dtype, strict)
 
         # Layers before the pipeline, which are all without one, then the layers of its stages.
-        names, numbers, sums, chosen = stack_names(c), stacked_numbers(c), None, None
+        names, numbers, outs = stack_names(c), stacked_numbers(c), []
         how = {"dtype": dtype, "remat": remat, "method": method, "strict": strict}
         stages = num_shards("layers", current_sizes())
-        first = len(names) if stages == 1 else layers_outside(c)
-        for part, divided in ((slice(first), 1), (slice(first, None), stages)):
+        first = layers_outside(c, stages)
+        for part, divided in ((slice(0, first), 1), (slice(first, len(names)), stages)):
             if own := names[part]:
                 run = functools.partial(_run_layers, c=c, names=own[: len(own) // divided], **how)
-                weights = {name: getattr(self, name) for name in own}
+                weights, chosen = cut_layers(c, part, functools.partial(getattr, self), routes)
                 of_layers = weights, jax.tree.map(lambda x, part=part: x[part], numbers)
-                of_both = None if inputs is None else inputs[part], routes
-                x, sums, chosen = pipelined(run, divided)(x, of_layers, of_both, (rows, whole, readers))
+                of_both = None if inputs is None else inputs[part], chosen
+                x, *out = pipelined(run, divided)(x, of_layers, of_both, (rows, whole, readers))
+                outs.append(out)
+        sums, chosen = (join_layers(own) for own in zip(*outs, strict=True))
         x = per_token_call(strict)(final_norm_fn(c), fetch(self.norm[...]), x)
         hidden = restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
         return hidden, sums, None if chosen is None else restore_tokens(join_routes(c, chosen), method)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxrl_kernels.chips import GPUS_PER_HOST, HOST_LINKS, Chip
+from jaxrl_kernels.chips import GPUS_PER_HOST, Chip
 from jaxrl_kernels.dispatch import choose
 from jaxrl_kernels.grouped_matmul.tiled import rows_of_tile
 from jaxrl_llm.builders.sizes import derived
@@ -80,11 +80,12 @@ def expert_gather(
     others = sum(size for name, size in weights.items() if "." in name) - experts
     rows = derived(config, math.prod(sizes.values()))["rows_per_microbatch"]
     several_hosts = not chip.torus_dims and math.prod(sizes.values()) > GPUS_PER_HOST
+    of_host = GPUS_PER_HOST * chip.between or chip.interconnect
     replicas = num_shards("batch", sizes) * num_shards("sequence", sizes)
     return ExpertGather(
         rows * config.row_tokens / replicas,
         chip.flops,
-        min(chip.interconnect, HOST_LINKS) if several_hosts else chip.interconnect,
+        min(chip.interconnect, of_host) if several_hosts else chip.interconnect,
         others + experts / num_shards("experts", sizes),
         active=layer_weights(model),
         itemsize=jnp.dtype(config.model.dtype).itemsize,

@@ -26,9 +26,10 @@ from jax.typing import DTypeLike
 from jaxrl_llm.models import TransformerConfig, abstract, flops, layer_matrices, named_leaves, shardings
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.quantize import SCALE
-from jaxrl_llm.models.stacks import layer_stacks
+from jaxrl_llm.models.stacks import layer_stacks, layers_outside
 from jaxrl_llm.plan.work import ATTENTION, ProgramWork
 from jaxrl_llm.sharding.compile import Program
+from jaxrl_llm.sharding.pipeline import bubble_work
 from jaxrl_llm.sharding.rules import GATHERED, ROLLOUT, TRAIN, Rules, bytes_per_device, num_shards
 
 Sizes = Mapping[str, float]
@@ -41,12 +42,18 @@ class Rows(NamedTuple):
     tokens: int  # of all devices
     context: float  # keys of each query
     logits: bool  # whether the head is applied
-    bubble: float = 0.0  # `bubble_work` of a pipeline
+    bubble: float = 0.0  # `bubble_of` a pipeline
 
 
 def rows_flops(c: TransformerConfig, rows: Rows) -> float:
     """Return the model FLOPs of a forward pass, on all devices."""
     return flops.forward_flops(c, rows.tokens, rows.context) + flops.head_flops(c, rows.tokens) * rows.logits
+
+
+def bubble_of(model: TransformerConfig, rows: int, sizes: Mapping[str, int]) -> float:
+    """Return `bubble_work` relative to the work on all layers, of which some may be before the pipeline."""
+    outside = layers_outside(model, num_shards("layers", sizes)) or 0
+    return bubble_work(rows, sizes) * (1 - outside / model.num_layers)
 
 
 def work_with_bubble(count: Callable[[Rows], float], rows: Rows) -> float:

@@ -27,6 +27,7 @@ from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.plan.experts import tile_trips
 from jaxrl_llm.plan.floors import (
     Rows,
+    bubble_of,
     forward_floor,
     kernel_flops,
     rollout_floors,
@@ -41,7 +42,6 @@ from jaxrl_llm.plan.work import NO_WORK, ProgramWork
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.compile import Program
 from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE, reward_role
-from jaxrl_llm.sharding.pipeline import bubble_work
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, num_shards
 
 DECODING = r"^jit\(_decode(_drafts)?\)/while$"
@@ -183,7 +183,7 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
         times, tokens = math.ceil(rows_needed(config, 1) / rows), rows * config.row_tokens
         resident = base | {"batch": [program.args[1]] * times}
         with_logits = reads_logits(program.static["names"])
-        counted = Rows(tokens, mean_context(config), with_logits, bubble_work(rows, scored.mesh.shape))
+        counted = Rows(tokens, mean_context(config), with_logits, bubble_of(model, rows, scored.mesh.shape))
         floor = forward_floor(model, scored.mesh, config.model.dtype, counted)
         hints = _hints(config, scored, model, rows, kernels=kernel_flops(model, scored.mesh, counted))
         work = work_with_bubble(functools.partial(rows_flops, model), counted)
@@ -200,7 +200,7 @@ def _update(
     batch, grads = calls["accumulate"].args[2].batch, calls["apply"].args[1]
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
     remat, mesh, with_logits = config.model.remat, learner.mesh, algos.requirements(learner.algo).logprobs
-    bubble = bubble_work(rows, mesh.shape)
+    bubble = bubble_of(learner.model, rows, mesh.shape)
     counted = Rows(rows * config.row_tokens, mean_context(config), with_logits, bubble)
     work = work_with_bubble(
         lambda rows: flops.update_flops(learner.model, *rows[:2], remat, with_logits=rows.logits), counted

@@ -44,7 +44,9 @@ class PhaseCost:
     unit: str  # of `calls`: "call" or "token"
     flops: float  # of the arithmetic that the recipe chooses, recomputation included
     collectives: dict[str, Any]  # kind of collective -> count and bytes sent
-    roofline: dict[str, float]  # least seconds of a call for compute, memory and interconnect; {} = unknown
+    roofline: dict[
+        str, float
+    ]  # least seconds of a call by what bounds it: compute, memory, links; {} = unknown
     compile_seconds: float
     error: str  # of the compiler, if the program alone is too large
     host: float = 0.0  # offloaded bytes in the memory of the host, for each device
@@ -61,7 +63,7 @@ class PhaseCost:
 
     @property
     def step_seconds(self) -> float:
-        """Roofline of all calls of a step: the slowest of compute, memory and interconnect."""
+        """Roofline of all calls of a step: the slowest of compute, memory and links."""
         return self.calls * max(self.roofline.values(), default=0.0)
 
 
@@ -142,7 +144,9 @@ def make_plan(
     # Compile each phase and take its numbers.
     costs, slices = [], {}
     for role, own in meshes.items():
-        slices = slice_numbers(own, sized.mesh_of(role).slices) | slices
+        hosts = {device: device.process_index for device in own.devices.flat}
+        numbers = slice_numbers(own, sized.mesh_of(role).slices)
+        slices = (hosts if target.topology.platform == "cuda" else numbers) | slices
     for phase in selected:
         log(f"compiling {phase.name}")
         with working(f"compiling {phase.name}"):
@@ -201,12 +205,15 @@ def phase_cost(
     # The roofline of a known chip.
     flops, roofline = phase.flops / phase.mesh.size, {}
     if target.chip:
-        sent = sum(collective.bytes for collective in stats.collectives.values())
+        across = sum(collective.across for collective in stats.collectives.values())
+        sent = sum(collective.bytes for collective in stats.collectives.values()) - across
         roofline = {
             "compute": flops / target.chip.flops,
             "memory": (stats.arguments + stats.outputs + 2 * stats.temporary) / target.chip.bandwidth,
             "interconnect": sent / target.chip.interconnect,
         }
+        if across and target.chip.between:
+            roofline["links between slices"] = across / target.chip.between
     return PhaseCost(
         phase.name,
         memory,

@@ -124,7 +124,7 @@ def slice_lines(plan: Plan) -> list[str]:
     if not each:
         return []
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in each.items())
-    return [f"Between slices each device sends {format_bytes(sum(each.values()))} a step: {parts}."]
+    return [f"Between slices or hosts each device sends {format_bytes(sum(each.values()))} a step: {parts}."]
 
 
 def stage_lines(plan: Plan) -> list[str]:

@@ -98,7 +98,8 @@ def sharding_for(
     heads on tensor=4).
 
     Mesh axes that do not divide the number of experts (60 on fsdp=8) shard each expert's hidden states
-    instead, or else its inputs and outputs (60 of 1,408 on fsdp=256), which are gathered for a layer.
+    instead, or else its inputs and outputs (60 of 1,408 on fsdp=256), which are gathered for a layer. Stages
+    that do not divide the layers shard the inputs and outputs of each.
     """
     return NamedSharding(mesh, dividing_spec(mesh.shape, axes, shape, rules))
 
@@ -111,12 +112,16 @@ def dividing_spec(
     names = dict(zip(axes, map(present, partition_spec(axes, rules)), strict=True))
     dims = dict(zip(axes, shape, strict=True))
     divides = lambda axis, by: dims[axis] % math.prod(sizes[name] for name in by) == 0
-    fitting = {axis: by if axis != "experts" and divides(axis, by) else () for axis, by in names.items()}
-    takers = ("experts", *("expert_mlp", "expert_embed") * ("expert_mlp" in names))
-    for name in names.get("experts", ()):
-        able = (axis for axis in takers if axis in names and divides(axis, (*fitting[axis], name)))
-        if axis := next(able, None):
-            fitting[axis] += (name,)
+    takers_of = {
+        "experts": ("experts", *("expert_mlp", "expert_embed") * ("expert_mlp" in names)),
+        "layers": ("layers", "expert_embed", "embed", "latent"),
+    }
+    fitting = {axis: by if axis not in takers_of and divides(axis, by) else () for axis, by in names.items()}
+    for dim, takers in takers_of.items():
+        for name in names.get(dim, ()):
+            able = (axis for axis in takers if axis in names and divides(axis, (*fitting[axis], name)))
+            if axis := next(able, None):
+                fitting[axis] += (name,)
     return PartitionSpec(*(by[0] if len(by) == 1 else by or None for by in map(fitting.get, axes)))
 
 

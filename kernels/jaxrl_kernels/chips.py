@@ -18,6 +18,7 @@ class Chip(NamedTuple):
     flops: float  # bfloat16 FLOP/s, dense
     bandwidth: float  # bytes/s of its memory
     interconnect: float  # bytes/s out of it to its neighbours, one direction, all links busy
+    between: float  # bytes/s out of it to other TPU slices or to other hosts of GPUs; 0 = not known
     scratchpad: int  # bytes: vector memory (VMEM) of a TPU core, shared memory of a GPU's thread block
     devices: int  # that one chip shows
     cores: int  # that a chip counts for in the names of slices
@@ -31,58 +32,56 @@ HOPPER_SHARED_MEMORY = 232_448
 """Bytes of opt-in shared memory of a thread block (compute capability 9.0: 228 KiB less 1 KiB reserved)."""
 CHIPS = {
     "v4": Chip(
-        "TPU v4", 30.75 * GIB, 275e12, 1200e9, 300e9, 16 * MIB, 1, 2, 3,
+        "TPU v4", 30.75 * GIB, 275e12, 1200e9, 300e9, 0.0, 16 * MIB, 1, 2, 3,
         f"{_DOCS}v4; arXiv 2304.01433, table 4",
     ),
-    "v5e": Chip("TPU v5e", 15.75 * GIB, 197e12, 819e9, 200e9, 128 * MIB, 1, 1, 2, f"{_DOCS}v5e"),
-    "v5p": Chip("TPU v5p", 95.73 * GIB, 459e12, 2765e9, 600e9, 64 * MIB, 1, 2, 3, f"{_DOCS}v5p"),
-    "v6e": Chip("TPU v6e", 31.24 * GIB, 918e12, 1638e9, 400e9, 128 * MIB, 1, 1, 2, f"{_DOCS}v6e"),
-    "tpu7x": Chip("TPU7x", 94.74 * GIB, 1153.5e12, 3690e9, 300e9, 64 * MIB, 2, 2, 3, f"{_DOCS}tpu7x"),
+    "v5e": Chip("TPU v5e", 15.75 * GIB, 197e12, 819e9, 200e9, 3.125e9, 128 * MIB, 1, 1, 2, f"{_DOCS}v5e"),
+    "v5p": Chip("TPU v5p", 95.73 * GIB, 459e12, 2765e9, 600e9, 6.25e9, 64 * MIB, 1, 2, 3, f"{_DOCS}v5p"),
+    "v6e": Chip("TPU v6e", 31.24 * GIB, 918e12, 1638e9, 400e9, 12.5e9, 128 * MIB, 1, 1, 2, f"{_DOCS}v6e"),
+    "tpu7x": Chip("TPU7x", 94.74 * GIB, 1153.5e12, 3690e9, 300e9, 0.0, 64 * MIB, 2, 2, 3, f"{_DOCS}tpu7x"),
     "h100": Chip(
-        "NVIDIA H100 80GB HBM3", 84_942_979_072, 989.4e12, 3352.32e9, 450e9, HOPPER_SHARED_MEMORY, 1, 1, 0,
-        "NVIDIA H100 data sheet, Hopper tuning guide",
+        "NVIDIA H100 80GB HBM3", 84_942_979_072, 989.4e12, 3352.32e9, 450e9, 50e9, HOPPER_SHARED_MEMORY,
+        1, 1, 0, "NVIDIA H100 data sheet, Hopper tuning guide",
     ),
     "h200": Chip(
-        "NVIDIA H200", 150_109_880_320, 989.4e12, 4800e9, 450e9, HOPPER_SHARED_MEMORY, 1, 1, 0,
+        "NVIDIA H200", 150_109_880_320, 989.4e12, 4800e9, 450e9, 50e9, HOPPER_SHARED_MEMORY, 1, 1, 0,
         "NVIDIA H200 data sheet, Hopper tuning guide",
     ),
     "b200": Chip(
-        "NVIDIA B200", 191_514_411_008, 2250e12, 7672.32e9, 900e9, 232_448, 1, 1, 0,
+        "NVIDIA B200", 191_514_411_008, 2250e12, 7672.32e9, 900e9, 50e9, 232_448, 1, 1, 0,
         f"NVIDIA HGX B200 data sheet; {_GUIDE}",
     ),
     "a100": Chip(
-        "NVIDIA A100-SXM4-80GB", 85_100_068_864, 312e12, 2039.04e9, 300e9, 166_912, 1, 1, 0,
+        "NVIDIA A100-SXM4-80GB", 85_100_068_864, 312e12, 2039.04e9, 300e9, 25e9, 166_912, 1, 1, 0,
         f"NVIDIA A100 data sheet; {_GUIDE}",
     ),
     "a100-40": Chip(
-        "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555.2e9, 300e9, 166_912, 1, 1, 0,
+        "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555.2e9, 300e9, 25e9, 166_912, 1, 1, 0,
         f"NVIDIA A100 data sheet; {_GUIDE}",
     ),
     "l4": Chip(
-        "NVIDIA L4", 22.03 * GIB, 121e12, 300e9, 32e9, 101_376, 1, 1, 0,
+        "NVIDIA L4", 22.03 * GIB, 121e12, 300e9, 32e9, 0.0, 101_376, 1, 1, 0,
         f"NVIDIA L4 data sheet; {_GUIDE}",
     ),
     "rtx4090": Chip(
-        "NVIDIA GeForce RTX 4090", 23.64 * GIB, 165.2e12, 1008e9, 32e9, 101_376, 1, 1, 0,
+        "NVIDIA GeForce RTX 4090", 23.64 * GIB, 165.2e12, 1008e9, 32e9, 0.0, 101_376, 1, 1, 0,
         f"NVIDIA Ada architecture white paper; {_GUIDE}",
     ),
     "t4": Chip(
-        "Tesla T4", 14.56 * GIB, 65e12, 320e9, 16e9, 65_536, 1, 1, 0,
+        "Tesla T4", 14.56 * GIB, 65e12, 320e9, 16e9, 0.0, 65_536, 1, 1, 0,
         f"NVIDIA T4 data sheet; {_GUIDE}",
     ),
 }  # fmt: skip
 """TPU memory is the part of the published 32, 16, 95, 32 and 192 GiB a chip that the compiler grants, as its
 error for a larger program reports. Interconnect is half of the published bidirectional figure, of PCIe for
-GPUs without NVLink. GPU memory is the driver's figure, before XLA takes its share. T4 has no bfloat16 units:
-its FLOP/s are of float16."""
+GPUs without NVLink. Between slices a TPU has its share of the data center network's bandwidth; between hosts
+a GPU has the network adapter of NVIDIA's DGX: 400 Gbit/s, of an A100 200. GPU memory is the driver's figure,
+before XLA takes its share. T4 has no bfloat16 units: its FLOP/s are of float16."""
 TPUS = tuple(kind for kind, chip in CHIPS.items() if chip.torus_dims)
 GPUS = tuple(kind for kind in CHIPS if kind not in TPUS)
 
 
 GPUS_PER_HOST = 8
-HOST_LINKS = 400e9
-"""Bytes/s out of a host with eight GPUs: an adapter of 400 Gbit/s for each (NVIDIA DGX H100, H200, B200 data
-sheets)."""
 
 
 class Multiprocessors(NamedTuple):

@@ -78,26 +78,29 @@ def twice(model):
     return dataclasses.replace(model, num_layers=2 * model.num_layers, initializer_range=0.1, **lists)
 
 
+FIVE = dataclasses.replace(MODEL, num_layers=5)
+MIXED = dataclasses.replace(HYBRID, num_layers=3, layer_kinds=("delta", "attention", "attention"))
 ONE = MeshConfig(fsdp=1)
 PROMPT, RESPONSES = 12, 4  # tokens of a prompt, responses to it
 
 
-def trajectories(moe=None):
+def trajectories(model=None):
     """Responses of 3 to 18 tokens to four prompts, most with two tokens of an observation.
 
     Args:
-        moe: of a model whose routes are replayed: they are equal on the prompt, and any.
+        model: its routes are replayed: they are equal on the prompt, and any.
     """
     rng, result = np.random.default_rng(0), []
     ids = lambda n: rng.integers(0, MODEL.vocab_size, n).astype(np.int32)
 
     def routes(n):
-        chosen = [rng.permutation(moe.num_experts)[: moe.experts_per_token] for _ in range(2 * n)]
-        return np.sort(chosen).reshape(n, 2, -1).astype(np.uint8)
+        shape, moe = (n, *route_spec(model).shape), model.moe
+        chosen = [rng.permutation(moe.num_experts)[: moe.experts_per_token] for _ in range(n * shape[1])]
+        return np.sort(chosen).reshape(shape).astype(np.uint8)
 
     for index in range(4 * RESPONSES):
         if index % RESPONSES == 0:
-            prompt, of_prompt = ids(PROMPT), moe and routes(PROMPT)
+            prompt, of_prompt = ids(PROMPT), model and routes(PROMPT)
         length = int(rng.integers(3, 19))
         mask = np.ones(length, np.int8)
         mask[2:4] = index % 3 > 0
@@ -106,7 +109,7 @@ def trajectories(moe=None):
             prompt_ids=prompt, response_ids=ids(length), mask=mask, versions=np.zeros(length, np.int32),
             logprobs=rng.normal(-4, 0.1, length).astype(np.float32), prompt_index=index // RESPONSES,
             response_index=index % RESPONSES, finish="stop", reward=float(rewards.sum()),
-            routes=moe and np.concatenate([of_prompt, routes(length)]),
+            routes=model and np.concatenate([of_prompt, routes(length)]),
         ))  # fmt: skip
     return result
 
@@ -114,7 +117,7 @@ def trajectories(moe=None):
 def experience(stage):
     """The trajectories as the rollouts hand them over; the prompts alternate between two teachers."""
     replay = stage.policy.config.replay
-    found = trajectories(stage.policy.model.moe if replay and replay.source == "rollout" else None)
+    found = trajectories(stage.policy.model if replay and replay.source == "rollout" else None)
     items = [from_trajectory(trajectory) for trajectory in found]
     for item, trajectory in zip(items, found, strict=True):
         if stage.teachers:
@@ -269,9 +272,10 @@ SLOW = {
     "2 stages, a window, ring": (
         GRPO, {"model": twice(WINDOWED), "mesh": MeshConfig(stage=2, fsdp=1, sequence=2), "remat": "dots"}
     ),
+    # Rounding of the convolution's gradient is 1.3e-5 on some processors.
     "2 stages, delta rule, tensor 2, ring": (
         GRPO,
-        {"model": twice(HYBRID), "share_prefixes": "flat",
+        {"model": twice(HYBRID), "share_prefixes": "flat", "rel": 2e-5,
          "mesh": MeshConfig(stage=2, fsdp=1, tensor=2, sequence=2)},
     ),
     "2 stages, mamba, fsdp 2": (
@@ -296,6 +300,21 @@ SLOW = {
     "2 stages after a dense layer, replay of the rollout": (
         GRPO,
         {"model": DENSE_FIRST, "mesh": MeshConfig(stage=2, fsdp=2), "of_both": (("replay", "rollout"),)},
+    ),
+    "2 stages after 1 of 5 layers": (GRPO, {"model": FIVE, "mesh": MeshConfig(stage=2, fsdp=2)}),
+    "2 stages after a layer with the delta rule, tensor 2": (
+        GRPO,
+        {"model": MIXED, "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=1, tensor=2)},
+    ),
+    "2 stages after a layer with experts, replay of the rollout": (
+        GRPO,
+        {"model": dataclasses.replace(EXPERTS, num_layers=3), "mesh": MeshConfig(stage=2, fsdp=1, expert=2),
+         "rel": 2e-5, "of_both": (("replay", "rollout"), ("balance_coef", 0.5))},
+    ),
+    "2 stages after a dense layer and one with experts, adapters": (
+        GRPO,
+        {"model": with_lora(dataclasses.replace(DENSE_FIRST, num_layers=4), LoraConfig(rank=4, alpha=8.0)),
+         "mesh": MeshConfig(stage=2, fsdp=2), "rel": 5e-5, "of_both": (("balance_coef", 0.5),)},
     ),
     "2 stages, experts with adapters, replay of old": (
         GRPO,

@@ -120,6 +120,7 @@ def reference_update():
                 MeshConfig(fsdp=2, tensor=4),
                 MeshConfig(fsdp=1, tensor=8),
                 MeshConfig(stage=4, fsdp=1, tensor=2),
+                MeshConfig(data=2, stage=3, fsdp=1),
                 MeshConfig(data=2, stage=2, fsdp=1, sequence=2),
                 MeshConfig(stage=2, fsdp=1, sequence=2, tensor=2, sequence_parallel="ulysses"),
             )
@@ -128,7 +129,7 @@ def reference_update():
     ids=str,
 )
 def test_every_mesh_gives_the_gradient_of_one_device(mesh, reference_update):
-    assert_same(one_update(learner(mesh, rows=8, max_grad_norm=0.0)), reference_update)
+    assert_same(one_update(learner(mesh, math.lcm(8, mesh.stage), max_grad_norm=0.0)), reference_update)
 
 
 def bytes_across(built, platform):

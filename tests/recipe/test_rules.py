@@ -93,7 +93,10 @@ CASES = {
     "_can_be_exported": dict(model=replace(RANDOM, architecture=replace(EXPERTS, family="mixtral"))),
     "_has_positions": dict(max_response_tokens=50),
     "_heads_divide": dict(devices="0:6", mesh=MeshConfig(tensor=3, sequence=2, sequence_parallel="ulysses")),
-    "_stages_are_equal": dict(mesh=MeshConfig(stage=8)),
+    "_stages_are_equal": dict(
+        model=replace(RANDOM, architecture=TransformerConfig(num_layers=4, max_position=64)),
+        mesh=MeshConfig(stage=8),
+    ),
     "_recurrent_layers_fit": dict(
         model=replace(RANDOM, architecture=TWO_SIZES), rollout=RolloutConfig(cache="paged")
     ),

@@ -132,6 +132,14 @@ def test_unknown_and_twice_used_axes_are_refused():
 EMBED = ("fsdp", "sequence", "expert")
 
 
+@pytest.mark.parametrize(
+    ("layers", "spec"), [(28, P("stage", EMBED, "tensor")), (30, P(None, (*EMBED, "stage"), "tensor"))]
+)
+def test_stages_divide_the_layers_or_each_layer(layers, spec):
+    mesh = make_mesh(MeshConfig(stage=4, fsdp=2), jax.devices()[:8])
+    assert sharding_for(mesh, ("layers", "embed", "mlp"), (layers, 64, 128), TRAIN).spec == spec
+
+
 def test_a_dim_that_is_not_divided_evenly_stays_whole():
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
     assert sharding_for(mesh, ("embed", "kv_heads"), (32, 2), TRAIN).spec == P(

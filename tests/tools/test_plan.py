@@ -34,6 +34,7 @@ from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.models import LoraConfig, TransformerConfig, flops
 from jaxrl_llm.models.lora import join_params, split_params, with_lora
 from jaxrl_llm.plan.compiled import (
+    CollectiveStats,
     CompiledStats,
     bytes_needed,
     open_target,
@@ -264,6 +265,15 @@ def test_memory_is_that_of_the_devices_that_a_phase_runs_on():
     assert decode.memory["parameters"] == decode.memory["optimizer"] == 0
     assert decode.memory["frozen models"] == 2 * matrices / 4 + 4 * norms  # bfloat16
     assert decode.memory["rollout weights"] == pytest.approx(4 * size / 2, rel=0.05)
+
+
+def test_bytes_between_slices_take_the_time_of_slow_links():
+    """900 GB, of which half leave a host: 450 GB/s of an H100's NVLink, 50 GB/s of its network adapter."""
+    meshes, target = make_meshes(CONFIG), open_target(parse_topology("cpu"))._replace(chip=CHIPS["h100"])
+    sent = {"all-gather": CollectiveStats(1, 900e9, across=450e9)}
+    stats = CompiledStats(0.0, 0.0, 0.0, sent, seconds=0.0)
+    roofline = phase_cost(phases(CONFIG, meshes)[0], stats, target, device_groups(meshes)).roofline
+    assert (roofline["interconnect"], roofline["links between slices"]) == (1.0, 9.0)
 
 
 def test_a_plan_counts_the_epochs_of_a_step():
