@@ -17,8 +17,12 @@ from jaxrl_llm.sharding.compile import ParallelCompiler, Program
 from jaxrl_llm.structs import Params
 
 
-def score_programs(stage: Stage, reference: Params | None = None) -> Iterator[tuple[str, Scorer, Program]]:
-    """Yield (name, model, program) of each forward pass before the first update; teachers not among them.
+def score_programs(
+    stage: Stage, reference: Params | None = None
+) -> Iterator[tuple[str, Scorer, list[Program]]]:
+    """Yield (name, model, programs) of each forward pass before the first update; teachers not among them.
+
+    There is a program for each shape of micro-batches.
 
     Args:
         reference: abstract weights of the frozen reference, where the stage needs one.
@@ -26,19 +30,21 @@ def score_programs(stage: Stage, reference: Params | None = None) -> Iterator[tu
     policy, critic = stage.policy, stage.critic
     if outputs := policy_scores(stage.requires, policy.config):
         params, replay = policy.abstract_state().params, ROUTES not in outputs
-        yield "policy", policy.scorer, policy.scorer.score_program(params, outputs, replay)
+        yield "policy", policy.scorer, policy.scorer.score_programs(params, outputs, replay)
     if critic and stage.updates_critic:
         params = critic.abstract_state().params
-        yield "critic", critic.scorer, critic.scorer.score_program(params, ("values",))
+        yield "critic", critic.scorer, critic.scorer.score_programs(params, ("values",))
     if stage.needs_reference:
         scored = stage.reference_model or policy.scorer
-        yield "reference", scored, scored.score_program(reference, ("logprobs",))
+        yield "reference", scored, scored.score_programs(reference, ("logprobs",))
 
 
-def update_programs(stage: Stage, learner: Learner, microbatches: int) -> dict[str, Program]:
+def update_programs(
+    stage: Stage, learner: Learner, microbatches: int, *, kind: int = 0
+) -> dict[str, Program]:
     """Return `Learner.update_programs` of the policy or the critic for so many micro-batches an update."""
     teachers = stage.loss_teachers if learner is stage.policy else ()
-    return learner.update_programs(loss_signals(stage), teachers, microbatches)
+    return learner.update_programs(loss_signals(stage), teachers, microbatches, kind=kind)
 
 
 def compile_stages(stages: Sequence[Stage], reference: Params) -> None:
@@ -57,15 +63,20 @@ def compile_stages(stages: Sequence[Stage], reference: Params) -> None:
 def stage_programs(stage: Stage, reference: Params) -> Iterator[tuple[Mesh, Program]]:
     """Yield the programs of a stage's steps, each with its mesh.
 
-    An update of one micro-batch and one of several are different programs; a run may need both.
+    An update of one micro-batch and one of several are different programs, and so are those of long and short
+    rows; a run may need all.
     """
-    for _, model, program in score_programs(stage, reference):
-        yield model.mesh, program
+    for _, model, programs in score_programs(stage, reference):
+        for shape, program in zip(model.shapes(model.config.rows_scored), programs, strict=True):
+            yield shape.mesh, program
     learners = [stage.policy, stage.critic] if stage.critic and stage.updates_critic else [stage.policy]
     for learner in learners:
-        for microbatches in (1, 2):
-            for program in update_programs(stage, learner, microbatches).values():
-                yield learner.mesh, program
+        for kind, shape in enumerate(learner.scorer.shapes(learner.config.rows)):
+            for microbatches in (1, 2):
+                programs = update_programs(stage, learner, microbatches, kind=kind)
+                yield shape.mesh, programs.pop("accumulate")
+                if kind == 0:
+                    yield from ((learner.mesh, program) for program in programs.values())
 
 
 def loss_signals(stage: Stage) -> tuple[str, ...]:

@@ -81,14 +81,19 @@ class Learner:
         return with_shardings(self.state_shapes, self.state_shardings)
 
     def update_programs(
-        self, signals: Sequence[str], teachers: Teachers = (), microbatches: int = 2
+        self, signals: Sequence[str], teachers: Teachers = (), microbatches: int = 2, *, kind: int = 0
     ) -> dict[str, Program]:
-        """Return the programs that `update` runs for each micro-batch, and after them ("add", "apply")."""
-        state, batch = self.abstract_state(), self.scorer.abstract_batch(signals, self.config.rows)
+        """Return the programs that `update` runs for each micro-batch, and after them ("add", "apply").
+
+        Args:
+            kind: index of the micro-batches' shape among `Scorer.shapes`.
+        """
+        shape = self.scorer.shapes(self.config.rows)[kind]
+        state, batch = self.abstract_state(), self.scorer.abstract_batch(signals, shape)
         number = jax.ShapeDtypeStruct((), jnp.float32)
         totals = self._with_coefs(state, number, number)
         teachers = teachers.abstract_outputs(batch) if isinstance(teachers, PlacedTeachers) else teachers
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(shape.mesh):
             if algos.of(self.algo).baseline:
                 totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
             if self.config.balance_coef:

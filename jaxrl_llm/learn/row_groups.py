@@ -19,6 +19,26 @@ def placing(config: StepConfig) -> dict[str, Any]:
     return {"share": config.share_prefixes, "keep_whole": config.whole_sequences}
 
 
+class RowShape(NamedTuple):
+    """The rows of a micro-batch."""
+
+    row_tokens: int
+    rows: int
+    mesh: Mesh
+
+
+def row_shapes(row_tokens: int, rows: int, mesh: Mesh) -> list[RowShape]:
+    """Return the shapes of a step's micro-batches: rows that devices share, and rows of one device each.
+
+    Args:
+        row_tokens, rows: of a micro-batch of rows that devices share.
+    """
+    shared, shards = RowShape(row_tokens, rows, mesh), num_shards("sequence", mesh.shape)
+    if shards == 1 or row_tokens % shards:
+        return [shared]
+    return [shared, RowShape(row_tokens // shards, rows * shards, with_whole_rows(mesh))]
+
+
 class RowGroup(NamedTuple):
     """Items in rows of one length, on one mesh."""
 
@@ -52,18 +72,16 @@ def row_groups(
         group_size: consecutive items that are compared, and stay together.
     """
     # One kind of rows, where no two devices share one.
-    length, shards = config.row_tokens, num_shards("sequence", mesh.shape)
-    everything = range(len(items))
-    together = [RowGroup(items, everything, length, rows, mesh)]
-    if shards == 1 or length % shards or not items:
+    everything, shapes = range(len(items)), row_shapes(config.row_tokens, rows, mesh)
+    together = [RowGroup(items, everything, *shapes[0])]
+    if len(shapes) == 1 or not items:
         return together
+    length, short = config.row_tokens, shapes[1].row_tokens
 
     def divided(is_long: Sequence[bool]) -> list[RowGroup]:
-        shapes = (True, length, rows, mesh), (False, length // shards, rows * shards, with_whole_rows(mesh))
-        members = [[i for i in everything if is_long[i // group_size] == long] for long, *_ in shapes]
+        members = [[i for i in everything if is_long[i // group_size] == long] for long in (True, False)]
         groups = [
-            RowGroup([items[i] for i in own], own, *shape)
-            for own, (_, *shape) in zip(members, shapes, strict=True)
+            RowGroup([items[i] for i in own], own, *shape) for own, shape in zip(members, shapes, strict=True)
         ]
         return [group for group in groups if group.items]
 
@@ -71,7 +89,7 @@ def row_groups(
     count = lambda groups: sum(group.microbatches(config, group_size) for group in groups)
     units = [items[i : i + group_size] for i in range(0, len(items), group_size)]
     tokens = [row_tokens(unit, config.share_prefixes) for unit in units]
-    long = [n > length // shards for n in tokens]
+    long = [n > short for n in tokens]
     apart, filled = divided(long), list(long)
     if any(long):
         free = count(apart[:1]) * rows * length - sum(itertools.compress(tokens, long))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.data.packing import PackItem, arrange, branches_of, empty_batch, pack, row_tokens, unpack
 from jaxrl_llm.learn.moe_losses import ROUTES, Replay
-from jaxrl_llm.learn.row_groups import RowGroup, placing, row_groups
+from jaxrl_llm.learn.row_groups import RowGroup, RowShape, placing, row_groups, row_shapes
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.sharding.compile import Program, bucket, compiler_options
 from jaxrl_llm.sharding.rules import num_shards, put_rows, row_sharding, with_shardings
@@ -53,17 +53,21 @@ class Scorer:
             compiler_options=compiler_options(mesh, gathers_weights=True),
         )
 
-    def abstract_batch(self, signals: Sequence[str], rows: int, replay: bool = True) -> Batch:
+    def shapes(self, rows: int) -> list[RowShape]:
+        """Return `row_shapes`, the first of `rows` rows."""
+        return row_shapes(self.config.row_tokens, rows, self.mesh)
+
+    def abstract_batch(self, signals: Sequence[str], shape: RowShape, replay: bool = True) -> Batch:
         """Return shapes, types and shardings of a micro-batch with these signals."""
         route = self.config.replay.route if replay and self.config.replay else None
-        c = self.config
-        empty = empty_batch(rows, c.row_tokens, signals, route, share=c.share_prefixes, num_kept=c.num_kept)
-        return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
+        settings = {"share": self.config.share_prefixes, "num_kept": self.config.num_kept}
+        empty = empty_batch(shape.rows, shape.row_tokens, signals, route, **settings)
+        return with_shardings(empty, jax.tree.map(lambda x: row_sharding(shape.mesh, x.shape), empty))
 
-    def score_program(self, params: Params, names: tuple[str, ...], replay: bool = False) -> Program:
-        """Return the program that `start` runs for each micro-batch."""
-        batch = self.abstract_batch((), self.config.rows_scored, replay)
-        return Program(self.run, (params, batch), {"names": names})
+    def score_programs(self, params: Params, names: tuple[str, ...], replay: bool = False) -> list[Program]:
+        """Return the program that `start` runs for the micro-batches of each shape."""
+        batches = [self.abstract_batch((), shape, replay) for shape in self.shapes(self.config.rows_scored)]
+        return [Program(self.run, (params, batch), {"names": names}) for batch in batches]
 
     def outputs(self, params: Params, batch: Batch, names: tuple[str, ...]) -> dict[str, jax.Array]:
         """Dispatch `model_outputs` of one micro-batch."""

@@ -20,6 +20,7 @@ from jaxrl_llm.builders.warm_up import score_programs, update_programs
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import reads_logits
+from jaxrl_llm.learn.row_groups import RowShape
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig, flops
@@ -46,6 +47,9 @@ from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, num_shard
 
 DECODING = r"^jit\(_decode(_drafts)?\)/while$"
 """The loop over the tokens of a chunk of decoding, as `hlo.Instruction.source` names it."""
+SHAPES = ("", " of short rows")
+"""Ends of the names of phases with the micro-batches of each shape (`row_shapes`); the time of short rows is
+counted with the long ones."""
 Resident = dict[str, Any]
 """Kind of memory (`plan.MEMORY_KINDS`) -> tree of abstract arrays."""
 
@@ -175,45 +179,46 @@ def _rollout_calls(config: TrainConfig, engine: NativeEngine, params) -> dict[st
 def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[str, Mesh]) -> Iterator[Phase]:
     """Yield the phases that score the batch before the first update."""
     reference = abstract_reference(config, stage, meshes, ABSTRACT_MODELS) if stage.needs_reference else None
-    for name, scored, program in score_programs(stage, reference):
+    for name, scored, programs in score_programs(stage, reference):
         model = (stage.critic if name == "critic" else stage.policy).model
         if name == "reference":
             model = reference_model(config, stage, ABSTRACT_MODELS)
-        rows = scored.config.rows_scored
-        times, tokens = math.ceil(rows_needed(config, 1) / rows), rows * config.row_tokens
-        resident = base | {"batch": [program.args[1]] * times}
-        with_logits = reads_logits(program.static["names"])
-        counted = Rows(tokens, mean_context(config), with_logits, bubble_of(model, rows, scored.mesh.shape))
-        floor = forward_floor(model, scored.mesh, config.model.dtype, counted)
-        hints = _hints(config, scored, model, rows, kernels=kernel_flops(model, scored.mesh, counted))
-        work = work_with_bubble(functools.partial(rows_flops, model), counted)
-        args = program, resident, times, work, scored.mesh
-        yield Phase(f"score: {name}", *args, floor=floor, hints=hints)
+        shapes = scored.shapes(scored.config.rows_scored)
+        times = math.ceil(rows_needed(config, 1) / shapes[0].rows)
+        for kind, shape, program in zip(SHAPES, shapes, programs, strict=False):
+            resident = base | {"batch": [program.args[1]] * times}
+            counted = _rows(config, model, shape, reads_logits(program.static["names"]))
+            floor = forward_floor(model, shape.mesh, config.model.dtype, counted)
+            hints = _hints(config, scored, model, shape, kernels=kernel_flops(model, shape.mesh, counted))
+            work = work_with_bubble(functools.partial(rows_flops, model), counted)
+            args = program, resident, 0 if kind else times, work, shape.mesh
+            yield Phase(f"score: {name}{kind}", *args, floor=floor, hints=hints)
 
 
 def _update(
     name: str, config: TrainConfig, learner: Learner, stage: Stage, *, base: Resident
 ) -> Iterator[Phase]:
     rows, times = _microbatches(config, learner.scorer, POLICY if learner is stage.policy else CRITIC)
-    per_minibatch = times // config.minibatches_per_step
+    per_minibatch, shapes = times // config.minibatches_per_step, learner.scorer.shapes(rows)
     calls = update_programs(stage, learner, per_minibatch)
     batch, grads = calls["accumulate"].args[2].batch, calls["apply"].args[1]
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
     remat, mesh, with_logits = config.model.remat, learner.mesh, algos.requirements(learner.algo).logprobs
-    bubble = bubble_of(learner.model, rows, mesh.shape)
-    counted = Rows(rows * config.row_tokens, mean_context(config), with_logits, bubble)
-    work = work_with_bubble(
-        lambda rows: flops.update_flops(learner.model, *rows[:2], remat, with_logits=rows.logits), counted
-    )
     results = grads if per_minibatch == 1 else None  # otherwise they replace an argument
-    accumulate, times = calls["accumulate"], times * config.ppo_epochs
     size, state = bytes_per_device(grads), bytes_per_device(calls["apply"].args[0])
     added = 2 * size if results is None else size  # not read by the first addition
-    floor = training_floor(learner.model, mesh, config.model.dtype, counted, grads=added)
-    kernels = kernel_flops(learner.model, mesh, counted, trained=True, remat=remat)
-    hints = _hints(config, learner.scorer, learner.model, rows, kernels=kernels)
-    args = accumulate, resident, times, work, mesh
-    yield Phase(f"{name}: accumulate", *args, results=results, floor=floor, hints=hints)
+    # A micro-batch of each shape.
+    for kind, (name_of_kind, shape) in enumerate(zip(SHAPES, shapes, strict=False)):
+        program = update_programs(stage, learner, per_minibatch, kind=kind)["accumulate"]
+        counted = _rows(config, learner.model, shape, with_logits)
+        work = work_with_bubble(
+            lambda rows: flops.update_flops(learner.model, *rows[:2], remat, with_logits=rows.logits), counted
+        )
+        floor = training_floor(learner.model, shape.mesh, config.model.dtype, counted, grads=added)
+        kernels = kernel_flops(learner.model, shape.mesh, counted, trained=True, remat=remat)
+        hints = _hints(config, learner.scorer, learner.model, shape, kernels=kernels)
+        args = program, resident, 0 if kind else times * config.ppo_epochs, work, shape.mesh
+        yield Phase(f"{name}: accumulate{name_of_kind}", *args, results=results, floor=floor, hints=hints)
     # Gradients of replicas are added, and the optimizer is applied, once a mini-batch.
     trained, replicas = calls["apply"].args[0].params, learner.replicas.count
     work, updates = 15.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(trained)), config.updates_per_step
@@ -224,17 +229,29 @@ def _update(
     yield Phase(f"{name}: apply", calls["apply"], resident, updates, flops=work, mesh=mesh, floor=floor)
 
 
+def _rows(config: TrainConfig, model: TransformerConfig, shape: RowShape, with_logits: bool) -> Rows:
+    """Return the tokens of a micro-batch; those of short rows attend to as many fewer."""
+    context = mean_context(config) * shape.row_tokens / config.row_tokens
+    bubble = bubble_of(model, shape.rows, shape.mesh.shape)
+    return Rows(shape.rows * shape.row_tokens, context, with_logits, bubble)
+
+
 def _hints(
-    config: TrainConfig, scored: Scorer, model: TransformerConfig, rows: int, *, kernels: dict[str, float]
+    config: TrainConfig,
+    scored: Scorer,
+    model: TransformerConfig,
+    shape: RowShape,
+    *,
+    kernels: dict[str, float],
 ) -> Hints:
     """Return the hints of a program that computes log-probs, in a loop over the tokens of the mask: all."""
-    with jax.set_mesh(scored.mesh):
+    rows, (length, _, mesh) = shape.rows, shape
+    with jax.set_mesh(mesh):
         name, _ = choose("linear_logprob", model.hidden_size, config.model.dtype)
-    sizes = scored.mesh.shape
-    shape = rows // num_shards("batch", sizes), config.row_tokens // num_shards("sequence", sizes)
-    chunk = tokens_at_once(name, shape, model.hidden_size, scored.config.chunk)
-    tiles = tile_trips(model, scored.mesh, TRAIN, config.model.dtype, tokens=rows * config.row_tokens)
-    return Hints({"linear_logprob": math.ceil(math.prod(shape) / chunk), **tiles}, kernels=kernels)
+    of_device = rows // num_shards("batch", mesh.shape), length // num_shards("sequence", mesh.shape)
+    chunk = tokens_at_once(name, of_device, model.hidden_size, scored.config.chunk)
+    tiles = tile_trips(model, mesh, TRAIN, config.model.dtype, tokens=rows * length)
+    return Hints({"linear_logprob": math.ceil(math.prod(of_device) / chunk), **tiles}, kernels=kernels)
 
 
 def _microbatches(config: TrainConfig, model: Scorer, role: str) -> tuple[int, int]:

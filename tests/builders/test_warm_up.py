@@ -11,8 +11,9 @@ LARGE = {
 
 
 @pytest.mark.slow
-def test_rollout_scoring_and_update_compile_before_the_first_step(tmp_path, monkeypatch):
-    """With a reference, and two updates a step, so that old log-probs are recomputed."""
+@pytest.mark.parametrize("mesh", ["", " --devices 0:2 --mesh.fsdp 1 --mesh.sequence 2"])
+def test_rollout_scoring_and_update_compile_before_the_first_step(mesh, tmp_path, monkeypatch):
+    """With a reference, and two updates a step, so that old log-probs are recomputed; rows of two lengths."""
     names, restore = [], train.restore
 
     def built(*args):
@@ -29,7 +30,7 @@ def test_rollout_scoring_and_update_compile_before_the_first_step(tmp_path, monk
     argv = "--config grpo_tiny.py --rollout.warm_up True --steps 2 --warm_start.steps 1 --algo.kl_coef 0.1"
     argv += (
         f" --ppo_epochs 2 --prompts_per_step 8 --eval.prompts 8 --log.tensorboard False --run_dir {tmp_path}"
-    )
+    ) + mesh
     try:
         assert train.main(argv.split()) == 0
     finally:

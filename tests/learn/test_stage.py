@@ -138,7 +138,7 @@ def test_scores_do_not_depend_on_the_size_of_their_microbatches():
     for rows in (0, 1, 16):
         step, mesh = dataclasses.replace(STEP, score_rows=rows), make_mesh(ONE, jax.devices()[:1])
         built = Learner(ppo.Config(), VALUED, optax.sgd(0.1), step, mesh=mesh)
-        program = built.scorer.score_program(params, ("logprobs", "values"))
+        [program] = built.scorer.score_programs(params, ("logprobs", "values"))
         assert program.args[1].tokens.shape == (rows or 4, 32)
         calls, run = [], built.scorer.run
         built.scorer.run = lambda p, batch, run=run, calls=calls, **kw: (
