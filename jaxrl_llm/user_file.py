@@ -57,7 +57,8 @@ def import_user_file(path: Path, key: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        # Cached bytecode would be stale for a file that is written twice in a second with the same size.
+        exec(spec.loader.source_to_code(path.read_bytes(), path), module.__dict__)
     except BaseException as error:
         raise UserError(f"--{key}: {explain_end(error, path)}") from error
     return module

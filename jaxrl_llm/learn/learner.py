@@ -88,6 +88,7 @@ class Learner:
         Args:
             kind: index of the micro-batches' shape among `Scorer.shapes`.
         """
+        # Arrays of a micro-batch, and of the totals of its mini-batch.
         shape = self.scorer.shapes(self.config.rows)[kind]
         state, batch = self.abstract_state(), self.scorer.abstract_batch(signals, shape)
         number = jax.ShapeDtypeStruct((), jnp.float32)
@@ -104,6 +105,7 @@ class Learner:
             zeros = zeros and with_shardings(zeros, self.grad_shardings)
             args = (trained, zeros, LossArrays(batch, totals, tuple(teachers), frozen))
             grads, metrics, _ = jax.eval_shape(self._accumulate, *args)
+        # Its results are arguments of the programs that end an update.
         grads = with_shardings(grads, self.grad_shardings)
         metrics = with_shardings(metrics, dict.fromkeys(metrics, self.replicas.shardings(self.replicated)))
         programs = {"accumulate": Program(self._accumulate, args, {})}
