@@ -83,11 +83,7 @@ class Learner:
     def update_programs(
         self, signals: Sequence[str], teachers: Teachers = (), microbatches: int = 2, *, kind: int = 0
     ) -> dict[str, Program]:
-        """Return the programs that `update` runs for each micro-batch, and after them ("add", "apply").
-
-        Args:
-            kind: index of the micro-batches' shape among `Scorer.shapes`.
-        """
+        """Return the programs of `update` for micro-batches of `Scorer.shapes` [kind], and after them."""
         # Arrays of a micro-batch, and of the totals of its mini-batch.
         shape = self.scorer.shapes(self.config.rows)[kind]
         state, batch = self.abstract_state(), self.scorer.abstract_batch(signals, shape)
@@ -101,11 +97,10 @@ class Learner:
                 weights = functools.partial(balance_weights, self.scorer.run)
                 totals = replace(totals, balance_weights=jax.eval_shape(weights, state.params, [batch]))
             trained, frozen = lora.split_params(state.params)
-            zeros = self._zeros.eval_shape(trained) if microbatches > 1 else None
-            zeros = zeros and with_shardings(zeros, self.grad_shardings)
+            zeros = self._zeros.eval_shape(trained)
+            zeros = with_shardings(zeros, self.grad_shardings) if microbatches > 1 else None
             args = (trained, zeros, LossArrays(batch, totals, tuple(teachers), frozen))
             grads, metrics, _ = jax.eval_shape(self._accumulate, *args)
-        # Its results are arguments of the programs that end an update.
         grads = with_shardings(grads, self.grad_shardings)
         metrics = with_shardings(metrics, dict.fromkeys(metrics, self.replicas.shardings(self.replicated)))
         programs = {"accumulate": Program(self._accumulate, args, {})}
