@@ -316,9 +316,10 @@ SLOW = {
         {"model": with_lora(dataclasses.replace(DENSE_FIRST, num_layers=4), LoraConfig(rank=4, alpha=8.0)),
          "mesh": MeshConfig(stage=2, fsdp=2), "rel": 5e-5, "of_both": (("balance_coef", 0.5),)},
     ),
+    # Rounding of expert_gate_lora_a's gradient is 2.7e-5 on some processors.
     "2 stages, experts with adapters, replay of old": (
         GRPO,
-        {"model": ADAPTED_EXPERTS, "mesh": MeshConfig(stage=2, fsdp=2, tensor=2), "rel": 2e-5,
+        {"model": ADAPTED_EXPERTS, "mesh": MeshConfig(stage=2, fsdp=2, tensor=2), "rel": 5e-5,
          "of_both": (("replay", "old"), ("balance_coef", 0.5))},
     ),
 }  # fmt: skip
