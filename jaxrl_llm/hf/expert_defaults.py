@@ -120,7 +120,7 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v32": {
         **DEEPSEEK_V3,
-        **{"max_position_embeddings": 163_840, "first_k_dense_replace": 3},
+        "max_position_embeddings": 163_840,
         **{"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
     },
     "glm_moe_dsa": {

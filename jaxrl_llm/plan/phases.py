@@ -200,7 +200,8 @@ def _update(
 ) -> Iterator[Phase]:
     rows, times = _microbatches(config, learner.scorer, POLICY if learner is stage.policy else CRITIC)
     per_minibatch, shapes = times // config.minibatches_per_step, learner.scorer.shapes(rows)
-    calls = update_programs(stage, learner, per_minibatch)
+    kinds = [update_programs(stage, learner, per_minibatch, kind=kind) for kind in range(len(shapes))]
+    calls = kinds[0]
     batch, grads = calls["accumulate"].args[2].batch, calls["apply"].args[1]
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
     remat, mesh, with_logits = config.model.remat, learner.mesh, algos.requirements(learner.algo).logprobs
@@ -208,8 +209,7 @@ def _update(
     size, state = bytes_per_device(grads), bytes_per_device(calls["apply"].args[0])
     added = 2 * size if results is None else size  # not read by the first addition
     # A micro-batch of each shape.
-    for kind, (name_of_kind, shape) in enumerate(zip(SHAPES, shapes, strict=False)):
-        program = update_programs(stage, learner, per_minibatch, kind=kind)["accumulate"]
+    for kind, shape, programs in zip(SHAPES, shapes, kinds, strict=False):
         counted = _rows(config, learner.model, shape, with_logits)
         work = work_with_bubble(
             lambda rows: flops.update_flops(learner.model, *rows[:2], remat, with_logits=rows.logits), counted
@@ -217,8 +217,9 @@ def _update(
         floor = training_floor(learner.model, shape.mesh, config.model.dtype, counted, grads=added)
         kernels = kernel_flops(learner.model, shape.mesh, counted, trained=True, remat=remat)
         hints = _hints(config, learner.scorer, learner.model, shape, kernels=kernels)
-        args = program, resident, 0 if kind else times * config.ppo_epochs, work, shape.mesh
-        yield Phase(f"{name}: accumulate{name_of_kind}", *args, results=results, floor=floor, hints=hints)
+        calls_a_step = 0 if kind else times * config.ppo_epochs
+        args = programs["accumulate"], resident, calls_a_step, work, shape.mesh
+        yield Phase(f"{name}: accumulate{kind}", *args, results=results, floor=floor, hints=hints)
     # Gradients of replicas are added, and the optimizer is applied, once a mini-batch.
     trained, replicas = calls["apply"].args[0].params, learner.replicas.count
     work, updates = 15.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(trained)), config.updates_per_step
@@ -245,7 +246,7 @@ def _hints(
     kernels: dict[str, float],
 ) -> Hints:
     """Return the hints of a program that computes log-probs, in a loop over the tokens of the mask: all."""
-    rows, (length, _, mesh) = shape.rows, shape
+    length, rows, mesh = shape
     with jax.set_mesh(mesh):
         name, _ = choose("linear_logprob", model.hidden_size, config.model.dtype)
     of_device = rows // num_shards("batch", mesh.shape), length // num_shards("sequence", mesh.shape)

@@ -44,9 +44,7 @@ class PhaseCost:
     unit: str  # of `calls`: "call" or "token"
     flops: float  # of the arithmetic that the recipe chooses, recomputation included
     collectives: dict[str, Any]  # kind of collective -> count and bytes sent
-    roofline: dict[
-        str, float
-    ]  # least seconds of a call by what bounds it: compute, memory, links; {} = unknown
+    roofline: dict[str, float]  # bound (compute, memory, links) -> least seconds of a call; {} = unknown
     compile_seconds: float
     error: str  # of the compiler, if the program alone is too large
     host: float = 0.0  # offloaded bytes in the memory of the host, for each device
@@ -141,12 +139,14 @@ def make_plan(
         raise UserError(f"--only {only}: no phase of this recipe has such a name; known are {names}.")
     if warning := turing_warning(config.dtypes, mesh):
         log(warning)
-    # Compile each phase and take its numbers.
+    # Compile each phase and take its numbers. GPUs that only compile do not tell the slices of their hosts.
     costs, slices = [], {}
     for role, own in meshes.items():
-        hosts = {device: device.process_index for device in own.devices.flat}
-        numbers = slice_numbers(own, sized.mesh_of(role).slices)
-        slices = (hosts if target.topology.platform == "cuda" else numbers) | slices
+        if target.topology.platform == "cuda":
+            numbers = {device: device.process_index for device in own.devices.flat}
+        else:
+            numbers = slice_numbers(own, sized.mesh_of(role).slices)
+        slices = numbers | slices
     for phase in selected:
         log(f"compiling {phase.name}")
         with working(f"compiling {phase.name}"):
