@@ -17,7 +17,7 @@ from jaxrl_llm.learn.config import LearningRate, OptimConfig, RoutingConfig
 from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
-from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
+from jaxrl_llm.ranges import Count, CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.config import LogConfig, profiled_steps
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig, name_problem
@@ -99,6 +99,10 @@ class ModelConfig:
     remat: Literal["none", "dots", "attention", "full", "offload"] = "none"
     """Activations that the backward pass recomputes: none; all but matrix products and attention; all but
     attention and layer inputs (for long rows); all but layer inputs; the same, with these in host memory."""
+    yarn_factor: Annotated[float, Range(1, 1024, usual="4 is usual")] | None = None
+    """Stretch the model's positions by this factor (YaRN); None = RoPE as in its config.json."""
+    yarn_original: Count | None = None
+    """Positions that yarn_factor multiplies; None = the model's, or those before its own YaRN."""
     logprob_chunk: Annotated[int, Range(1, 2**20, usual="128 is usual")] = 128
     """Tokens of a row whose logits are in memory at once."""
 

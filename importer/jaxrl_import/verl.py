@@ -54,6 +54,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
     _rewards(conv)
     _evaluation(conv)
     _lora(conv, MODEL)
+    _rope(conv)
     _data(conv)
     _outputs(conv)
     for backend in ("fsdp_config", "megatron", "veomni"):
@@ -298,6 +299,22 @@ def _lora(conv: Conversion, model: str) -> None:
     if conv.value_of("lora.rank", 0) and conv.is_set(f"{model}.lora_rank"):
         conv.copy("lora.alpha", f"{model}.lora_alpha")
         conv.copy("lora.targets", f"{model}.target_modules")
+
+
+def _rope(conv: Conversion) -> None:
+    """Set the YaRN that a file puts over the model's config.json."""
+    key = f"{MODEL}.override_config.rope_scaling"
+    if not conv.is_set(key):
+        return
+    scaling = dict(conv.get(key)) if isinstance(conv.get(key), Mapping) else {}
+    kind = {scaling.pop(name, "yarn") for name in ("type", "rope_type")}
+    factor, original = scaling.pop("factor", None), scaling.pop("original_max_position_embeddings", None)
+    if kind != {"yarn"} or factor is None or scaling:
+        conv.lose(key, "YaRN's factor and original length alone are keys: config.json has other scaling")
+        return
+    conv.put("model.yarn_factor", float(factor), key)
+    if original is not None:
+        conv.put("model.yarn_original", int(original), key)
 
 
 def _data(conv: Conversion) -> None:

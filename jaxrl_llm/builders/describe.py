@@ -94,8 +94,15 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
 
 
 def frequencies_line(model: TransformerConfig, longest: int) -> str:
-    """Return which of two sets of frequencies (longrope) a run uses; "" for models with one."""
-    if model.rope.scaling != "longrope":
+    """Return how a model's RoPE is stretched (yarn), or which of two sets of frequencies (longrope) a run
+    uses; "" for others."""
+    rope = model.rope
+    if rope.scaling == "yarn":
+        return (
+            f"yarn: factor {rope.factor:g} over {original_length(model):,} positions, {model.max_position:,} "
+            "in all"
+        )
+    if rope.scaling != "longrope":
         return ""
     name, relation = ("long_factor", "above") if model.rope.is_long else ("short_factor", "up to")
     return (
@@ -241,7 +248,7 @@ def _against_reward_model(run_dir: Path, config: TrainConfig) -> Iterator[str]:
         yield "--config ppo_reward_tiny.py"
     else:
         yield f"--config grpo_qwen.py --reward.name none --run_dir {_quoted(f'{run_dir}_rl')}"
-        for key in ("path", "tokenizer", "dtype"):
+        for key in ("path", "tokenizer", "dtype", "yarn_factor", "yarn_original"):
             if value := getattr(config.model, key):
                 yield f"--model.{key} {_quoted(value)}"
         for key in ("max_prompt_tokens", "max_response_tokens", "tokens_per_device"):

@@ -30,7 +30,7 @@ from jaxrl_llm.hf.names import Encode
 from jaxrl_llm.host.processes import on_first, print_on_first, share
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.models.attention import for_length, original_length
+from jaxrl_llm.models.attention import original_length
 from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
@@ -262,7 +262,8 @@ def _check_names(source: WeightSource, model: TransformerConfig, folder: Path) -
         UserError: names or shapes differ.
     """
     stored = read_config(folder)
-    if export_config(stored) != for_length(model, 0):  # sent under other names than in the folder
+    with_rope = dataclasses.replace(export_config(stored), rope=model.rope, max_position=model.max_position)
+    if with_rope != model:  # sent under other names than in the folder
         return
     tensors = read_headers(folder, stored)
     source.check_names({name: tensor.shape for name, tensor in tensors.items()}, str(folder))

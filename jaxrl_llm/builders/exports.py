@@ -110,6 +110,11 @@ def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, *
     save_model(params, base, hf, tokenizer, dtype=config.model.dtype, predictors=predictors)
     if params.config.lora:
         save_adapter(params, folder / f"adapter{suffix}", config.model.path)
+        if config.model.yarn_factor:
+            print_on_first(
+                f"{folder / f'adapter{suffix}'}: trained with YaRN, which PEFT's files lack: load it on "
+                f"a base whose config.json has the rope_parameters of {hf / 'config.json'}"
+            )
         if unread := unread_by_peft(params.config):
             print_on_first(f"{folder / f'adapter{suffix}'}: {unread}")
 

@@ -17,7 +17,7 @@ from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.algos.contract import choose_old_logprobs, renamed
 from jaxrl_llm.builders.sizes import derived
 from jaxrl_llm.builders.warm_up import loss_signals
-from jaxrl_llm.builders.weights import load_frozen, load_with_heads, with_new_adapters
+from jaxrl_llm.builders.weights import load_frozen, load_with_heads, read_architecture, with_new_adapters
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
@@ -25,6 +25,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
+from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import Replay
@@ -33,7 +34,7 @@ from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.attention import for_length
+from jaxrl_llm.models.attention import for_length, original_length, with_yarn
 from jaxrl_llm.models.experts.router import route_spec
 from jaxrl_llm.models.kernels import prefix_sharing
 from jaxrl_llm.models.lora import base_config, frozen_config, with_lora
@@ -48,8 +49,16 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
     Raises:
         ConfigError: the tokenizer does not fit the model.
     """
+    # The architecture, with the recipe's YaRN.
     folder = resolve_model(config.path) if config.path else None
-    model = read_config(folder) if folder else config.architecture
+    stored = read_config(folder) if folder else config.architecture
+    model = with_yarn(stored, config.yarn_factor, config.yarn_original)
+    if folder and stored.rope.scaling == "yarn" and model.rope != stored.rope:
+        print_on_first(
+            f"--model.yarn_factor {config.yarn_factor:g} over {original_length(model):,} positions replaces "
+            f"the YaRN of {config.path}: {stored.rope.factor:g} over {original_length(stored):,}"
+        )
+    # The tokenizer, which must be the model's.
     if config.tokenizer == "tiny" or not (config.tokenizer or folder):
         tokenizer = make_tokenizer()
     else:
@@ -174,7 +183,7 @@ def make_critic(
 ) -> dict[str, Any]:
     """Return the fields of a Stage for a critic with its own backbone, mesh and optimizer."""
     critic = config.critic
-    base = for_length(stored.config(critic.path), config.max_tokens) if critic.path else base_config(model)
+    base = read_architecture(config, critic.path, stored) if critic.path else base_config(model)
     model = with_lora(config_with_heads(base, critic.loss), config.lora)
     config = replace(config, mesh=config.mesh_of(CRITIC))
     learner = make_learner(config, critic.loss, critic.optim, updates, model=model, mesh=mesh)
@@ -258,7 +267,7 @@ def reference_model(
 ) -> TransformerConfig:
     """Return the reference's model: `reference.path`, or the policy's."""
     path = config.reference.path
-    return for_length(stored.config(path), config.max_tokens) if path else stage.policy.model
+    return read_architecture(config, path, stored) if path else stage.policy.model
 
 
 def own_reference(

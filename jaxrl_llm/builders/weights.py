@@ -17,7 +17,7 @@ from jaxrl_llm.hf.folder import read_headers, refuse_remote_code
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.attention import for_length
+from jaxrl_llm.models.attention import for_length, with_yarn
 from jaxrl_llm.models.lora import add_adapters, frozen_config
 from jaxrl_llm.models.stacks import stages_problem
 from jaxrl_llm.rollout.keys import Purpose, run_key
@@ -42,13 +42,24 @@ def load_with_heads(
         return jax.jit(fit, out_shardings=models.shardings(model, mesh, TRAIN), donate_argnums=0)(params)
 
 
+def read_architecture(config: TrainConfig, path: str, stored: PretrainedModels) -> TransformerConfig:
+    """Return the architecture of a teacher, reference or critic for the sequences of a run.
+
+    A model of the policy's files has the policy's YaRN; others have the RoPE of their config.json.
+    """
+    model, policy = stored.config(path), config.model
+    if path == policy.path:
+        model = with_yarn(model, policy.yarn_factor, policy.yarn_original)
+    return for_length(model, config.max_tokens)
+
+
 def load_frozen(config: TrainConfig, path: str, mesh: Mesh, stored: PretrainedModels = PRETRAINED) -> Params:
     """Return the weights of a teacher or reference, in the compute type, where `offload` puts them.
 
     Raises:
         UserError: its layers cannot be divided among the stages of the mesh.
     """
-    model = for_length(stored.config(path), config.max_tokens)
+    model = read_architecture(config, path, stored)
     if problem := stages_problem(model, num_shards("layers", mesh.shape)):
         raise UserError(f"{path}: {problem}")
     shardings, dtype = models.shardings(model, mesh, TRAIN), jnp.dtype(config.model.dtype)

@@ -22,6 +22,8 @@ FIXED = (
     "model.path",
     "model.adapter",
     "model.architecture",
+    "model.yarn_factor",
+    "model.yarn_original",
     "model.tokenizer",
     "model.dtype",
     "reference.path",

@@ -243,6 +243,26 @@ def for_length(c: TransformerConfig, longest: int) -> TransformerConfig:
     return dataclasses.replace(c, rope=dataclasses.replace(c.rope, is_long=is_long))
 
 
+def with_yarn(c: TransformerConfig, factor: float | None, original: int | None = None) -> TransformerConfig:
+    """Return the architecture with its positions stretched by YaRN (arXiv 2309.00071).
+
+    Another factor replaces that of a model with YaRN, and "dynamic" scaling. Models with other scaling are
+    returned as they are, for `recipe.rules_model` refuses them.
+
+    Args:
+        factor: ratio of the stretched length to the original one; None = no change.
+        original: length before, in tokens; None = `original_length`.
+    """
+    rope = c.rope
+    if factor is None or rope.scaling not in ("default", "dynamic", "yarn"):
+        return c
+    length, is_same = original or original_length(c), (rope.scaling, rope.factor) == ("yarn", factor)
+    rope = dataclasses.replace(rope, scaling="yarn", factor=factor, original_max_position=length)
+    if not is_same:  # a magnitude that config.json states is of its factor
+        rope = dataclasses.replace(rope, attention_factor=None)
+    return dataclasses.replace(c, rope=rope, max_position=int(length * factor))
+
+
 def original_length(c: TransformerConfig) -> int:
     """Return the length that a model was trained at before its RoPE was stretched, in tokens."""
     return c.rope.original_max_position or c.max_position

@@ -18,6 +18,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.gguf import read_gguf_config
 from jaxrl_llm.hf.hub import SUFFIX, parse_hub_name
 from jaxrl_llm.learn.stage import Stage
+from jaxrl_llm.models.attention import with_yarn
 from jaxrl_llm.models.config import MoEConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.mixer_config import DeltaConfig, IndexConfig, MLAConfig
@@ -319,7 +320,8 @@ def read_known(path: str) -> TransformerConfig | None:
 
 def planned_model(config: ModelConfig) -> TransformerConfig:
     """Return the architecture of the model that a recipe trains."""
-    return ABSTRACT_MODELS.config(config.path) if config.path else config.architecture
+    model = ABSTRACT_MODELS.config(config.path) if config.path else config.architecture
+    return with_yarn(model, config.yarn_factor, config.yarn_original)
 
 
 def planned_stage(config: TrainConfig, meshes: Mapping[str, Mesh]) -> Stage:

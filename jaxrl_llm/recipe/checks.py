@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig, TransformerConfig
+from jaxrl_llm.models.attention import with_yarn
 from jaxrl_llm.recipe.fields import refuse
 from jaxrl_llm.recipe.keys import shorten
 from jaxrl_llm.recipe.rule import Rule, apply_rules
@@ -105,7 +106,11 @@ def architectures(
     models = {role: read(path) for role, path in paths.items() if path}
     if not config.model.path:
         models[POLICY] = config.model.architecture
-    return {role: model for role, model in models.items() if model is not None}
+    known, policy = {role: model for role, model in models.items() if model is not None}, config.model
+    for role in known:
+        if paths[role] == policy.path:
+            known[role] = with_yarn(known[role], policy.yarn_factor, policy.yarn_original)
+    return known
 
 
 def _check(rules: Sequence[Rule], *facts: Any) -> None:

@@ -48,6 +48,7 @@ IDLE = (
         "--algo learns from no rollouts",
         lambda c: not algos.of(c.algo).on_rollouts,
     ),
+    Idle("model.yarn_original", "--model.yarn_factor is not set", lambda c: c.model.yarn_factor is None),
     Idle("eval.sampling.kept_sets", "nothing is learned from evaluated responses", lambda c: True),
     Idle(
         "reference.path reference.offload",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
@@ -11,6 +12,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import CODE, to_hf_config
 from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.names import joined_weights
+from jaxrl_llm.models.attention import original_length
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.lora import rank_of_experts, with_lora
 from jaxrl_llm.models.lora_config import TARGETS, LoraConfig, linear_layers
@@ -43,8 +45,29 @@ def _has_positions(config: TrainConfig, models: Models) -> Iterator[str]:
         yield (
             f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens "
             f"{config.max_response_tokens} is more than the model's {model.max_position} positions. Set {fix}"
-            f"{dynamic_rope_hint(model.rope.scaling)}"
+            f"{_stretch(config, model)}{dynamic_rope_hint(model.rope.scaling)}"
         )
+
+
+def _stretch(config: TrainConfig, model: TransformerConfig) -> str:
+    """Return the YaRN that makes a model's positions suffice; "" if its RoPE has none."""
+    if _unstretched(model):
+        return ""
+    return f", or --model.yarn_factor {max(math.ceil(config.max_tokens / original_length(model)), 2)}"
+
+
+def _unstretched(model: TransformerConfig) -> str:
+    """Return why YaRN cannot stretch the positions of a model; "" = it can."""
+    if model.alibi or not any(model.rope_layers or (True,)):
+        return "the model has no RoPE"
+    if model.rope.scaling not in ("default", "dynamic", "yarn"):
+        return f"the model's RoPE has rope_type {model.rope.scaling}, beside which YaRN is not defined"
+    return ""
+
+
+def _yarn_has_rope(config: TrainConfig, models: Models) -> Iterator[str]:
+    if config.model.yarn_factor is not None and (problem := _unstretched(models[POLICY])):
+        yield f"--model.yarn_factor {config.model.yarn_factor:g}: {problem}. Leave it out."
 
 
 def _heads_divide(config: TrainConfig, models: Models) -> Iterator[str]:
@@ -239,6 +262,7 @@ def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
 MODEL = (
     Rule("model", "model.path model.architecture", _can_be_exported),
     Rule("model", "max_prompt_tokens max_response_tokens", _has_positions),
+    Rule("model", "model.yarn_factor", _yarn_has_rope),
     Rule("model", "mesh.sequence_parallel mesh.sequence mesh.tensor", _heads_divide, sized=True),
     Rule("model", "mesh.stage", _stages_are_equal, sized=True),
     Rule("model", "mesh.sequence mesh.stage", _indexers_fit, sized=True),

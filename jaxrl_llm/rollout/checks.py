@@ -85,7 +85,7 @@ def dynamic_rope_hint(scaling: str) -> str:
         return "."
     return (
         '. "dynamic" RoPE would go on, but rotates all keys again with every token, and cached keys stay: '
-        'for longer text set rope scaling to "yarn" in the config.json of the model.'
+        'for longer text set rope scaling to "yarn" in the config.json of the model, or --model.yarn_factor.'
     )
 
 

@@ -271,6 +271,7 @@ CORRECTION = "algorithm.rollout_correction"
 BYPASS = f"{CORRECTION}.bypass_mode=True"
 DISTILLED = "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=org/t "
 LOSS = "distillation.distillation_loss"
+ROPE = "actor_rollout_ref.model.override_config.rope_scaling"
 
 
 @pytest.mark.parametrize(
@@ -406,6 +407,8 @@ def test_keys_of_version_0_9_1(imported, words, algo, values):
         ("reward.reward_manager.name=mine", None),
         (f"{ACTOR}.fsdp_config.model_dtype=bfloat16", None),
         (f"{ACTOR}.brand_new=1", None),
+        (f"+{ROPE}.rope_type=linear +{ROPE}.factor=2", ROPE),
+        (f"+{ROPE}.rope_type=yarn +{ROPE}.factor=2 +{ROPE}.beta_fast=16", ROPE),
         (
             "+reward.custom_reward_function.reward_kwargs.scale=2",
             "reward.custom_reward_function.reward_kwargs.scale",
@@ -437,6 +440,15 @@ def test_what_changes_the_result_is_said_first(imported, words, key):
 )  # fmt: skip
 def test_what_changes_no_result_is_no_warning(imported, words):
     assert imported(f"{NEW}{words}\n").lost == {}
+
+
+def test_yarn_over_the_config_json(imported):
+    words = f"+{ROPE}.rope_type=yarn +{ROPE}.factor=4 +{ROPE}.original_max_position_embeddings=32768"
+    run = imported(f"{NEW}{words}\n")
+    assert run.values("model.yarn_factor", "model.yarn_original") == (4.0, 32_768)
+    assert run.lost == {}
+    alone = imported(f"{NEW}+{ROPE}.type=yarn +{ROPE}.factor=2.5\n")
+    assert alone.values("model.yarn_factor", "model.yarn_original") == (2.5, None)
 
 
 def test_stages_of_servers_are_theirs(imported):

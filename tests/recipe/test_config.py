@@ -177,7 +177,7 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         (
             dict(max_response_tokens=50),
             "--max_prompt_tokens 16 + --max_response_tokens 50 is more than the model's 64 positions. "
-            "Set --max_response_tokens 48 or less.",
+            "Set --max_response_tokens 48 or less, or --model.yarn_factor 2.",
         ),
         (
             dict(tokens_per_device=31),

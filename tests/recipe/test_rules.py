@@ -45,6 +45,7 @@ RULES = RECIPE + MODEL + DEVICES
 SERVED = RolloutConfig(engine="sglang", launch=1)
 STOPS = RolloutConfig(sampling=SamplingConfig(stop_tokens=(10**6,)))
 EXPERTS = TransformerConfig(max_position=64, moe=MoEConfig(8, 4, expert_size=12))
+LINEAR = TransformerConfig(max_position=64, rope=RopeConfig(scaling="linear", factor=2.0))
 TWO_SIZES = TransformerConfig(
     **{"num_layers": 2, "max_position": 64, "window_layers": (True, False), "sliding_window": 8},
     **{"local_rope": RopeConfig(), "global_heads": GlobalHeads(1, 256)},
@@ -92,6 +93,7 @@ CASES = {
     "_indexers_fit": dict(model=replace(RANDOM, architecture=INDEXED), mesh=MeshConfig(sequence=2, stage=2)),
     "_can_be_exported": dict(model=replace(RANDOM, architecture=replace(EXPERTS, family="mixtral"))),
     "_has_positions": dict(max_response_tokens=50),
+    "_yarn_has_rope": dict(model=replace(RANDOM, architecture=LINEAR, yarn_factor=4.0)),
     "_heads_divide": dict(devices="0:6", mesh=MeshConfig(tensor=3, sequence=2, sequence_parallel="ulysses")),
     "_stages_are_equal": dict(
         model=replace(RANDOM, architecture=TransformerConfig(num_layers=4, max_position=64)),
@@ -243,7 +245,7 @@ def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
     (folder / "config.json").write_text(json.dumps(llama))
     assert refusal(check_config, here) == (
         "--max_prompt_tokens 16 + --max_response_tokens 16 is more than the model's 20 positions. "
-        "Set --max_response_tokens 4 or less."
+        "Set --max_response_tokens 4 or less, or --model.yarn_factor 2."
     )
     dynamic = {"factor": 2.0, "rope_theta": 10_000.0}
     for rope in (
