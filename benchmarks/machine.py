@@ -29,8 +29,16 @@ def report_head(computes: bool = True) -> dict[str, Any]:
         "device": processor_name(computes),
         "commit": git_commit(),
         "load": os.getloadavg()[0],
-        "versions": {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "jaxlib")},
+        "versions": {name: version_text(name) for name in ("jaxrl-llm", "jax", "jaxlib")},
     }
+
+
+def version_text(package: str) -> str:
+    """Return the version of a package; "not installed" for a checkout on PYTHONPATH."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def git_commit() -> str:

@@ -65,6 +65,12 @@ def measure_command(
     return result
 
 
+def without_cache(home: str) -> dict[str, str]:
+    """Return the environment with an empty compilation cache, in another home directory."""
+    kept = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    return {**kept, "HOME": home}
+
+
 def cpu_seconds(pid: int) -> float:
     """Return the user and system seconds of a process on Linux, whose end need not have been waited for."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -85,8 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     report: dict[str, Any] = report_head()
     with tempfile.TemporaryDirectory() as folder:
-        home = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-        home["HOME"] = folder
+        home = without_cache(folder)
 
         def first_update(i: int) -> dict[str, Any]:
             return measure_command([*RECIPE, *ONE_STEP, "--run_dir", f"{folder}/run_{i}"], home, True)

@@ -13,7 +13,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from machine import report_head
 
@@ -21,14 +23,33 @@ OUT, RESULTS = Path("runs/strict"), Path(__file__).parent / "results"
 STEPS, SKIPPED = 100, 10
 
 
-def train_steps(dtype: str, strict: bool) -> list[dict]:
-    """Run a training and return the rows of its steps in metrics.jsonl."""
-    run_dir = OUT / f"{dtype}_{'strict' if strict else 'plain'}"
-    words = ["--config", "grpo_tiny.py", "--run_dir", str(run_dir), "--steps", str(STEPS)]
-    words += ["--strict", str(strict), "--model.dtype", dtype, "--rollout.dtype", dtype]
-    words += ["--eval.every", str(STEPS), "--log.progress", "none", "--log.tensorboard", "false"]
+def folder_of(dtype: str, strict: bool) -> Path:
+    return OUT / f"{dtype}_{'strict' if strict else 'plain'}"
+
+
+def train_words(dtype: str, strict: bool, *, steps: int, flags: Sequence[str] = ()) -> list[str]:
+    """Return the flags of a training."""
+    words = ["--config", "grpo_tiny.py", "--run_dir", str(folder_of(dtype, strict))]
+    words += ["--steps", str(steps), "--strict", str(strict)]
+    words += ["--model.dtype", dtype, "--rollout.dtype", dtype, "--eval.every", str(steps)]
+    return [*words, "--log.progress", "none", "--log.tensorboard", "false", *flags]
+
+
+def train_steps(
+    dtype: str, strict: bool, *, steps: int = STEPS, flags: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Run a training and return the rows of its steps in metrics.jsonl.
+
+    Raises:
+        RuntimeError: it failed, with the last lines that it printed.
+    """
+    run_dir, words = folder_of(dtype, strict), train_words(dtype, strict, steps=steps, flags=flags)
     shutil.rmtree(run_dir, ignore_errors=True)  # an earlier run would be continued
-    subprocess.run([sys.executable, "-m", "jaxrl_llm.train", *words], check=True)
+    command = [sys.executable, "-m", "jaxrl_llm.train", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    print(done.stdout, flush=True)
+    if done.returncode:
+        raise RuntimeError(" ".join(done.stdout.split("\n")[-4:])[-400:].strip())
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if row["kind"] == "train"]
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_kernels.gated_delta import bench
 from jaxrl_kernels.gated_delta.reference import delta_step, gated_delta, recurrent_delta
 
 torch = pytest.importorskip("torch")
@@ -241,3 +242,24 @@ def test_bfloat16_is_rounded_once():
     assert (out.dtype, final.dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
     np.testing.assert_array_equal(final, state)
+
+
+def test_bench_measures_ours_and_names_what_the_peer_lacks(monkeypatch):
+    shape = bench.DeltaShape(1, 24, HK, HV, key_dim=K, value_dim=V, dtype="float32")
+    inputs = shape.inputs()
+    np.testing.assert_allclose(np.linalg.norm(inputs["q"], axis=-1), K**-0.5, rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(inputs["k"], axis=-1), 1.0, rtol=1e-5)
+    assert inputs["g"].max() < 0 and inputs["beta"].min() > 0 and inputs["beta"].max() < 1
+    # Both passes against the definition, a token at a time.
+    *tokens, d_out = map(jnp.asarray, inputs.values())
+    segments = jnp.ones((1, 24), jnp.int32)
+    out, pull = jax.vjp(lambda *x: recurrent_delta(*x, segments=segments)[0], *tokens)
+    forward, both = bench.our_passes(shape)
+    np.testing.assert_allclose(forward(*tokens, d_out), out, atol=1e-5)
+    for ours, gradient in zip(both(*tokens, d_out), pull(d_out), strict=True):
+        np.testing.assert_allclose(ours, gradient, atol=1e-4)
+    find_spec = bench.importlib.util.find_spec
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name != "fla" and find_spec(name))
+    row, peer = bench.compare_delta(shape, repeat=1)
+    assert row["implementation"] == "ours" and row["forward_s"] > 0 and row["both_s"] > 0
+    assert "fla not installed" in peer
