@@ -60,6 +60,7 @@ CONTRACTS = {
     "decode_attention": "of each implementation, and the operation itself",
     "write_token": "of each implementation, and the operation itself",
     "grouped_matmul": "the operation, and each implementation of it",
+    "gated_delta": "the operation, and each implementation of it",
     "linear_logprob": "the operation, and its batch-invariant form of the same signature",
     "check_vmem": "of each TPU kernel's shapes.py",
     "vmem_bytes": "of each TPU kernel's shapes.py",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_kernels import batch_invariant
-from jaxrl_kernels.gated_delta.reference import delta_step, gated_delta, recurrent_delta
+from jaxrl_kernels.gated_delta import api
+from jaxrl_kernels.gated_delta.reference import delta_step, recurrent_delta
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import Initializer, apply_linear, rms_norm
 from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.models.paths import conv_window, convolve, convolve_parts
 from jaxrl_llm.models.rows import MAX_LEVELS, Packing, last_inputs, per_token_call, step_window
-from jaxrl_llm.sharding.attention import divide_heads
+from jaxrl_llm.sharding.attention import DIVIDED_HEADS, divide_heads
+from jaxrl_llm.sharding.rules import current_spec
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
@@ -139,13 +141,19 @@ def make_rows_fn(c: TransformerConfig, w: Layers, rows: Packing, *, strict: bool
 
 
 def make_rule(strict: bool):
-    """Return the function (rows, q, k, v, g, beta or none) -> (out, states) of `gated_delta`."""
-    plain, exact = (functools.partial(_over_rows, rule) for rule in (gated_delta, recurrent_delta))
+    """Return the function (rows, q, k, v, g, beta or none) -> (out, states) of `sharded_delta`."""
+    plain, exact = (functools.partial(_over_rows, rule) for rule in (sharded_delta, recurrent_delta))
     return functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain
 
 
 def _over_rows(rule, rows: Packing, *tokens: Array):
     return rule(*tokens, segments=rows.segments, last=rows.last, levels=MAX_LEVELS)
+
+
+def sharded_delta(q, k, v, *numbers: Array, **rows: Any) -> tuple[Array, Array]:
+    """Compute `api.gated_delta` of whole rows, whose heads the devices of a row divide."""
+    spec = current_spec(("batch", None, "heads", "head_dim"), v.shape, DIVIDED_HEADS)
+    return api.gated_delta(q, k, v, *numbers, **rows, partition_spec=spec)
 
 
 def make_step_fn(
@@ -165,12 +173,12 @@ def make_step_fn(
 def add_tokens(
     state: Float[Array, "S H K V"], valid: Bool[Array, "S T"], *tokens: Array, strict: bool
 ) -> tuple[Float[Array, "S T H V"], Float[Array, "S H K V"]]:
-    """Add the valid tokens (q, k, v, g, beta or none) to the states, as `gated_delta`; return (out, states).
+    """Add the valid tokens (q, k, v, g, beta or none) to the states by `sharded_delta`; return (out, states).
 
     A single token and all tokens of strict mode are added by `delta_step`, so that their bits are the same.
     """
     if valid.shape[1] > 1:
-        rule = recurrent_delta if strict else gated_delta
+        rule = recurrent_delta if strict else sharded_delta
         return rule(*tokens, segments=valid.astype(jnp.int32), initial=state)
     out, new = delta_step(state, *(x[:, 0] for x in tokens))
     return out[:, None], jnp.where(valid[..., None, None], new, state)

@@ -1,4 +1,4 @@
-"""Choice of the kernels that compute attention, log-probs and experts of a model."""
+"""Choice of the kernels that compute attention, log-probs, experts and the delta rule of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ATTENTION = ("attention", "global attention")
 
 
 def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: bool = False) -> str:
-    """Return one line that names the implementations of attention, log-probs and experts on `mesh`, and why.
+    """Return one line that names the implementations of attention, log-probs, experts and delta rule.
 
     Args:
         dtype: of the activations, "bfloat16", "float16" or "float32".
@@ -33,6 +33,10 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
         }
         if config.moe:
             chosen["experts"] = choose("grouped_matmul", dtype)
+        if delta := config.delta:
+            group = delta.value_heads // delta.key_heads
+            shape = delta.key_dim, delta.value_dim, group, dtype, True
+            chosen["delta rule"] = choose("gated_delta", *shape)
     if len({reason for _, reason in chosen.values()}) == 1:
         names = ", ".join(f"{part} {name}" for part, (name, _) in chosen.items())
         return f"{names} ({chosen['attention'][1]})"

@@ -3,7 +3,7 @@
 Every operation is a folder of this package. Its `reference.py` defines it; the other modules compute the same
 result and are imported on first use, since their dependencies may be missing on other chips. A module may
 have `unsupported(*shape) -> str | None`, which returns why it cannot take such operands. Operations that have
-no kernel (`gated_delta`, `linear_divergence`, `batch_invariant`) are called directly.
+no kernel (`linear_divergence`, `batch_invariant`) are called directly.
 
 A program may be compiled for devices that the process does not have (`python -m jaxrl_llm plan`), so code
 that differs between devices calls `device()`, not `jax.default_backend()` or `jax.devices()`.
@@ -44,6 +44,7 @@ OPERATIONS = {
         portable="tiled",
         compiled_on={"tpu": "ragged_dot"},
     ),
+    "gated_delta": Operation(("reference", "pallas_tpu"), portable="reference"),
 }
 
 NO_KERNELS = "{}: plain JAX, there are no kernels for it"

@@ -294,6 +294,13 @@ def test_the_line_on_kernels_names_them_and_the_reason(kind, dtype, line, monkey
     assert f", experts {'tiled' if dtype == 'float32' else 'pallas_gpu'} (" in experts
 
 
+def test_the_line_on_kernels_names_the_delta_rule(monkeypatch):
+    monkeypatch.setattr(dispatch, "device", lambda: ("tpu", "TPU v5p"))
+    config = models.TransformerConfig(layer_kinds=("delta", "attention") * 14, delta=DeltaConfig())
+    line = describe_kernels(config, "bfloat16", make_mesh(MeshConfig(), jax.devices()[:1]))
+    assert line.endswith("delta rule pallas_tpu (TPU v5p: Pallas kernels for TPU)")
+
+
 def test_a_bad_kernels_setting_is_the_users_error(monkeypatch):
     monkeypatch.setenv("JAXRL_KERNELS", "triton")
     with pytest.raises(UserError, match='JAXRL_KERNELS=triton: must be "auto" or "jax"'):

@@ -9,6 +9,7 @@ import optax
 import pytest
 from tiny_models import random_params
 
+from jaxrl_kernels.gated_delta import api, pallas_tpu
 from jaxrl_kernels.topology import gpu_devices, missing_compiler
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
@@ -94,6 +95,25 @@ def test_eight_devices_give_the_logits_of_one(config, mesh_config):
     expected = on_one_device(config)
     tolerance = 4e-5 if config.delta else 1e-5
     np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_config", [MESHES["sequence=2 fsdp=4"], MeshConfig(data=2, fsdp=1, tensor=4)])
+def test_kernels_of_the_delta_rule_divide_rows_and_heads(mesh_config, monkeypatch):
+    """Gradients of all weights; 2 key heads on up to 4 devices, and rows over `sequence` by heads."""
+    mesh, values = make_mesh(mesh_config), random_params(HYBRID)
+    weights = np.random.default_rng(1).normal(size=(8, 80, 64)).astype(np.float32)
+    loss = lambda params, *row: (weights * (params(*row) @ params.head.T)).sum()
+    expected = jax.jit(jax.grad(loss))(values, *rows())
+    monkeypatch.setattr(api, "choose", lambda *shape, **_: ("pallas_tpu", "requested"))
+    monkeypatch.setattr(pallas_tpu, "INTERPRET", True)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(values, models.shardings(HYBRID, mesh, TRAIN))
+        program = jax.jit(jax.grad(lambda *given: loss(*given))).trace(params, *put_rows(mesh, rows()))
+        assert "pallas_call" in str(program.jaxpr)
+        got = program.lower().compile()(params, *put_rows(mesh, rows()))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=4e-5 * np.abs(b).max(), rtol=0)
 
 
 @pytest.mark.compilers

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels.chunks import split
+from jaxrl_kernels.gated_delta.paths import ChunkPaths, clear_padding, follow_paths
 
 CHUNK = 64
 """Tokens of a chunk; on a CPU 32 and 128 are not faster, and fewer keep more states for the gradient."""
@@ -127,19 +128,6 @@ class _Stack(NamedTuple):
     """`last` of each level's tokens, 0 = the path has fewer levels."""
 
 
-class _Paths(NamedTuple):
-    """The paths of the C tokens of a chunk, and of the D states after it: C + D ends of paths."""
-
-    inside: Bool[Array, "B C+D C"]
-    """True = the token of the chunk is on the path."""
-    before: Bool[Array, "B C+D D"]
-    """The state in the stack with which the path starts; none = zeros."""
-    last: Int[Array, "B D"]
-    """Of the stack after the chunk."""
-    fit: Bool[Array, "B"]
-    """False = the last token's path has more than D levels."""
-
-
 def _scan(
     body: Callable[..., Any],
     tokens: tuple[Array, ...],
@@ -156,15 +144,7 @@ def _scan(
     pad = lambda x: jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)))
     q, k, v, g, *beta, segments, last = map(pad, (*tokens, segments, last))
 
-    # Padding does not change the state, and belongs to the segment of the token before it, or after it at the
-    # start of a row: so states pass through it.
-    valid, column = segments > 0, jnp.arange(segments.shape[1])
-    first = jnp.argmax(valid, axis=1, keepdims=True)
-    near = jax.lax.cummax(jnp.where(valid, column, first), axis=1)
-    segments, last = (jnp.maximum(jnp.take_along_axis(x, near, axis=1), 1) for x in (segments, last))
-    g, *beta = (jnp.where(valid[..., None], x, 0) for x in (g, *beta))
-    q = jnp.where(valid[..., None, None], q, 0)
-    v = v if beta else jnp.where(valid[..., None, None], v, 0)
+    segments, last, (q, v, g, *beta) = clear_padding(segments, last, (q, v, g, *beta))
 
     # The state before the row is the first level's.
     shape = (batch, v.shape[2], levels, k.shape[3], v.shape[3])
@@ -180,7 +160,7 @@ def _add_chunk(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array,
     *tokens, segments, last = tokens
     q, k, v, g, *beta = (jnp.moveaxis(x.astype(jnp.float32), 2, 1) for x in tokens)  # heads before tokens
     size, repeats = q.shape[2], v.shape[1] // k.shape[1]
-    paths = _follow_paths(stack, segments, last)
+    paths = follow_paths(stack.last, segments, last)
 
     # Decay along the path: of each token (G) and of the state before the chunk (e^c).
     inside = paths.inside[:, None]
@@ -216,7 +196,7 @@ def _add_chunk(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array,
 def _add_token(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array, "B 1 Hv V"]]:
     """Add a chunk of one token to the states by `delta_step`."""
     *tokens, segments, last = tokens
-    paths = _follow_paths(stack, segments, last)
+    paths = follow_paths(stack.last, segments, last)
     states = _select(paths.before, stack.states)
     out, state = delta_step(states[:, :, 0], *(x[:, 0] for x in tokens))
     changed = paths.inside[:, None, 1:, :, None]
@@ -224,31 +204,7 @@ def _add_token(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array,
     return _next_stack(states, paths), out[:, None]
 
 
-def _follow_paths(stack: _Stack, segments: Int[Array, "B C"], last: Int[Array, "B C"]) -> _Paths:
-    """Find the paths of a chunk's tokens, and of its last token up to each level."""
-    # A token sees earlier tokens and levels whose segments its own continues.
-    size, levels = segments.shape[1], stack.last.shape[1]
-    tokens, level = jnp.arange(size), jnp.arange(levels)
-    inside = (segments[:, :, None] <= last[:, None]) & (tokens[:, None] >= tokens)
-    above = segments[:, :, None] <= stack.last[:, None]
-
-    # A level starts at a token whose `last` no token before it on the path has.
-    equal = (last[:, :, None] == last[:, None]) & (tokens[:, None] > tokens)
-    known = jnp.any(inside & equal, axis=2) | jnp.any(last[:, :, None] == stack.last[:, None], axis=2)
-    count = jnp.sum(above, axis=2) + jnp.sum(inside & ~known[:, None], axis=2)  # levels of a token's path
-    at = inside[:, -1:] & (count[:, None] == level[:, None] + 1)
-    new_last = jnp.max(jnp.where(at, last[:, None], 0), axis=2)
-    new_last = jnp.maximum(new_last, jnp.where(above[:, -1], stack.last, 0))
-
-    # The states after the chunk are at the ends of the last token's path up to each level.
-    up_to = count[:, None] <= level[:, None] + 1
-    inside = jnp.concatenate([inside, inside[:, -1:] & up_to], axis=1)
-    above = jnp.concatenate([above, above[:, -1:] & (level <= level[:, None])], axis=1)
-    deepest = above & ~jnp.pad(above[..., 1:], ((0, 0), (0, 0), (0, 1)))
-    return _Paths(inside, deepest, new_last, count[:, -1] <= levels)
-
-
-def _next_stack(states: Float[Array, "B Hv D K V"], paths: _Paths) -> _Stack:
+def _next_stack(states: Float[Array, "B Hv D K V"], paths: ChunkPaths) -> _Stack:
     """Return the stack after a chunk; NaN if it lacks a level, so that no wrong state is read."""
     return _Stack(jnp.where(paths.fit[:, None, None, None, None], states, jnp.nan), paths.last)
 
