@@ -1,4 +1,7 @@
-"""Eight virtual CPU devices, one shared compilation cache, shape checks on the arithmetic."""
+"""Eight virtual CPU devices and one shared compilation cache.
+
+JAXRL_CHECK_SHAPES=1 also checks the annotated shapes of the arithmetic, which takes a fifth of the tests' time.
+"""
 
 import gc
 import importlib.metadata
@@ -50,9 +53,11 @@ from jaxtyping import install_import_hook  # noqa: E402
 from jaxrl_llm.host.start import write_programs_by_rename  # noqa: E402
 
 write_programs_by_rename()  # the processes of the tests share the cache, and some are killed
-install_import_hook(
-    ["jaxrl_kernels", "jaxrl_llm.algos", "jaxrl_llm.sharding", "jaxrl_llm.models"], "beartype.beartype"
-)
+if os.environ.get("JAXRL_CHECK_SHAPES"):
+    install_import_hook(
+        ["jaxrl_kernels", "jaxrl_llm.algos", "jaxrl_llm.sharding", "jaxrl_llm.models"], "beartype.beartype"
+    )
+gc.freeze()  # a collection would visit each object of the imported libraries
 
 
 @pytest.fixture

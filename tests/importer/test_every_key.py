@@ -170,7 +170,7 @@ def is_silent(name, key):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (len(CONTEXTS[name]) > 12)) for name in CONTEXTS],
+    [pytest.param(name, marks=[pytest.mark.slow] * (len(CONTEXTS[name]) > 6)) for name in CONTEXTS],
 )
 def test_every_key_makes_a_difference(name):
     system, trainer = name.split()

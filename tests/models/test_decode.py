@@ -115,16 +115,15 @@ def stepper(config, weights):
     return jax.jit(step)
 
 
-SLOW = {
-    "scanned",
-    "latents",
-    "latents, scanned",
-    "latents, adapters",
-    "nf4",
-    "nf4, scanned",
-    "four norms, two ropes",
-    "heads of two sizes",
-    "shared keys, per-layer inputs",
+QUICK = {
+    "qwen3",
+    "window, sinks, biases, untied",
+    "indexer",
+    "shared keys, per-layer inputs, scanned",
+    "short convolution, dense layers first, scanned",
+    "delta rule",
+    "soft caps",
+    "dynamic rope",
 }
 
 
@@ -132,7 +131,7 @@ ROUNDING = {"four norms, two ropes": 4e-5}  # logits of up to 6; 2.4e-5 was seen
 ROUNDING |= {name: 2e-4 for name in VARIANTS if "shared keys" in name}  # 6e-5 was seen
 
 
-@pytest.mark.parametrize("variant", with_slow(VARIANTS, SLOW))
+@pytest.mark.parametrize("variant", with_slow(VARIANTS, VARIANTS.keys() - QUICK))
 def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     """And prefill writes what decode writes. The ring is shorter than what passes through it."""
     config, atol = VARIANTS[variant], ROUNDING.get(variant, 2e-5)
@@ -174,7 +173,7 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     ("config", "lanes"),
     [
         pytest.param(LATENTS, 1, marks=pytest.mark.slow),
-        (ADAPTED, 1),
+        pytest.param(ADAPTED, 1, marks=pytest.mark.slow),
         (INDEXED, 1),
         (WINDOWED, 128),
         (GEMMA, 1),

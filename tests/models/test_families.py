@@ -38,7 +38,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # transformers'
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),  # peft's own
 ]
-each_case = pytest.mark.parametrize("case", with_slow(CASES, {case for case in CASES if ", " in case}))
+QUICK = {"olmo3", "gemma4 small", "qwen3.5 moe", "lfm2", "granite-4", "glm-5"}
+"""A case for each kind of layer. Programs of the others are compiled with the slow tests."""
+each_case = pytest.mark.parametrize("case", with_slow(CASES, CASES.keys() - QUICK))
 
 
 def oracle(case):
@@ -182,47 +184,33 @@ def test_greedy_text(case):
     agree_in_greedy_text(model, ours(model), some_tokens(rows=8, length=12), new=24)
 
 
-@pytest.mark.parametrize(
-    "case",
-    with_slow(
-        [
-            "gemma3",
-            "gemma4",
-            "gemma4 small",
-            "gemma4 moe",
-            "olmo3",
-            "smollm3, odd",
-            "qwen3.5",
-            "qwen3.5 moe",
-            "qwen3-next",
-            "lfm2",
-            "lfm2 moe",
-            "nemotron",
-            "granite",
-            "granite-4",
-            "olmo-hybrid",
-            "ministral3",
-            "glm-4.7",
-            "deepseek-v3.2",
-            "glm-5, shared",
-            "mistral4",
-            "minimax-m2",
-            "phi-4",
-        ],
-        {
-            "qwen3.5",
-            "qwen3.5 moe",
-            "qwen3-next",
-            "lfm2 moe",
-            "nemotron",
-            "granite-4",
-            "olmo-hybrid",
-            "glm-4.7",
-            "deepseek-v3.2",
-            "glm-5, shared",
-        },
-    ),
-)
+ADAPTED = [
+    "gemma3",
+    "gemma4",
+    "gemma4 small",
+    "gemma4 moe",
+    "olmo3",
+    "smollm3, odd",
+    "qwen3.5",
+    "qwen3.5 moe",
+    "qwen3-next",
+    "lfm2",
+    "lfm2 moe",
+    "nemotron",
+    "granite",
+    "granite-4",
+    "olmo-hybrid",
+    "ministral3",
+    "glm-4.7",
+    "deepseek-v3.2",
+    "glm-5, shared",
+    "mistral4",
+    "minimax-m2",
+    "phi-4",
+]
+
+
+@pytest.mark.parametrize("case", with_slow(ADAPTED, set(ADAPTED) - QUICK))
 def test_adapters_are_read_by_peft(case, tmp_path):
     model, tokens = oracle(case), some_tokens()
     base = ours(model)
@@ -290,6 +278,7 @@ def test_adapters_of_joined_layers_are_read(case, lora, tmp_path):
     np.testing.assert_allclose(hf_logits(theirs, tokens), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_adapters_of_the_usual_layers_leave_others_of_recurrent_layers_alone(tmp_path):
     """q_proj of OLMo-hybrid is a layer of both kinds; a_proj, b_proj and g_proj have no adapters here."""
     model, tokens = oracle("olmo-hybrid"), some_tokens()
@@ -341,21 +330,21 @@ def test_config_reads_back_in_transformers(case):
     np.testing.assert_array_equal(hf_logits(again, some_tokens()), hf_logits(model, some_tokens()))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "glm-4.7",
-        "deepseek-v3.2",
-        "glm-5, shared",
-        "minimax-m2",
-        "qwen3-next",
-        "nemotron",
-        "granite-4",
-        "mistral4",
-        "gemma4 moe",
-        "gemma4 small",
-    ],
-)
+WRITTEN = [
+    "glm-4.7",
+    "deepseek-v3.2",
+    "glm-5, shared",
+    "minimax-m2",
+    "qwen3-next",
+    "nemotron",
+    "granite-4",
+    "mistral4",
+    "gemma4 moe",
+    "gemma4 small",
+]
+
+
+@pytest.mark.parametrize("case", with_slow(WRITTEN, set(WRITTEN) - QUICK))
 def test_files_come_back_byte_for_byte(case, tmp_path, capsys):
     """Weights of a layer after the last one are skipped; transformers reads what is written."""
     model, tokens = oracle(case), some_tokens()

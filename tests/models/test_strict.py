@@ -144,7 +144,7 @@ def one_update(config, dtype, strict=True, share=True):
         pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
         pytest.param(GEMMA4, "float32", marks=pytest.mark.slow),
         pytest.param(GEMMA4_SMALL, "float32", marks=pytest.mark.slow),
-        (HYBRID, "float32"),
+        pytest.param(HYBRID, "float32", marks=pytest.mark.slow),
         pytest.param(NEGATIVE, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LFM2, "float32", marks=pytest.mark.slow),
         pytest.param(MAMBA, "float32", marks=pytest.mark.slow),
