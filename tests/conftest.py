@@ -1,6 +1,6 @@
 """Eight virtual CPU devices and one shared compilation cache.
 
-JAXRL_CHECK_SHAPES=1 also checks the annotated shapes of the arithmetic, which takes a fifth of the tests' time.
+JAXRL_CHECK_SHAPES=1 also checks annotated shapes of the arithmetic: a fifth of the time of the tests.
 """
 
 import gc
