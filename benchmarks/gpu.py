@@ -104,7 +104,7 @@ def measure_parts(options: argparse.Namespace) -> Path:
     head["device"] = options.compile or open_device()
     if " cores of " in head["device"] and not options.small:
         raise SystemExit(f"JAX sees no GPU, but {head['device']}: --small runs every part with tiny shapes")
-    head["command"] = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
+    head["command"] = shown_command(sys.argv[1:])
     present = {**head, "sources": hash_sources(), "arguments": {"small": options.small}}
     path = options.results or results_file(head["device"], options)
     report = json.loads(path.read_text()) if path.exists() else {}
@@ -124,6 +124,12 @@ def measure_parts(options: argparse.Namespace) -> Path:
         measure_part(name, entry, earlier=entries.get(name, {}), save=save, options=options)
     print(f"{time.perf_counter() - start:.0f} s in all; results in {path}", flush=True)
     return path
+
+
+def shown_command(words: list[str]) -> str:
+    """Return the command without the place of the results, which is of one machine."""
+    at = words.index("--results") if "--results" in words else len(words)
+    return shlex.join(["python", "benchmarks/gpu.py", *words[:at], *words[at + 2 :]])
 
 
 def open_device() -> str:

@@ -138,6 +138,29 @@ def test_the_file_is_complete_when_the_run_itself_is_killed(tmp_path):
     assert not is_alive(int(pid_file.read_text()))
 
 
+def test_the_command_names_no_folder_of_one_machine(gpu):
+    words = ["--compile", "h100", "--results", "/data/x.json", "--only", "update"]
+    assert gpu.shown_command(words) == "python benchmarks/gpu.py --compile h100 --only update"
+    assert gpu.shown_command(["--small"]) == "python benchmarks/gpu.py --small"
+
+
+def test_the_row_that_is_tried_and_the_roof_are_compiled(gpu):
+    """The parts `qlora` and `rollout` start from results of --compile: 4.8 TB/s of an H200 give 5.0 ms."""
+    import gpu_recipes
+    import gpu_targets
+
+    planned = gpu_targets.compiled_result("h100", "qlora", gpu_recipes.LONGEST)
+    assert planned > 110_000
+    for row in (planned, *gpu_recipes.qlora_rows(planned)):
+        assert gpu_targets.compiled_result("h100", "qlora", gpu_recipes.bytes_name(row)) > 0
+    roofs = [
+        gpu_targets.compiled_result(kind, "rollout", "rollout: decode")["roof_ms"]
+        for kind in ("h100", "h200")
+    ]
+    assert roofs[1] == pytest.approx(5.0, rel=0.01) and roofs[0] / roofs[1] == pytest.approx(4800 / 3352.32)
+    assert gpu_targets.compiled_result("h100", "rollout", "no such result") is None
+
+
 def test_full_shapes_are_refused_on_a_cpu(gpu, tmp_path):
     script = Path(gpu.__file__)
     script.write_text(script.read_text().replace("1 x NVIDIA H200", "2 cores of AMD EPYC"))
