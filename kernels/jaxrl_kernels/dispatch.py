@@ -44,7 +44,7 @@ OPERATIONS = {
         portable="tiled",
         compiled_on={"tpu": "ragged_dot"},
     ),
-    "gated_delta": Operation(("reference", "pallas_tpu"), portable="reference"),
+    "gated_delta": Operation(("reference", "pallas_tpu", "pallas_gpu"), portable="reference"),
 }
 
 NO_KERNELS = "{}: plain JAX, there are no kernels for it"

@@ -13,6 +13,8 @@ from jaxrl_kernels.decode_attention import pallas_gpu as decode_gpu
 from jaxrl_kernels.decode_attention import reference as decode_reference
 from jaxrl_kernels.flash_attention import cudnn, pallas_gpu, reference
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec, DynamicMask, row_windows
+from jaxrl_kernels.gated_delta import pallas_gpu as delta_gpu
+from jaxrl_kernels.gated_delta import reference as delta_reference
 from jaxrl_kernels.grouped_matmul import pallas_gpu as grouped_gpu
 from jaxrl_kernels.grouped_matmul import tiled
 from jaxrl_kernels.grouped_matmul.bench import group_sizes
@@ -236,3 +238,32 @@ def test_grouped_matmul(rows, groups, depth, columns, *, skew):
     wanted = exact(functools.partial(run, tiled.grouped_matmul))(*wide)
     for name, one, other in zip(("out", "d_lhs", "d_rhs"), got, wanted, strict=True):
         check(name, one, other, "bfloat16")
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["packed", "shared prefix"])
+@pytest.mark.parametrize("dims", [(128, 128), (96, 192)], ids=["Qwen3.5", "OLMo-hybrid"])
+def test_gated_delta(dims, branches):
+    """Values and gradients of two rows of 5,000 tokens, 16 value heads."""
+    segments, last, _ = rows_of_trees(5000)
+    last = last if branches else None
+    rng, (key_dim, value_dim) = np.random.default_rng(0), dims
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    q, k = (unit(rng.normal(size=(2, 5000, 8, key_dim))) for _ in range(2))
+    v = rng.normal(size=(2, 5000, 16, value_dim))
+    g, beta = -np.exp(rng.normal(size=(2, 5000, 16)) - 2), rng.uniform(0, 1, (2, 5000, 16))
+    tokens = [jnp.asarray(x, jnp.bfloat16) for x in (q * key_dim**-0.5, k, v)]
+    tokens += [jnp.asarray(x, jnp.float32) for x in (g, beta)]
+    weights = jnp.asarray(rng.normal(size=v.shape), jnp.float32)
+
+    def both(function):
+        def total(*tokens):
+            out, final = function(*tokens, segments=segments, last=last)
+            return jnp.sum(weights * out) + jnp.sum(final), (out, final)
+
+        gradients = jax.value_and_grad(total, argnums=range(5), has_aux=True)
+        return lambda *tokens: (lambda found: (*found[0][1], *found[1]))(gradients(*tokens))
+
+    got = same_bits(jax.jit(both(delta_gpu.gated_delta)), *tokens)
+    wanted = exact(both(delta_reference.gated_delta))(*tokens)
+    for name, x, y in zip(("out", "final", "dq", "dk", "dv", "dg", "dbeta"), got, wanted, strict=True):
+        check(name, x, y, "bfloat16")

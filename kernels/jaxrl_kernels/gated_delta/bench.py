@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_kernels.dispatch import device
-from jaxrl_kernels.gated_delta.reference import gated_delta
+from jaxrl_kernels.gated_delta.api import gated_delta
 from jaxrl_kernels.linear_logprob.bench import median_seconds
 
 PEER, PEER_PACKAGE = "flash-linear-attention", "fla-core"

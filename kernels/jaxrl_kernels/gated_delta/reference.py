@@ -38,7 +38,7 @@ CHUNK = 64
 """Tokens of a chunk; on a CPU 32 and 128 are not faster, and fewer keep more states for the gradient."""
 
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def gated_delta(
@@ -175,13 +175,13 @@ def _add_chunk(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array,
     heads = lambda x: jnp.repeat(x, repeats, axis=1)
     start = paths.before[:, None, :size]
     levels = range(start.shape[-1])
-    of_level = lambda d, x: jnp.where(start[..., d, None], _matmul(heads(x), stack.states[:, :, d]), 0)
+    of_level = lambda d, x: jnp.where(start[..., d, None], matmul(heads(x), stack.states[:, :, d]), 0)
     read = lambda x: sum(of_level(d, x) for d in levels)
     pairs = lambda x: heads(_product("bhik,bhjk->bhij", x, k)) * decay
 
     def correct(beta):
         predicted, beta = fade * read(k), beta[..., None]
-        inverse = _inverse(jnp.tril(beta * pairs(k), -1))
+        inverse = inverse_of_chunk(jnp.tril(beta * pairs(k), -1))
         return _product("bhij,bhjv->bhiv", inverse, beta * (v - predicted))
 
     # Corrections, and the outputs and states with them.
@@ -216,7 +216,7 @@ def _select(chosen: Bool[Array, "B N D"], states: Float[Array, "B Hv D K V"]) ->
 
 
 @jax.custom_vjp
-def _inverse(a: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
+def inverse_of_chunk(a: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     """Compute (I + A)^-1 of a strictly lower triangular A by merging the inverses of diagonal blocks.
 
     With inverses P of the blocks of s rows, and L the part of A below them in blocks of 2 s, the inverses of
@@ -229,18 +229,18 @@ def _inverse(a: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     for s in (1 << n for n in range(size.bit_length() - 1)):
         merged = (row[:, None] // (2 * s) == row // (2 * s)) & (row[:, None] // s != row // s)
         lower = jnp.where(merged, a, 0)
-        inverse -= lower if s == 1 else _matmul(_matmul(inverse, lower), inverse)
+        inverse -= lower if s == 1 else matmul(matmul(inverse, lower), inverse)
     return inverse
 
 
 def _inverse_forward(a):
-    inverse = _inverse(a)
+    inverse = inverse_of_chunk(a)
     return inverse, inverse
 
 
 def _inverse_backward(inverse, d_inverse):
     transposed = jnp.swapaxes(inverse, -1, -2)
-    return (-_matmul(_matmul(transposed, d_inverse), transposed),)
+    return (-matmul(matmul(transposed, d_inverse), transposed),)
 
 
-_inverse.defvjp(_inverse_forward, _inverse_backward)
+inverse_of_chunk.defvjp(_inverse_forward, _inverse_backward)
