@@ -19,6 +19,7 @@ from jaxrl_llm.plan.experts import ExpertGather, expert_gather
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.recipe.checks import architectures, check_models, check_on_devices
+from jaxrl_llm.recipe.rules_devices import with_sizes
 from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.placement import device_ranges, placement_of, slice_numbers
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
@@ -126,13 +127,8 @@ def make_plan(
     Raises:
         UserError: the recipe cannot run on these devices, with the fix.
     """
-    check_kernels_setting()
-    sized = check_on_devices(config, target.devices)
-    check_models(sized, architectures(config, ABSTRACT_MODELS.config))
-    meshes = make_meshes(config, target.devices)
-    model, mesh = planned_model(config.model), meshes[POLICY]
-    config = with_prefixes(config, model, mesh, ABSTRACT_MODELS)
-    step = phases(config, meshes)
+    config, meshes, step = trace_step(config, target)
+    model, mesh, sized = planned_model(config.model), meshes[POLICY], with_sizes(config, target.devices)
     selected = [p for p in step if not only or any(word.strip() in p.name for word in only.split(","))]
     if not selected:
         names = ", ".join(phase.name for phase in step)
@@ -172,6 +168,21 @@ def make_plan(
         experts=expert_gather(config, model, mesh.shape, target.chip),
         selected=only,
     )
+
+
+def trace_step(
+    config: TrainConfig, target: CompileTarget
+) -> tuple[TrainConfig, dict[str, Mesh], list[Phase]]:
+    """Return the recipe as these models read its rows, the mesh of each role, and the phases of a step.
+
+    Raises:
+        UserError: the recipe cannot run on these devices, with the fix.
+    """
+    check_kernels_setting()
+    check_models(check_on_devices(config, target.devices), architectures(config, ABSTRACT_MODELS.config))
+    meshes = make_meshes(config, target.devices)
+    config = with_prefixes(config, planned_model(config.model), meshes[POLICY], ABSTRACT_MODELS)
+    return config, meshes, phases(config, meshes)
 
 
 def device_groups(meshes: Mapping[str, Mesh]) -> list[list[Any]]:

@@ -192,6 +192,10 @@ class PlanArguments:
     """File to write all results to."""
     only: str = ""
     """Compile only phases whose names contain one of these words, separated by commas: update,decode."""
+    records: bool = False
+    """List the largest model that trains on each device and its longest rows, estimated, with the command
+    that compiles each (docs/records.md); without a recipe. The devices are those of --topology, several
+    separated by commas, or all of the page."""
 
 
 @dataclass(frozen=True)
