@@ -179,7 +179,8 @@ def start_part(small: bool) -> Results:
     with tempfile.TemporaryDirectory() as home:
         for label in ("cold", "warm"):
             run_dir = str(Path(home) / label)
-            run = start.measure_command([*words, "--run_dir", run_dir], start.without_cache(home), True)
+            command, environment = [*words, "--run_dir", run_dir], start.without_cache(home)
+            run = start.measure_command(command, environment, True, kill=True)
             yield f"command to first update of grpo_smollm2.py, {label} cache, s", run["wall"]
             yield f"its phases, {label} cache", run["phases"]
 

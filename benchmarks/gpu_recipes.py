@@ -42,7 +42,7 @@ ROW_MULTIPLE = 1024
 BFLOAT16 = ("--model.dtype", "bfloat16", "--rollout.dtype", "bfloat16")
 SMOLLM2 = ("--config", "grpo_smollm2.py", "--steps", "1", *BFLOAT16)
 """Flags of the part `start`, without the model's path."""
-WARM_UP = ("--warm_start.steps", "2")
+WARM_UP = ("--warm_start.steps", "2", "--eval.every", "0")
 FP8_CACHE = ("--rollout.cache", "paged", "--rollout.cache_dtype", "float8_e4m3fn")
 
 

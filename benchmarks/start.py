@@ -38,9 +38,12 @@ FIRST_STEP = re.compile(r"first step done [\d.]+ s after the start: (.*)")
 
 
 def measure_command(
-    words: list[str], environment: dict[str, str], first_step: bool = False
+    words: list[str], environment: dict[str, str], first_step: bool = False, *, kill: bool = False
 ) -> dict[str, Any]:
     """Return wall and CPU seconds of a command up to its first step, or up to its end.
+
+    Args:
+        kill: end the command at its first step.
 
     Raises:
         SystemExit: the command failed.
@@ -59,8 +62,13 @@ def measure_command(
         lines.append(line)
         if first_step and (found := FIRST_STEP.search(line)):
             result = {**seconds(), "phases": found[1].strip()}
+            if kill:
+                process.kill()
+                break  # children may keep the pipe open
     result = result or seconds()  # before `wait`, after which it has no entry in /proc
-    if process.wait() or (first_step and "phases" not in result):
+    process.stdout.close()
+    failed = process.wait() and not (kill and "phases" in result)
+    if failed or (first_step and "phases" not in result):
         raise SystemExit(f"{' '.join(words)} failed:\n{''.join(lines[-20:])}")
     return result
 

@@ -121,3 +121,17 @@ def test_start_reads_the_line_of_the_first_step_and_the_seconds_of_a_process():
     assert start["cpu_seconds"](os.getpid()) == pytest.approx(time.process_time(), abs=0.2)
     runs = [{"wall": wall, "cpu": cpu} for wall, cpu in ((3.0, 1.0), (1.0, 5.0), (2.0, 2.0))]
     assert start["median_run"](runs) == {"wall": 2.0, "cpu": 2.0}
+
+
+def test_start_ends_a_command_at_its_first_step(monkeypatch):
+    start = run_script("start.py")
+    line = "first step done 1.5 s after the start: import 1.0"
+    code = f"import sys, time; print({line!r}); time.sleep(int(sys.argv[1]))"
+    globals_of = start["measure_command"].__globals__
+    monkeypatch.setitem(globals_of, "TRAIN", [sys.executable, "-c", code])
+    begin = time.perf_counter()
+    run = start["measure_command"](["60"], dict(os.environ), True, kill=True)
+    assert run["phases"] == "import 1.0" and time.perf_counter() - begin < 30
+    monkeypatch.setitem(globals_of, "TRAIN", [sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(SystemExit, match="failed"):
+        start["measure_command"]([], dict(os.environ), True, kill=True)
