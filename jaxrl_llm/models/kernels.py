@@ -81,7 +81,7 @@ def check_kernels_setting() -> None:
     """Refuse a bad JAXRL_KERNELS in the environment.
 
     Raises:
-        UserError: the value is neither "auto" nor "jax".
+        UserError: the value is not "auto", "jax" or "all".
     """
     try:
         kernels_setting()

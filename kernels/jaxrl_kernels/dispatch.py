@@ -31,6 +31,8 @@ class Operation(NamedTuple):
     """The implementation for devices without a kernel: plain JAX, any shape."""
     compiled_on: Mapping[str, str] = {}
     """Platform -> the implementation that XLA compiles to its kernel there."""
+    untried: tuple[str, ...] = ()
+    """Kernels that "auto" leaves out until a device has run them: interpreters have missed mistakes on Hopper."""
 
 
 OPERATIONS = {
@@ -44,7 +46,9 @@ OPERATIONS = {
         portable="tiled",
         compiled_on={"tpu": "ragged_dot"},
     ),
-    "gated_delta": Operation(("reference", "pallas_tpu", "pallas_gpu"), portable="reference"),
+    "gated_delta": Operation(
+        ("reference", "pallas_tpu", "pallas_gpu"), portable="reference", untried=("pallas_gpu",)
+    ),
 }
 
 NO_KERNELS = "{}: plain JAX, there are no kernels for it"
@@ -60,10 +64,10 @@ def choose(operation: str, *shape: Any, implementation: str = "auto") -> tuple[s
             implementation if no kernel supports the devices and the shape.
 
     Raises:
-        ValueError: the named implementation does not exist or does not take the shape; or JAXRL_KERNELS is
-            neither "auto" nor "jax".
+        ValueError: the named implementation does not exist or does not take the shape; or see
+            `kernels_setting`.
     """
-    names, portable, compiled_on = OPERATIONS[operation]
+    names, portable, compiled_on, untried = OPERATIONS[operation]
     if implementation == "auto":
         kernel, reason = kernel_family()
         if kernel not in names:
@@ -72,6 +76,8 @@ def choose(operation: str, *shape: Any, implementation: str = "auto") -> tuple[s
                 return compiled_on[platform], f"{kind}: XLA's kernel"
             return portable, reason if kernel is None else NO_KERNELS.format(kind)
         problem = _unsupported(operation, kernel, shape)
+        if not problem and kernel in untried and kernels_setting() != "all":
+            problem = f"{device()[1]}: plain JAX, its kernel has run on no device; JAXRL_KERNELS=all takes it"
         return (portable, problem) if problem else (kernel, reason)
     if implementation not in names:
         known = ", ".join(("auto", *names))
@@ -114,14 +120,17 @@ def kernel_family() -> tuple[str | None, str]:
 
 
 def kernels_setting() -> str:
-    """Return JAXRL_KERNELS of the environment.
+    """Return JAXRL_KERNELS of the environment: "auto", "jax" or "all".
 
     Raises:
-        ValueError: it is neither "auto" nor "jax".
+        ValueError: it is another word.
     """
     setting = os.environ.get("JAXRL_KERNELS", "auto")
-    if setting not in ("auto", "jax"):
-        raise ValueError(f'JAXRL_KERNELS={setting}: must be "auto" or "jax" (plain JAX everywhere)')
+    if setting not in ("auto", "jax", "all"):
+        raise ValueError(
+            f'JAXRL_KERNELS={setting}: must be "auto", "jax" (plain JAX everywhere) or "all" (also kernels '
+            "that have run on no device)"
+        )
     return setting
 
 

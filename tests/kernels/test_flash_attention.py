@@ -364,7 +364,7 @@ def test_the_choice_says_why(monkeypatch):
     monkeypatch.setenv("JAXRL_KERNELS", "jax")
     assert chosen(64, jnp.bfloat16) == ("blockwise", "TPU v5 lite: plain JAX, as JAXRL_KERNELS says")
     monkeypatch.setenv("JAXRL_KERNELS", "pallas")
-    with pytest.raises(ValueError, match='JAXRL_KERNELS=pallas: must be "auto" or "jax"'):
+    with pytest.raises(ValueError, match='JAXRL_KERNELS=pallas: must be "auto", "jax"'):
         chosen(64, jnp.bfloat16)
     monkeypatch.delenv("JAXRL_KERNELS")
     on(monkeypatch, "gpu", "Tesla V100-SXM2-16GB")

@@ -124,7 +124,8 @@ def program(devices, *, branches, dims=(128, 128)):
     numbers, segments = array((1, 1000, 4), jnp.float32), array((1, 1000), jnp.int32)
 
     def loss(tokens, segments):
-        out, final = gated_delta(*tokens, segments=segments, last=segments if branches else None)
+        last = segments if branches else None
+        out, final = gated_delta(*tokens, segments=segments, last=last, implementation="pallas_gpu")
         return out.astype(jnp.float32).sum() + final.sum()
 
     with jax.set_mesh(mesh):
@@ -135,7 +136,7 @@ def program(devices, *, branches, dims=(128, 128)):
 @pytest.mark.compilers
 @pytest.mark.parametrize("branches", [False, True])
 def test_compiles_for_an_h100_that_is_not_here(branches, monkeypatch, capfd):
-    """`choose` takes the kernel: forward, and from the last chunk on."""
+    """Two calls: forward, and from the last chunk on."""
     if problem := topology.missing_compiler("cuda"):
         pytest.skip(problem)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
@@ -146,12 +147,16 @@ def test_compiles_for_an_h100_that_is_not_here(branches, monkeypatch, capfd):
     assert "C7512" not in output, "products are serialised for want of registers"
 
 
-def test_auto_takes_the_kernel_on_hopper(monkeypatch):
+def test_auto_leaves_out_the_kernel_which_no_device_has_run(monkeypatch):
     monkeypatch.setattr(dispatch, "device", lambda: ("gpu", "NVIDIA H100 80GB HBM3"))
     choose = functools.partial(dispatch.choose, "gated_delta")
-    assert (
-        choose(96, 192, 1, "bfloat16", True)[0] == choose(128, 128, 16, "bfloat16", True)[0] == "pallas_gpu"
-    )
+    shapes = (96, 192, 1, "bfloat16", True), (128, 128, 16, "bfloat16", True)
+    for shape in shapes:
+        name, reason = choose(*shape)
+        assert name == "reference" and "its kernel has run on no device; JAXRL_KERNELS=all takes it" in reason
+        assert choose(*shape, implementation="pallas_gpu")[0] == "pallas_gpu"
+    monkeypatch.setenv("JAXRL_KERNELS", "all")
+    assert [choose(*shape)[0] for shape in shapes] == ["pallas_gpu"] * 2
     for shape, message in (
         ((128, 64, 16, "bfloat16", False), "no beta"),
         ((128, 128, 2, "float32", True), "dtype float32"),

@@ -303,5 +303,5 @@ def test_the_line_on_kernels_names_the_delta_rule(monkeypatch):
 
 def test_a_bad_kernels_setting_is_the_users_error(monkeypatch):
     monkeypatch.setenv("JAXRL_KERNELS", "triton")
-    with pytest.raises(UserError, match='JAXRL_KERNELS=triton: must be "auto" or "jax"'):
+    with pytest.raises(UserError, match='JAXRL_KERNELS=triton: must be "auto", "jax"'):
         describe_kernels(models.TransformerConfig(), "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
