@@ -32,7 +32,7 @@ class Operation(NamedTuple):
     compiled_on: Mapping[str, str] = {}
     """Platform -> the implementation that XLA compiles to its kernel there."""
     untried: tuple[str, ...] = ()
-    """Kernels that "auto" leaves out until a device has run them: interpreters have missed mistakes on Hopper."""
+    """Kernels that "auto" leaves out until a device has run them: interpreters have missed mistakes."""
 
 
 OPERATIONS = {
