@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_kernels.decode_attention.api import decode_attention
 from jaxrl_kernels.flash_attention import bench as attention
-from jaxrl_kernels.gated_delta.reference import gated_delta
+from jaxrl_kernels.gated_delta.api import gated_delta
 from jaxrl_kernels.grouped_matmul.api import grouped_matmul
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm.config import TrainConfig
