@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -105,7 +106,8 @@ def compile_delta(compiler: Compiler) -> Results:
     v = compiler.array(*tokens, shape.value_heads, shape.value_dim)
     g, beta = (compiler.array(*tokens, shape.value_heads, dtype=x) for x in (jnp.float32, jnp.bfloat16))
     segments = jnp.ones(tokens, jnp.int32)
-    total = lambda *x: gated_delta(*x, segments=segments)[0].astype(jnp.float32).sum()
+    rule = functools.partial(gated_delta, segments=segments, implementation="pallas_gpu")
+    total = lambda *x: rule(*x)[0].astype(jnp.float32).sum()
     yield "gated delta rule", compiler.kernel(jax.grad(total, (0, 1, 2, 3, 4)), q, q, v, g, beta)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -125,6 +126,7 @@ def grouped_part(small: bool) -> Results:
 
 def delta_part(small: bool) -> Results:
     """Measure the gated delta rule, ours and flash-linear-attention's."""
+    os.environ["JAXRL_KERNELS"] = "all"  # the kernel that "auto" leaves out, in this process alone
     ours, peer = None, None
     for row in delta.compare_delta(delta_shape(small), repeat=3 if small else 10):
         if isinstance(row, str):

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_kernels.dispatch import device
+from jaxrl_kernels.dispatch import choose, device
 from jaxrl_kernels.gated_delta.api import gated_delta
 from jaxrl_kernels.linear_logprob.bench import median_seconds
 
@@ -37,6 +37,11 @@ class DeltaShape(NamedTuple):
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
+
+    def kernel(self) -> str:
+        """Return the name of our implementation on the first device."""
+        heads = self.key_dim, self.value_dim, self.value_heads // self.key_heads
+        return choose("gated_delta", *heads, self.dtype, True)[0]
 
     def inputs(self) -> dict[str, np.ndarray]:
         """Return random q (normalised, scaled), k (normalised), v, g, beta and the gradient of the output."""
@@ -65,6 +70,7 @@ def measure_ours(shape: DeltaShape, repeat: int = 10) -> dict[str, Any]:
     return {
         "op": "gated_delta",
         "implementation": "ours",
+        "kernel": shape.kernel(),
         **shape._asdict(),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
