@@ -57,7 +57,7 @@ def test_a_slow_import_is_said(monkeypatch, capsys):
 def test_installing_says_how_long_it_takes():
     """pip prints nothing with -q."""
     rules = re.findall(r"^\$\(VENV\)/\.installed\S*:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.M)
-    assert len(rules) == 4 and all(rule.startswith("$(INSTALL) -e") for rule in rules)
+    assert len(rules) == 5 and all(rule.startswith("$(INSTALL) -e") for rule in rules)
 
 
 @pytest.mark.parametrize(
