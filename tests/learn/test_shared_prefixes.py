@@ -305,7 +305,7 @@ SLOW = {
     "2 stages after a layer with the delta rule, tensor 2": (
         GRPO,
         {"model": MIXED, "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=1, tensor=2),
-         "rel": 2e-5},  # 1.2e-5 was seen on an Intel processor
+         "rel": 5e-5},  # 2.1e-5 was seen on an Intel processor
     ),
     "2 stages after a layer with experts, replay of the rollout": (
         GRPO,
