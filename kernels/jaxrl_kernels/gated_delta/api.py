@@ -44,9 +44,7 @@ def gated_delta(
     """
     shape = k.shape[3], v.shape[3], v.shape[2] // k.shape[2], q.dtype, beta is not None
     name, _ = choose("gated_delta", *shape, implementation=implementation)
-    if (
-        implementation == "auto" and q.shape[1] <= reference.CHUNK
-    ):  # plain JAX computes one chunk of this length
+    if implementation == "auto" and q.shape[1] <= reference.CHUNK:  # plain JAX computes one such chunk
         name = "reference"
     given = {"segments": segments, "last": last, "initial": initial, "levels": levels}
     if name == "reference":

@@ -38,10 +38,10 @@ class DeltaShape(NamedTuple):
     value_dim: int = 128
     dtype: str = "bfloat16"
 
-    def kernel(self) -> str:
-        """Return the name of our implementation on the first device."""
+    def implementation(self, name: str) -> str:
+        """Return the implementation that "auto" or another name means on the first device."""
         heads = self.key_dim, self.value_dim, self.value_heads // self.key_heads
-        return choose("gated_delta", *heads, self.dtype, True)[0]
+        return choose("gated_delta", *heads, self.dtype, True, implementation=name)[0]
 
     def inputs(self) -> dict[str, np.ndarray]:
         """Return random q (normalised, scaled), k (normalised), v, g, beta and the gradient of the output."""
@@ -54,23 +54,24 @@ class DeltaShape(NamedTuple):
         return {"q": q * self.key_dim**-0.5, "k": k, "v": v, "g": g, "beta": beta, "d_out": d_out}
 
 
-def our_passes(shape: DeltaShape) -> tuple[Callable, Callable]:
+def our_passes(shape: DeltaShape, implementation: str = "auto") -> tuple[Callable, Callable]:
     """Return the jitted forward pass, and both passes, of (q, k, v, g, beta, d_out)."""
     segments = jnp.ones((shape.batch, shape.length), jnp.int32)
-    attend = lambda *tokens: gated_delta(*tokens, segments=segments)[0]
+    attend = lambda *tokens: gated_delta(*tokens, segments=segments, implementation=implementation)[0]
     both = lambda *args: jax.vjp(attend, *args[:-1])[1](args[-1])
     return jax.jit(lambda *args: attend(*args[:-1])), jax.jit(both)
 
 
-def measure_ours(shape: DeltaShape, repeat: int = 10) -> dict[str, Any]:
+def measure_ours(shape: DeltaShape, repeat: int = 10, implementation: str = "auto") -> dict[str, Any]:
     """Measure our implementation on the first device."""
+    name = shape.implementation(implementation)
     dtype = lambda name: "float32" if name == "g" else shape.dtype
     args = tuple(jnp.asarray(x, dtype(name)) for name, x in shape.inputs().items())
-    forward, both = (median_seconds(function, args, repeat) for function in our_passes(shape))
+    forward, both = (median_seconds(function, args, repeat) for function in our_passes(shape, name))
     return {
         "op": "gated_delta",
         "implementation": "ours",
-        "kernel": shape.kernel(),
+        "kernel": name,
         **shape._asdict(),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -125,9 +126,11 @@ def measure_peer(shape: DeltaShape, repeat: int = 10) -> dict[str, Any]:
     }
 
 
-def compare_delta(shape: DeltaShape, repeat: int = 10) -> Iterator[dict[str, Any] | str]:
+def compare_delta(
+    shape: DeltaShape, repeat: int = 10, implementation: str = "auto"
+) -> Iterator[dict[str, Any] | str]:
     """Yield our measurement, then the peer's or why it was not made."""
-    yield measure_ours(shape, repeat)
+    yield measure_ours(shape, repeat, implementation)
     yield peer_problem() or measure_peer(shape, repeat)
 
 

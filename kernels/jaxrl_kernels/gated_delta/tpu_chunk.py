@@ -137,7 +137,7 @@ _solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _inverse(a: Float[Array, "H C C"]) -> Float[Array, "H C C"]:
-    """Compute (I + A)^-1 as `reference._inverse`, but blocks of 8 rows by substitution, without products."""
+    """Compute `reference.inverse_of_chunk`, but blocks of 8 rows by substitution, without products."""
     heads, size, _ = a.shape
     row, column = _indices(size)
     inverse = jnp.broadcast_to(_number(row == column), a.shape)
