@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.data.config import SourceConfig
-from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Damage, RowError, RowFile, no_rows
+from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Damage, RowError, RowFile, distinct, no_rows
 from jaxrl_llm.data.tables import arrow_file, hub_rows, parquet_file, saved_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.user_file import did_you_mean, expand_home
@@ -137,7 +137,7 @@ def json_file(path: Path) -> RowFile:
         return json_lines(path)
     text, clean = _decode(data)
     try:
-        value = json.loads(text) if text else []
+        value = json.loads(text, object_pairs_hook=distinct) if text else []
     except (ValueError, RecursionError) as error:
         rows, reason = _parse_list(text, error)
         value, damage = rows, damage or reason
@@ -286,7 +286,7 @@ def _csv_records(text: str) -> Iterator[tuple[int, list[str] | str]]:
 
 def _parse_json(data: bytes, where: str) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig"))
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=distinct)
     except UnicodeDecodeError as error:
         raise RowError(f"{where}: {NOT_UTF8} at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
@@ -305,7 +305,7 @@ def _json_problem(error: Exception) -> str:
 def _parse_list(text: str, error: Exception) -> tuple[list[Any], str]:
     """Return (the rows of a JSON list before its damage, the problem with the rest)."""
     rows: list[Any] = []
-    decoder, skip = json.JSONDecoder(), re.compile(r"[\s,]*")
+    decoder, skip = json.JSONDecoder(object_pairs_hook=distinct), re.compile(r"[\s,]*")
     position = 1
     with contextlib.suppress(ValueError, RecursionError):
         while text.startswith("["):

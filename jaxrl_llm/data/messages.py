@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm.data.rows import (
     CALL_KEYS,
+    CALL_ROLES,
     MEDIA_KEYS,
     THOUGHT_KEY,
     Message,
@@ -18,6 +19,7 @@ from jaxrl_llm.data.rows import (
     check_row,
     check_text,
     column_names,
+    distinct,
     read_json_text,
     role_of,
     type_name,
@@ -73,7 +75,7 @@ def _arguments_problem(arguments: Any) -> str:
         return "" if isinstance(arguments, dict) else f"of type {type_name(arguments)}"
     shown = f"{arguments!r:.80}, which is not JSON text of an object"
     try:
-        value = json.loads(arguments.strip() or "{}", object_pairs_hook=_distinct)
+        value = json.loads(arguments.strip() or "{}", object_pairs_hook=distinct)
         if isinstance(value, dict):
             check_row(value, "arguments")
             check_json(value, "arguments")
@@ -83,14 +85,6 @@ def _arguments_problem(arguments: Any) -> str:
     except ValueError as error:  # RowError too
         return f"{shown}: {error!s:.100}"
     return shown
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ValueError if it has a key twice, as one value would be left out."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("it has a key twice")
-    return value
 
 
 def _message(item: Any, where: str) -> Message:
@@ -103,8 +97,9 @@ def _message(item: Any, where: str) -> Message:
         given = {key: item[key] for key in ("role", "from") if key in item}
         raise RowError(f"{where} has no known role: its keys are {column_names(item)}, {given!r:.100}")
     check_text(role, f"{where}.role")
-    if item.get("from") == "function_call":
-        item["tool_calls"] = _spoken_calls(item.pop("value", None), f"{where}.value")
+    if (item.get("role") or item.get("from")) in CALL_ROLES:
+        key = "content" if "content" in item else "value"
+        item["tool_calls"] = _spoken_calls(item.pop(key, None), f"{where}.{key}")
     if calls := _tool_calls(item.pop("tool_calls", None), f"{where}.tool_calls"):
         item["tool_calls"] = calls
     # Text, and the keys beside it.
@@ -135,7 +130,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def _spoken_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return the tool calls that LLaMA-Factory's speaker function_call writes as JSON text."""
+    """Return the tool calls that a role of CALL_ROLES writes as JSON text."""
     calls = read_json_text(value, where)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):

@@ -13,6 +13,7 @@ arXiv 2310.05344).
 from __future__ import annotations
 
 import dataclasses
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,8 @@ from jaxrl_llm.data.rows import (
 LABEL_KEYS = ("labels", "label", "values", "value")
 SIGNS = {"+": 1.0, "-": 0.0}
 NAMED_PAIR = "name both of the pair (--data.train.0.response_key and .rejected_key)"
+PYTHON_CHAT = re.compile(r"\s*\[\s*\{\s*'(?:role|content|from|value)'\s*:")
+"""A list of messages in a CSV column of pandas."""
 JUDGEMENT = "judgement"
 """Data source of judgements; `jaxrl_llm.rewards` scores them by this name."""
 POINTWISE_TEMPLATE = (
@@ -58,7 +61,7 @@ def read_example(row: Any, where: str, config: SourceConfig) -> Example:
       RowError: the row has no known shape, lacks a column, or a column has the wrong type.
     """
     check_row(row, where)
-    row = _with_chats(row, config)
+    row = _with_chats(row, where, config)
     check_row(row, where)
     if has_pair(row, config):
         example = read_pair(row, where, config)
@@ -71,8 +74,11 @@ def read_example(row: Any, where: str, config: SourceConfig) -> Example:
     return _with_score(example, row, config) if config.score_key else example
 
 
-def _with_chats(row: dict, config: SourceConfig) -> dict:
+def _with_chats(row: dict, where: str, config: SourceConfig) -> dict:
     """Parse chats that are stored as JSON text, except a response, which may be JSON text itself."""
+    for key in (*PROMPT_KEYS[:-1], config.prompt_key, *_pair_keys(config)):
+        if isinstance(row.get(key), str) and PYTHON_CHAT.match(row[key]):
+            raise RowError(f"{where}: {key} is a chat as Python prints it: write JSON, json.dumps(chat)")
     chats = lambda keys: {
         key: chat for key in keys if (chat := read_chat_text(row.get(key))) is not row.get(key)
     }

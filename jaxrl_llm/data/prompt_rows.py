@@ -72,6 +72,7 @@ BESIDE = re.compile(
     r"[A-E]|op[a-e]|(?:option|choice)_?[A-Ea-e1-5]"
 )
 """Columns that belong to the question of well-known datasets; C-Eval and MedMCQA have one a choice."""
+FUNCTIONS = re.compile(r"(?:(?:available|candidate)_)?functions|(?:available|candidate)_tools|tool_list")
 MEDIA = re.compile(r"<(?:image|video|audio)>")
 NAMED_RESPONSE = "(--data.train.0.response_key COLUMN)"
 CHOICE = re.compile(r"[A-Z]")  # the letter of a choice, not its text
@@ -168,8 +169,9 @@ def _check_columns(row: dict, where: str, *, chat: bool) -> None:
         if shares and any(value != 1 for value in values):
             advice = "give each message a weight" if chat else "leave out such rows"
             raise RowError(f"{where}: the column {key} would be left out: {advice}")
-    if chat and row.get("functions") and not row.get("tools"):
-        raise RowError(f"{where}: the column functions would be left out: name it tools")
+    functions = [key for key in row if FUNCTIONS.fullmatch(key) and row[key]]
+    if chat and functions and not row.get("tools"):
+        raise RowError(f"{where}: the column {functions[0]} would be left out: name it tools")
 
 
 def final_answer(text: str) -> str:

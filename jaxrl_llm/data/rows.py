@@ -31,16 +31,25 @@ MEDIA_KEYS = tuple(
 )
 SHAREGPT_ROLES = {
     "human": "user",
+    "prompter": "user",  # OpenAssistant
     "user": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
+    "model": "assistant",  # Gemini, Gemma
+    "bot": "assistant",
+    "ai": "assistant",
     "assistant": "assistant",
     "system": "system",
     "tool": "tool",
     "function": "tool",
-    "function_call": "assistant",  # LLaMA-Factory: its value is the call as JSON text
+    "tool_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
     "observation": "tool",
 }
+CALL_ROLES = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the text is the call as JSON text
+TEMPLATE_ROLES = ("function", "observation")  # names of a role that templates of models read themselves
+THINKING = "enable_thinking"
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_CHARACTERS = 1 << 24  # of one text or rendered chat: about 4M tokens
 MAX_NESTING = 64  # levels of lists and objects in a row; pickle and jinja2 recurse
@@ -169,9 +178,23 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
         raise RowError(f"{where}: chat_template_kwargs must be an object, got {type_name(options)}")
     if reserved := RESERVED_OPTIONS & options.keys():
         raise RowError(f"{where}: chat_template_kwargs may not set {', '.join(sorted(reserved))}")
+    given = columns.get(THINKING)  # of veRL's rows
+    if isinstance(given, bool):
+        if options.get(THINKING, given) != given:
+            raise RowError(f"{where}: the column {THINKING} and chat_template_kwargs contradict each other")
+        options = {**options, THINKING: given}
     check_json(tools, f"{where}: tools")
     check_json(options, f"{where}: chat_template_kwargs")
     return tools or None, options
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError if it has a key twice, as one value would be left out."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"an object has the key {next(k for k in keys if keys.count(k) > 1)!r:.100} twice")
+    return value
 
 
 def read_json_text(value: Any, where: str) -> Any:
@@ -205,10 +228,14 @@ def first_column(row: dict, keys: tuple[str, ...]) -> Any:
 
 
 def role_of(message: dict) -> str:
-    """Return the role of a message in OpenAI's or ShareGPT's format; "" if unknown."""
+    """Return the role of a message in OpenAI's or ShareGPT's format; "" if unknown.
+
+    A role of another name than a template reads would not be learned, and an answer would stay in the prompt.
+    """
     role, speaker = message.get("role"), message.get("from")
     if role:
-        return role if isinstance(role, str) else ""
+        name = role.strip().lower() if isinstance(role, str) else ""
+        return role if name in TEMPLATE_ROLES else SHAREGPT_ROLES.get(name, name and role)
     return SHAREGPT_ROLES.get(speaker, "") if isinstance(speaker, str) else ""
 
 

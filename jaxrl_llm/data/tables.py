@@ -92,6 +92,11 @@ def _batch(reader: Any, i: int) -> Any:
 def _table_rows(path: Path, parts: Sequence[Any]) -> RowFile:
     """Return the rows of tables or batches, some of which may be Damage."""
     intact = [part for part in parts if not isinstance(part, Damage)]
+    # Arrow keeps the last of two columns with the same name.
+    names = intact[0].schema.names if intact else []
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        return no_rows(path, f"{path}:1: two columns are named {twice!r}: rename one of them")
+    # Row numbers, and how a row is found.
     starts = [0, *itertools.accumulate(part.num_rows for part in intact)]
     first, firsts, damage = 1, [], []  # row numbers in the file also count lost rows
     for part in parts:

@@ -118,7 +118,7 @@ def math_reward(sample: RewardSample, config: RewardConfig) -> tuple[float, Outc
 
 
 def _plain_text(text: str) -> str:
-    return unwrapped(" ".join(text.split()))
+    return unwrapped(" ".join(text.split())).casefold()
 
 
 def _math_readings(response: str) -> Iterator[str]:

@@ -395,6 +395,29 @@ def test_a_stray_quote_in_csv_costs_its_own_line(tmp_path):
     assert f"{path}:6: not CSV: unexpected end of data" in str(error.value)
 
 
+def test_a_key_or_a_column_that_is_there_twice_is_refused(tmp_path):
+    """Readers of JSON and of tables keep the last one without a word."""
+    twice = '{"prompt": "a", "answer": "1", "answer": "2"}'
+    nested = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
+    for name, content, key in (
+        ("a.jsonl", f"{twice}\n", "answer"),
+        ("b.jsonl", f"{nested}\n", "content"),
+        ("a.json", f"[{twice}]", "answer"),
+        ("b.json", f"[{nested}]", "content"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=f"{name}:1: not JSON: an object has the key '{key}' twice"):
+            opened(tmp_path / name)
+    columns = [pa.array([value]) for value in ("a", "1", "2")]
+    table = pa.Table.from_arrays(columns, names=["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(UserError, match=f"{name}:1: two columns are named 'answer': rename one of them"):
+            opened(tmp_path / name)
+
+
 def in_json(text, encoding="utf-8"):
     return json.dumps({"prompt": text}, ensure_ascii=False).encode(encoding) + b"\n"
 

@@ -162,6 +162,17 @@ def test_template_options_and_row_options_reach_the_template(tokenizer):
     assert spell(tokenizer, encode_prompt(tokenizer, example, config)).endswith("assistant\n")
 
 
+def test_a_column_of_thinking_is_an_option_of_the_template(tokenizer):
+    """As in veRL's rows of messages (data.enable_thinking_key)."""
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '<think>' if enable_thinking else '!' }}"
+    for value, end in ((True, "<think>"), (False, "!"), (None, "!")):
+        example = chat(user("a"), columns={"enable_thinking": value})
+        assert spell(tokenizer, encode_prompt(tokenizer, example, ChatConfig())) == "a" + end
+    row = {"messages": [user("a")], "enable_thinking": True}
+    with pytest.raises(RowError, match="contradict each other"):
+        read_example(row | {"chat_template_kwargs": {"enable_thinking": False}}, "f:1", SourceConfig())
+
+
 def test_template_from_a_file(tokenizer, tmp_path):
     tokenizer.chat_template = None
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}?")

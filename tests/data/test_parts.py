@@ -358,9 +358,11 @@ def test_columns_that_only_sound_like_masks_are_kept(more):
     assert read({"messages": [U]} | more).columns == more
 
 
-def test_functions_of_a_chat_are_tools():
-    with pytest.raises(RowError, match=r"^f:1: the column functions would be left out: name it tools"):
-        read({"messages": [U], "functions": [{}]})
+@pytest.mark.parametrize("name", ["functions", "available_tools", "candidate_functions", "tool_list"])
+def test_functions_of_a_chat_are_tools(name):
+    with pytest.raises(RowError, match=f"^f:1: the column {name} would be left out: name it tools"):
+        read({"messages": [U], name: [{}]})
+    assert read({"messages": [U], name: []})
 
 
 # Thoughts in columns, and names.

@@ -81,6 +81,36 @@ def test_ordinary_rows_are_read(name):
     assert text(row, render="chat", **source) == expected
 
 
+# Roles by other names.
+
+
+@pytest.mark.parametrize("name", ["gpt", "model", "bot", "ai", "Assistant", "ASSISTANT "])
+def test_a_turn_of_the_policy_by_another_name_is_learned_and_is_no_prompt(name):
+    """Else its answer stays in the prompt, before the turn that is asked for."""
+    row = {"messages": [U | {"role": "Human"}, A | {"role": name}]}
+    assert text(row) == CHAT
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = SHOWS
+    prompt = tokenizer.decode(encode_prompt(tokenizer, read(row), ChatConfig()))
+    assert prompt == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    pair = read({"chosen": [U, A | {"role": name}], "rejected": [U, A | {"role": name, "content": "b"}]})
+    assert [pair.response, pair.rejected.response] == ["a", "b"]
+
+
+@pytest.mark.parametrize("key", ["role", "from"])
+def test_calls_and_results_as_roles_are_turns_of_the_policy_and_of_tools(key):
+    """As in ms-swift and LLaMA-Factory."""
+    said = "content" if key == "role" else "value"
+    turns = [("user", "q"), ("tool_call", '{"name": "add", "arguments": {}}'), ("tool_response", "1")]
+    chat = [{key: role, said: words} for role, words in [*turns, ("assistant", "a")]]
+    shown = '<assistant\n<call>{"name": "add", "arguments": {}}</call>>\n<tool\n1>\n<assistant\na>'
+    assert text({"messages": chat}) == "<user\nq>\n" + shown
+    with pytest.raises(RowError, match=rf"messages\[1\].{said} must be JSON text of a call"):
+        read({"messages": [U, {key: "function_call", said: "add(1)"}, A]})
+    for own in ("observation", "ipython"):  # names that templates have
+        assert f"<{own}\n1>" in text({"messages": [U, A, {"role": own, "content": "1"}, A]})
+
+
 # Answers and system prompts that a row has twice.
 
 
@@ -140,6 +170,10 @@ def test_chats_that_tables_keep_as_json_text():
     assert text({"chosen": chat, "rejected": json.dumps([U, A | {"content": "b"}])}) == CHAT
     assert text({"prompt": "q", "completion": answer}) == f"q{answer}>"
     assert text({"text": chat}) == chat + ">"
+    for key in ("messages", "prompt", "chosen"):  # pandas writes lists of a CSV file so
+        row = {"prompt": "q", "chosen": "a", "rejected": "b"} | {key: str([U, A])}
+        with pytest.raises(RowError, match=f"^f:1: {key} is a chat as Python prints it: write JSON"):
+            read(row)
     for other in ('[{"role": "cook", "content": "x"}]', "[1]", "[", "[]"):
         assert text({"prompt": other, "completion": "a"}) == f"{other}a>"
 

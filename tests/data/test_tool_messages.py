@@ -80,7 +80,7 @@ def test_a_template_that_takes_text_alone_gets_it_as_the_row_has_it(tokenizer):
         ('"x"', "is not JSON text of an object"),
         ("5", "is not JSON text of an object"),
         ("null", "is not JSON text of an object"),
-        ('{"x": 1, "x": 2}', "it has a key twice"),
+        ('{"x": 1, "x": 2}', "an object has the key 'x' twice"),
         ('{"x": NaN}', "must be finite"),
         ([1], "of type list"),
         (5, "of type int"),

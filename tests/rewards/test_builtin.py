@@ -296,6 +296,8 @@ def test_expressions_are_exact_and_bounded():
         (r"\boxed{6}", "3!", 1.0, CORRECT),
         ("<answer>3!</answer>", "3", 0.0, WRONG),
         ("The answer is 42!", "42", 1.0, CORRECT),
+        (r"\boxed{true}", "True", 1.0, CORRECT),
+        ("The answer is No Solution.", "no solution", 1.0, CORRECT),
         (r"\boxed{70\,000}", "70000", 1.0, CORRECT),
         (r"\fbox{2}", "2", 1.0, CORRECT),
         (r"\boxed{2 1/2}", "2.5", 1.0, CORRECT),
