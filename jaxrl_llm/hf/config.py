@@ -18,7 +18,7 @@ from jaxrl_llm.hf.expert_config import (
     write_indexer,
     write_latent_attention,
 )
-from jaxrl_llm.hf.families import FAMILIES
+from jaxrl_llm.hf.families import FAMILIES, Defaults
 from jaxrl_llm.hf.global_heads import (
     OVERRIDES,
     read_global_heads,
@@ -101,9 +101,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
 def _family_keys(raw: dict[str, Any], file: str) -> JsonKeys:
     """Return the keys of a config.json of a supported family, with its defaults."""
     family = raw["model_type"]
-    return JsonKeys(
-        with_layer_types(raw), file, FAMILIES[family].defaults, _key_names(family, _is_alibi(raw))
-    )
+    return JsonKeys(with_layer_types(raw), file, Defaults(family), _key_names(family, _is_alibi(raw)))
 
 
 def _key_names(family: str, has_alibi: bool) -> dict[str, str]:

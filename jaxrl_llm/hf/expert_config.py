@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.hf.expert_defaults import EXPERT_DEFAULTS
 from jaxrl_llm.hf.json_file import JsonKeys
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
 from jaxrl_llm.models.mixer_config import IndexConfig, MLAConfig
@@ -41,8 +40,6 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     Raises:
         UserError: some layers are dense, or the router has noise.
     """
-    if family not in EXPERT_DEFAULTS:
-        return None
     if family in ("mixtral", "minimax_m2") and (noise := keys.number("router_jitter_noise", 0.0)):
         fix = "is not supported: noise in training changes the choice of experts; set it to 0.0"
         raise keys.wrong("router_jitter_noise", noise, fix)
@@ -59,6 +56,8 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     if family == "nemotron_h":
         types = keys.get("layer_types")
         return _read_nemotron(keys) if isinstance(types, list) and "moe" in types else None
+    if family not in (*SHARED, "qwen3_moe", "olmoe"):
+        return None
     integer = lambda key: keys.integer(key, LARGEST[key])
     for key, every_layer in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if keys.get(key) not in (None, every_layer):
@@ -178,7 +177,7 @@ def _mlp_layer_types(dense: int, layers: int) -> list[str]:
 
 def _clamped(keys: JsonKeys) -> dict[str, Any]:
     """Return the MoEConfig fields that only gpt-oss sets."""
-    defaults = {key: EXPERT_DEFAULTS["gpt_oss"][key] for key in ("swiglu_limit", "swiglu_alpha")}
+    defaults = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
     limits = {key: keys.number(key, value, low=1e-6, high=1e6) for key, value in defaults.items()}
     return {"score": "softmax_of_chosen", "bias": True, **limits}
 

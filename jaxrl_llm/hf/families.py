@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxrl_llm.hf.expert_defaults import EXPERT_DEFAULTS
 from jaxrl_llm.models.mixer_config import LayerKind
 
 Windows = Literal["none", "all", "all or typed", "typed"]
@@ -20,8 +21,8 @@ class Family:
 
     architecture: str
     """Class of its language models in transformers."""
-    defaults: Mapping[str, Any]
-    """Values of keys that config.json lacks."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that config.json lacks, where they are not those of the config class (`CLASS_KEYS`)."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of TransformerConfig that all models of the family have."""
     bias: str = ""
@@ -66,162 +67,73 @@ class Family:
     """Key of the number added to the mean square in norms."""
     classifier: str = ""
     """Class of its sequence classifiers; "" = the usual name."""
+    like: str = ""
+    """Family whose config class has the defaults; "" = its own."""
 
 
-_QWEN = {
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 22_016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32_768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
+CLASS_KEYS = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers"),
+    *(
+        "hidden_activation",
+        "query_pre_attn_scalar",
+        "rms_norm_eps",
+        "norm_eps",
+        "layer_norm_epsilon",
+        "mlp_hidden_act",
+    ),
+    # Latent attention and its indexer.
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("index_topk", "index_n_heads", "index_head_dim"),
+    # Experts.
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "shared_intermediate_size", "shared_expert_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "n_group", "topk_group", "norm_topk_prob", "use_expert_bias"),
+    *("routed_scaling_factor", "first_k_dense_replace", "num_dense_layers"),
+    # Layers that are not attention.
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
+    *("linear_num_value_heads", "linear_allow_neg_eigval", "conv_L_cache", "conv_kernel", "use_conv_bias"),
+    *("use_bias", "time_step_min", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim"),
+    *("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv", "mamba_expand"),
+    *("mamba_conv_bias", "mamba_proj_bias"),
+    *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
+    # Gemma 4.
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
+    "use_double_wide_mlp",
 }
-_LLAMA = {
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
+"""Keys whose defaults are read from a family's config class in transformers. Not among them are keys that
+many files lack (importing transformers takes seconds), and keys of RoPE, which the classes derive."""
+_TIED = {"tie_word_embeddings": True}
+_GEMMA = {**_TIED, "head_dim": 256}
+_AS_HEADS = {"num_key_value_heads": None}
+"""Latent attention has as many key heads as query heads, whatever the class has."""
+_YARN = {
+    **{"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "llama_4_scaling_beta": 0.1,
 }
-_MISTRAL = {
-    "intermediate_size": 14_336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 4096,
-}
-_GEMMA = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": True,
-}
-_GEMMA3 = {
-    **_GEMMA,
-    "vocab_size": 262_208,
-    "num_hidden_layers": 26,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-}
-_GEMMA4 = {
-    **_GEMMA,
-    "vocab_size": 262_144,
-    "num_hidden_layers": 30,
-    "sliding_window": 512,
-    "global_head_dim": 512,
-    **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144},
-    **{"num_kv_shared_layers": 0, "use_double_wide_mlp": False},
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    },
-}
-_SMOLLM3 = {
-    "vocab_size": 128_256,
-    "hidden_size": 2048,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32_768,
-    "rope_theta": 2e6,
-    "no_rope_layer_interval": 4,
-    "tie_word_embeddings": True,
-}
-_MINISTRAL3 = {
-    **_LLAMA,
-    **_MISTRAL,
-    "vocab_size": 131_072,
-    "num_hidden_layers": 34,
-    "head_dim": 128,
-    "max_position_embeddings": 262_144,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 16.0,
-        "original_max_position_embeddings": 16_384,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    },
-}
-_PHI3 = {
-    "vocab_size": 32_064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 4096,
+_MINISTRAL3_ROPE = {"rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384, **_YARN}
+_MISTRAL4_ROPE = {"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192, **_YARN}
+_GPT_OSS_ROPE = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
 }
-_OLMO3 = {**_LLAMA, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5}
+_GEMMA4_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
 _HEAD_NORMS = {"qk_norm": True}
 _ALL_HEADS_NORM = {"qk_norm": True, "qk_norm_over_heads": True}
-_QWEN35 = {
-    "vocab_size": 248_320,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 32_768,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
+_QWEN35 = {"head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
 _QWEN35_FACTS = {
     "fields": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
     "bias": "attention_bias",
     "partial_rotary": True,
     "kinds": {"linear_attention": "delta", "full_attention": "attention"},
 }
-_QWEN3_NEXT = {
-    **_QWEN35,
-    **{"vocab_size": 151_936, "num_key_value_heads": 2, "intermediate_size": 5632},
-    **EXPERT_DEFAULTS["qwen3_next"],
-}
-_LFM2 = {
-    "vocab_size": 65_536,
-    "hidden_size": 2560,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 128_000,
-    "norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "conv_L_cache": 3,
-    **{"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
-}
 _LFM2_FACTS = {
     "fields": {"qk_norm": True},
     "kinds": {"conv": "conv", "full_attention": "attention"},
     "norm_eps": "norm_eps",
-}
-_OLMO_HYBRID = {
-    **{"vocab_size": 100_352, "hidden_size": 3840, "intermediate_size": 11_008, "num_hidden_layers": 32},
-    **{"num_attention_heads": 30, "max_position_embeddings": 65_536, "full_attention_interval": 4},
-    **{"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
 }
 _NEMOTRON_FIXED = {
     "mamba_hidden_act": "silu",
@@ -242,66 +154,60 @@ _MINIMAX = {
 _SWITCHED = {"windows": "typed", "window_switch": True}
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN, bias="qkv_bias", out_bias=False, **_SWITCHED),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, _HEAD_NORMS, bias="attention_bias", **_SWITCHED
-    ),
-    "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM",
-        {**_QWEN, **EXPERT_DEFAULTS["qwen2_moe"]},
-        bias="qkv_bias",
-        out_bias=False,
-        **_SWITCHED,
-    ),
+    "qwen2": Family("Qwen2ForCausalLM", bias="qkv_bias", out_bias=False, **_SWITCHED),
+    "qwen3": Family("Qwen3ForCausalLM", {"head_dim": 128}, _HEAD_NORMS, bias="attention_bias", **_SWITCHED),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", bias="qkv_bias", out_bias=False, **_SWITCHED),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        {**_QWEN, **EXPERT_DEFAULTS["qwen3_moe"]},
-        _HEAD_NORMS,
+        fields=_HEAD_NORMS,
         bias="attention_bias",
         windows="all",  # transformers ignores `layer_types` and `max_window_layers`
         window_switch=True,
     ),
-    "mixtral": Family(
-        "MixtralForCausalLM", {**_LLAMA, **_MISTRAL, **EXPERT_DEFAULTS["mixtral"]}, windows="all"
-    ),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", EXPERT_DEFAULTS["deepseek_v3"], bias="attention_bias"),
+    "mixtral": Family("MixtralForCausalLM", {"rope_theta": 1e6}, windows="all"),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", _AS_HEADS, bias="attention_bias"),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        EXPERT_DEFAULTS["glm4_moe"],
+        {"partial_rotary_factor": 0.5},
         bias="attention_bias",
         out_bias=False,
         partial_rotary=True,
     ),
-    "glm4_moe_lite": Family(
-        "Glm4MoeLiteForCausalLM", EXPERT_DEFAULTS["glm4_moe_lite"], bias="attention_bias"
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1}, bias="attention_bias"),
+    "deepseek_v32": Family("DeepseekV32ForCausalLM", _AS_HEADS, bias="attention_bias"),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM",
+        {**_AS_HEADS, "index_topk_freq": 1, "index_skip_topk_offset": 2},
+        bias="attention_bias",
     ),
-    "deepseek_v32": Family("DeepseekV32ForCausalLM", EXPERT_DEFAULTS["deepseek_v32"], bias="attention_bias"),
-    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", EXPERT_DEFAULTS["glm_moe_dsa"], bias="attention_bias"),
-    "mistral4": Family("Mistral4ForCausalLM", EXPERT_DEFAULTS["mistral4"], bias="attention_bias"),
+    "mistral4": Family(
+        "Mistral4ForCausalLM", {**_AS_HEADS, "rope_parameters": _MISTRAL4_ROPE}, bias="attention_bias"
+    ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
-        EXPERT_DEFAULTS["minimax_m2"],
+        {"head_dim": 128, "rope_theta": 5e6},
         _ALL_HEADS_NORM,
         partial_rotary=True,
         fixed=_MINIMAX,
     ),
-    "olmoe": Family("OlmoeForCausalLM", EXPERT_DEFAULTS["olmoe"], _ALL_HEADS_NORM, bias="attention_bias"),
+    "olmoe": Family("OlmoeForCausalLM", fields=_ALL_HEADS_NORM, bias="attention_bias"),
     "gpt_oss": Family(
         "GptOssForCausalLM",
-        EXPERT_DEFAULTS["gpt_oss"],
+        {"head_dim": 64, "attention_bias": True, "rope_theta": 150_000.0, "rope_parameters": _GPT_OSS_ROPE},
         {"attention_sinks": True},
         bias="attention_bias",
         windows="typed",
         full_every=2,
     ),
-    "llama": Family("LlamaForCausalLM", _LLAMA, bias="attention_bias", mlp_bias=True),
-    "mistral": Family("MistralForCausalLM", {**_LLAMA, **_MISTRAL}, windows="all or typed"),
+    "llama": Family("LlamaForCausalLM", bias="attention_bias", mlp_bias=True),
+    "mistral": Family("MistralForCausalLM", windows="all or typed"),
     "baichuan": Family(
-        "BaichuanForCausalLM", {**_LLAMA, "vocab_size": 64_000, "max_position_embeddings": None}
+        "BaichuanForCausalLM", {"vocab_size": 64_000, "max_position_embeddings": None}, like="llama"
     ),
     "qwen": Family(
         "QWenLMHeadModel",
-        {**_QWEN, "max_position_embeddings": None},
+        {"max_position_embeddings": None},
+        like="qwen2",
         classifier="QWenForSequenceClassification",
         bias="qkv_bias",
         out_bias=False,
@@ -310,7 +216,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        _GEMMA3,
+        {**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         {**_HEAD_NORMS, "norms": "both", "norm_offset": 1.0},
         bias="attention_bias",
         windows="typed",
@@ -324,7 +230,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
-        _GEMMA4,
+        {**_GEMMA, "global_head_dim": 512, "rope_parameters": _GEMMA4_ROPES},
         {
             **{**_HEAD_NORMS, "norms": "both", "attention_multiplier": 1.0},
             **{"value_norm": True, "layer_scalar": True},
@@ -340,35 +246,45 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
-        _OLMO3,
+        {"rope_theta": 5e5},
         {**_ALL_HEADS_NORM, "norms": "after"},
         bias="attention_bias",
         windows="typed",
         full_every=4,
         rope_by_layer_type=True,
     ),
-    "smollm3": Family("SmolLM3ForCausalLM", _SMOLLM3, bias="attention_bias", mlp_bias=True, **_SWITCHED),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {**_TIED, "rope_theta": 2e6, "no_rope_layer_interval": 4},
+        bias="attention_bias",
+        mlp_bias=True,
+        **_SWITCHED,
+    ),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", _QWEN35, **_QWEN35_FACTS),
     "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM", {**_QWEN35, **EXPERT_DEFAULTS["qwen3_5_moe_text"]}, **_QWEN35_FACTS
+        "Qwen3_5MoeForCausalLM",
+        {**_QWEN35, "intermediate_size": 12_288, "norm_topk_prob": True},  # the first is of no layer
+        **_QWEN35_FACTS,
     ),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM", _QWEN3_NEXT, **_QWEN35_FACTS, recurrent={"projections": "qkvz"}
+    "qwen3_next": Family("Qwen3NextForCausalLM", _QWEN35, **_QWEN35_FACTS, recurrent={"projections": "qkvz"}),
+    "phi3": Family(
+        "Phi3ForCausalLM", {"original_max_position_embeddings": 4096}, windows="all", partial_rotary=True
     ),
-    "phi3": Family("Phi3ForCausalLM", _PHI3, windows="all", partial_rotary=True),
     "olmo_hybrid": Family(
         "OlmoHybridForCausalLM",
-        _OLMO_HYBRID,
+        {"full_attention_interval": 4},
         {**_ALL_HEADS_NORM, "norms": "after"},
         bias="attention_bias",
         null_theta=True,
         kinds={"linear_attention": "delta", "full_attention": "attention"},
         recurrent={"projections": "separate", "norms": "before", "norm_eps": 1e-5},
     ),
-    "ministral3": Family("Ministral3ForCausalLM", _MINISTRAL3, windows="all"),
+    "ministral3": Family(
+        "Ministral3ForCausalLM", {"head_dim": 128, "rope_parameters": _MINISTRAL3_ROPE}, windows="all"
+    ),
     "nemotron_h": Family(
         "NemotronHForCausalLM",
-        EXPERT_DEFAULTS["nemotron_h"],
+        {"head_dim": 128},
         {"one_branch": True, "mlp_gate": False},
         mlp_bias=True,
         kinds={
@@ -382,10 +298,9 @@ FAMILIES: dict[str, Family] = {
         fixed=_NEMOTRON_FIXED,
         norm_eps="layer_norm_epsilon",
     ),
-    "granite": Family("GraniteForCausalLM", _LLAMA, bias="attention_bias", mlp_bias=True, multipliers=True),
+    "granite": Family("GraniteForCausalLM", bias="attention_bias", mlp_bias=True, multipliers=True),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
-        {**_LLAMA, **EXPERT_DEFAULTS["granitemoehybrid"]},
         bias="attention_bias",
         kinds={"mamba": "mamba", "attention": "attention"},
         recurrent={"dt_min": 0.0},
@@ -393,7 +308,32 @@ FAMILIES: dict[str, Family] = {
         rope_switch="position_embedding_type",
         fixed={"hidden_act": "silu"},
     ),
-    "lfm2": Family("Lfm2ForCausalLM", _LFM2, **_LFM2_FACTS),
-    "lfm2_moe": Family("Lfm2MoeForCausalLM", {**_LFM2, **EXPERT_DEFAULTS["lfm2_moe"]}, **_LFM2_FACTS),
+    "lfm2": Family("Lfm2ForCausalLM", {**_TIED, "rope_theta": 1e6}, **_LFM2_FACTS),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", {**_TIED, "rope_theta": 1e6}, **_LFM2_FACTS),
 }
 """The supported families by `model_type`."""
+
+
+class Defaults:
+    """Values of the keys that a family's config.json lacks."""
+
+    def __init__(self, family: str):
+        self.family = family
+
+    def get(self, key: str) -> Any:
+        """Return the value; None = the key has no default."""
+        facts = FAMILIES[self.family]
+        if key in facts.defaults or key not in CLASS_KEYS:
+            return facts.defaults.get(key)
+        return _class_defaults(facts.like or self.family).get(key)
+
+
+@functools.cache
+def _class_defaults(family: str) -> dict[str, Any]:
+    """Return the defaults of a config class of transformers, before it derives some from other keys."""
+    from transformers import CONFIG_MAPPING  # slow, and most files have all keys
+
+    if family not in CONFIG_MAPPING:  # an older transformers; the keys that a file lacks are then named
+        return {}
+    parameters = inspect.signature(CONFIG_MAPPING[family].__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxrl_llm.hf.families import FAMILIES
+from jaxrl_llm.hf.families import FAMILIES, Defaults
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
 from jaxrl_llm.hf.windows import check_layer_types
 from jaxrl_llm.models.config import TransformerConfig
@@ -94,7 +94,7 @@ def read_layer_kinds(keys: JsonKeys, family: str, num_layers: int) -> dict[str, 
 
 def _keys(family: str, kind: LayerKind) -> dict[str, str]:
     """Return the fields of a kind's Config -> the keys of a family."""
-    negative = {"negative_eigenvalues": NEGATIVE} if NEGATIVE in FAMILIES[family].defaults else {}
+    negative = {"negative_eigenvalues": NEGATIVE} if family == "olmo_hybrid" else {}
     return (GRANITE_KEYS if family == "granitemoehybrid" else KEYS[kind]) | negative
 
 
@@ -105,7 +105,7 @@ def with_layer_types(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("model_type") == "granitemoehybrid":
         types = raw.get("layer_types", raw.get("layers_block_type"))
         older = {new: old for old, new in OLD_TYPES.items()}
-        layers = raw.get("num_hidden_layers", FAMILIES["granitemoehybrid"].defaults["num_hidden_layers"])
+        layers = raw.get("num_hidden_layers", Defaults("granitemoehybrid").get("num_hidden_layers"))
         is_size = isinstance(layers, int) and layers <= LARGEST["num_hidden_layers"]
         types = ["mamba"] * layers if types is None and is_size else types
         if isinstance(types, list):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.families import Defaults
 
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 80
@@ -55,7 +56,7 @@ class JsonKeys:
         self,
         raw: dict[str, Any],
         file: str,
-        defaults: dict[str, Any],
+        defaults: dict[str, Any] | Defaults,
         names: Mapping[str, str] | None = None,
     ):
         self.raw, self.file, self.defaults, self.names = raw, file, defaults, names or {}
@@ -66,7 +67,7 @@ class JsonKeys:
         """Return the unchecked value; None = absent without a default, or null."""
         name = self.names.get(key, key)
         self.seen.add(name)
-        return self.raw.get(name, self.defaults.get(key))
+        return self.raw[name] if name in self.raw else self.defaults.get(key)
 
     def integer(self, key: str, high: int, low: int = 1) -> int:
         """Return a whole number in [low, high]."""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.families import FAMILIES
+from jaxrl_llm.hf.families import FAMILIES, Defaults
 from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
 from jaxrl_llm.models.config import TransformerConfig
 
@@ -82,15 +82,14 @@ def write_windows(config: TransformerConfig) -> dict[str, Any]:
     slides = config.window_layers or (True,) * config.num_layers
     if config.sliding_window is None:
         slides = (False,) * config.num_layers
-    unused = None if facts.window_switch else facts.defaults.get("sliding_window")  # Gemma 4 refuses null
-    both = {
-        "sliding_window": config.sliding_window or unused,
-        "layer_types": [LAYER_TYPES[on] for on in slides],
-    }
+    window = config.sliding_window
+    if window is None and not facts.window_switch:  # Gemma 4 refuses null
+        window = Defaults(config.family).get("sliding_window")
+    both = {"sliding_window": window, "layer_types": [LAYER_TYPES[on] for on in slides]}
     if not facts.window_switch:
         return both
     both["use_sliding_window"] = any(slides)
-    if "max_window_layers" not in facts.defaults:
+    if config.family == "smollm3":
         return both
     return {**both, "max_window_layers": slides.index(True) if any(slides) else config.num_layers}
 
@@ -127,6 +126,6 @@ def write_rope_layers(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of config.json that `read_rope_layers` reads."""
     if switch := FAMILIES[config.family].rope_switch:
         return {switch: "rope" if all(config.rope_layers or (True,)) else "nope"}
-    if "no_rope_layer_interval" not in FAMILIES[config.family].defaults:
+    if config.family != "smollm3":
         return {}
     return {"no_rope_layers": [int(on) for on in config.rope_layers or (True,) * config.num_layers]}

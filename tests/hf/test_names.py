@@ -10,6 +10,8 @@ import pytest
 import transformers
 from hf_tensors import params_from_tensors, tensors_of
 
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf import families
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.expert_config import LATENT
 from jaxrl_llm.hf.families import FAMILIES
@@ -247,6 +249,15 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.sliding_window == own.get(family)
     assert config.global_heads == {"gemma4_text": GlobalHeads(4, 512)}.get(family)
     assert config.tie_embeddings == (family in ("gemma3_text", "gemma4_text", "smollm3", *LFM2))
+
+
+def test_an_absent_key_is_named_if_transformers_lacks_the_class(monkeypatch):
+    """A transformers older than the family; files with all keys are read without any class."""
+    monkeypatch.setattr(families, "_class_defaults", lambda family: {})
+    with pytest.raises(UserError, match="vocab_size=None must be a whole number"):
+        read_config({"model_type": "qwen3"})
+    whole = to_hf_config(TransformerConfig())
+    assert read_config(whole) == TransformerConfig()
 
 
 @pytest.mark.parametrize(
