@@ -268,11 +268,7 @@ def make_environment(config: TrainConfig, tokenizer: Any) -> DialogueSource | No
         max_prompt_tokens=config.max_prompt_tokens,
         max_response_tokens=config.max_response_tokens,
         slots=config.rollout.slots,
-        sampling={
-            "temperature": config.rollout.sampling.temperature,
-            "top_p": config.rollout.sampling.top_p,
-            "seed": None,
-        },
+        sampling=config.rollout.sampling,
     )
 
 

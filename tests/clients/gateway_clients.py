@@ -16,17 +16,25 @@ FUNCTION = {"name": "weather", "description": "The weather of a city.", "paramet
 
 
 def openai(question):
-    """A chat, in two turns with a tool, the second a stream; then the models."""
-    from openai import OpenAI
+    """A chat, in two turns with a tool, the second a stream; before it the models, and a refusal."""
+    from openai import BadRequestError, OpenAI
 
     client = OpenAI()
     assert client.models.list().data[0].id == "policy"
     messages, tools = [{"role": "user", "content": question}], [{"type": "function", "function": FUNCTION}]
-    first = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0].message
+    create = client.chat.completions.create
+    try:
+        create(model="m", messages=messages, response_format={"type": "json_object"})
+    except BadRequestError as error:
+        assert (error.param, error.code) == ("response_format", "unsupported_parameter")
+    else:
+        raise AssertionError("response_format is refused")
+    settings = {"temperature": 0, "top_p": 0.9, "seed": 1, "tool_choice": "required"}
+    first = create(model="m", messages=messages, tools=tools, **settings).choices[0].message
     call = first.tool_calls[0]
     assert json.loads(call.function.arguments) == {"city": "Oslo"}
     messages += [first.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "20 C"}]
-    stream = client.chat.completions.create(model="m", messages=messages, tools=tools, stream=True)
+    stream = create(model="m", messages=messages, tools=tools, stream=True)
     return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
 
@@ -44,13 +52,21 @@ def openai_responses(question):
 
 
 def anthropic(question):
-    from anthropic import Anthropic
+    from anthropic import Anthropic, BadRequestError
 
     client = Anthropic()
     tools = [{"name": "weather", "description": "The weather.", "input_schema": PARAMETERS}]
     given = {"model": "m", "max_tokens": 200, "tools": tools}
     messages = [{"role": "user", "content": question}]
-    first = client.messages.create(messages=messages, **given)
+    try:
+        form = {"format": {"type": "json_schema", "schema": PARAMETERS}}
+        client.messages.create(messages=messages, **given, extra_body={"output_config": form})
+    except BadRequestError as error:
+        assert "output_config.format" in error.body["error"]["message"]
+    else:
+        raise AssertionError("output_config.format is refused")
+    more = {"tool_choice": {"type": "any"}, "extra_body": {"temperature": 0}}
+    first = client.messages.create(messages=messages, **given, **more)
     use = next(block for block in first.content if block.type == "tool_use")
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "20 C"}
     messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]

@@ -18,7 +18,6 @@ from jaxrl_llm.envs.gateway.call import (
     read_limit,
     read_stop,
     text_of_parts,
-    token_counts,
 )
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -26,6 +25,8 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 class MessagesApi:
     """Messages, with tool use and thinking."""
+
+    reads = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream")
 
     def read(self, body: dict[str, Any]) -> Call:
         """Return the call of a request. Raises CallError (400) or RowError."""
@@ -51,7 +52,6 @@ class MessagesApi:
 
     def write(self, call: Call, answer: Answer) -> dict[str, Any]:
         """Return the reply."""
-        read, written = token_counts(answer)
         stopped = bool(answer.stopped_by) and answer.finish == "stop"
         return {
             "id": f"msg_{answer.id}",
@@ -61,7 +61,7 @@ class MessagesApi:
             "content": _blocks(answer),
             "stop_reason": "stop_sequence" if stopped else REASONS[answer.finish],
             "stop_sequence": answer.stopped_by if stopped else None,
-            "usage": {"input_tokens": read, "output_tokens": written},
+            "usage": {"input_tokens": answer.num_context, "output_tokens": len(answer.ids)},
         }
 
     def events(self, call: Call, answer: Answer) -> Iterator[str]:

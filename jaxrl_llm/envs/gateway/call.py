@@ -1,11 +1,11 @@
-"""One call of a program: what every protocol is read into, and what it is answered from."""
+"""One call of a program, which every protocol is read into, and the answer that its reply is written from."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,12 +18,12 @@ MAX_CHOICES = 128
 class CallError(Exception):
     """A call that is refused: an HTTP status and a message for the program.
 
-    Clients repeat 408, 409, 429 and 5xx by themselves, so what would be refused again has another status.
+    Clients repeat 408, 409, 429 and 5xx by themselves, so refusals that would come again have another status.
     """
 
-    def __init__(self, status: int, message: str, code: str = ""):
+    def __init__(self, status: int, message: str, code: str = "", *, param: str = ""):
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.param = status, code, param
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,21 @@ class Call:
     stream: bool = False
     choices: int = 1
     body: dict[str, Any] = field(default_factory=dict)
-    # Of the server.
+    # Of the trajectory and the server.
+    turn: int = 0  # its number in the trajectory
+    id: str = ""  # of the reply
     answer: asyncio.Future[Answer] | None = None
     is_lost: Any = None  # tells whether the connection was cut before the answer was written
 
 
 class ApiProtocol(Protocol):
-    """One HTTP API: a module with these three functions."""
+    """One HTTP API.
+
+    Attributes:
+        reads: fields of a body that have an effect; `unused_settings` looks at the others.
+    """
+
+    reads: Sequence[str]
 
     def read(self, body: dict[str, Any]) -> Call:
         """Return the call of a request. Raises CallError (400)."""
@@ -155,14 +163,9 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
     return {"type": "function", "function": function}
 
 
-def token_counts(answer: Answer) -> tuple[int, int]:
-    """Return the tokens of context and turn."""
-    return answer.num_context, len(answer.ids)
-
-
 def usage_of(answer: Answer) -> dict[str, int]:
     """Return the counts of tokens as OpenAI's chat and completions name them."""
-    read, written = token_counts(answer)
+    read, written = answer.num_context, len(answer.ids)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 

@@ -24,6 +24,8 @@ from jaxrl_llm.envs.gateway.call import (
 class ChatApi:
     """Chat completions."""
 
+    reads = ("messages", "tools", "max_completion_tokens", "max_tokens", "stop", "stream", "n", "best_of")
+
     def read(self, body: dict[str, Any]) -> Call:
         """Return the call of a request. Raises CallError (400) or RowError."""
         messages = body.get("messages")

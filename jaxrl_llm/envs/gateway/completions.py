@@ -22,6 +22,8 @@ from jaxrl_llm.envs.gateway.call import (
 class CompletionsApi:
     """Completions of a text, or of token ids."""
 
+    reads = ("prompt", "max_tokens", "stop", "stream", "n", "best_of")
+
     def read(self, body: dict[str, Any]) -> Call:
         """Return the call of a request. Raises CallError (400) or RowError."""
         prompt = body.get("prompt")

@@ -8,9 +8,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from jaxrl_llm.envs.gateway.programs import KILL_SECONDS, Finished, ProgramRunne
 from jaxrl_llm.envs.gateway.server import GatewayServer
 from jaxrl_llm.envs.gateway.session import AgentSession, End, Limits, Renderer
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Reply, Request
 from jaxrl_llm.user_file import describe_error, get_attribute, import_user_file, split_name
 
@@ -86,7 +86,7 @@ class Gateway:
 
     Args:
         slots: of the engine: the number of programs that run at once, if the config does not say.
-        sampling: as of `GatewayServer`.
+        sampling: of the run.
     """
 
     columns: dict[str, Any] = {}  # noqa: RUF012, nothing is added to rows
@@ -101,7 +101,7 @@ class Gateway:
         max_prompt_tokens: int,
         max_response_tokens: int,
         slots: int,
-        sampling: Mapping[str, float | None] = MappingProxyType({}),
+        sampling: SamplingConfig,
     ):
         # What every trajectory needs.
         self.config, self.chat, self.max_prompt_tokens = config, chat, max_prompt_tokens
@@ -128,9 +128,8 @@ class Gateway:
                 "--env.gateway.port without a command: programs elsewhere need a key to connect. Set "
                 f"{RUN_KEY} in the environment of the run and of the programs, or --env.gateway.command"
             )
-        self.server = GatewayServer(
-            max_prompt_tokens + max_response_tokens, self._claim, run_key=run_key, sampling=sampling
-        )
+        tokens = max_prompt_tokens + max_response_tokens
+        self.server = GatewayServer(tokens, sampling, self._claim, run_key=run_key)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True)
         self._thread.start()

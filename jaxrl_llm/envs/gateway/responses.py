@@ -11,23 +11,22 @@ from jaxrl_llm.envs.gateway.call import (
     Answer,
     Call,
     CallError,
+    as_logprobs,
     event,
     function_tool,
     model_of,
     read_limit,
     text_of_parts,
-    token_counts,
 )
 
 
 class ResponsesApi:
     """Responses, with function calls and reasoning."""
 
+    reads = ("input", "instructions", "tools", "max_output_tokens", "stream")
+
     def read(self, body: dict[str, Any]) -> Call:
         """Return the call of a request. Raises CallError (400) or RowError."""
-        for name in ("previous_response_id", "conversation"):
-            if body.get(name):
-                raise CallError(400, f"{name}: nothing is stored here; send the whole conversation as input")
         items = body.get("input")
         items = [{"role": "user", "content": items}] if isinstance(items, str) else items
         if not isinstance(items, list) or not items:
@@ -51,7 +50,7 @@ class ResponsesApi:
     def write(self, call: Call, answer: Answer) -> dict[str, Any]:
         """Return the reply."""
         status = "incomplete" if answer.finish == "length" else "completed"
-        return _response(call, answer, _items(answer), status)
+        return _response(call, answer, _items(call, answer), status)
 
     def events(self, call: Call, answer: Answer) -> Iterator[str]:
         """Yield the events of a stream: each item begins, gets its text in one delta, and ends."""
@@ -60,21 +59,21 @@ class ResponsesApi:
         begun = _response(call, answer, [], "in_progress")
         yield send("response.created", response=begun)
         yield send("response.in_progress", response=begun)
-        for index, item in enumerate(_items(answer)):
+        for index, item in enumerate(_items(call, answer)):
             place = {"item_id": item["id"], "output_index": index}
             yield send("response.output_item.added", output_index=index, item=item | _empty(item))
             if item["type"] == "message":
                 part = item["content"][0]
                 inner = {**place, "content_index": 0}
-                yield send("response.content_part.added", **inner, part=part | {"text": ""})
-                yield send("response.output_text.delta", **inner, delta=part["text"], logprobs=[])
-                yield send("response.output_text.done", **inner, text=part["text"], logprobs=[])
+                shown = {**inner, "logprobs": part["logprobs"]}
+                yield send("response.content_part.added", **inner, part=part | {"text": "", "logprobs": []})
+                yield send("response.output_text.delta", **shown, delta=part["text"])
+                yield send("response.output_text.done", **shown, text=part["text"])
                 yield send("response.content_part.done", **inner, part=part)
             elif item["type"] == "function_call":
-                text = item["arguments"]
+                name, text = item["name"], item["arguments"]
                 yield send("response.function_call_arguments.delta", **place, delta=text)
-                named = {**place, "name": item["name"]}
-                yield send("response.function_call_arguments.done", **named, arguments=text)
+                yield send("response.function_call_arguments.done", **place, name=name, arguments=text)
             yield send("response.output_item.done", output_index=index, item=item)
         done = self.write(call, answer)
         yield send(f"response.{done['status']}", response=done)
@@ -117,13 +116,16 @@ def _messages(items: list[Any]) -> list[Message]:
     return messages
 
 
-def _items(answer: Answer) -> list[dict[str, Any]]:
+def _items(call: Call, answer: Answer) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if answer.thought:
         content = [{"type": "reasoning_text", "text": answer.thought}]
         items.append({"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": content})
     if answer.content or not answer.calls:
-        text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
+        include = call.body.get("include")
+        asked = isinstance(include, list) and "message.output_text.logprobs" in include
+        logprobs = as_logprobs(answer) if asked else []
+        text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": logprobs}
         message = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "status": "completed"}
         items.append({**message, "content": [text]})
     items += [
@@ -147,7 +149,7 @@ def _empty(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _response(call: Call, answer: Answer, items: list[dict[str, Any]], status: str) -> dict[str, Any]:
-    read, written = token_counts(answer)
+    read, written = answer.num_context, len(answer.ids)
     usage = {
         "input_tokens": read,
         "input_tokens_details": {"cached_tokens": 0},
@@ -155,9 +157,8 @@ def _response(call: Call, answer: Answer, items: list[dict[str, Any]], status: s
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": read + written,
     }
-    given = {name: call.body.get(name) for name in ("instructions", "metadata", "temperature", "top_p")}
     return {
-        **given,
+        **{name: call.body.get(name) for name in ("instructions", "metadata")},
         "id": f"resp_{answer.id}",
         "object": "response",
         "created_at": answer.created,
@@ -167,7 +168,7 @@ def _response(call: Call, answer: Answer, items: list[dict[str, Any]], status: s
         "model": model_of(call),
         "output": items,
         "parallel_tool_calls": True,
-        "tool_choice": call.body.get("tool_choice") or "auto",
+        "tool_choice": "none" if call.body.get("tool_choice") == "none" else "auto",
         "tools": call.body.get("tools") or [],
         "usage": None if status == "in_progress" else usage,
     }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -21,9 +21,12 @@ from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, CallError, joined
 from jaxrl_llm.envs.gateway.chat import ChatApi
 from jaxrl_llm.envs.gateway.completions import CompletionsApi
 from jaxrl_llm.envs.gateway.responses import ResponsesApi
-from jaxrl_llm.envs.gateway.session import AgentSession, End, hash_of
+from jaxrl_llm.envs.gateway.session import AgentSession, End
+from jaxrl_llm.envs.gateway.settings import unused_settings
+from jaxrl_llm.rollout.config import SamplingConfig
 
 MAX_BODY = 16 << 20  # bytes
+MAX_NOTED = 50  # settings of calls that the log names
 PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/chat/completions": ChatApi(),
     "/v1/completions": CompletionsApi(),
@@ -61,33 +64,31 @@ class GatewayServer:
 
     Args:
         max_tokens: of prompt and response, for programs that ask.
+        sampling: of the run, which decides instead of a call.
         claim: returns a trajectory to a program elsewhere, or None.
-        run_key: of programs elsewhere, which alone may claim trajectories and end them; "" = there are none.
-        sampling: the run's values of settings that calls may have, too; None = not a setting of the run.
+        run_key: of programs elsewhere, which alone may claim trajectories and end them; "" = none connect.
     """
 
     def __init__(
         self,
         max_tokens: int,
+        sampling: SamplingConfig,
         claim: Callable[[], AgentSession | None] = lambda: None,
         *,
         run_key: str = "",
-        sampling: Mapping[str, float | None] = MappingProxyType({}),
     ):
-        self.max_tokens, self.claim, self.run_key, self.sampling = max_tokens, claim, run_key, sampling
-        self._has_noted = False
+        self.max_tokens, self.sampling, self.claim, self.run_key = max_tokens, sampling, claim, run_key
+        self._noted: set[str] = set()
         self.address = ""
-        self._by_id: dict[str, AgentSession] = {}
         self._by_key: dict[bytes, AgentSession] = {}
         self._runner: web.AppRunner | None = None
 
     def add(self, session: AgentSession) -> None:
         """Accept calls of a trajectory."""
-        self._by_id[session.id] = self._by_key[hash_of(session.key.encode())] = session
+        self._by_key[hash_of(session.key.encode())] = session
 
     def remove(self, session: AgentSession) -> None:
         """Forget a trajectory."""
-        self._by_id.pop(session.id, None)
         self._by_key.pop(hash_of(session.key.encode()), None)
 
     async def start(self, host: str, port: int) -> None:
@@ -124,10 +125,10 @@ class GatewayServer:
         if not key:
             raise CallError(401, "a key is required: Authorization: Bearer KEY, or x-api-key: KEY")
         session = self._by_key.get(hash_of(key.encode(errors="replace")))
-        if session is None or not hmac.compare_digest(session.key.encode(), key.encode(errors="replace")):
+        if session is None:
             raise CallError(401, "the key is wrong, or its trajectory has ended")
         named = request.match_info.get("trajectory") or request.headers.get("x-session-id")
-        if named and not hmac.compare_digest(named.encode(errors="replace"), session.id.encode()):
+        if named and named != session.id:
             raise CallError(404, "the key is of another trajectory")
         return session
 
@@ -138,12 +139,12 @@ class GatewayServer:
             data = await request.read()
             body = _json(data)
             repeats = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-
+            unused = unused_settings(body, protocol.reads, self.sampling)
             make = functools.partial(protocol.read, body)
             digest = hash_of(path.encode(), data)
             calls = [session.submit(digest, repeats, make)]
             calls += [session.submit(digest + bytes([i]), repeats, make) for i in range(1, calls[0].choices)]
-            self._note_unused(body)
+            self._note(unused)
             is_lost = lambda: request.transport is None or request.transport.is_closing()
             for call in calls:
                 call.is_lost = is_lost
@@ -166,15 +167,13 @@ class GatewayServer:
 
         return generate
 
-    def _note_unused(self, body: dict[str, Any]) -> None:
-        """Note, once, a call's settings of sampling that are not the run's."""
-        unused = [name for name, own in self.sampling.items() if body.get(name) not in (None, own)]
-        if unused and not self._has_noted:
-            self._has_noted = True
-            shown = ", ".join(f"{name} {body[name]!r:.20}" for name in unused)
-            log.warning(
-                "a program asks for %s, not used: the run decides (docs/agents.md, noted once)", shown
-            )
+    def _note(self, unused: dict[str, Any]) -> None:
+        """Note settings of a call that are not used, each once in a run."""
+        new = sorted(unused.keys() - self._noted)[: MAX_NOTED - len(self._noted)]
+        self._noted.update(new)
+        if new:
+            shown = ", ".join(f"{ascii(name)[1:-1]:.40} {unused[name]!r:.20}" for name in new)
+            log.warning("programs ask for %s, not used (docs/agents.md, each noted once)", shown)
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -226,17 +225,23 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length)
         return await handler(request)
     except CallError as error:
-        status, message, code = error.status, str(error), error.code
+        refused = error
     except RowError as error:
-        status, message, code = 400, str(error), ""
+        refused = CallError(400, str(error))
     except web.HTTPException as error:
-        status, message, code = error.status, error.reason, ""
-    except ConnectionError:  # the client has left
-        status, message, code = 400, "the connection was cut", ""
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
-    body = {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": code or None}}
-    headers = {"Retry-After": "1"} if status == 429 else {}
-    return web.json_response(body, status=status, headers=headers)
+        refused = CallError(error.status, error.reason)
+    except ConnectionError:
+        refused = CallError(400, "the connection was cut")  # the client has left
+    kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
+    more = {"param": refused.param or None, "code": refused.code or None}
+    body = {"type": "error", "error": {"message": str(refused), "type": kind, **more}}
+    headers = {"Retry-After": "1"} if refused.status == 429 else {}
+    return web.json_response(body, status=refused.status, headers=headers)
+
+
+def hash_of(*parts: bytes) -> bytes:
+    """Return a hash of parts."""
+    return hashlib.sha256(b"\0".join(parts)).digest()
 
 
 def _json(data: bytes) -> dict[str, Any]:

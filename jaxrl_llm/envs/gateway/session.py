@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -96,14 +95,14 @@ class Renderer:
         thought, shown = "", text[:at]
         if call.messages:
             thought, shown = split_thought(shown, reads_thought(self.tokenizer, context))
-        calls = self._calls(shown, call.tools) if call.tools else []
+        calls = self._calls(shown, call) if call.tools else []
         if calls:
             starts = [shown.find(mark) for mark in CALL_MARKS if mark in shown]
             shown = shown[: min(starts, default=0)].strip()
         complete = end or stopped_by or not call.max_tokens or len(ids) < call.max_tokens
         finish = "tool_calls" if calls else "stop" if complete else "length"
         return Answer(
-            id=secrets.token_hex(12),
+            id=call.id,
             content=shown,
             thought=thought,
             calls=tuple(calls),
@@ -115,17 +114,17 @@ class Renderer:
             num_context=len(context),
         )
 
-    def _calls(self, text: str, tools: list[dict[str, Any]]) -> list[ToolUse]:
+    def _calls(self, text: str, call: Call) -> list[ToolUse]:
         """Return the tool calls of a text; text that cannot be read as a call stays text."""
-        schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
-        calls = []
-        for call in parse_calls(text, self.call_format()):
-            if isinstance(call, ToolCall):
-                typed = check_arguments(call, schemas.get(call.name, {})) if call.name in schemas else call
-                arguments = typed.arguments if isinstance(typed, ToolCall) else call.arguments
-                id = f"call_{secrets.token_hex(8)}"
-                calls.append(ToolUse(id, call.name, json.dumps(arguments, ensure_ascii=False)))
-        return calls
+        schemas = {tool["function"]["name"]: tool["function"] for tool in call.tools}
+        uses = []
+        for use in parse_calls(text, self.call_format()):
+            if isinstance(use, ToolCall):
+                typed = check_arguments(use, schemas[use.name]) if use.name in schemas else use
+                arguments = typed.arguments if isinstance(typed, ToolCall) else use.arguments
+                id = f"call_{call.turn:06}{len(uses):03}"  # not random: templates may show it to the policy
+                uses.append(ToolUse(id, use.name, json.dumps(arguments, ensure_ascii=False)))
+        return uses
 
 
 class AgentSession:
@@ -258,7 +257,7 @@ class AgentSession:
     def _extend(self, call: Call) -> tuple[list[int], int | None]:
         """Return the ids that a call adds, and how many of the present context they follow; None = all.
 
-        Sets the call's limit of tokens.
+        Sets the call's ids and its limit of tokens.
 
         Raises:
             CallError, RowError, UserError: the call is refused, and changes nothing.
@@ -293,6 +292,7 @@ class AgentSession:
             self._branches.append(branch)
         branch.read, branch.context, self._present = read, context, branch
         call.max_tokens = min(call.max_tokens or room, room)
+        call.turn, call.id = self.episode.turns, f"{self.id}-{self.episode.turns}"
         return new, keep
 
     def _new_messages(self, branch: ProgramChat, call: Call, read: list[Message]) -> list[Message]:
@@ -399,8 +399,3 @@ def _parsed(arguments: Any) -> Any:
         return json.loads(arguments)
     except (TypeError, ValueError, RecursionError):
         return arguments
-
-
-def hash_of(*parts: bytes) -> bytes:
-    """Return a hash of parts."""
-    return hashlib.sha256(b"\0".join(parts)).digest()

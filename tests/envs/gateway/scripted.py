@@ -14,13 +14,14 @@ from jaxrl_llm.data.tiny_tokenizer import TEMPLATE, make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
 from jaxrl_llm.envs.gateway.gateway import RUN_KEY
 from jaxrl_llm.envs.load import make_gateway
+from jaxrl_llm.rollout.config import SamplingConfig
 
 TOKENIZER = make_tokenizer()
 TOKENIZER.chat_template = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + TEMPLATE
 )
 END = "<|im_end|>"
-SIZES = {"max_prompt_tokens": 60_000, "max_response_tokens": 60_000, "slots": 4}
+SIZES = {"max_prompt_tokens": 60_000, "max_response_tokens": 60_000, "slots": 4, "sampling": SamplingConfig()}
 RUN = "key of the run"
 ROW = Prompt(Example(({"role": "user", "content": "hello"},), None, answer="42"), np.array([2]), 0)
 

@@ -45,7 +45,7 @@ def opened():
         settings = {"command": f"{sys.executable} {HERE / 'programs.py'} {program}", **settings}
         config = EnvConfig(gateway=GatewayConfig(**settings), max_turns=max_turns, format="hermes")
         sizes = {"max_prompt_tokens": PROMPT, "max_response_tokens": RESPONSE, "slots": 4}
-        made.append(make_gateway(config, TOKENIZER, CHAT, **sizes))
+        made.append(make_gateway(config, TOKENIZER, CHAT, sampling=SAMPLED, **sizes))
         return made[-1]
 
     yield make
@@ -160,9 +160,9 @@ def test_a_trajectory_that_the_engine_ends_unasked_returns_its_place(opened):
     made = run(gateway, max_tokens=3)
     assert {t.finish for t in made} == {"length", "stop"} and len(made) == 4
     deadline = time.monotonic() + 10
-    while gateway.server._by_id and time.monotonic() < deadline:
+    while gateway.server._by_key and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not gateway.server._by_id and not gateway._slots.locked()
+    assert not gateway.server._by_key and not gateway._slots.locked()
 
 
 def test_programs_see_no_secrets(monkeypatch):

@@ -115,7 +115,7 @@ def test_nonsense_changes_no_trajectory_and_leaves_nothing(monkeypatch):
         with urllib.request.urlopen(f"{gateway.server.address}/health", timeout=10) as reply:
             assert json.load(reply) == {"status": "ok"}
         # Nothing is kept of refused requests.
-        assert not gateway.server._by_id and not gateway.server._by_key
+        assert not gateway.server._by_key
         assert not gateway._waiting and not gateway._tasks
         assert session_calls == [TURNS] * HONEST
     assert beside == calm and RUN not in str(beside)

@@ -46,6 +46,23 @@ def test_a_chat_with_thoughts_and_parallel_calls_continues_on_the_policys_own_to
     assert text == f"{shown}<think>hm</think>{TWO_CALLS}{observed}warm{END}"
 
 
+def test_equal_programs_leave_equal_records(gateway):
+    """Ids of calls are not random: samples.jsonl has them, and a template may show them to the policy."""
+    engine = ScriptedEngine(gateway, TWO_CALLS, f"{CALL % 'Bonn'}{END}", trajectories=2)
+    for program in (Program(gateway), Program(gateway)):
+        messages = [HI]
+        for _ in range(2):
+            reply = program.call("/chat/completions", messages=messages, tools=[CHAT_TOOL])
+            messages.append(reply["choices"][0]["message"])
+            calls = messages[-1]["tool_calls"]
+            messages += [{"role": "tool", "tool_call_id": c["id"], "content": "20 C"} for c in calls]
+        program.done()
+    first, second = (engine.result(name)[0] for name in (0, 1))
+    assert first == second
+    ids = [call["id"] for record in first.records for call in record.calls]
+    assert ids == ["call_000000000", "call_000000001", "call_000001000"]
+
+
 def test_a_stream_of_chat_has_the_same_turn(gateway):
     engine, program = ScriptedEngine(gateway, TWO_CALLS), Program(gateway)
     options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -239,19 +256,6 @@ def test_models_and_health(gateway):
         assert reply.status == 200
     program.done()
     assert engine.result()[0].failure == "the program ended without a call"
-
-
-def test_sampling_of_a_call_that_is_not_used_is_noted_once(gateway, caplog):
-    gateway.server.sampling = {"temperature": 1.0, "top_p": 1.0, "seed": None}
-    engine, program = ScriptedEngine(gateway, f"a{END}"), Program(gateway)
-    program.call("/chat/completions", messages=[HI], temperature=1, top_p=None)
-    assert not caplog.messages
-    for seed in (3, 4):
-        program.call("/chat/completions", messages=[HI], temperature=0.5, seed=seed)
-    (line,) = caplog.messages
-    assert line.startswith("a program asks for temperature 0.5, seed 3, not used: the run decides")
-    program.done()
-    assert engine.result()[0].failure == ""
 
 
 def test_a_host_that_others_reach_is_warned_of(gateway, monkeypatch):
