@@ -6,6 +6,7 @@ through `mask_text`.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -81,10 +82,6 @@ _RULES = (
     r")(?!\$)(?=[^\s\"',;]{0,99}\d)[^\s\"',;)\]}]{4,}",
 )
 """Of text before a secret, which is shown, and the secret."""
-_PATTERNS = (
-    re.compile(rf"((?<![A-Za-z0-9]))(?:{'|'.join(_KEYS)})"),
-    *(re.compile(rule, re.IGNORECASE) for rule in _RULES),
-)
 _ENCODED = re.compile(r"(?:%(?:25)*|\\u00|\\x)(2[1-9a-f]|[3-6][0-9a-f]|7[0-9a-e])", re.IGNORECASE)
 _WORD = re.compile(r"""[^\s"'<>]+""")
 
@@ -111,13 +108,20 @@ def mask_text(text: str, secrets: Collection[str] = ()) -> str:
 
 
 def _masked(text: str, words: Iterable[str]) -> str:
-    for pattern in _PATTERNS:
+    for pattern in _patterns():
         text = pattern.sub(rf"\1{MASKED}", text)
     for word in words:
         alone = "" if len(word) >= 2 * MIN_SECRET else "[A-Za-z0-9]"
         pattern = rf"(?<!{alone}){re.escape(word)}(?!{alone})" if alone else re.escape(word)
         text = re.sub(pattern, MASKED, text)
     return text
+
+
+@functools.cache
+def _patterns() -> list[re.Pattern]:
+    """Compile the rules when a text is masked for the first time: `--help` has none."""
+    keys = re.compile(rf"((?<![A-Za-z0-9]))(?:{'|'.join(_KEYS)})")
+    return [keys, *(re.compile(rule, re.IGNORECASE) for rule in _RULES)]
 
 
 def secrets_of(environment: Mapping[str, str]) -> list[str]:

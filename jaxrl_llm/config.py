@@ -19,8 +19,7 @@ from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
 from jaxrl_llm.ranges import Count, CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.config import LogConfig, profiled_steps
-from jaxrl_llm.rewards.builtin import REWARDS
-from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig, name_problem
+from jaxrl_llm.rewards.config import BUILTIN, RewardConfig, RewardModelConfig, name_problem
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig, same_responses
 from jaxrl_llm.sharding.config import (
     ALL_DEVICES,
@@ -141,7 +140,7 @@ class EvalConfig:
         """Yield (field, problem) for several samples that would all be the same."""
         if self.every and self.samples > 1 and self.sampling.temperature == 0:
             yield "sampling.temperature", same_responses(self.samples)
-        if self.judge in ("auto", "none", *REWARDS):
+        if self.judge in ("auto", "none", *BUILTIN):
             yield (
                 "judge",
                 f"is {self.judge}: it must compare two responses; judge(prompt, a, b) of a file does.",

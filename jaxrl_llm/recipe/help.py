@@ -231,7 +231,7 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):  # defined in a notebook or by exec
         return {}
-    return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def _is_text(statement: ast.stmt) -> bool:

@@ -13,10 +13,11 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.rewards.config import BUILTIN, RewardConfig
 from jaxrl_llm.rewards.countdown import countdown_task, evaluate_countdown, find_expression
 from jaxrl_llm.rewards.extract import (
     boxed_answers,
@@ -40,9 +41,6 @@ from jaxrl_llm.rewards.numerals import (
     unwrapped,
 )
 from jaxrl_llm.rewards.sample import RewardSample
-
-if TYPE_CHECKING:  # config.py reads the names of REWARDS
-    from jaxrl_llm.rewards.config import RewardConfig
 
 FORMAT = re.compile(r"\s*(<think>)?.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
 PLACES = 6  # decimals to which math-verify compares numbers
@@ -273,17 +271,7 @@ def overlong_reward(sample: RewardSample, config: RewardConfig) -> float:
     return -min(max(exceeded, 0) / (config.overlong_to - config.overlong_from), 1.0)
 
 
-REWARDS: dict[str, Callable[..., Any]] = {
-    "exact": exact_reward,
-    "arithmetic": number_reward,
-    "gsm8k": number_reward,
-    "math": math_reward,
-    "countdown": countdown_reward,
-    "gym": gym_reward,
-    "verdict": verdict_reward,
-    "format": format_reward,
-    "overlong": overlong_reward,
-}
+REWARDS: dict[str, Callable[..., Any]] = {name: globals()[function] for name, function in BUILTIN.items()}
 
 
 def same_answer(given: str, answer: str) -> bool:

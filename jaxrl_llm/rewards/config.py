@@ -8,10 +8,21 @@ from typing import Annotated, Literal
 
 from jaxrl_llm.addresses import holds_login, host_of
 from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
-from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.sharding.config import PlacementConfig
 from jaxrl_llm.user_file import did_you_mean, missing_file, split_name
 
+BUILTIN = {
+    "exact": "exact_reward",
+    "arithmetic": "number_reward",
+    "gsm8k": "number_reward",
+    "math": "math_reward",
+    "countdown": "countdown_reward",
+    "gym": "gym_reward",
+    "verdict": "verdict_reward",
+    "format": "format_reward",
+    "overlong": "overlong_reward",
+}
+"""Name of a built-in reward -> its function in rewards/builtin.py, whose import would slow `--help`."""
 MAX_SCORE = 1e6
 """Largest absolute value of one reward function's score; more is a mistake."""
 URL = ("http://", "https://")
@@ -139,7 +150,7 @@ class RewardConfig:
 
 def name_problem(name: str) -> str:
     """Return the problem with the name of a reward, or "". Does not import the user's file."""
-    if name in ("auto", "none") or name in REWARDS:
+    if name in ("auto", "none") or name in BUILTIN:
         return ""
     if name.startswith(URL):
         return _address_problem(name)
@@ -148,8 +159,8 @@ def name_problem(name: str) -> str:
         missing = missing_file(path)
         return missing and f"is {name}: {missing}"
     return (
-        f'is "{name}": unknown.{did_you_mean(name, [*REWARDS, "auto", "none"])} Built in are '
-        f'{", ".join(REWARDS)}; a function of yours is "path/to/file.py:function", a service its URL; '
+        f'is "{name}": unknown.{did_you_mean(name, [*BUILTIN, "auto", "none"])} Built in are '
+        f'{", ".join(BUILTIN)}; a function of yours is "path/to/file.py:function", a service its URL; '
         "none if only reward models or an environment give rewards."
     )
 
