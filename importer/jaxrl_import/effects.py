@@ -18,7 +18,7 @@ def changes_result(system: str, key: str, value: Any) -> tuple[bool, str]:
     systems with a list of keys, an unknown key that has a value counts as changing the result.
     """
     for effect in _TABLES.get(system, ()):
-        if re.fullmatch(effect["keys"], key):
+        if re.fullmatch(effect["keys"], key, re.VERBOSE):
             neutral = effect.get("neutral", ["OFF"])
             is_neutral = (value in OFF and "OFF" in neutral) or (UNSET if value is None else value) in neutral
             return not is_neutral, effect["reason"]

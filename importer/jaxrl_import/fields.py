@@ -25,6 +25,7 @@ from jaxrl_llm.errors import UserError
 
 DEFAULT = "default"
 NO_CLIP = "rewards are not clipped: clip them in a function, --reward.name FILE.py:FUNCTION"
+OTHER_MUON = "an update of Muon is as large as AdamW's, with Nesterov's momentum: set --optim.learning_rate"
 SCHEDULES = {
     "cosine_with_min_lr": ("cosine", 0.1),
     "cosine": ("cosine", 0.0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl_import.fields import NO_CLIP, Conversion
+from jaxrl_import.fields import NO_CLIP, OTHER_MUON, Conversion
 from jaxrl_import.tables import load_system
 from jaxrl_import.values import source_path
 
@@ -207,8 +207,8 @@ def _optimizer(conv: Conversion, group: str, ours: str) -> None:
     name = conv.get(f"{group}optim")
     if name == "muon":
         conv.put(f"{ours}.name", "muon", f"{group}optim")
-        note = "here AdamW's learning rates carry over to Muon"
-        conv.put(f"{ours}.learning_rate", conv.get(f"{group}muon.lr") or 0.02, f"{group}muon.lr", note=note)
+        conv.put(f"{ours}.learning_rate", conv.get(f"{group}muon.lr") or 0.02, f"{group}muon.lr")
+        conv.lose(f"{group}muon.lr", OTHER_MUON)
     elif name != "adam":
         conv.refuse(f"{group}optim", "there is no such optimizer", instead="adam")
     conv.put_schedule(f"{group}lr_scheduler", ours)

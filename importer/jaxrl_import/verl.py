@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from jaxrl_import.fields import Conversion
+from jaxrl_import.fields import OTHER_MUON, Conversion
 from jaxrl_import.tables import load_system
 from jaxrl_import.values import source_path
 from jaxrl_import.verl_losses import distillation, set_algorithm, set_correction, set_kl, set_loss, sum_note
@@ -60,8 +60,8 @@ def _rules_of_ppo(conv: Conversion) -> None:
     for backend in ("fsdp_config", "megatron", "veomni"):
         if conv.get(f"{REF}.{backend}.param_offload"):
             conv.put("reference.offload", True, f"{REF}.{backend}.param_offload")
-    if conv.get(f"{ACTOR}.fsdp_config.dtype"):
-        conv.copy("model.dtype", f"{ACTOR}.fsdp_config.dtype")
+    for backend in ("fsdp_config", "megatron", "torchtitan"):
+        conv.copy_set("model.dtype", f"{ACTOR}.{backend}.dtype")
     if conv.get(f"{ROLLOUT}.enable_rollout_routing_replay"):
         conv.put("routing.replay", "rollout", f"{ROLLOUT}.enable_rollout_routing_replay")
     conv.put_engine(
@@ -188,9 +188,9 @@ def _optimizer_rules(conv: Conversion, group: str, ours: str, updates: int) -> N
             key, fraction = f"{group}.min_lr", conv.fraction(f"{group}.min_lr", f"{group}.lr")
         conv.put(f"{ours}.final_fraction", fraction or 0.0, key)
     _warmup(conv, group, ours, updates=updates)
-    _optimizer_name(conv, group, ours)
     for name, beta in zip(("b1", "b2"), conv.get(f"{group}.betas") or (), strict=False):
         conv.put(f"{ours}.{name}", float(beta), f"{group}.betas")
+    _optimizer_name(conv, group, ours)
     if conv.get(f"{group}.clip_grad") is not None:
         conv.copy(f"{ours}.max_grad_norm", f"{group}.clip_grad")
 
@@ -226,6 +226,10 @@ def _optimizer_name(conv: Conversion, group: str, ours: str) -> None:
         conv.put(f"{ours}.moments", "int8", key)
     if kind == "sgd":
         conv.put(f"{ours}.b1", 0.0, key, note="torch's SGD without momentum")
+    if kind == "muon":
+        conv.copy(f"{ours}.b1", f"{group}.muon_momentum", note="Muon's; also of its AdamW here")
+        if not conv.get(f"{group}.muon_match_adamw_update_rms"):
+            conv.lose(key, OTHER_MUON)
 
 
 def _critic(conv: Conversion, updates: int) -> None:
@@ -244,6 +248,8 @@ def _critic(conv: Conversion, updates: int) -> None:
         conv.put("critic.loss.factor", 0.5 / longest, aggregation)
         conv.notes.append(sum_note(conv, aggregation, "critic.optim"))
     _optimizer_rules(conv, "critic.optim", "critic.optim", updates)
+    if conv.get("critic.model.lora_rank") != conv.value_of("lora.rank", 0):
+        conv.lose("critic.model.lora_rank", "the critic has adapters of --lora.rank, as the policy")
     path = conv.get("critic.model.path")
     if path and path != conv.get(f"{MODEL}.path"):
         conv.put("critic.path", path, "critic.model.path")

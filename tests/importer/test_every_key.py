@@ -53,10 +53,12 @@ CONTEXTS = {  # settings beside which a key has an effect
         {**DISTILLED, f"{TEACHER}.loss_mode": "k1", f"{TEACHER}.use_policy_gradient": True},
         {"data.train_batch_size": 0},
         {f"{ACTOR}.optim.lr_scheduler_type": "cosine", "critic.optim.lr_scheduler_type": "cosine"},
+        {f"{ACTOR}.optim.optimizer": "muon", "critic.optim.optimizer": "muon"},
     ],
     "verl sft": [
         {},
         {"data.use_dynamic_bsz": False},
+        {"optim.optimizer": "muon"},
         {"optim.lr_scheduler_type": "cosine", "model.lora_rank": 8, "trainer.logger": "wandb"},
         *[{key: value for key, value in SFT_COLUMNS.items() if key != left} for left in SFT_COLUMNS],
     ],

@@ -167,6 +167,7 @@ def test_losses_of_0_11_2(imported, flags, values):
         "--data.max_samples 1000",
         "--algo.dynamic_filtering_range 0.1 0.9",
         "--ds.lora.dropout 0.1",
+        "--use_kl_estimator_k3",  # of version 0.6
         "--some.new_flag 3",
     ],
 )
@@ -174,6 +175,14 @@ def test_what_changes_the_result_is_said_first(imported, flags):
     run = imported(f"python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m/m {flags}\n")
     assert list(run.lost) == [flags.split()[0].lstrip("-")]
     assert run.report.splitlines()[1].startswith(f"NOT CARRIED OVER: {flags.split()[0].lstrip('-')}")
+
+
+def test_the_learning_rate_of_muon_is_of_other_updates(imported):
+    """DeepSpeed's are max(1, rows / columns) ** 0.5 of an orthogonal matrix, ours as large as AdamW's."""
+    run = imported(
+        "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m/m --actor.optim muon\n"
+    )
+    assert list(run.lost) == ["actor.muon.lr"] and "set --optim.learning_rate" in run.report
 
 
 @pytest.mark.parametrize(

@@ -438,3 +438,17 @@ def test_processes_behind_the_command_of_trl_count(imported):
     """`trl sft --num_processes 4` starts them by accelerate."""
     run = imported("trl sft --model_name_or_path org/m --num_processes 4 --per_device_train_batch_size 2\n")
     assert (run.config.prompts_per_step, run.lost) == (8, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "neutral"),
+    [
+        ("teacher_model_revision v2", "teacher_model_revision main"),
+        ("vllm_sync_frequency 4", "vllm_sync_frequency 1"),
+        ("accelerator_config.split_batches True", "accelerator_config.split_batches False"),
+    ],
+)
+def test_another_teacher_and_staler_weights_are_said_first(imported, words, neutral):
+    command = "python gkd.py --model_name_or_path m/m --teacher_model_name_or_path m/t --lmbda 1.0 --"
+    before = set(imported(f"{command}{neutral}\n").lost)
+    assert set(imported(f"{command}{words}\n").lost) == {*before, words.split()[0]}
