@@ -47,7 +47,7 @@ def test_a_mutant_has_its_place_and_its_test(mutant):
 
 def test_there_are_a_hundred_mutants():
     assert len(set(MUTANTS)) >= 100
-    assert list(TABLE) == ["algos", "learn", "data", "rollout"]
+    assert list(TABLE) == ["algos", "learn", "data", "rollout", "envs"]
 
 
 def failed_test(package_dir: str, tests: Sequence[str], seconds: float | None = None) -> str:

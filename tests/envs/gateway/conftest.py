@@ -4,4 +4,5 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parents[1] / "rollout" / "native"), str(HERE.parents[1])]
+TESTS = HERE.parents[1]
+sys.path += [str(HERE), str(TESTS / "rollout" / "native"), str(TESTS / "rollout" / "servers"), str(TESTS)]
