@@ -46,7 +46,7 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo warm"
         ("mini_swe_agent", [f"{call('bash', command=line)}{END}" for line in ("echo hi", SUBMIT)]),
     ],
 )
-def test_a_client_has_a_conversation_with_a_tool(client, texts):
+def test_a_client_has_a_conversation_with_a_tool(client, texts, caplog):
     command = f"{PYTHON} {Path(__file__).parent / 'gateway_clients.py'} {client}"
     config = EnvConfig(
         gateway=GatewayConfig(command=command, reward="exit", memory_mb=0), max_turns=4, format="hermes"
@@ -57,3 +57,5 @@ def test_a_client_has_a_conversation_with_a_tool(client, texts):
         episode, text = engine.result()
     assert (episode.failure, episode.reward, episode.turns) == ("", 1.0, 2)
     assert texts[0].removesuffix(END) in text and text.endswith(texts[1])
+    # Two send settings on purpose, and smolagents asks for a tool; of the others' defaults all are used.
+    assert ("not used" in caplog.text) == (client in ("openai", "anthropic", "smolagents"))

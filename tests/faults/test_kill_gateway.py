@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_kill import SIGNALLER, assert_same_run, command, run
+from distributed import End, Running
+from test_kill import SIGNALLER, assert_same_run, command
 from test_kill_asynchronous import untimed
 
 PROGRAM = """
@@ -30,22 +31,39 @@ except urllib.error.HTTPError:
 except OSError:  # the run is gone: nothing but a signal ends this program
     time.sleep(1000)
 """
-STEPS = [1, 2]
+STEPS = [1, 2, 3]
+# When programs call decides which turns are computed together, and so the last bits, but for these two:
+IN_STEP = ["--strict", "true", "--devices", "0:1"]
+AHEAD = [
+    "--rollout.slots",
+    "1",
+    "--rollout.max_staleness",
+    "1",
+    "--devices",
+    "0:2",
+    "--rollout.devices",
+    "2:3",
+]
 
 
-def arguments(folder: Path) -> list[str]:
+def arguments(folder: Path, more: list[str]) -> list[str]:
     (folder / "pids").mkdir(exist_ok=True)
     (folder / "program.py").write_text(PROGRAM)
     more = [
+        *more,
         "--env.gateway.command",
         f"{sys.executable} -I -S {folder / 'program.py'}",
         "--env.max_turns",
         "2",
     ]
-    more += ["--strict", "true"]  # when programs call decides which turns are in a batch
     more += ["--env.format", "hermes", "--max_response_tokens", "40", "--tokens_per_device", "512"]
     more += ["--model.architecture.max_position", "128", "--prompts_per_step", "2", "--eval.every", "0"]
     return command(folder, *more, "--warm_start.steps", "0", "--steps", str(STEPS[-1]))
+
+
+def run(*argv: str) -> End:
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    return Running(argv, env).end()
 
 
 def is_alive(pid: str) -> bool:
@@ -56,14 +74,15 @@ def is_alive(pid: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_with_programs_is_killed(tmp_path):
+@pytest.mark.parametrize("more", [IN_STEP, AHEAD], ids=["in the step", "a step ahead"])
+def test_a_run_with_programs_is_killed(tmp_path, more):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    end = run("-m", "jaxrl_llm.train", *arguments(whole))
+    end = run("-m", "jaxrl_llm.train", *arguments(whole, more))
     assert end.code == 0, end.stderr
-    # The second of two steps of 8 programs with 2 calls each.
+    # The second of three steps of 8 programs with 2 calls each; ahead, it may be the third.
     place = "jaxrl_llm.envs.gateway.session:AgentSession._deliver"
-    end = run("-c", SIGNALLER, place, "20", str(int(signal.SIGKILL)), *arguments(killed))
+    end = run("-c", SIGNALLER, place, "20", str(int(signal.SIGKILL)), *arguments(killed, more))
     assert end.code == -signal.SIGKILL, end.stderr
     pids = os.listdir(killed / "pids")
     assert len(pids) > 8
@@ -71,6 +90,10 @@ def test_a_run_with_programs_is_killed(tmp_path):
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, pids
         time.sleep(0.05)
-    end = run("-m", "jaxrl_llm.train", *arguments(killed))
+    # Then in an update, two steps later at the most: ahead, a checkpoint has the responses to programs.
+    place = "jaxrl_llm.learn.learner:Learner.update"
+    end = run("-c", SIGNALLER, place, "2", str(int(signal.SIGKILL)), *arguments(killed, more))
+    assert end.code == -signal.SIGKILL, end.stderr
+    end = run("-m", "jaxrl_llm.train", *arguments(killed, more))
     assert end.code == 0, end.stderr
     assert_same_run(killed, whole, STEPS, untimed)

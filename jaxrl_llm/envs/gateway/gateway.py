@@ -169,8 +169,7 @@ class Gateway:
         return session
 
     def close_session(self, session: AgentSession) -> None:
-        """Kill the program of a trajectory, and forget it."""
-        session.ended = True
+        """Kill the program of a trajectory that has ended, and forget it."""
         self.server.remove(session)
         if session in self._waiting:
             self._waiting.remove(session)
