@@ -17,6 +17,7 @@ from jaxrl_llm.envs.gateway.call import (
     model_of,
     read_limit,
     read_stop,
+    read_stream,
     text_of_parts,
 )
 
@@ -46,7 +47,7 @@ class MessagesApi:
             tools=[function_tool(t.get("name"), t.get("description"), t["input_schema"]) for t in tools],
             max_tokens=read_limit(body, "max_tokens"),
             stop=read_stop(body.get("stop_sequences")),
-            stream=body.get("stream") is True,
+            stream=read_stream(body),
             body=body,
         )
 

@@ -95,7 +95,7 @@ def read_choices(body: dict[str, Any]) -> int:
     n = read_limit(body, "n") or 1
     if n > MAX_CHOICES or body.get("best_of") not in (None, n):
         raise CallError(400, f"n must be at most {MAX_CHOICES}, and best_of, if given, the same number")
-    if n > 1 and body.get("stream") is True:
+    if n > 1 and read_stream(body):
         raise CallError(400, "n must be 1 in a stream")
     return n
 
@@ -112,14 +112,20 @@ def joined(replies: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_limit(body: dict[str, Any], *names: str) -> int:
-    """Return the first of these limits of tokens that the body has; 0 = none."""
-    for name in names:
-        value = body.get(name)
-        if value is not None:
-            if type(value) is not int or value < 1:
-                raise CallError(400, f"{name} must be a whole number of at least 1, not {value!r:.40}")
-            return value
-    return 0
+    """Return the smallest of these limits of tokens that the body has; 0 = none."""
+    limits = {name: body[name] for name in names if body.get(name) is not None}
+    for name, value in limits.items():
+        if type(value) is not int or value < 1:
+            raise CallError(400, f"{name} must be a whole number of at least 1, not {value!r:.40}")
+    return min(limits.values(), default=0)
+
+
+def read_stream(body: dict[str, Any]) -> bool:
+    """Return `stream`."""
+    stream = body.get("stream")
+    if stream not in (None, False, True):
+        raise CallError(400, f"stream must be true or false, not {stream!r:.40}")
+    return bool(stream)
 
 
 def read_stop(value: Any) -> tuple[str, ...]:

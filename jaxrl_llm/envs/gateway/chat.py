@@ -17,6 +17,7 @@ from jaxrl_llm.envs.gateway.call import (
     read_choices,
     read_limit,
     read_stop,
+    read_stream,
     usage_of,
 )
 
@@ -41,7 +42,7 @@ class ChatApi:
             tools=[] if body.get("tool_choice") == "none" else read_tools(body.get("tools")),
             max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
             stop=read_stop(body.get("stop")),
-            stream=body.get("stream") is True,
+            stream=read_stream(body),
             choices=read_choices(body),
             body=body,
         )

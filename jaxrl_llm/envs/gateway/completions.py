@@ -15,6 +15,7 @@ from jaxrl_llm.envs.gateway.call import (
     read_choices,
     read_limit,
     read_stop,
+    read_stream,
     usage_of,
 )
 
@@ -39,7 +40,7 @@ class CompletionsApi:
             prompt=prompt,
             max_tokens=read_limit(body, "max_tokens"),
             stop=read_stop(body.get("stop")),
-            stream=body.get("stream") is True,
+            stream=read_stream(body),
             choices=read_choices(body),
             body=body,
         )

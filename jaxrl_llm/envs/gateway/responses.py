@@ -16,6 +16,7 @@ from jaxrl_llm.envs.gateway.call import (
     function_tool,
     model_of,
     read_limit,
+    read_stream,
     text_of_parts,
 )
 
@@ -43,7 +44,7 @@ class ResponsesApi:
             list(read_messages(messages, "input")),
             tools=[] if body.get("tool_choice") == "none" else functions,
             max_tokens=read_limit(body, "max_output_tokens"),
-            stream=body.get("stream") is True,
+            stream=read_stream(body),
             body=body,
         )
 

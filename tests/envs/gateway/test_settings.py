@@ -62,6 +62,13 @@ def test_a_limit_of_tokens_is_used(program, path, name, reason):
         assert status == 400 and f"{name} must be a whole number" in refusal["error"]["message"]
 
 
+def test_the_smaller_of_two_limits_is_used(program):
+    for limits in ((3, 9), (9, 3)):
+        both = dict(zip(("max_tokens", "max_completion_tokens"), limits, strict=True))
+        reply = program.call("/chat/completions", messages=[HI], **both)
+        assert reply["usage"]["completion_tokens"] == 3
+
+
 @pytest.mark.parametrize(
     ("path", "name", "reason"),
     [
@@ -124,6 +131,18 @@ def test_settings_that_ask_for_what_happens_anyway_are_not_noted(program, path, 
     }  # fmt: skip
     program.call(path, **CALLS[path], **same)
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_settings_of_any_type_are_noted_or_refused(program, path):
+    names = [*DECIDED, *NEUTRAL, "text", "output_config", "unknown"]
+    for value in (0, -1, 10**30, 1.5, "text", [], [[None]], {"format": []}, {"a": {}}, True, float("nan")):
+        for settings in (dict.fromkeys(names, value), {"stream": value}, {"temperature": value}):
+            status, reply = program.send(program.base + path, {**CALLS[path], **settings})
+            assert status in (200, 400), (settings, reply)
+            assert status == 400 or not isinstance(reply, str) or value in (1, True)  # a stream
+    status, reply = program.send(program.base + path, {**CALLS[path], "stream": "true"})
+    assert (status, reply["error"]["message"]) == (400, "stream must be true or false, not 'true'")
 
 
 def test_what_the_run_samples_with_is_not_noted(gateway, program, caplog):
