@@ -15,6 +15,7 @@ from jaxrl_import.values import (
     convert_value,
     device_count,
     keeps_unknown,
+    leaves,
     printable,
     same,
     unknown_names,
@@ -101,7 +102,7 @@ class Conversion:
     def __init__(self, system: System, source: SourceSettings, assumed: Assumptions):
         self.system, self.trainer, self.assumed = system, source.trainer, assumed
         self.table, self.defaults = system.tables[source.trainer], system.defaults[source.trainer]
-        self.settings = {self._present_name(key): setting for key, setting in source.settings.items()}
+        self.settings = {self._present_name(key): new for key, new in leaves(source.settings, self.table)}
         self._gather_mappings()
         self._define(assumed.define)
         self.devices = assumed.devices or source.devices

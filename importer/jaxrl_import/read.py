@@ -13,7 +13,15 @@ from jaxrl_import.commands import SCRIPTS, flags_of, hydra_overrides, program_of
 from jaxrl_import.python_file import read_python
 from jaxrl_import.shell import Script, Word
 from jaxrl_import.systems import SYSTEMS
-from jaxrl_import.values import Setting, SourceSettings, printable, unknown, yaml_value
+from jaxrl_import.values import (
+    UNKNOWN,
+    Setting,
+    SourceSettings,
+    printable,
+    unknown,
+    unknown_names,
+    yaml_value,
+)
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.extensions import import_extra
 
@@ -148,6 +156,12 @@ def _read_shell(
     if len(arguments) > MAX_KEYS:
         raise UserError(f"{file}: more than {MAX_KEYS} arguments, so no config. Give the command itself.")
     is_hydra = system in ("verl", "rl2", "chatlearn")
+    notes += [
+        f"{file}:{word.line}: {printable(word.text)} is not in the file, and what it adds to the command is "
+        f"not read: give --define {unknown_names(word.text)[0]}=WORDS"
+        for word in arguments
+        if is_hydra and UNKNOWN.fullmatch(word.text)
+    ]
     settings = hydra_overrides(arguments, str(file)) if is_hydra else flags_of(arguments, str(file))
     base, base_notes = _base_config(settings, arguments, file)
     settings = _interpolated({**base, **settings}, variables)
@@ -185,7 +199,7 @@ def _base_config(
     settings: dict[str, Setting], words: list[Word], file: Path
 ) -> tuple[dict[str, Setting], list[str]]:
     """Return the settings of the YAML file that a command names, if it exists."""
-    named = [word for word in words if "=" not in word.text or word.text.startswith("--")]
+    named = [word for word in words if not re.match(r"~|(?!--).*=", word.text, re.DOTALL)]
     flags = flags_of(named, str(file))
     settings.pop("config", None)
     folder = str(flags["config_path"].value) if "config_path" in flags else "."

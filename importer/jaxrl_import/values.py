@@ -6,7 +6,7 @@ import importlib.resources
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.addresses import mask_text
@@ -46,6 +46,20 @@ class SourceSettings(NamedTuple):
     devices: int | None
     """Processes that the launcher starts; None = the file does not state it."""
     notes: list[str]
+
+
+def leaves(settings: Mapping[str, Setting], known: Container[str]) -> Iterator[tuple[str, Setting]]:
+    """Yield the settings with mappings, as in Hydra's optim={lr: 1e-6}, divided into their keys.
+
+    Args:
+        known: keys whose mappings stay whole.
+    """
+    for key, setting in settings.items():
+        if isinstance(setting.value, Mapping) and setting.value and key not in known:
+            items = {f"{key}.{name}": setting._replace(value=value) for name, value in setting.value.items()}
+            yield from leaves(items, known)
+        else:
+            yield key, setting
 
 
 def key_table(name: str) -> dict[str, Any]:

@@ -467,6 +467,30 @@ def test_what_changes_no_result_is_no_warning(imported, words):
     assert imported(f"{NEW}{words}\n").lost == {}
 
 
+def test_mappings_as_values_are_their_keys(imported):
+    """Hydra merges a mapping into the group; YAML's merge keys give one without a place in the file."""
+    run = imported(
+        f"{NEW}{ACTOR}.optim='{{lr: 3e-6, weight_decay: 0.5}}' '+{ACTOR}.policy_loss={{x: {{y: 2}}}}'\n"
+    )
+    assert run.values("optim.learning_rate", "optim.weight_decay") == (3e-6, 0.5)
+    assert list(run.lost) == [f"{ACTOR}.policy_loss.x.y"]
+    shared = "a: &a\n  optim: {lr: 4.0e-6}\nactor_rollout_ref:\n  model: {path: m/m}\n  actor:\n    <<: *a\n"
+    run = imported(f"{shared}algorithm: {{adv_estimator: grpo}}\ndata: {{train_files: x}}\n", "a.yaml")
+    assert run.config.optim.learning_rate == 4e-6
+
+
+def test_a_variable_of_settings_that_is_not_in_the_script_is_said(imported):
+    run = imported(f"source common.sh\n{NEW}$COMMON $@\n")
+    assert "run.sh:2: $COMMON is not in the file" in run.report and "--define COMMON=WORDS" in run.report
+    run = imported(f"{NEW}$COMMON\n", define=(f"COMMON=trainer.seed=7 {ACTOR}.ppo_epochs=2",))
+    assert run.values("seed", "ppo_epochs") == (7, 2) and "$COMMON" not in run.report
+
+
+def test_the_name_of_a_config_is_one_word(imported):
+    run = imported(f"{NEW}--config-name=mine.yaml ~{ACTOR}.optim.lr_warmup_steps\n")
+    assert "./mine.yaml is not at hand" in run.report
+
+
 def test_yarn_over_the_config_json(imported):
     words = f"+{ROPE}.rope_type=yarn +{ROPE}.factor=4 +{ROPE}.original_max_position_embeddings=32768"
     run = imported(f"{NEW}{words}\n")
