@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from jaxrl_import.shell import Word
-from jaxrl_import.values import Setting, yaml_value
+from jaxrl_import.values import UNKNOWN, Setting, printable, yaml_value
 
 PROGRAMS = {  # pattern of a word of a command -> system, trainer; the first that fits
     r"verl\.trainer\.fsdp_sft_trainer\w*|.*verl/trainer/fsdp_sft_trainer\w*\.py": ("verl", "fsdp_sft"),
@@ -58,6 +58,16 @@ def hydra_overrides(words: list[Word], name: str) -> dict[str, Setting]:
             value = None if key.startswith("~") else yaml_value(value)
             settings[key.lstrip("+~")] = Setting(value, f"{name}:{word.line}")
     return settings
+
+
+def unset_words(words: list[Word], name: str) -> list[str]:
+    """Return a note on each word that is a variable from elsewhere, which may hold several overrides."""
+    return [
+        f"{name}:{word.line}: {printable(word.text)} is not in the file, and what it adds to the command is "
+        f"not read: give --define {unset[1]}=WORDS"
+        for word in words
+        if (unset := UNKNOWN.fullmatch(word.text))
+    ]
 
 
 def flags_of(words: list[Word], name: str) -> dict[str, Setting]:

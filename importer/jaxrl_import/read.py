@@ -9,19 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_import.commands import SCRIPTS, flags_of, hydra_overrides, program_of
+from jaxrl_import.commands import SCRIPTS, flags_of, hydra_overrides, program_of, unset_words
 from jaxrl_import.python_file import read_python
 from jaxrl_import.shell import Script, Word
 from jaxrl_import.systems import SYSTEMS
-from jaxrl_import.values import (
-    UNKNOWN,
-    Setting,
-    SourceSettings,
-    printable,
-    unknown,
-    unknown_names,
-    yaml_value,
-)
+from jaxrl_import.values import Setting, SourceSettings, printable, unknown, yaml_value
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.extensions import import_extra
 
@@ -139,29 +131,13 @@ def _read_shell(
             f"{file}:{following[0].line}: {printable(following[0].text)} and what follows is not read: the "
             "command ends before it, at a comment, an empty line, or a blank after a backslash"
         )
-    notes += [
-        f"{file}:{line}: {name} is assigned in a branch once more; its first value is used. "
-        f"--define {name}=VALUE sets another"
-        for name, line in script.branches.items()
-        if f"${name}" in text or f"${{{name}" in text
-    ]
-    notes += [
-        f"{file}:{line}: {name} has items of a branch that only a run would choose, or leave out; the first "
-        "such branch counts"
-        for name, line in script.array_branches.items()
-        if f"${{{name}[" in text
-    ]
+    notes += _branch_notes(script, text, file)
     # Its arguments, over the config file that it names.
     arguments = words[at + 1 :]
     if len(arguments) > MAX_KEYS:
         raise UserError(f"{file}: more than {MAX_KEYS} arguments, so no config. Give the command itself.")
     is_hydra = system in ("verl", "rl2", "chatlearn")
-    notes += [
-        f"{file}:{word.line}: {printable(word.text)} is not in the file, and what it adds to the command is "
-        f"not read: give --define {unknown_names(word.text)[0]}=WORDS"
-        for word in arguments
-        if is_hydra and UNKNOWN.fullmatch(word.text)
-    ]
+    notes += unset_words(arguments, str(file)) if is_hydra else []
     settings = hydra_overrides(arguments, str(file)) if is_hydra else flags_of(arguments, str(file))
     base, base_notes = _base_config(settings, arguments, file)
     settings = _interpolated({**base, **settings}, variables)
@@ -170,6 +146,22 @@ def _read_shell(
         devices = _devices(arguments, file)
         del settings["num_processes"]
     return SourceSettings(system, trainer, settings, devices, notes=notes + base_notes)
+
+
+def _branch_notes(script: Script, text: str, file: Path) -> list[str]:
+    """Return a note on each variable that a branch may change."""
+    assigned = [
+        f"{file}:{line}: {name} is assigned in a branch once more; its first value is used. "
+        f"--define {name}=VALUE sets another"
+        for name, line in script.branches.items()
+        if f"${name}" in text or f"${{{name}" in text
+    ]
+    return assigned + [
+        f"{file}:{line}: {name} has items of a branch that only a run would choose, or leave out; the first "
+        "such branch counts"
+        for name, line in script.array_branches.items()
+        if f"${{{name}[" in text
+    ]
 
 
 def _quoted_commands(script: Script, name: str, variables: dict[str, str]) -> Iterator[list[Word]]:

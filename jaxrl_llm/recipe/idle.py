@@ -15,6 +15,8 @@ from jaxrl_llm.algos.config import AlgoConfig, PolicyConfig
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.recipe.keys import iter_fields
 
+WITHOUT_B2 = ("sgd", "adagrad", "adafactor", "adafactor_unscaled")
+"""Optimizers that do not read b2: `learn.optim`."""
 READ_CAP = ("reinforce", "gpg")
 """Algorithms whose loss reads correction.cap without a correction: `surrogates.reinforce_loss`."""
 
@@ -56,7 +58,7 @@ IDLE = (
         lambda c: not algos.requirements(c.algo).ref_logprobs,
     ),
     Idle(
-        "algo.kl_target algo.kl_importance",
+        "algo.kl algo.kl_in algo.kl_target algo.kl_importance",
         "--algo.kl_coef is 0",
         lambda c: _policy(c, lambda algo: not algo.kl_coef),
     ),
@@ -67,6 +69,16 @@ IDLE = (
     ),
     Idle(
         "algo.omega", "--algo.advantage is not gigpo", lambda c: _policy(c, lambda a: a.advantage != "gigpo")
+    ),
+    Idle(
+        "algo.constant",
+        "--algo.aggregation is not constant",
+        lambda c: _policy(c, lambda algo: algo.aggregation != "constant"),
+    ),
+    Idle(
+        "algo.max_draws",
+        "--algo.dynamic_sampling is False",
+        lambda c: _policy(c, lambda algo: not algo.dynamic_sampling),
     ),
     Idle(
         "algo.correction.cap",
@@ -105,7 +117,25 @@ IDLE = (
         "programs (--env.gateway) execute their tools themselves",
         lambda c: c.env.gateway.active,
     ),
-    Idle("eval.judge", "--eval.every is 0", lambda c: not c.eval.every),
+    Idle(
+        "env.max_turns env.tool_timeout env.max_calls env.max_observation_tokens env.format env.history",
+        "--env.name, --env.tools and --env.gateway are not set",
+        lambda c: not c.env.active,
+    ),
+    Idle(
+        "critic.path critic.warmup_steps critic.loss.value_clip critic.optim.learning_rate",
+        "--algo has no critic",
+        lambda c: not algos.requirements(c.algo).critic,
+    ),
+    Idle(
+        "reward.overlong_from reward.overlong_to",
+        "--reward.shaping is without overlong",
+        lambda c: "overlong" not in (c.reward.name, *dict(c.reward.shaping)),
+    ),
+    Idle("data.cut_side", "--data.overlong is not cut", lambda c: c.data.overlong != "cut"),
+    Idle("optim.b2", "--optim.name does not read it", lambda c: c.optim.name in WITHOUT_B2),
+    Idle("optim.final_fraction", "--optim.schedule is constant", lambda c: c.optim.schedule == "constant"),
+    Idle("eval.judge eval.samples", "--eval.every is 0", lambda c: not c.eval.every),
     Idle("checkpoint.hf_keep", "--checkpoint.hf_every is 0", lambda c: not c.checkpoint.hf_every),
     Idle(
         "checkpoint.best_metric",
