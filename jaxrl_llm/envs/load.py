@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -22,13 +22,15 @@ from jaxrl_llm.envs.config import EnvConfig, ToolsConfig
 from jaxrl_llm.envs.dialogue import EnvDialogue, check_template
 from jaxrl_llm.envs.env import Env, Tool
 from jaxrl_llm.envs.formats import FORMATS, ToolCall
-from jaxrl_llm.envs.gateway.gateway import Gateway
 from jaxrl_llm.envs.python_file import load_env, load_tool
 from jaxrl_llm.envs.tools import TOOLS
 from jaxrl_llm.envs.tools.mcp_server import McpServer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.engine import Dialogue, Request
 from jaxrl_llm.user_file import did_you_mean
+
+if TYPE_CHECKING:
+    from jaxrl_llm.envs.gateway.gateway import Gateway
 
 SAMPLE_CALL = ToolCall(
     "weather", {"city": "Oslo", "days": 3, "units": ["mm", "C"], "detail": {"hourly": True}}
@@ -191,6 +193,8 @@ def make_requests(
 
 def make_gateway(config: EnvConfig, tokenizer: Any, chat: ChatConfig, **sizes: Any) -> Gateway:
     """Return the gateway of a run, which listens; `sizes` are as of `Gateway`. Raises UserError."""
+    from jaxrl_llm.envs.gateway.gateway import Gateway  # aiohttp is slow to import: not without programs
+
     call_format = functools.cache(lambda: _format(config, tokenizer, chat)[0])
     return Gateway(config, tokenizer, chat, call_format=call_format, **sizes)
 

@@ -135,11 +135,14 @@ def _digest(file: Path, size: int, changed: int) -> str:
 
 
 def read_gguf_config(file: Path) -> TransformerConfig:
-    """Return the architecture of a GGUF file, without converting it.
+    """Return the architecture of a GGUF file, without converting it. Raises UserError, as `convert_gguf`."""
+    status = file.stat()
+    return _config_of(file, status.st_size, status.st_mtime_ns)
 
-    Raises:
-        UserError: as `convert_gguf`, for its metadata.
-    """
+
+@functools.cache
+def _config_of(file: Path, size: int, changed: int) -> TransformerConfig:
+    """Return the architecture of a file, whose vocabulary takes seconds to read; cached as `_digest` is."""
     return _GgufModel(file, _open(file)).config
 
 

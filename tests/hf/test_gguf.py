@@ -15,7 +15,7 @@ from gguf.quants import _type_traits as library_types  # noqa: E402
 
 from jaxrl_llm.errors import UserError  # noqa: E402
 from jaxrl_llm.hf.config import read_config  # noqa: E402
-from jaxrl_llm.hf.gguf import convert_gguf  # noqa: E402
+from jaxrl_llm.hf.gguf import convert_gguf, read_gguf_config  # noqa: E402
 from jaxrl_llm.hf.load import load_params  # noqa: E402
 from jaxrl_llm.hf.resolve import resolve_model  # noqa: E402
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer  # noqa: E402
@@ -227,6 +227,16 @@ def test_a_file_is_converted_once_and_a_changed_one_again(tmp_path, monkeypatch)
     assert sorted(path.name for path in folder.parent.iterdir()) == [".lock", folder.name]  # nothing else
     write_gguf(file, tensors={name: 2 * tensor for name, tensor in tensors_of("llama").items()})
     assert resolve_model(file) != folder
+
+
+def test_the_architecture_of_a_file_is_read_once_and_of_a_changed_one_again(tmp_path, monkeypatch):
+    """A plan asks four times, and each reading of a real file took two seconds."""
+    opened, reader = [], gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda file: opened.append(file) or reader(file))
+    file = write_gguf(tmp_path / "m.gguf")
+    assert read_gguf_config(file) == read_gguf_config(file) and len(opened) == 1
+    write_gguf(file, keys={"llama.context_length": 64})
+    assert read_gguf_config(file).max_position == 64 and len(opened) == 2
 
 
 KILLED = """

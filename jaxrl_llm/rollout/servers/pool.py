@@ -16,16 +16,18 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from jaxrl_llm.bridge.servers import Json, ServerKind, parsing_reply
 from jaxrl_llm.errors import BusyError, LostError, RefusedError, ServerError, UnreachableError, UserError
-from jaxrl_llm.rollout.servers.client import Client
 from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.request_slots import RequestSlots
 from jaxrl_llm.rollout.servers.server import Changes, Server, print_line
 from jaxrl_llm.rollout.servers.validate import Generated, max_reply_bytes
 from jaxrl_llm.structs import Metrics
+
+if TYPE_CHECKING:
+    from jaxrl_llm.rollout.servers.client import Client
 
 Result = TypeVar("Result")
 Read = Callable[[Json, Json, str], Generated]
@@ -362,6 +364,8 @@ class ServerPool:
             print_line(text)
 
     async def _open(self, timeout: float) -> Client:
+        from jaxrl_llm.rollout.servers.client import Client  # aiohttp is slow to import: not without servers
+
         return Client(timeout)
 
     async def _shut_down(self) -> None:
