@@ -138,8 +138,8 @@ class EvalConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for several samples that would all be the same."""
-        if self.every and self.samples > 1 and self.sampling.temperature == 0:
-            yield "sampling.temperature", same_responses(self.samples)
+        for key, problem in same_responses(self.sampling, self.samples if self.every else 1):
+            yield f"sampling.{key}", problem
         if self.judge in ("auto", "none", *BUILTIN):
             yield (
                 "judge",

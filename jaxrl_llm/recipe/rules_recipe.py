@@ -64,9 +64,9 @@ def _groups_compare(config: TrainConfig) -> Iterator[str]:
             "--responses_per_prompt is 1: dynamic sampling keeps prompts whose responses have different "
             "rewards, so it would keep none. Set it to 2 or more, or --algo.dynamic_sampling False."
         )
-    on_rollouts, responses = algos.of(config.algo).on_rollouts, config.responses_per_prompt
-    if on_rollouts and responses > 1 and config.rollout.sampling.temperature == 0:
-        yield f"--rollout.sampling.temperature {same_responses(responses)}"
+    if algos.of(config.algo).on_rollouts:
+        for field, problem in same_responses(config.rollout.sampling, config.responses_per_prompt):
+            yield f"--rollout.sampling.{field} {problem}"
     # Turns of a response.
     if algos.requirements(config.algo).turns and (not config.env.active or config.env.max_turns == 1):
         yield (
@@ -382,7 +382,7 @@ def _servers_start(config: TrainConfig) -> Iterator[str]:
 RECIPE = (
     Rule("recipe", "", field_problems, ends=True),
     Rule("recipe", "steps epochs warm_start.steps data.train", _steps_are_finite),
-    Rule("recipe", "responses_per_prompt algo.advantage rollout.sampling.temperature env", _groups_compare),
+    Rule("recipe", "responses_per_prompt algo.advantage rollout.sampling env", _groups_compare),
     Rule("recipe", "tokens_per_device score.tokens_per_device max_response_tokens", _rows_fit),
     Rule("recipe", "reward.weight reward.shaping reward.models env.name", _something_rewards),
     Rule("recipe", "algo.component_weights reward.shaping reward.models", _weights_match_rewards),

@@ -295,9 +295,14 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
     return value
 
 
-def same_responses(count: int) -> str:
-    """Return the problem of a temperature of 0 with several responses to a prompt."""
-    return (
-        f"is 0: all {count} responses to a prompt would be the same. Set it above 0 (1.0 is usual for "
-        "training, 0.6 for evaluation) or ask for 1 response."
-    )
+def same_responses(sampling: SamplingConfig, count: int) -> Iterator[tuple[str, str]]:
+    """Yield (field, problem) of sampling by which all of several responses to a prompt would be the same."""
+    greedy = {
+        "temperature": (0, "Set it above 0 (1.0 is usual for training, 0.6 for evaluation)"),
+        "top_k": (1, "Set it above 1, to 0 for all tokens,"),
+        "min_p": (1, "Set it below 1, to 0 for all tokens,"),
+    }
+    for key, (value, fix) in greedy.items():
+        if count > 1 and getattr(sampling, key) == value:
+            problem = f"is {value}: all {count} responses to a prompt would be the same."
+            yield key, f"{problem} {fix} or ask for 1 response."

@@ -194,6 +194,17 @@ def test_what_an_indexer_excludes(changes, line, config):
     assert any(line in one for one in found), found
 
 
+@pytest.mark.parametrize(("key", "value", "way"), [("top_k", 1, "above"), ("min_p", 1.0, "below")])
+def test_a_filter_that_keeps_one_token_is_greedy(config, key, value, way):
+    problem = f"{key} is 1: all 4 responses to a prompt would be the same. Set it {way} 1, to 0 for all"
+    sampling = SamplingConfig(**{key: value})
+    sampled = replace(config, responses_per_prompt=4, rollout=RolloutConfig(sampling=sampling))
+    assert any(f"--rollout.sampling.{problem}" in line for _, lines in asked(sampled, ()) for line in lines)
+    [(field, message)] = EvalConfig(every=1, samples=4, sampling=sampling).problems()
+    assert f"{field} {message}".startswith(f"sampling.{problem}")
+    assert not list(EvalConfig(every=1, samples=1, sampling=sampling).problems())
+
+
 def test_servers_get_no_model_with_code_of_its_own(config):
     config = replace(config, model=replace(RANDOM, architecture=QWEN_1), rollout=SERVED)
     found = [line for _, lines in asked(config, ()) for line in lines]
