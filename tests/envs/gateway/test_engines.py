@@ -12,7 +12,7 @@ import pytest
 from fake_sglang import FakeServer
 from fake_vllm import FakeVLLM
 from scripted import ROW, SIZES, Program, open_gateway
-from servers_shared import KEY, MODEL, TOKENIZER, engine_for, score_of, weights
+from servers_shared import KEY, MODEL, TOKENIZER, engine_for, score_of, until, weights
 
 from jaxrl_llm.bridge import vllm
 from jaxrl_llm.bridge.transports.disk import DiskTransport
@@ -150,7 +150,7 @@ class RecordingServer(FakeServer):
 def sglang_pool(folder):
     server = RecordingServer()
     transport = DiskTransport(folder, "float32", TOKENIZER)
-    return server.made, MODEL, engine_for([server.url], transport)
+    return server, MODEL, engine_for([server.url], transport)
 
 
 def vllm_pool(folder):
@@ -158,12 +158,12 @@ def vllm_pool(folder):
     server.model.__class__, server.model.made = RecordingServer, []
     transport = DiskTransport(folder, "float32", TOKENIZER, vllm.with_tied_head)
     rollout = RolloutConfig(engine="vllm", servers=(server.url,))
-    return server.model.made, TIED, engine_for([server.url], transport, TIED, rollout=rollout)
+    return server.model, TIED, engine_for([server.url], transport, TIED, rollout=rollout)
 
 
 @pytest.mark.parametrize("pool", [sglang_pool, vllm_pool])
 def test_servers_write_each_turn_with_their_newest_weights(gateway, tmp_path, pool):
-    made, model, engine = pool(tmp_path)
+    server, model, engine = pool(tmp_path)
     engine.publish(weights(1, model), 1)
     pending, programs = start(engine, gateway)
     programs.wait_for_first_calls()
@@ -172,9 +172,34 @@ def test_servers_write_each_turn_with_their_newest_weights(gateway, tmp_path, po
     calls = check(pending.result(), programs, (1, 2), model)
     asked = [
         (body["input_ids"], body["sampling_params"]["max_new_tokens"], said["output_ids"], label)
-        for body, said, label in made
+        for body, said, label in server.made
         if body["sampling_params"].get("sampling_seed")  # probes have none
     ]
     versions = {label: version for version, label in enumerate(dict.fromkeys(a[3] for a in asked), 1)}
     assert sorted((*rest, versions[label]) for *rest, label in asked) == sorted(calls)
+    engine.pool.close()
+
+
+def test_new_weights_in_the_middle_of_a_turn(gateway, tmp_path):
+    """The program reads one turn; each of its tokens has the version of the weights that wrote it."""
+    server, model, engine = sglang_pool(tmp_path)
+    engine.publish(weights(1), 1)
+    server.holds_after = 2
+    pending, programs = start(engine, gateway)
+    until(lambda: server.held == PROGRAMS)
+    engine.publish(weights(2), 2)
+    server.holds_after = 0
+    engine.snapshot([pending])  # as a checkpoint: it breaks off all requests
+    programs.gate.set()
+    trajectories = pending.result()
+    by_prompt = {tuple(turns[0][0]): turns for turns in programs.seen}
+    for t in trajectories:
+        (_, first, logprobs), (sent, second, _) = by_prompt.pop(tuple(t.prompt_ids.tolist()))
+        assert t.response_ids.tolist() == [*first, *sent[len(t.prompt_ids) + len(first) :], *second]
+        assert t.versions[: len(first)].tolist() == [1, 1, *[2] * (len(first) - 2)] and len(first) > 2
+        assert t.logprobs[: len(first)].tolist() == logprobs
+        tokens = np.concatenate([t.prompt_ids, t.response_ids])
+        for version, span in ((1, slice(0, 2)), (2, slice(2, len(first)))):
+            scores = np.asarray(score_of(model)(weights(version), tokens))[len(t.prompt_ids) - 1 :]
+            np.testing.assert_allclose(logprobs[span], scores[: len(first)][span], atol=3e-5)
     engine.pool.close()
