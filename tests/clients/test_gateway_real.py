@@ -57,5 +57,6 @@ def test_a_client_has_a_conversation_with_a_tool(client, texts, caplog):
         episode, text = engine.result()
     assert (episode.failure, episode.reward, episode.turns) == ("", 1.0, 2)
     assert texts[0].removesuffix(END) in text and text.endswith(texts[1])
-    # Two send settings on purpose, and smolagents asks for a tool; of the others' defaults all are used.
-    assert ("not used" in caplog.text) == (client in ("openai", "anthropic", "smolagents"))
+    # Two send settings on purpose, smolagents asks for a tool, openai-agents for strict arguments.
+    noted = ("openai", "anthropic", "smolagents", "openai_agents", "openai_agents_chat")
+    assert ("not used" in caplog.text) == (client in noted)

@@ -15,6 +15,7 @@ from jaxrl_llm.envs.gateway.call import (
     event,
     function_tool,
     model_of,
+    offers_tools,
     read_limit,
     read_stop,
     read_stream,
@@ -37,11 +38,9 @@ class MessagesApi:
         messages = [m for i, item in enumerate(given) for m in _messages(item, f"messages[{i}]")]
         if system := body.get("system"):
             messages.insert(0, {"role": "system", "content": text_of_parts(system, "system")})
-        tools, choice = body.get("tools") or [], body.get("tool_choice")
+        tools = (body.get("tools") or []) if offers_tools(body) else []
         if not isinstance(tools, list) or not all(isinstance(t, dict) and "input_schema" in t for t in tools):
             raise CallError(400, "tools must be a list of tools with name and input_schema")
-        if isinstance(choice, dict) and choice.get("type") == "none":
-            tools = []
         return Call(
             list(read_messages(messages, "messages")),
             tools=[function_tool(t.get("name"), t.get("description"), t["input_schema"]) for t in tools],

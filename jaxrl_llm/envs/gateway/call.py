@@ -160,6 +160,11 @@ def event(value: Any, name: str = "") -> str:
     return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
 
 
+def offers_tools(body: dict[str, Any]) -> bool:
+    """Return whether the policy may call tools in this turn (`tool_choice`)."""
+    return body.get("tool_choice") not in ("none", {"type": "none"})
+
+
 def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     """Return a tool as chat templates read it."""
     if not isinstance(name, str) or not name:

@@ -14,6 +14,7 @@ from jaxrl_llm.envs.gateway.call import (
     event,
     function_tool,
     model_of,
+    offers_tools,
     read_choices,
     read_limit,
     read_stop,
@@ -39,7 +40,7 @@ class ChatApi:
         ]
         return Call(
             list(read_messages(named, "messages")),
-            tools=[] if body.get("tool_choice") == "none" else read_tools(body.get("tools")),
+            tools=read_tools(body.get("tools")) if offers_tools(body) else [],
             max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
             stop=read_stop(body.get("stop")),
             stream=read_stream(body),

@@ -15,6 +15,7 @@ from jaxrl_llm.envs.gateway.call import (
     event,
     function_tool,
     model_of,
+    offers_tools,
     read_limit,
     read_stream,
     text_of_parts,
@@ -42,7 +43,7 @@ class ResponsesApi:
         functions = [function_tool(t.get("name"), t.get("description"), t.get("parameters")) for t in known]
         return Call(
             list(read_messages(messages, "input")),
-            tools=[] if body.get("tool_choice") == "none" else functions,
+            tools=functions if offers_tools(body) else [],
             max_tokens=read_limit(body, "max_output_tokens"),
             stream=read_stream(body),
             body=body,
@@ -169,7 +170,7 @@ def _response(call: Call, answer: Answer, items: list[dict[str, Any]], status: s
         "model": model_of(call),
         "output": items,
         "parallel_tool_calls": True,
-        "tool_choice": "none" if call.body.get("tool_choice") == "none" else "auto",
+        "tool_choice": "auto" if offers_tools(call.body) else "none",
         "tools": call.body.get("tools") or [],
         "usage": None if status == "in_progress" else usage,
     }

@@ -69,6 +69,10 @@ def unused_settings(body: dict[str, Any], reads: Collection[str], sampling: Samp
     """
     nested = {outer: body[outer] for outer in NESTED if isinstance(body.get(outer), dict)}
     inner = {f"{outer}.{name}": value for outer, held in nested.items() for name, value in held.items()}
+    tools = body["tools"] if isinstance(body.get("tools"), list) else []
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
+    if any(isinstance(function, dict) and function.get("strict") for function in functions):
+        inner["tools.strict"] = True
     unused = {}
     for name, value in [*body.items(), *inner.items()]:
         if name in reads or name in IDLE or name in nested or _is_neutral(name, value, sampling):

@@ -145,6 +145,19 @@ def test_settings_of_any_type_are_noted_or_refused(program, path):
     assert (status, reply["error"]["message"]) == (400, "stream must be true or false, not 'true'")
 
 
+@pytest.mark.parametrize(
+    ("path", "tool"),
+    [
+        ("/chat/completions", {"type": "function", "function": {"name": "look", "strict": True}}),
+        ("/responses", {"type": "function", "name": "look", "strict": True}),
+        ("/messages", {"name": "look", "input_schema": {}, "strict": True}),
+    ],
+)
+def test_strict_tools_are_noted(program, path, tool, caplog):
+    program.call(path, **CALLS[path], tools=[tool])
+    assert "programs ask for tools.strict True, not used" in caplog.text
+
+
 def test_what_the_run_samples_with_is_not_noted(gateway, program, caplog):
     gateway.server.sampling = SamplingConfig(temperature=0.7, top_k=20)
     program.call("/messages", messages=[HI], temperature=0.7, top_k=20)
