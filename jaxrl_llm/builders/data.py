@@ -150,8 +150,14 @@ def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Exam
     """
     algorithm = algos.of(config.algo)
     kind = "prompts" if algorithm.on_rollouts else algorithm.data
-    kinds = {"train": kind, "warm_start": "tokens"}
-    rows = {name: loaders[name].check_first_rows(kinds[name]) for name in kinds if name in loaders}
+    rows = {"train": loaders["train"].check_first_rows(kind)}
+    if warm := loaders.get("warm_start"):
+        try:
+            rows["warm_start"] = warm.check_first_rows("tokens")
+        except UserError as error:
+            raise UserError(
+                f"{error}. The supervised warm-up reads it: --warm_start.steps 0 goes without"
+            ) from error
     held_out = check_held_out_rows(loaders["eval"], kind) if "eval" in loaders else []
     loaders["train"].warn_of_plain_text([row for of in (*rows.values(), held_out) for row in of])
     on_first(lambda: check_env(config.env, rows["train"]))

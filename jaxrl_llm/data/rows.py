@@ -179,7 +179,9 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
     if reserved := RESERVED_OPTIONS & options.keys():
         raise RowError(f"{where}: chat_template_kwargs may not set {', '.join(sorted(reserved))}")
     given = columns.get(THINKING)  # of veRL's rows
-    if isinstance(given, bool):
+    if not is_null(given):
+        if not isinstance(given, bool):
+            raise RowError(f"{where}: the column {THINKING} must be true or false, got {given!r:.100}")
         if options.get(THINKING, given) != given:
             raise RowError(f"{where}: the column {THINKING} and chat_template_kwargs contradict each other")
         options = {**options, THINKING: given}

@@ -171,6 +171,8 @@ def test_a_column_of_thinking_is_an_option_of_the_template(tokenizer):
     row = {"messages": [user("a")], "enable_thinking": True}
     with pytest.raises(RowError, match="contradict each other"):
         read_example(row | {"chat_template_kwargs": {"enable_thinking": False}}, "f:1", SourceConfig())
+    with pytest.raises(RowError, match="enable_thinking must be true or false, got 'off'"):
+        read_example(row | {"enable_thinking": "off"}, "f:1", SourceConfig())
 
 
 def test_template_from_a_file(tokenizer, tmp_path):

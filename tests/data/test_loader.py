@@ -344,6 +344,14 @@ def test_plain_text_for_a_chat_model_is_said_once(seven, caplog):
     assert try_rows(seven, chat=PLAIN) == try_rows("task:arithmetic") == []
 
 
+def test_rows_that_only_the_warm_up_cannot_read_name_its_key(tmp_path):
+    """A recipe for generated sums keeps its supervised warm-up with prompts of one's own."""
+    path = write(tmp_path / "a.jsonl", "ab", answer="1")
+    loaders = {name: loader(path, chat=PLAIN) for name in ("train", "warm_start")}
+    with pytest.raises(UserError, match=r"nothing to learn: .*: --warm_start.steps 0 goes without"):
+        try_first_rows(TrainConfig(), loaders)
+
+
 def test_fewer_eval_prompts_than_asked_for_are_said(tmp_path, mixed_lengths, caplog):
     drawn = loader(eval=(SourceConfig(path=mixed_lengths),), split="eval", max_prompt_tokens=2)
     sizes = lambda limit: [rows for *_, rows in drawn.eval_parts(limit)]
