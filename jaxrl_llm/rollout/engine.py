@@ -259,6 +259,7 @@ class Engine(Protocol):
             DialogueError: no conversation can continue.
             ServerError: no server can be used any more.
         """
+        return self.start(requests, sampling, key, dialogue).result()
 
     def first_finished(
         self, groups: Sequence[Sequence[Pending]], count: int, required: Collection[int]
@@ -295,8 +296,10 @@ class Engine(Protocol):
         Args:
             params: the weights that were published last.
 
-        Returns: indices of trajectories that must not be trained on.
+        Returns: indices of trajectories that must not be trained on; none where the trainer's own model code
+            computes the reported log-probs.
         """
+        return []
 
     def release_memory(self) -> None:
         """Free device memory that the trainer shares with the engine. A collective.

@@ -37,6 +37,21 @@ def stop_end(
     return ends[bisect.bisect_left(ends, True, key=holds_stop)]  # longer texts contain it too
 
 
+def cut_at_stop(
+    response: PartialResponse, checked: int, stops: Sequence[str], detokenize: Detokenize
+) -> bool:
+    """Cut a turn at its first stop string, one of `stops` or of its own; return whether it has one.
+
+    Args:
+        checked: as of `stop_end`.
+    """
+    stops, start = (*stops, *response.turn_stop), response.turn_start
+    end = stop_end(response.ids, checked, stops, detokenize, turn_start=start) if stops else None
+    if end is not None:
+        response.truncate(end)
+    return end is not None
+
+
 def max_stop_tokens(stops: Sequence[str]) -> int:
     """Return the most tokens that one of the stop strings spans.
 

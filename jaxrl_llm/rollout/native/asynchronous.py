@@ -24,7 +24,7 @@ from jaxrl_llm.errors import RunError
 from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request
+from jaxrl_llm.rollout.engine import Dialogue, Engine, PartialResponse, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.partial import is_complete, new_responses, trajectory_of
 from jaxrl_llm.structs import Metrics, Params, Trajectory
@@ -55,8 +55,8 @@ class QueuedGeneration:
         return [trajectory_of(response, self.engine.tokenizer, ends) for response in self.responses]
 
 
-class AsynchronousEngine:
-    """`Engine` that generates while the trainer learns.
+class AsynchronousEngine(Engine):
+    """Engine that generates while the trainer learns.
 
     Args:
         engine: on separate devices; from here on only the thread starts programs there.
@@ -112,16 +112,6 @@ class AsynchronousEngine:
         self._queue.put(queued)
         return queued
 
-    def generate(
-        self,
-        requests: list[Request],
-        sampling: SamplingConfig,
-        key: jax.Array,
-        dialogue: Dialogue | None = None,
-    ) -> list[Trajectory]:
-        """Call `start` and wait for the result: after all responses that were started earlier."""
-        return self.start(requests, sampling, key, dialogue).result()
-
     def snapshot(self, pending: Sequence[QueuedGeneration]) -> list[list[PartialResponse]]:
         """Wait for pending responses and return copies: a run that is resumed has their weights no more."""
         for queued in pending:
@@ -131,13 +121,6 @@ class AsynchronousEngine:
     def usage(self) -> Metrics:
         """Return the metrics of the last result, and the idle share of the time since the last call."""
         return self.metrics | {"rollout/idle_fraction": self._clock.idle_fraction()}
-
-    def check_logprobs(self, params: Params, trajectories: Sequence[Trajectory]) -> list[int]:
-        """Return nothing: the reported log-probs are computed here, by the trainer's model code."""
-        return []
-
-    def release_memory(self) -> None:
-        """Do nothing: the trainer has no share in the rollout's devices."""
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:
         """Call `NativeEngine.warm_up`, before anything is started."""

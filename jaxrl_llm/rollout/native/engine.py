@@ -19,7 +19,7 @@ from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.models.paged import NULL_PAGE
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, eos_ids_of, text_of
+from jaxrl_llm.rollout.engine import Dialogue, Engine, PartialResponse, Request, eos_ids_of, text_of
 from jaxrl_llm.rollout.native.compile import CompiledCalls, call_all, largest_calls
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.decode_threads import divide, num_decode_threads, run_decode_threads
@@ -47,8 +47,8 @@ class DeferredGeneration(NamedTuple):
     result: Callable[[], list[Trajectory]]
 
 
-class NativeEngine:
-    """`Engine` on the devices of `mesh`: slots are sharded over data and fsdp, heads and vocabulary over
+class NativeEngine(Engine):
+    """Engine on the devices of `mesh`: slots are sharded over data and fsdp, heads and vocabulary over
     tensor. With several processes, each runs the same schedule and gets all trajectories.
 
     Args:
@@ -189,10 +189,6 @@ class NativeEngine:
     def usage(self) -> Metrics:
         """Return the metrics of the last call of `generate`."""
         return self.metrics
-
-    def check_logprobs(self, params: Params, trajectories: Sequence[Trajectory]) -> list[int]:
-        """Return nothing: the reported log-probs are computed here, by the trainer's model code."""
-        return []
 
     def release_memory(self) -> None:
         """Free the copy of the weights, unless no device of the rollout trains."""

@@ -44,7 +44,7 @@ from jaxrl_llm.rollout.native.slots import (
     empty_slots,
     make_stop_conditions,
 )
-from jaxrl_llm.rollout.turns import Detokenize, stop_end
+from jaxrl_llm.rollout.turns import Detokenize, cut_at_stop
 from jaxrl_llm.structs import Metrics
 
 MIN_FILLED = 0.75  # of the rows of a batch that prefills; with fewer, two smaller batches are run
@@ -311,16 +311,10 @@ class Scheduler:
             response.kept.extend(() if chunk.kept is None else chunk.kept[:produced, s])
             slots.tokens[s] = response.ids[-1]
             # A stop string may end the response before the device's end.
-            strings = (*stops, *response.turn_stop)
-            end = (
-                stop_end(response.ids, checked, strings, detokenize, turn_start=response.turn_start)
-                if strings
-                else None
-            )
-            if end is not None:
-                response.truncate(end)
+            cut = cut_at_stop(response, checked, stops, detokenize)
+            if cut:
                 slots.active[s] = False
-            stopped = end is not None or response.ids[-1] in self.stop_ids
+            stopped = cut or response.ids[-1] in self.stop_ids
             if not slots.active[s]:
                 response.finish = "stop" if stopped else "length"
                 self.running[s] = None

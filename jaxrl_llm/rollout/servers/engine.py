@@ -20,7 +20,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, eos_ids_of
+from jaxrl_llm.rollout.engine import Dialogue, Engine, PartialResponse, Request, eos_ids_of
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.rollout.servers import launch
 from jaxrl_llm.rollout.servers.generate import ResponseGenerator
@@ -62,7 +62,7 @@ class PendingResponses:
         return [trajectory_of(response, self.engine.tokenizer, ends) for response in self.responses]
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """A pool of servers behind the engine protocol.
 
     Args:
@@ -145,16 +145,6 @@ class ServerEngine:
         started = PendingResponses(self, responses, sampling, dialogue, future=future)
         self._pending.add(started)
         return started
-
-    def generate(
-        self,
-        requests: list[Request],
-        sampling: SamplingConfig,
-        key: jax.Array,
-        dialogue: Dialogue | None = None,
-    ) -> list[Trajectory]:
-        """Call `start` and wait for the result."""
-        return self.start(requests, sampling, key, dialogue).result()
 
     def first_finished(
         self, groups: Sequence[Sequence[PendingResponses]], count: int, required: Collection[int]

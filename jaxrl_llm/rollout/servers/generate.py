@@ -21,11 +21,11 @@ from jaxrl_llm.rollout.servers.server import Server
 from jaxrl_llm.rollout.servers.validate import read_generated
 from jaxrl_llm.rollout.turns import (
     append_reply,
+    cut_at_stop,
     end_conversation,
     no_reply_error,
     read_reply,
     request_reply,
-    stop_end,
 )
 from jaxrl_llm.structs import Metrics
 
@@ -225,14 +225,9 @@ class ResponseGenerator:
             checked: tokens of the response before the request.
             finish: one of FINISHES, as the server reported it.
         """
-        ids, stops = response.ids, (*sampling.stop_strings, *response.turn_stop)
-        end = (
-            stop_end(ids, checked, stops, self._detokenize, turn_start=response.turn_start) if stops else None
-        )
-        if end is not None:
-            response.truncate(end)
+        if cut_at_stop(response, checked, sampling.stop_strings, self._detokenize):
             return "stop"
-        stopped = finish == "length" and ids[-1] in sampling.stop_ids(self.eos_ids)
+        stopped = finish == "length" and response.ids[-1] in sampling.stop_ids(self.eos_ids)
         return "stop" if stopped else finish
 
     def _sampling_params(self, response: PartialResponse, sampling: SamplingConfig) -> Json:
