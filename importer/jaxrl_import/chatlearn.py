@@ -6,9 +6,7 @@ import json
 
 from jaxrl_import.fields import Conversion
 from jaxrl_import.tables import load_system
-from jaxrl_import.values import (
-    source_path,
-)
+from jaxrl_import.values import source_path
 
 RUN_ID = "WANDB_RUN_ID in the environment"
 NO_CAP = "the loss has no such bound; --algo.dual_clip bounds it where the advantage is negative"
@@ -57,10 +55,8 @@ def _rules_of_grpo(conv: Conversion) -> None:
     _data(conv)
     _outputs(conv)
     backend = f"{ARGS}.rollout_backend"
-    tensor, memory = (
-        conv.get(f"{POLICY}.tensor_model_parallel_size"),
-        conv.get(f"{POLICY}.gpu_memory_utilization"),
-    )
+    names = ("tensor_model_parallel_size", "gpu_memory_utilization")
+    tensor, memory = (conv.get(f"{POLICY}.{name}") for name in names)
     conv.put_engine(backend, str(conv.get(backend)), tensor, memory)
 
 
@@ -78,9 +74,7 @@ def _data(conv: Conversion) -> None:
     for key, split in ((f"{ARGS}.data_path", "train"), (f"{ARGS}.eval_data_path", "eval")):
         if conv.is_set(key):
             conv.put_sources(map(source_path, conv.get(key)), key, split)
-    for i, ratio in enumerate(conv.get(f"{ARGS}.data_ratio") or ()):
-        if f"data.train.{i}.path" in conv.results:
-            conv.put(f"data.train.{i}.weight", float(ratio), f"{ARGS}.data_ratio")
+    conv.put_weights(conv.get(f"{ARGS}.data_ratio") or (), f"{ARGS}.data_ratio")
     options = {"enable_thinking": conv.get(f"{POLICY}.enable_thinking")}
     conv.put("data.chat.template_options", json.dumps(options), f"{POLICY}.enable_thinking")
 

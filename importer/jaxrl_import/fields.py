@@ -14,6 +14,7 @@ from jaxrl_import.values import (
     SourceSettings,
     convert_value,
     device_count,
+    is_secret,
     keeps_unknown,
     leaves,
     printable,
@@ -35,11 +36,6 @@ SCHEDULES = {
     "constant_with_warmup": ("constant", 1.0),
 }
 """Schedule of the other systems -> the schedule here, the last learning rate over the first."""
-SECRET = re.compile(r"key$|(?:^|\.)token$|secret$|password\w*$", re.IGNORECASE)
-COLUMN = re.compile(
-    r"(?:prompt|input|answer|label|output|response|chosen|rejected|messages|image|fn|teacher)_key$"
-)
-TOKEN = re.compile(r"(?:hub|hf|auth|access|api|wandb|swanlab|github|bearer|secret)_token$", re.IGNORECASE)
 UNREAD = "the other settings leave it without effect"
 
 
@@ -222,6 +218,13 @@ class Conversion:
         if self.is_set(key):
             self.unused[key] = reason
 
+    def drop_critic(self, reason: str = "") -> None:
+        """Leave out the critic's settings; with a reason, state it of the keys that the file sets."""
+        self.results = {key: result for key, result in self.results.items() if not key.startswith("critic.")}
+        for key in self.settings if reason else ():
+            if key.startswith("critic."):
+                self.drop(key, reason)
+
     def lose(self, key: str, reason: str) -> None:
         """State that a key, set or by default, changes the result there and is not carried over."""
         self.lost[key] = reason
@@ -306,6 +309,12 @@ class Conversion:
         for i, path in enumerate(paths):
             self.put(f"data.{split}.{i}.path", path, key)
 
+    def put_weights(self, weights: Iterable[float], *keys: str) -> None:
+        """Set the shares of the training sources."""
+        for i, weight in enumerate(weights):
+            if f"data.train.{i}.path" in self.results:
+                self.put(f"data.train.{i}.weight", float(weight), *keys)
+
     def put_mesh(
         self,
         tensor: tuple[str, int],
@@ -315,13 +324,9 @@ class Conversion:
         stage: tuple[str, int] = ("", 1),
     ) -> None:
         """Set tensor, context and pipeline parallelism; each is (its key, size)."""
-        for ours, (key, size) in (
-            ("mesh.tensor", tensor),
-            ("mesh.sequence", sequence),
-            ("mesh.stage", stage),
-        ):
+        for axis, (key, size) in {"tensor": tensor, "sequence": sequence, "stage": stage}.items():
             if size and size > 1:
-                self.put(ours, size, key)
+                self.put(f"mesh.{axis}", size, key)
         if sequence[1] and sequence[1] > 1 and ulysses:
             self.put("mesh.sequence_parallel", "ulysses", sequence[0])
 
@@ -393,8 +398,3 @@ class Conversion:
         return UserError(
             "\n".join(["values that only running the file would tell; it is never run:", *lines])
         )
-
-
-def is_secret(key: str) -> bool:
-    """Return whether the name of a key says that its value is secret; not prompt_key, not eos_token."""
-    return bool(TOKEN.search(key) or (SECRET.search(key) and not COLUMN.search(key)))

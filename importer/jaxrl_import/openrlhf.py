@@ -45,7 +45,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
             conv.copy("critic.warmup_steps", "critic.freezing_steps")
         _critic_path(conv)
     else:
-        conv.results = {key: result for key, result in conv.results.items() if not key.startswith("critic.")}
+        conv.drop_critic()
     _rewards(conv)
     conv.put_sources(map(source_path, conv.get("data.prompt_dataset") or ()), "data.prompt_dataset")
     _common(conv)
@@ -234,13 +234,7 @@ def _common(conv: Conversion) -> None:
         conv.put_tokens_per_device(tokens, "train.micro_batch_size", note="x the tokens of a row")
     # Data, adapters and loggers.
     probs = conv.get("data.prompt_probs") or conv.get("data.dataset_probs") or ()
-    for i, weight in enumerate(probs):
-        if f"data.train.{i}.path" in conv.results:
-            conv.put(
-                f"data.train.{i}.weight",
-                float(weight),
-                *({"data.prompt_probs", "data.dataset_probs"} & set(conv.table)),
-            )
+    conv.put_weights(probs, *({"data.prompt_probs", "data.dataset_probs"} & set(conv.table)))
     if conv.get("data.apply_chat_template"):
         conv.put("data.chat.render", "chat", "data.apply_chat_template")
     if conv.is_set("eval.dataset"):

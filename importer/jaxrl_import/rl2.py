@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from jaxrl_import.fields import Conversion
 from jaxrl_import.tables import load_system
-from jaxrl_import.values import (
-    source_path,
-)
+from jaxrl_import.values import source_path
 
 SAMPLING = "sampling_params"
 LEVELS = {"token": "token", "sequence": "sequence"}
@@ -58,7 +56,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
     if is_gae:
         _optimizer(conv, "critic", "critic.optim")
     else:
-        _without_critic(conv)
+        conv.drop_critic("there is no critic with adv.estimator reinforce")
     _filtering(conv, n)
     if conv.is_set("rollout.env_path"):
         conv.copy("env.name", "rollout.env_path", note="the environment rewards")
@@ -75,13 +73,6 @@ def _rules_of_ppo(conv: Conversion) -> None:
 
 def _stop_words(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word.strip("'\"") for word in words)
-
-
-def _without_critic(conv: Conversion) -> None:
-    """Remove the critic's settings from a run without a critic."""
-    conv.results = {key: result for key, result in conv.results.items() if not key.startswith("critic.")}
-    for key in [key for key in conv.settings if key.startswith("critic.")]:
-        conv.drop(key, "there is no critic with adv.estimator reinforce")
 
 
 def _reinforce(conv: Conversion, n: int) -> None:

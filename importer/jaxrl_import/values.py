@@ -17,6 +17,11 @@ UNKNOWN = re.compile("\x00([^\x00]*)\x00")
 """A part of a text that only running the file would tell, such as a shell variable: its name between NULs."""
 FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".gz")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
+SECRET = re.compile(r"key$|(?:^|\.)token$|secret$|password\w*$", re.IGNORECASE)
+COLUMN = re.compile(
+    r"(?:prompt|input|answer|label|output|response|chosen|rejected|messages|image|fn|teacher)_key$"
+)
+TOKEN = re.compile(r"(?:hub|hf|auth|access|api|wandb|swanlab|github|bearer|secret)_token$", re.IGNORECASE)
 UNSET = "unset"
 """None in keys/*.toml: TOML has no null."""
 TRUE, FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
@@ -264,3 +269,8 @@ def convert_value(key: str, setting: Setting, convert: Callable[[Any], Any]) -> 
 def secret(value: Any) -> str:
     """Return that a key of a service is set, and not which."""
     return "set"
+
+
+def is_secret(key: str) -> bool:
+    """Return whether the name of a key says that its value is secret; not prompt_key, not eos_token."""
+    return bool(TOKEN.search(key) or (SECRET.search(key) and not COLUMN.search(key)))

@@ -48,9 +48,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
     if conv.algo in ("ppo", "pf_ppo"):
         _critic(conv, updates)
     else:
-        for key in [key for key in conv.settings if key.startswith("critic.")]:
-            conv.drop(key, f"{conv.algo} has no critic")
-        conv.results = {key: result for key, result in conv.results.items() if not key.startswith("critic.")}
+        conv.drop_critic(f"{conv.algo} has no critic")
     _rewards(conv)
     _evaluation(conv)
     _lora(conv, MODEL)
