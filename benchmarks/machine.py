@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +92,36 @@ def kept_results(path: Path, part: str, versions: dict[str, Any]) -> dict[str, A
     if any(report["versions"].get(name) != found for name, found in versions.items()):
         return {}
     return {name: {"commit": report["commit"], **result} for name, result in report[part].items()}
+
+
+def measure_cases(
+    benchmark: str,
+    description: str,
+    cases: Mapping[str, Any],
+    measure: Callable[[Any, int], dict[str, Any]],
+    *,
+    part: str,
+    repetitions: int,
+) -> None:
+    """Measure the cases of the command line, print each, and save them with --save.
+
+    Args:
+        description: of the command.
+        measure: returns the results of a case with so many repetitions.
+        part: key of the report that has the results by name, and the flag that chooses cases.
+        repetitions: by default.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(f"--{part}", nargs="+", choices=list(cases), default=list(cases))
+    parser.add_argument("--repetitions", type=int, default=repetitions)
+    parser.add_argument("--save", action="store_true", help=f"write results/{benchmark}_PROCESSOR.json")
+    options = parser.parse_args()
+    report: dict[str, Any] = {**report_head(), part: {}}
+    path = results_path(benchmark, report["device"])
+    for name in getattr(options, part):
+        result = {"commit": report["commit"], **measure(cases[name], options.repetitions)}
+        report[part][name] = result
+        print(f"{name}: {json.dumps(result)}", flush=True)
+        if options.save:
+            report[part] = kept_results(path, part, report["versions"]) | report[part]
+            path.write_text(json.dumps(report, indent=1) + "\n")

@@ -10,11 +10,9 @@ program, which no load changes; loss and gradient norm agree.
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +22,13 @@ import jax
 import numpy as np
 import ours
 import work
-from machine import kept_results, report_head, results_path
+from machine import measure_cases
+from paired import medians, paired_ratios, timed
 
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.structs import Metrics
 
 
 class Size(NamedTuple):
@@ -76,51 +76,33 @@ def measure_size(size: Size, repetitions: int) -> dict[str, Any]:
     sequences = make_items(size)
     learners = {name: learner(size, share=name == "shared") for name in ("shared", "apart")}
     states = {name: ours.fresh_state(built) for name, built in learners.items()}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in learners}
-    numbers: dict[str, dict[str, float]] = {name: {} for name in learners}
-    for repetition in range(repetitions + 1):
-        for name, built in learners.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            states[name], metrics = built.update(states[name], [sequences])
-            jax.block_until_ready(states[name])
-            if repetition:
-                seconds[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-            numbers[name] |= {key: float(metrics[key]) for key in ("loss", "grad_norm")}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in learners}
+    numbers: dict[str, dict[str, float]] = {}
+
+    def update(name: str) -> Metrics:
+        states[name], metrics = learners[name].update(states[name], [sequences])
+        jax.block_until_ready(states[name])
+        return metrics
+
+    for _ in range(repetitions + 1):
+        for name in learners:
+            metrics, seconds = timed(functools.partial(update, name))
+            runs[name].append(seconds)
+            numbers[name] = {key: float(metrics[key]) for key in ("loss", "grad_norm")}
+    measured = {name: rows[1:] for name, rows in runs.items()}  # the first repetition compiles
     for name, built in learners.items():
         program = built.update_programs(("advantages",), microbatches=1)["accumulate"]
         with jax.set_mesh(built.mesh):
             compiled = program.fn.lower(*program.args, **program.static).compile()
         numbers[name]["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
-        numbers[name]["wall"], numbers[name]["cpu"] = map(statistics.median, zip(*seconds[name], strict=True))
-    ratios = [
-        [a / b for a, b in zip(apart, shared, strict=True)]
-        for apart, shared in zip(seconds["apart"], seconds["shared"], strict=True)
-    ]
-    wall, cpu = map(statistics.median, zip(*ratios, strict=True))
-    memory = numbers["apart"]["temporary_bytes"] / numbers["shared"]["temporary_bytes"]
-    return {**numbers, "ratio": {"wall": wall, "cpu": cpu, "temporary_bytes": memory}}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--save", action="store_true", help="write results/prefixes_PROCESSOR.json")
-    options = parser.parse_args()
-    report: dict[str, Any] = {
-        **report_head(),
-        "sizes": {},
+        numbers[name] |= medians(measured[name])
+    ratio = {
+        name: statistics.median(paired_ratios(measured["apart"], measured["shared"], name))
+        for name in ("wall", "cpu")
     }
-    for name in options.sizes:
-        result = {"commit": report["commit"], **measure_size(SIZES[name], options.repetitions)}
-        report["sizes"][name] = result
-        parts = ", ".join(f"{key} {value:.2f}" for key, value in result["ratio"].items())
-        print(f"{name} tokens, apart / shared: {parts}", flush=True)
-    if options.save:
-        path = results_path("prefixes", report["device"])
-        report["sizes"] = kept_results(path, "sizes", report["versions"]) | report["sizes"]
-        path.write_text(json.dumps(report, indent=1) + "\n")
+    memory = numbers["apart"]["temporary_bytes"] / numbers["shared"]["temporary_bytes"]
+    return {**numbers, "ratio": ratio | {"temporary_bytes": memory}}
 
 
 if __name__ == "__main__":
-    main()
+    measure_cases("prefixes", __doc__, SIZES, measure_size, part="sizes", repetitions=7)

@@ -11,9 +11,7 @@ the paired ratios to the ring, and the tokens that were prefilled.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import statistics
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from machine import kept_results, report_head, results_path
+from machine import measure_cases
 from paired import medians, paired_ratios, timed
 
 from jaxrl_llm import models
@@ -131,22 +129,5 @@ def measure_turns(case: TurnsCase, repetitions: int) -> dict[str, Any]:
     return report | {"slots": case.slots, "same_text": statistics.mean(same)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="write results/turns_PROCESSOR.json")
-    options = parser.parse_args()
-    report: dict[str, Any] = {**report_head(), "cases": {}}
-    for name in options.cases:
-        result = {"commit": report["commit"], **measure_turns(CASES[name], options.repetitions)}
-        report["cases"][name] = result
-        print(f"{name}: {json.dumps(result)}", flush=True)
-        if options.save:
-            path = results_path("turns", report["device"])
-            report["cases"] = kept_results(path, "cases", report["versions"]) | report["cases"]
-            path.write_text(json.dumps(report, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    measure_cases("turns", __doc__, CASES, measure_turns, part="cases", repetitions=5)
