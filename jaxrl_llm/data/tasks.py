@@ -41,15 +41,23 @@ class TaskProblem:
     turns: tuple[tuple[dict, ...], ...] = ()  # demonstration and mistake, if they take several turns
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """Options that every task has."""
+
+    noise: Fraction = 0.0
+    """Share of wrong demonstrations; of pairs the wrong way round."""
+    size: Count = 1_000_000
+    """Problems of an epoch."""
+
+
 @dataclass(frozen=True)
-class ArithmeticOptions:
+class ArithmeticOptions(TaskOptions):
     """Options of task:arithmetic and, with other mistakes, of task:preference."""
 
     digits: Digits = 2  # of the largest operand
     operators: str = "+"  # of + - *
     terms: Terms = 2
-    noise: Fraction = 0.0  # share of wrong demonstrations; of pairs the wrong way round
-    size: Count = 1_000_000  # problems of an epoch
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""
@@ -57,14 +65,12 @@ class ArithmeticOptions:
 
 
 @dataclass(frozen=True)
-class CountdownOptions:
+class CountdownOptions(TaskOptions):
     """Options of task:countdown."""
 
     numbers: Annotated[int, Range(2, 100)] = 3
     largest: Annotated[int, Range(3, 10**9)] = 9
     operators: str = "+-*"
-    noise: Fraction = 0.0
-    size: Count = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""
@@ -72,13 +78,11 @@ class CountdownOptions:
 
 
 @dataclass(frozen=True)
-class MaximumOptions:
+class MaximumOptions(TaskOptions):
     """Options of task:maximum."""
 
     count: Annotated[int, Range(2, 1000)] = 3
     digits: Digits = 2
-    noise: Fraction = 0.0
-    size: Count = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""
@@ -87,13 +91,11 @@ class MaximumOptions:
 
 
 @dataclass(frozen=True)
-class ReverseOptions:
+class ReverseOptions(TaskOptions):
     """Options of task:reverse."""
 
     length: Annotated[int, Range(2, 10_000)] = 4  # of the longest word
     letters: str = "abcdefgh"
-    noise: Fraction = 0.0
-    size: Count = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""
@@ -102,23 +104,19 @@ class ReverseOptions:
 
 
 @dataclass(frozen=True)
-class StepsOptions:
+class StepsOptions(TaskOptions):
     """Options of task:steps."""
 
     terms: Terms = 4
     largest: Annotated[int, Range(1, 10**18)] = 9
-    noise: Fraction = 0.0
-    size: Count = 1_000_000
 
 
 @dataclass(frozen=True)
-class CalculateOptions:
-    """Options of task:calculate."""
+class CalculateOptions(TaskOptions):
+    """Options of task:calculate, whose wrong demonstrations give up."""
 
     digits: Digits = 3  # of both operands
     operators: str = "*"
-    noise: Fraction = 0.0  # share of demonstrations that give up
-    size: Count = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""
@@ -126,12 +124,10 @@ class CalculateOptions:
 
 
 @dataclass(frozen=True)
-class GuessOptions:
-    """Options of task:guess."""
+class GuessOptions(TaskOptions):
+    """Options of task:guess, whose wrong demonstrations guess at random."""
 
     largest: Annotated[int, Range(2, 1000)] = 15
-    noise: Fraction = 0.0  # share of demonstrations that guess at random
-    size: Count = 1_000_000
 
 
 def draw_arithmetic(rng: random.Random, options: ArithmeticOptions) -> TaskProblem:
