@@ -330,7 +330,7 @@ def flat_texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         for key, value in items:
             yield from flat_texts(value, f"{prefix}.{key}" if prefix else str(key))
     else:
-        yield prefix, tree if isinstance(tree, str) else json.dumps(tree)
+        yield prefix, tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False)
 
 
 def _run_settings(

@@ -25,6 +25,7 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.files import load_json, replace_text
 from jaxrl_llm.report import jsonl
+from jaxrl_llm.report.loggers import flat_texts
 from jaxrl_llm.thoughts import readable
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
 from jaxrl_llm.tools.atif import AtifSource, atif_document
@@ -177,10 +178,10 @@ def read_run(path: Path, name: str) -> RunData:
     run.samples, damaged = jsonl.scan_rows(path / SAMPLES)
     note_damage(run, SAMPLES, damaged)
     try:
-        run.config = flatten(load_json((path / CONFIG).read_bytes()))
+        run.config = settings_of(load_json((path / CONFIG).read_bytes()))
     except FileNotFoundError:
         run.notes.append(f"{CONFIG} is missing: the page shows no settings of this run")
-    except (ValueError, AttributeError):
+    except (ValueError, TypeError):
         run.notes.append(f"{CONFIG} is damaged: the page shows no settings of this run")
     if len(rows) > MAX_POINTS:
         kept = set(evenly_spaced(len(rows), MAX_POINTS))
@@ -309,18 +310,10 @@ def token_columns(columns: Any) -> dict[str, Any] | None:
     return {"text": texts} | numbers | {name: finite(x) for name, x in constants.items()}
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the values of nested dicts as texts, by dotted keys without the prefix "config"."""
-    flat = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat |= flatten(value, "" if name == "config" else f"{name}.")
-        elif isinstance(value, list) and any(isinstance(x, dict) for x in value):
-            flat |= flatten({str(i): x for i, x in enumerate(value)}, f"{name}.")
-        else:
-            flat[name] = " ".join(value) if name == "command" else shown(value)
-    return flat
+def settings_of(tree: dict[str, Any]) -> dict[str, str]:
+    """Return the values of config.json as texts, by dotted keys without the prefix "config"."""
+    command = {"command": " ".join(tree["command"])} if "command" in tree else {}
+    return {key.removeprefix("config."): text for key, text in flat_texts({**tree, **command})}
 
 
 def metric_columns(rows: Sequence[jsonl.Row]) -> dict[str, list[float | None]]:
