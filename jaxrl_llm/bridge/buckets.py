@@ -13,13 +13,13 @@ from jaxrl_llm import models
 from jaxrl_llm.bridge.push import Part
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import export_tensors
+from jaxrl_llm.hf.folder import list_problems
 from jaxrl_llm.hf.gather import gather_tensors, group_by_size
 from jaxrl_llm.hf.names import Encode, HFTensor, stored_dtype, tensor_bytes
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
-MAX_SHOWN = 8  # names in an error
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,8 @@ class WeightSource:
             "unknown": sorted(sent.keys() - expected.keys()),
             "of another shape": sorted(name for name in both if tuple(expected[name]) != tuple(sent[name])),
         }
-        lines = [
-            f"{len(names)} {what}: {', '.join(names[:MAX_SHOWN])}"
-            for what, names in problems.items()
-            if names
-        ]
-        if lines:
-            raise UserError(f"the weights for the servers do not match {folder}: {'; '.join(lines)}")
+        if found := list_problems(problems):
+            raise UserError(f"the weights for the servers do not match {folder}: {found}")
 
     def parts(self, params: Params, on_device: bool = False) -> Iterator[Part]:
         """Gather the weights, a `Bucket` a part; two are in memory. A collective: process 0 gets them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -272,9 +271,7 @@ def _check_supported(keys: JsonKeys, family: str) -> None:
     read_quantization(keys)
     fixed = _FIXED | FAMILIES[family].fixed
     fixed |= {} if FAMILIES[family].global_heads else {OVERRIDES: None}
-    for key, supported in fixed.items():
-        if keys.get(key) not in (None, supported):
-            raise keys.wrong(key, keys.get(key), f"is not supported; supported: {json.dumps(supported)}")
+    keys.require(fixed)
 
 
 def _normalizes_head(keys: JsonKeys, family: str) -> bool:

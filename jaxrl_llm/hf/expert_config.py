@@ -59,9 +59,7 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     if family not in (*SHARED, "qwen3_moe", "olmoe"):
         return None
     integer = lambda key: keys.integer(key, LARGEST[key])
-    for key, every_layer in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if keys.get(key) not in (None, every_layer):
-            raise keys.wrong(key, keys.get(key), f"is not supported; supported: {every_layer}")
+    keys.require({"decoder_sparse_step": 1, "mlp_only_layers": []})  # every layer is sparse
     count = "num_local_experts" if "num_local_experts" in keys.raw else "num_experts"  # transformers 5
     shared = integer("shared_expert_intermediate_size") if family in SHARED else 0
     return MoEConfig(
@@ -134,9 +132,7 @@ def _read_grouped(keys: JsonKeys, family: str) -> MoEConfig:
         UserError: experts are chosen in another way, or dense layers follow sparse ones.
     """
     integer = lambda key: keys.integer(key, LARGEST[key])
-    for key, supported in ({} if family == "mistral4" else FIXED).items():
-        if keys.get(key) not in (None, supported):
-            raise keys.wrong(key, keys.get(key), f"is not supported; supported: {supported}")
+    keys.require({} if family == "mistral4" else FIXED)
     size, groups = integer("moe_intermediate_size"), integer("n_group")
     return MoEConfig(
         integer("n_routed_experts"),
@@ -216,9 +212,7 @@ def read_indexer(keys: JsonKeys, family: str, num_layers: int) -> dict[str, Any]
     is_glm = family == "glm_moe_dsa"
     fixed = {"indexer_rope_interleave": is_glm, "rope_interleave": True, "index_kpool": None}
     fixed |= {"layer_types": ["indexed_attention"] * num_layers, "mla_use_nope": False}
-    for key, supported in fixed.items():
-        if keys.get(key) not in (None, supported):
-            raise keys.wrong(key, keys.get(key), f"is not supported; supported: {supported}")
+    keys.require(fixed)
     sizes = (keys.integer(key, LARGEST[key]) for key in ("index_topk", "index_n_heads", "index_head_dim"))
     found = {"index": IndexConfig(*sizes, interleaved=is_glm)}
     types = _indexer_types(keys, num_layers) if is_glm else []

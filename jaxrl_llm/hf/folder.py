@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -236,24 +236,21 @@ def list_mismatches(
     """
     extra = [name for name in stored if name not in expected and name not in ignored]
     both = [name for name in expected if name in stored]
-    # One entry for each kind of difference.
-    problems = [
-        _list("missing", [f"{n} {list(expected[n])}" for n in expected if n not in stored]),
-        _list("unexpected", [f"{n} {list(stored[n].shape)} in {stored[n].file.name}" for n in extra]),
-        _list(
-            "of another shape",
-            [
-                f"{n} {list(stored[n].shape)} in {stored[n].file.name}, {source} says {list(expected[n])}"
+    place = lambda n: f"{n} {list(stored[n].shape)} in {stored[n].file.name}"
+    return list_problems(
+        {
+            "missing": [f"{n} {list(expected[n])}" for n in expected if n not in stored],
+            "unexpected": [place(n) for n in extra],
+            "of another shape": [
+                f"{place(n)}, {source} says {list(expected[n])}"
                 for n in both
                 if stored[n].shape != expected[n]
             ],
-        ),
-        _list(
-            f"of a type other than {', '.join(FLOATS)}",
-            [f"{n} {stored[n].dtype} in {stored[n].file.name}" for n in both if not stored[n].is_readable],
-        ),
-    ]
-    return "; ".join(problem for problem in problems if problem)
+            f"of a type other than {', '.join(FLOATS)}": [
+                f"{n} {stored[n].dtype} in {stored[n].file.name}" for n in both if not stored[n].is_readable
+            ],
+        }
+    )
 
 
 def refuse_remote_code(folder: Path) -> None:
@@ -338,5 +335,8 @@ def shorten_names(names: list[str]) -> str:
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
-def _list(what: str, names: list[str]) -> str:
-    return f"{len(names)} {what}: {shorten_names(names)}" if names else ""
+def list_problems(problems: Mapping[str, list[str]]) -> str:
+    """Return the problems that some names have, such as "2 missing: a, b; 1 unexpected: c"."""
+    return "; ".join(
+        f"{len(names)} {what}: {shorten_names(names)}" for what, names in problems.items() if names
+    )

@@ -20,7 +20,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.extensions import import_extra
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import plan_files, write_description, write_safetensors
-from jaxrl_llm.hf.folder import shorten_names
+from jaxrl_llm.hf.folder import list_problems
 from jaxrl_llm.hf.gguf_tokenizer import Read, end_ids, make_gguf_tokenizer
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.hf.ropes import ORIGINAL
@@ -298,9 +298,8 @@ class _GgufModel:
                 if name in expected and not _can_dequantize(self.stored[name])
             ],
         }
-        found = [f"{len(names)} {what}: {shorten_names(names)}" for what, names in problems.items() if names]
-        if found:
-            raise self.wrong(f"not the tensors that its {self.family} metadata describes; {'; '.join(found)}")
+        if found := list_problems(problems):
+            raise self.wrong(f"not the tensors that its {self.family} metadata describes; {found}")
         return tensors
 
     def gguf_name(self, name: str) -> str:

@@ -103,6 +103,12 @@ class JsonKeys:
             raise self.wrong(key, value, f"is not supported; supported: {', '.join(supported)}")
         return value
 
+    def require(self, supported: Mapping[str, Any]) -> None:
+        """Refuse keys with another value than the supported one; null and absent keys have it."""
+        for key, value in supported.items():
+            if self.get(key) not in (None, value):
+                raise self.wrong(key, self.get(key), f"is not supported; supported: {json.dumps(value)}")
+
     def section(self, key: str) -> JsonKeys:
         """Return the keys of an object in the file; null = the default, or none."""
         value = self.get(key) or self.defaults.get(key) or {}

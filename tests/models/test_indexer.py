@@ -158,7 +158,7 @@ def test_caches_count_index_keys():
     [
         (
             {"indexer_rope_interleave": False},
-            "indexer_rope_interleave=False is not supported; supported: True",
+            "indexer_rope_interleave=False is not supported; supported: true",
         ),
         ({"rope_interleave": False}, "rope_interleave=False is not supported"),
         (

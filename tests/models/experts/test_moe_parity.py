@@ -250,8 +250,8 @@ def test_weights_of_multi_token_prediction_are_skipped(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; supported: sigmoid"),
-        ({"topk_method": "greedy"}, "topk_method='greedy' is not supported; supported: noaux_tc"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; supported: \"sigmoid\""),
+        ({"topk_method": "greedy"}, "topk_method='greedy' is not supported; supported: \"noaux_tc\""),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; supported: 1"),
         ({"n_group": 4}, "moe.groups is 4: it must divide 6 experts"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size=None is one scale a tensor"),
