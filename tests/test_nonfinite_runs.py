@@ -39,8 +39,8 @@ def test_a_run_ends_after_too_many_skipped_updates_or_if_none_was_applied(state,
 
 
 def test_skipped_updates_are_in_the_line_of_their_step():
-    assert format_metrics({"loss": 0.5, "nonfinite": 0.0}, "  ") == "loss 0.5"
-    assert format_metrics({"loss": 0.5, "nonfinite": 0.25}, "  ") == "loss 0.5  nonfinite 0.25"
+    assert format_metrics({"loss": 0.5, "nonfinite": 0.0}) == "loss 0.5"
+    assert format_metrics({"loss": 0.5, "nonfinite": 0.25}) == "loss 0.5  nonfinite 0.25"
 
 
 def test_an_epsilon_that_is_zero_in_float32_is_refused():

@@ -84,10 +84,10 @@ def recipe_source(
     ).replace("\n\n\n\n", "\n\n\n")
 
 
-def comment_lines(text: str, indent: str = "", hanging: str = "    ") -> list[str]:
+def comment_lines(text: str, indent: str = "") -> list[str]:
     """Return a comment, wrapped."""
     wrapped = textwrap.wrap(
-        " ".join(text.split()), WIDTH - len(indent) - 2, subsequent_indent=hanging, break_long_words=False
+        " ".join(text.split()), WIDTH - len(indent) - 2, subsequent_indent="    ", break_long_words=False
     )
     return [f"{indent}# {line}" for line in wrapped]
 

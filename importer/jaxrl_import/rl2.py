@@ -63,16 +63,13 @@ def _rules_of_ppo(conv: Conversion) -> None:
         conv.put("reward.name", "none", note="the environment rewards")
     stop = f"rollout.train.{SAMPLING}.stop"
     if conv.is_set(stop):
+        words = tuple(word.strip("'\"") for word in conv.get(stop))
         for group in ("rollout", "eval"):
-            conv.put(f"{group}.sampling.stop", _stop_words(conv.get(stop)), stop)
+            conv.put(f"{group}.sampling.stop", words, stop)
     _data(conv, "rollout")
     _common(conv, "actor")
     memory = conv.get("rollout.server_args.mem_fraction_static")
     conv.put_engine("", "SGLang (RL2)", conv.get("rollout.server_args.tp_size"), memory)
-
-
-def _stop_words(words: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(word.strip("'\"") for word in words)
 
 
 def _reinforce(conv: Conversion, n: int) -> None:

@@ -78,16 +78,17 @@ def matrix_flops(c: TransformerConfig, tokens: Number) -> float:
     return 2.0 * tokens * (layer_weights(c) + adapter_weights(c))
 
 
-def index_flops(c: TransformerConfig, tokens: Number, context: Number) -> float:
+def index_flops(
+    c: TransformerConfig, tokens: Number, context: Number, longest: Number | None = None
+) -> float:
     """Return the FLOPs of indexers, which have no backward pass; 0 if each query reads all its keys.
 
     Args:
-        context: keys of each query.
+        context: keys of each query, on average.
+        longest: keys of the last query; None = `context`.
     """
-    return _indexer_flops(c, tokens, context) if c.index and context > c.index.topk else 0.0
-
-
-def _indexer_flops(c: TransformerConfig, tokens: Number, context: Number) -> float:
+    if not c.index or (longest or context) <= c.index.topk:
+        return 0.0
     index, layers = c.index, sum(c.index_layers or (True,) * c.num_layers)
     weights = c.mla.q_rank * index.heads * index.head_dim + c.hidden_size * (index.head_dim + index.heads)
     return 2.0 * tokens * layers * (weights + index.heads * index.head_dim * context)
@@ -175,9 +176,8 @@ def training_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = 
 
 
 def _index_flops(c: TransformerConfig, lengths: list[int]) -> float:
-    """Return `index_flops` of causal sequences; those of up to `topk` tokens need no indexer."""
-    long = [n for n in lengths if c.index and n > c.index.topk]
-    return sum((_indexer_flops(c, n, (n + 1) / 2) for n in long), 0.0)
+    """Return `index_flops` of causal sequences."""
+    return sum(index_flops(c, n, (n + 1) / 2, longest=n) for n in lengths)
 
 
 def _causal_keys(length: int, window: int) -> float:

@@ -357,9 +357,8 @@ def open_target(topology: Topology) -> CompileTarget:
     """
     if topology.platform == "cpu":
         devices = open_devices("cpu")
-        return CompileTarget(
-            topology, devices, _host_memory() / len(devices), None, compiler=_version("jaxlib")
-        )
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(devices)
+        return CompileTarget(topology, devices, memory, None, compiler=_version("jaxlib"))
     if problem := missing_compiler(topology.platform):
         raise ConfigError(
             f"--topology {topology.name}: {problem}; or pip install 'jaxrl-llm[plan]'. The compiler needs no "
@@ -393,10 +392,6 @@ def gpu_mem_fraction(environment: Mapping[str, str]) -> float:
                 raise ConfigError(f"{name} is {text!r}: it must be a number above 0 and at most 1.")
             return fraction
     return GPU_MEM_FRACTION
-
-
-def _host_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _version(package: str) -> str:

@@ -186,9 +186,9 @@ class Progress:
             self.panel.step(step, row, rate)
         elif self.live:
             self.bar.update(self.task, completed=step, rate=rate)
-            self.live.update(Group(self.bar, Text(format_metrics(row, "  "), style="dim")))
+            self.live.update(Group(self.bar, Text(format_metrics(row), style="dim")))
         elif self.kind == "plain" and row.get("kind") != "start":
-            parts = (f"step {step}/{self.total}", format_metrics(row, "  "), rate)
+            parts = (f"step {step}/{self.total}", format_metrics(row), rate)
             self.message("  ".join(part for part in parts if part))
 
     def message(self, text: str) -> None:
@@ -250,11 +250,11 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def format_metrics(row: Mapping[str, Any], separator: str) -> str:
+def format_metrics(row: Mapping[str, Any]) -> str:
     """Return the main metrics in a row as text, and `nonfinite` if updates were skipped."""
     keys = (*PROGRESS_METRICS, "nonfinite") if row.get("nonfinite") else PROGRESS_METRICS
     pairs = ((key, row.get(key)) for key in keys)
-    return separator.join(f"{key} {value:.4g}" for key, value in pairs if isinstance(value, int | float))
+    return "  ".join(f"{key} {value:.4g}" for key, value in pairs if isinstance(value, int | float))
 
 
 def format_evaluation(row: Mapping[str, Any]) -> str:

@@ -28,17 +28,16 @@ class Device(Protocol):
     process_index: int
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, flag: str = "--mesh") -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return the mesh (data, stage, fsdp, expert, tensor, sequence) over devices of all processes.
 
     Args:
         devices: default `jax.devices()`.
-        flag: prefix of the config's keys, for the message.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices; the message names a flag and its value.
     """
-    return to_mesh(device_array(config, open_devices() if devices is None else devices, flag))
+    return to_mesh(device_array(config, open_devices() if devices is None else devices, "--mesh"))
 
 
 def to_mesh(devices: np.ndarray) -> Mesh:

@@ -343,16 +343,12 @@ def written_bytes(config: TrainConfig) -> int:
 def check_sandbox(needed: bool) -> Finding:
     """Run a program in the sandbox of the tool `python`."""
     try:
-        output = asyncio.run(_run_in_sandbox())
+        output = asyncio.run(Sandbox(SandboxConfig()).run("print(1 + 1)"))
     except UserError as error:
         return Finding("sandbox", "fix" if needed else "note", f"the tool `python` cannot run: {error}")
     if output.strip() != "2":
         return Finding("sandbox", "fix" if needed else "note", f"1 + 1 gave {output[:200]!r} in the sandbox")
     return Finding("sandbox", "ok", "bubblewrap runs programs of the tool `python`")
-
-
-async def _run_in_sandbox() -> str:
-    return await Sandbox(SandboxConfig()).run("print(1 + 1)")
 
 
 def check_servers(config: TrainConfig | None) -> Iterator[Finding]:

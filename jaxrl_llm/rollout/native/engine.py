@@ -25,12 +25,7 @@ from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.decode_threads import divide, num_decode_threads, run_decode_threads
 from jaxrl_llm.rollout.native.drafts import DraftMemory
 from jaxrl_llm.rollout.native.kept import kept_programs, make_programs
-from jaxrl_llm.rollout.native.page_memory import (
-    check_pages,
-    pages_in_free_memory,
-    pages_required,
-    rollout_weight_bytes,
-)
+from jaxrl_llm.rollout.native.page_memory import check_pages, pages_in_free_memory, pages_required
 from jaxrl_llm.rollout.native.ring_cache import ring_bytes
 from jaxrl_llm.rollout.native.schedule import Scheduler, throughput
 from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, make_shapes
@@ -38,6 +33,7 @@ from jaxrl_llm.rollout.native.transfer import WeightTransfer
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.sharding.compile import ParallelCompiler, Program, bucket
 from jaxrl_llm.sharding.placement import devices_of
+from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
 
@@ -283,7 +279,9 @@ class NativeEngine(Engine):
             required = max(required, config.pages)
         if self._pages is None or not config.max_staleness:  # later the free memory depends on the time
             reserved = config.max_staleness * self.transfer.bytes_of_version()  # of versions still in use
-            reserved += 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
+            reserved += (
+                0 if self._published else self._resident + bytes_per_device(self.programs.abstract_weights())
+            )
             reserved += 0 if paged is self.programs else ring_bytes(self.programs, shapes)
             self._pages = config.pages or self.share(pages_in_free_memory(paged, shapes, reserved))
         return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, self._pages or required))

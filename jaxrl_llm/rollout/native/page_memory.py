@@ -57,11 +57,6 @@ def pages_in_free_memory(programs: Programs, shapes: ProgramShapes, reserved_byt
     return max(int(MEMORY_FRACTION * free) // page_bytes(programs), 1)
 
 
-def rollout_weight_bytes(programs: Programs) -> int:
-    """Return the size of the rollout's copy of the weights on one device."""
-    return bytes_per_device(programs.abstract_weights())
-
-
 def free_device_bytes(programs: Programs) -> int | None:
     """Return the free memory of one device of this process; None if it does not report its memory."""
     local = [device for device in jax.local_devices() if device in programs.mesh.devices]

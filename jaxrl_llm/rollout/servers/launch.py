@@ -144,7 +144,7 @@ class ServerProcesses:
 
     def _fail(self, index: int, problem: str) -> NoReturn:
         log = self.logs[index]
-        raise ServerError(f"{problem}; {log} ends:\n{log_tail(log)}")
+        raise ServerError(f"{problem}; {log} ends:\n{log.read_text(errors='replace')[-LOG_TAIL:]}")
 
     def close(self) -> None:
         """End all servers, with their children."""
@@ -195,11 +195,6 @@ def is_up(url: str, route: str) -> bool:
             return reply.status == 200
     except (OSError, HTTPException):  # the second: a program with another protocol
         return False
-
-
-def log_tail(log: Path) -> str:
-    """Return the end of a log."""
-    return log.read_text(errors="replace")[-LOG_TAIL:]
 
 
 IDLE_TIMEOUT = 30.0  # seconds until a server has no request left
