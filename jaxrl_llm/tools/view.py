@@ -178,7 +178,7 @@ def read_run(path: Path, name: str) -> RunData:
     run.samples, damaged = jsonl.scan_rows(path / SAMPLES)
     note_damage(run, SAMPLES, damaged)
     try:
-        run.config = settings_of(load_json((path / CONFIG).read_bytes()))
+        run.config = config_texts(load_json((path / CONFIG).read_bytes()))
     except FileNotFoundError:
         run.notes.append(f"{CONFIG} is missing: the page shows no settings of this run")
     except (ValueError, TypeError):
@@ -310,7 +310,7 @@ def token_columns(columns: Any) -> dict[str, Any] | None:
     return {"text": texts} | numbers | {name: finite(x) for name, x in constants.items()}
 
 
-def settings_of(tree: dict[str, Any]) -> dict[str, str]:
+def config_texts(tree: dict[str, Any]) -> dict[str, str]:
     """Return the values of config.json as texts, by dotted keys without the prefix "config"."""
     command = {"command": " ".join(tree["command"])} if "command" in tree else {}
     return {key.removeprefix("config."): text for key, text in flat_texts({**tree, **command})}
