@@ -62,6 +62,9 @@ OF_TRL = (
     "think_format_reward",
     "get_soft_overlong_punishment",
 )
+MODEL_NAMES = ("pretrained_model_name_or_path", "model_name")
+"""The first argument of from_pretrained, in transformers and Unsloth."""
+QUANTIZED = ("load_in_4bit", "load_in_8bit")
 OF_MODEL = ("model_init_kwargs", "teacher_model_init_kwargs", "generation_kwargs")
 POSITIONS = {  # trainer -> its arguments without a name, in order
     **dict.fromkeys(
@@ -88,6 +91,7 @@ FROM_COMMAND = re.compile(r"(training|model|script)_args\.|get_\w+\((training|mo
 """A value that the command line has, too."""
 OF_COMMAND = re.compile(r"\x00.*\b(training|model|script)_args\.")
 """In a value that is computed from the command line."""
+OF_TOKENIZER = ("chat_template", "eos_token")
 ARGUMENTS = ("args", "config", "training_args", "model_args", "script_args")
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 LORA = {
@@ -160,8 +164,11 @@ def read_python(text: str, name: str, variables: Mapping[str, str]) -> PythonSet
 
 
 def _of_call(call: ast.Call, trainer: str, reader: _Reader) -> dict[str, Setting]:
-    """Return the settings in a call of peft's LoraConfig, TRL's ModelConfig or the trainer."""
-    if name_of(call) == "LoraConfig":
+    """Return the settings in a call of peft's LoraConfig, TRL's ModelConfig, the trainer, or Unsloth."""
+    if name_of(call) == "train_on_responses_only":
+        return {"assistant_only_loss": Setting(True, reader.where(call))}
+    is_unsloth = name_of(call) == "get_peft_model" and any(word.arg == "r" for word in call.keywords)
+    if name_of(call) == "LoraConfig" or is_unsloth:
         defaults = {key: Setting(value, reader.where(call)) for key, value in PEFT_DEFAULTS.items()}
         return defaults | {LORA.get(key, f"peft.{key}"): value for key, value in reader.arguments(call)}
     if name_of(call) in ("ModelConfig", "BitsAndBytesConfig"):
@@ -219,14 +226,11 @@ class _Reader(ScriptValues):
         return node if isinstance(node, ast.Call) else None
 
     def assigned(self) -> Iterator[tuple[str, Setting]]:
-        """Yield the arguments that the script assigns itself: training_args.KEY = VALUE."""
+        """Yield what the script assigns itself, as training_args.KEY or tokenizer.chat_template."""
         for node in ast.walk(self._tree):
             target = node.targets[0] if isinstance(node, ast.Assign) else None
-            if (
-                isinstance(target, ast.Attribute)
-                and isinstance(target.value, ast.Name)
-                and target.value.id in ARGUMENTS
-            ):
+            is_own = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)
+            if is_own and (target.value.id in ARGUMENTS or target.attr in OF_TOKENIZER):
                 yield from self._setting(target.attr, node.value)
 
     def _setting(self, key: str, node: ast.expr) -> Iterator[tuple[str, Setting]]:
@@ -260,9 +264,7 @@ class _Reader(ScriptValues):
         if isinstance(model, str) and not unknown_names(model):
             yield "model_name_or_path", Setting(model, where)
         elif loaded := self.call_named(words.get("model"), ("from_pretrained",))[0]:
-            name = self.value(loaded.args[0])
-            if not unknown_names(name):
-                yield "model_name_or_path", Setting(name, where)
+            yield from self._loaded(loaded)
         teacher = self.value(words["teacher_model"]) if "teacher_model" in words else None
         if isinstance(teacher, str) and not unknown_names(teacher):
             yield "teacher_model_name_or_path", Setting(teacher, where)
@@ -276,6 +278,18 @@ class _Reader(ScriptValues):
         for key in sorted(words.keys() - READ):
             if key != "peft_config" or not self._has_adapters:
                 yield from self._setting(key, words[key])
+
+    def _loaded(self, call: ast.Call) -> Iterator[tuple[str, Setting]]:
+        """Yield the model that from_pretrained gives, and the settings that it is loaded with."""
+        for key, setting in self.arguments(call, MODEL_NAMES[:1]):
+            if key in MODEL_NAMES and not unknown_names(setting.value):
+                yield "model_name_or_path", setting
+            elif key in QUANTIZED:
+                yield key, setting
+            elif key not in (*MODEL_NAMES, "quantization_config") and not (
+                key.startswith("**") or OF_COMMAND.search(str(setting.value))
+            ):
+                yield f"model_init_kwargs.{key}", setting
 
     def _dataset(self, node: ast.expr | None) -> Iterator[tuple[str, Setting]]:
         """Yield the source of the rows, and the script's changes to them."""

@@ -452,3 +452,36 @@ def test_another_teacher_and_staler_weights_are_said_first(imported, words, neut
     command = "python gkd.py --model_name_or_path m/m --teacher_model_name_or_path m/t --lmbda 1.0 --"
     before = set(imported(f"{command}{neutral}\n").lost)
     assert set(imported(f"{command}{words}\n").lost) == {*before, words.split()[0]}
+
+
+UNSLOTH = """\
+from trl import SFTConfig, SFTTrainer
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="org/m", load_in_4bit=True, max_seq_length=99)
+model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=12, target_modules=["q_proj"], random_state=1)
+trainer = SFTTrainer(model=model, args=SFTConfig(max_steps=7, learning_rate=2e-4))
+trainer = train_on_responses_only(trainer, instruction_part="U", response_part="A")
+"""
+
+
+def test_scripts_of_unsloth(imported):
+    """It loads by other names, adds adapters by a call of its own, and masks all but the answers."""
+    run = imported(UNSLOTH, "t.py", devices=1)
+    wanted = {"model.path": "org/m", "lora.quantize": "nf4", "lora.rank": 4, "lora.alpha": 12.0}
+    wanted |= {"lora.targets": ("q_proj",), "data.chat.loss": "all", "steps": 7}
+    assert run.values(*wanted) == tuple(wanted.values()) and run.lost == {}
+    whole = imported(UNSLOTH.partition("trainer = train_on")[0], "t.py", devices=1)
+    assert whole.values("data.chat.loss") == ("chat",)
+
+
+def test_settings_of_a_loaded_model_and_tokenizer_are_said_first(imported):
+    text = """\
+from trl import DPOConfig, DPOTrainer
+model = AutoModelForCausalLM.from_pretrained("org/m", rope_theta=5, attn_implementation="sdpa", **kwargs)
+tokenizer.chat_template = "{{ messages }}"
+DPOTrainer(model=model, args=DPOConfig(output_dir="o"))
+"""
+    run = imported(text, "t.py", devices=1)
+    assert (run.config.model.path, set(run.lost)) == (
+        "org/m",
+        {"model_init_kwargs.rope_theta", "chat_template"},
+    )
