@@ -226,11 +226,17 @@ class _Reader(ScriptValues):
         return node if isinstance(node, ast.Call) else None
 
     def assigned(self) -> Iterator[tuple[str, Setting]]:
-        """Yield what the script assigns itself, as training_args.KEY or tokenizer.chat_template."""
+        """Yield what the script assigns itself, as training_args.KEY or tokenizer.chat_template, and its own
+        classes of trainers."""
         for node in ast.walk(self._tree):
+            bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            if any(_stem(base.rpartition(".")[2], "Trainer") for base in bases):
+                yield "trainer_class", Setting(f"{node.name}({', '.join(bases)})", self.where(node))
             target = node.targets[0] if isinstance(node, ast.Assign) else None
-            is_own = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)
-            if is_own and (target.value.id in ARGUMENTS or target.attr in OF_TOKENIZER):
+            if not isinstance(target, ast.Attribute):
+                continue
+            holder = re.sub(r"^\w+\.(?=args$)", "", ast.unparse(target.value))  # trainer.args
+            if holder in ARGUMENTS or (target.attr in OF_TOKENIZER and isinstance(target.value, ast.Name)):
                 yield from self._setting(target.attr, node.value)
 
     def _setting(self, key: str, node: ast.expr) -> Iterator[tuple[str, Setting]]:

@@ -485,3 +485,17 @@ DPOTrainer(model=model, args=DPOConfig(output_dir="o"))
         "org/m",
         {"model_init_kwargs.rope_theta", "chat_template"},
     )
+
+
+def test_a_class_of_the_scripts_own_and_late_assignments(imported):
+    """A trainer that computes another loss imports its own, and its arguments may change after it is made."""
+    text = """\
+from trl import DPOConfig, DPOTrainer
+class Mine(DPOTrainer):
+    def compute_loss(self, *args): ...
+t = Mine(model="org/m", args=DPOConfig(output_dir="o", beta=0.1))
+t.args.learning_rate = 3e-6
+"""
+    run = imported(text, "t.py", devices=1)
+    assert run.lost == {"trainer_class": "what a script's own code does is not carried over"}
+    assert run.config.optim.learning_rate == 3e-6
