@@ -130,6 +130,8 @@ def run(
         raise UserError(
             f'reward: {reward!r:.100} is not a function; a built-in reward is **{{"reward.name": NAME}}'
         )
+    if not isinstance(model, str | os.PathLike):
+        raise UserError(f"model: {model!r:.100} is not the path of a model or its hub name")
     if not recipe:
         recipe = DEFAULT_RECIPE
         print(

@@ -185,6 +185,7 @@ def test_the_model_generates(result):
         ),
         (("grpo_tiny.py",), {"reward": "exact"}, "reward: 'exact' is not a function; a built-in reward is"),
         (("grpo_tiny.py",), {"reward": lambda: 1.0, "data": ROWS}, "reward"),
+        (("grpo_tiny.py",), {"model": 3}, "model: 3 is not the path of a model or its hub name"),
     ],
 )
 def test_mistakes_are_user_errors(arguments, settings, message, tmp_path):
