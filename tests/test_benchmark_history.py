@@ -123,6 +123,20 @@ def test_start_reads_the_line_of_the_first_step_and_the_seconds_of_a_process():
     assert start["median_run"](runs) == {"wall": 2.0, "cpu": 2.0}
 
 
+def test_start_compares_runs_that_are_side_by_side():
+    rows = [
+        {
+            "this": {"wall": wall, "cpu": 1.0, "peak MiB": 300.0},
+            "other": {"wall": 2.0, "cpu": 4.0, "peak MiB": 400.0},
+        }
+        for wall in (1.0, 3.0, 4.0)
+    ]
+    ratios = run_script("start.py")["ratios"]
+    assert ratios(rows) == {"wall": [0.5, 1.5, 2.0], "cpu": [0.25] * 3, "peak MiB": [0.75] * 3}
+    helps = [{tree: {"wall": 1.0, "cpu": 1.0} for tree in ("this", "other")}]
+    assert ratios(helps) == {"wall": [1.0] * 3, "cpu": [1.0] * 3}  # a command without a step has no peak
+
+
 def test_start_ends_a_command_at_its_first_step(monkeypatch):
     start = run_script("start.py")
     line = "first step done 1.5 s after the start: import 1.0"
