@@ -74,6 +74,13 @@ MOE_CASES = {
     "moe_train_step": "train step with experts, 32 x 192 tokens",
     "moe_grpo_step": "whole GRPO step with experts",
 }
+DELTA_CASES = {
+    "delta_rollout_fixed": "rollout of a hybrid, 32 x 128 new tokens",
+    "delta_rollout_ragged": "rollout of a hybrid, 32 ragged lengths",
+    "delta_score": "log-probs of a hybrid, 32 x 192 tokens",
+    "delta_train_step": "train step of a hybrid, 32 x 192 tokens",
+    "delta_grpo_step": "whole GRPO step of a hybrid",
+}
 LONG_CASES = {"long_train_step": "train step, 8 responses of 64 tokens to a prompt of 1,024"}
 SMOLLM2_CASES = {
     "smollm2_rollout_fixed": "rollout of SmolLM2-135M, 64 x 11 new tokens",
@@ -85,12 +92,16 @@ SUITES = {
     "dense": CASES,
     "lora": LORA_CASES,
     "moe": MOE_CASES,
+    "delta": DELTA_CASES,
     "long": LONG_CASES,
     "smollm2": SMOLLM2_CASES,
 }
-ALL_CASES = CASES | LORA_CASES | MOE_CASES | LONG_CASES | SMOLLM2_CASES
+ALL_CASES = CASES | LORA_CASES | MOE_CASES | DELTA_CASES | LONG_CASES | SMOLLM2_CASES
 SCRIPTS = {"ours": "ours.py", "floor": "floor.py", "tunix": "tunix_peer.py", "torch_trl": "torch_trl.py"}
-NOT_DONE = {"floor": {"rollout_ragged", "moe_rollout_ragged"}, "tunix": {*LONG_CASES, *SMOLLM2_CASES}}
+NOT_DONE = {
+    "floor": {"rollout_ragged", "moe_rollout_ragged", *DELTA_CASES},
+    "tunix": {*DELTA_CASES, *LONG_CASES, *SMOLLM2_CASES},
+}
 HISTORY_EXPLANATION = """\
 Medians of the paired ratios of each run of [cpu_peers.py](cpu_peers.py), of wall time (of CPU seconds): above
 1 ours is faster. "floor" is the matrix products alone, so below 1: the share of our time that they take.

@@ -73,6 +73,15 @@ def test_every_case_has_a_suite_and_the_floor_knows_it(peers):
         assert f'"{case}"' in floor or case in peers["NOT_DONE"]["floor"]
 
 
+@pytest.mark.slow
+def test_the_cases_run_on_the_present_code(peers, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")  # of tests: programs that compile fast and run slowly, eight devices
+    ours = peers["Peer"]("ours", sys.executable, None)
+    for case in ("score", "delta_grpo_step"):
+        assert ours.request(prepare=case)["first_seconds"] > 0
+    ours.close()
+
+
 def test_results_and_tables_of_each_processor_are_kept(peers, tmp_path):
     amd = report(peers, ours=[(2.0, 4.0)], floor=[(1.0, 1.0)])
     intel_machine = MACHINE.replace("AMD EPYC 7B13, 64-Core", "Intel(R) Xeon(R) Processor")

@@ -23,6 +23,7 @@ from work import LONG, SMALL, SMOLLM2, Work
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import PackItem, from_trajectory
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import decayed
@@ -59,6 +60,7 @@ LLAMA = model_of(SMOLLM2, "llama")
 MIXTURE = replace(
     MODEL, family="qwen3_moe", moe=MoEConfig(work.EXPERTS, work.EXPERTS_PER_TOKEN, work.EXPERT_SIZE)
 )
+DELTA = read_config(work.DELTA)
 ADAPTED = with_lora(MODEL, LoraConfig(work.LORA_RANK, work.LORA_ALPHA))
 SAMPLING = SamplingConfig(ignore_eos=True)
 ALGO = grpo.Config(kl_coef=0.0, clip_low=work.CLIP, clip_high=work.CLIP)
@@ -142,7 +144,7 @@ def score(model: TransformerConfig = MODEL, size: Work = SMALL):
     params = models.init(model, jax.random.key(0))
 
     def run(repetition: int) -> None:
-        scores = trainer.score(params, items_of(size, repetition))
+        scores = trainer.scorer.start(params, items_of(size, repetition))()
         assert all((scored["logprobs"][size.prompt_tokens :] < 0).all() for scored in scores)
 
     return run
@@ -199,6 +201,11 @@ if __name__ == "__main__":
             "moe_score": lambda: score(MIXTURE),
             "moe_train_step": lambda: train_step(MIXTURE),
             "moe_grpo_step": lambda: grpo_step(MIXTURE),
+            "delta_rollout_fixed": lambda: rollout(fixed, DELTA),
+            "delta_rollout_ragged": lambda: rollout(ragged, DELTA),
+            "delta_score": lambda: score(DELTA),
+            "delta_train_step": lambda: train_step(DELTA),
+            "delta_grpo_step": lambda: grpo_step(DELTA),
             "lora_train_step": lambda: train_step(ADAPTED),
             "lora_grpo_step": lambda: grpo_step(ADAPTED),
             "long_train_step": lambda: train_step(MODEL, LONG, all_responses, work.grouped_ids),

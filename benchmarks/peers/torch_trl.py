@@ -26,6 +26,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -63,6 +64,7 @@ MIXTURE = Qwen3MoeConfig(
     moe_intermediate_size=work.EXPERT_SIZE,
     norm_topk_prob=True,
 )
+DELTA = Qwen3_5TextConfig(**work.DELTA)
 ADAPTERS = LoraConfig(
     r=work.LORA_RANK,
     lora_alpha=work.LORA_ALPHA,
@@ -219,6 +221,11 @@ if __name__ == "__main__":
             "moe_score": lambda: score(MIXTURE),
             "moe_train_step": lambda: train_step(config=MIXTURE),
             "moe_grpo_step": lambda: grpo_step(config=MIXTURE),
+            "delta_rollout_fixed": lambda: rollout(lambda _: SMALL.new_tokens, DELTA),
+            "delta_rollout_ragged": lambda: rollout(lambda i: max(work.ragged_lengths(i)), DELTA),
+            "delta_score": lambda: score(DELTA),
+            "delta_train_step": lambda: train_step(config=DELTA),
+            "delta_grpo_step": lambda: grpo_step(config=DELTA),
             "lora_train_step": lambda: train_step(ADAPTERS),
             "lora_grpo_step": lambda: grpo_step(ADAPTERS),
             "long_train_step": lambda: train_step(size=LONG, ids_of=work.grouped_ids),
