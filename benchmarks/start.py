@@ -109,7 +109,7 @@ def checkout(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(places)}
 
 
-def ratios(rows: list[dict[str, Run]]) -> dict[str, list[float]]:
+def ratios_between(rows: list[dict[str, Run]]) -> dict[str, list[float]]:
     """Return smallest, median and largest ratio of "this" to "other" in runs side by side, by number."""
     these, others = ([row[tree] for row in rows] for tree in ("this", "other"))
     spread = lambda values: [round(x, 3) for x in (min(values), statistics.median(values), max(values))]
@@ -152,7 +152,7 @@ def main() -> None:
     for name, runs in rows.items():
         report[name] = median_run([run["this"] for run in runs])
         if options.against:
-            report[name]["ratios to the other"] = ratios(runs)
+            report[name]["ratios to the other"] = ratios_between(runs)
     report["load at the end"] = os.getloadavg()[0]
     text = json.dumps(report, indent=1)
     stem = f"start_{options.model.stem.split('-')[0].lower()}" if options.model else "start"

@@ -35,7 +35,7 @@ def report(peers, ours, floor, machine=MACHINE):
         name: [{"wall": wall, "cpu": cpu, "peak_mb": 100.0} for wall, cpu in runs]
         for name, runs in (("ours", ours), ("floor", floor))
     }
-    median, ratios = peers["median"], peers["ratios"]
+    median, ratios = peers["median"], peers["ratios_between"]
     result = {
         "median": {name: median(runs) for name, runs in timings.items()},
         "ratio": {"floor": ratios(timings["floor"], timings["ours"])},
@@ -140,7 +140,7 @@ def test_start_compares_runs_that_are_side_by_side():
         }
         for wall in (1.0, 3.0, 4.0)
     ]
-    ratios = run_script("start.py")["ratios"]
+    ratios = run_script("start.py")["ratios_between"]
     assert ratios(rows) == {"wall": [0.5, 1.5, 2.0], "cpu": [0.25] * 3, "peak MiB": [0.75] * 3}
     helps = [{tree: {"wall": 1.0, "cpu": 1.0} for tree in ("this", "other")}]
     assert ratios(helps) == {"wall": [1.0] * 3, "cpu": [1.0] * 3}  # a command without a step has no peak
