@@ -100,6 +100,13 @@ def folder_files(path: Path, config: SourceConfig) -> list[Path]:
     folders = [folder for folder in folders if not _split_label(Path(folder)) and folder != "data"]
     if len(folders) > 1:
         raise UserError(f"{root} holds several datasets; set subset to one of {', '.join(folders)}")
+    seen: dict[Path, Path] = {}
+    for file in files:  # the same rows in two formats
+        same = seen.setdefault(file.parent / file.name.removesuffix(".gz").rpartition(".")[0], file)
+        if same is not file:
+            raise UserError(
+                f"{same} and {file.name} have one name, so their rows would count twice: give one path"
+            )
     return files
 
 

@@ -345,6 +345,16 @@ def test_descriptions_of_a_dataset_are_no_rows(tmp_path):
     assert len(opened(tmp_path)) == len(ROWS)
 
 
+def test_rows_in_two_formats_are_not_read_twice(tmp_path):
+    """Folders of the hub may hold train.csv beside train.jsonl; `datasets` reads one kind of file."""
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    write_csv(tmp_path / "train-2.csv", ROWS)
+    assert len(opened(tmp_path)) == 2 * len(ROWS)
+    write_csv(tmp_path / "train.csv", ROWS)
+    with pytest.raises(ValueError, match=r"train\.csv and train\.jsonl have one name, so their rows would"):
+        opened(tmp_path)
+
+
 def test_a_pattern_is_answered_by_its_folder(tmp_path):
     write_jsonl(tmp_path / "ok.jsonl", ROWS)
     message = r"\*\.jsonl: patterns are not read\. Give the folder: "
