@@ -247,11 +247,20 @@ def test_luspo_of_token_ratios_is_noted(imported):
         ("dpo --loss_type sigmoid sft --loss_weights 2.0 1.0", "loss_weights"),
         ("dpo --loss_weights 0.5", "loss_weights"),
         ("grpo --loss_type vespo --use_vllm True", "vllm_importance_sampling_mode"),
+        ("sft --dataset_text_field body", "dataset_text_field"),
     ],
 )
 def test_settings_that_are_not_carried_over(imported, flags, key):
     run = imported(f"trl {flags} --model org/m\n", devices=1)
     assert list(run.lost) == [key] and "does not know" not in run.report
+
+
+def test_where_math_differs_from_rewards_of_trl_is_said(imported):
+    for name, more in (("accuracy_reward", False), ("reasoning_accuracy_reward", True)):
+        run = imported(f"trl grpo --model org/m --reward_funcs {name}\n", devices=1)
+        said = run.lost["reward_funcs"]
+        assert run.config.reward.name == "math" and f"`from trl.rewards import {name}`" in said
+        assert ("reads the text after </think> alone" in said) == more
 
 
 def test_vespos_weight_has_the_ratio_to_the_rollout(imported):

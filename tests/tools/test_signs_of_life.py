@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 from random_weights import random_params
 
-from jaxrl_llm import models
+from jaxrl_llm import __main__, models, train
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
-from jaxrl_llm.hf import gguf
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf import gguf, resolve
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.host import command
 from jaxrl_llm.tools import chat_session, checks, doctor, plan
@@ -99,3 +100,20 @@ def test_a_large_tokenizer_of_a_gguf_file(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(library, "GGUFReader", lambda file: time.sleep(0.1))
     gguf._open(tmp_path / "large.gguf")
     assert said(capsys) == {"reading large.gguf"}
+
+
+def test_a_run_that_is_built_and_a_conversion(monkeypatch, tmp_path, capsys):
+    def build(config, closing, reward):
+        time.sleep(0.1)
+        (tmp_path / "m.gguf").touch()
+        resolve.resolve_model(tmp_path / "m.gguf")
+        raise UserError("built")
+
+    monkeypatch.setattr(resolve, "convert_gguf", lambda file: time.sleep(0.1))
+    monkeypatch.setattr(train, "build", build)
+    assert __main__.main(["train", "--config", "grpo_tiny.py", "--run_dir", str(tmp_path / "run")]) == 2
+    converting = "converting m.gguf to a Hugging Face folder, once"
+    assert capsys.readouterr().err.splitlines()[-4:] == [
+        "building the run: model, tokenizer, data, rewards: 0 s so far",
+        *(f"{converting}: 0 s so far", f"{converting}: took 0.1 s", "error: built"),
+    ]
