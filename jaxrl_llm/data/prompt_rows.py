@@ -66,7 +66,7 @@ ANSWER_KEYS = (
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 BESIDE = re.compile(
     r"choices|options|contexts?|passages?|paragraphs?|articles?|documents?|story|input|knowledge|"
-    r"instruction|prompt|question|problem|query|conversation|dialog(?:ue)?|text|"
+    r"(?:system_)?instructions?|prompt|question|problem|query|conversation|dialog(?:ue)?|text|"
     r"evidences?|facts?|background|premise|hypothesis|tables?|(?:db_)?schema|starter_code|prefix|suffix|"
     r"(?:(?:chat|conversation|dialog(?:ue)?)_)?history|search_results|retrieved_\w+|"
     r"[A-E]|op[a-e]|(?:option|choice)_?[A-Ea-e1-5]"

@@ -306,6 +306,7 @@ def test_a_system_prompt_beside_text_and_two_of_them():
         ({"prefix": "Rome"}, "prefix"),
         ({"suffix": "4?"}, "suffix"),
         ({"chat_history": ["hello"]}, "chat_history"),
+        ({"instructions": "In Italy."}, "instructions"),
     ],
 )
 def test_columns_that_belong_to_the_question_are_refused_where_it_lacks_them(more, name):
