@@ -35,7 +35,7 @@ def report(peers, ours, floor, machine=MACHINE):
         name: [{"wall": wall, "cpu": cpu, "peak_mb": 100.0} for wall, cpu in runs]
         for name, runs in (("ours", ours), ("floor", floor))
     }
-    median, ratios = peers["median"], peers["ratios_between"]
+    median, ratios = peers["median"], peers["ratios"]
     result = {
         "median": {name: median(runs) for name, runs in timings.items()},
         "ratio": {"floor": ratios(timings["floor"], timings["ours"])},
