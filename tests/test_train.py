@@ -166,6 +166,7 @@ def test_several_minibatches_train(tmp_path):
     assert "eval/pass@1" in rows(tmp_path)[0]
 
 
+@pytest.mark.slow
 def test_sft_recipe_learns(tmp_path):
     recipe = ["--config", "sft_tiny.py", "--log.progress", "none", "--log.tensorboard", "false"]
     more = ["--steps", "16", "--eval.every", "0", "--mesh.fsdp", "8", "--prompts_per_step", "16"]

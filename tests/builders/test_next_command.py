@@ -65,6 +65,7 @@ def finished(tmp_path_factory):
     return folder / "run", out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--max_tokens", "16", "--resume", "False"]])
 def test_the_printed_command_generates_right_answers(finished, more, capsys):
     run_dir, printed = finished

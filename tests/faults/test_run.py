@@ -68,6 +68,7 @@ def test_no_room_for_the_export_either(tmp_path, capsys, monkeypatch, full_after
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_if_asked(tmp_path, capsys, full_after_one_save):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     assert train(tmp_path, "--checkpoint.on_full_disk", "stop") == 1

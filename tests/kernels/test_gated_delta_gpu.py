@@ -83,7 +83,7 @@ PACKED = [(1, 1, 137), (2, 2, 1), (3, 3, 30), (4, 4, 95), (0, 0, 7)]
 GROUP = [(1, 3, 145), (1, 1, 70), (2, 2, 17), (3, 3, 50), (4, 4, 20), (0, 0, 3)]
 
 
-@pytest.mark.parametrize("together", [64, 2])
+@pytest.mark.parametrize("together", [64, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("parts", [PACKED, GROUP], ids=["packed", "group"])
 def test_the_rule_around_the_kernel_equals_the_definition(parts, together, scanned, monkeypatch):
     """Out, final state and all gradients; groups of chunks, and several of them."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from slow_cases import with_slow
 
 from jaxrl_kernels import dispatch
 from jaxrl_kernels.chips import TPUS
@@ -99,7 +100,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_slow(CASES, {"packed", "group", "left padding"}))
 def test_kernels_equal_the_definition(name, interpreted):
     """Packed rows of odd length, trees, padding; out, final state and all gradients, in float32."""
     parts, heads, dims = CASES[name]
@@ -109,6 +110,7 @@ def test_kernels_equal_the_definition(name, interpreted):
     assert_close(run(pallas_tpu.gated_delta, *given), run(reference.gated_delta, *given), 1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_exact(interpreted):
     """Products with queries and keys of bfloat16 lose no bits: only results are rounded, as in plain JAX."""
     segments, last = make_row(GROUP)

@@ -196,7 +196,12 @@ def test_gradients_are_those_of_the_merged_weight(updated, adapted):
 
 
 @pytest.mark.parametrize(
-    "mesh", [MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(fsdp=2, sequence=2, tensor=2)], ids=str
+    "mesh",
+    [
+        MeshConfig(data=2, fsdp=2, tensor=2),
+        pytest.param(MeshConfig(fsdp=2, sequence=2, tensor=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_every_mesh_gives_the_update_of_one_device(mesh, updated, adapted):
     _, after, metrics = one_update(learner(mesh), adapted[2])

@@ -85,6 +85,7 @@ def test_a_pair_with_an_empty_side_changes_nothing():
     assert {n: metrics[n] for n in names} == {n: pytest.approx(without[n], rel=1e-5) for n in names}
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin():
     algo = dpo.Config()
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])

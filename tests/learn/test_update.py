@@ -109,12 +109,12 @@ def reference_update():
 @pytest.mark.parametrize(
     "mesh",
     [
-        MeshConfig(data=2, fsdp=2, tensor=2),
-        MeshConfig(fsdp=4, sequence=2),
         MeshConfig(stage=2, fsdp=2, tensor=2),
         *(
             pytest.param(mesh, marks=pytest.mark.slow)
             for mesh in (
+                MeshConfig(data=2, fsdp=2, tensor=2),
+                MeshConfig(fsdp=4, sequence=2),
                 MeshConfig(data=8, fsdp=1),
                 MeshConfig(fsdp=8),
                 MeshConfig(fsdp=2, tensor=4),

@@ -11,6 +11,7 @@ import transformers
 from family_cases import BASE, CASES, INDEXED
 from hf_oracle import TOLERANCE, agree_in_greedy_text, hf_logits, our_logits
 from random_weights import random_params
+from slow_cases import with_slow
 
 from jaxrl_llm import models
 from jaxrl_llm.hf.config import read_config
@@ -87,7 +88,7 @@ def stable_topk(scores, count, dim=-1):
     return torch.return_types.topk((order.values[..., :count], order.indices[..., :count]))
 
 
-@pytest.mark.parametrize("case", ["deepseek-v3.2", "glm-5, shared"])
+@pytest.mark.parametrize("case", with_slow(["deepseek-v3.2", "glm-5, shared"], {"glm-5, shared"}))
 def test_ties_are_those_of_transformers_with_a_stable_sort(case, monkeypatch):
     """With two index heads a quarter of the scores are exactly 0."""
     family, changes = CASES[case]
@@ -113,6 +114,7 @@ def test_the_choice_matters_only_beyond_topk_tokens():
     assert difference[:7].max() < 1e-5 and (difference[8:] > 1e-3).all()
 
 
+@pytest.mark.slow
 def test_blocks_of_queries_change_no_value_and_no_gradient(monkeypatch):
     """37 queries in blocks of 8."""
     params, tokens = random_params(CONFIG), jnp.asarray(some_tokens())

@@ -339,6 +339,7 @@ def test_pages_that_a_fork_has_cut_hold_the_bits_that_reading_again_would_give(c
     assert_scored_alike(config, "float32", again)
 
 
+@pytest.mark.slow
 @of_each_kind
 def test_drafts_change_no_bit(config, dtype):
     """Neither those of the first call, mostly wrong, nor those of the second, which knows the responses."""

@@ -68,6 +68,7 @@ def contents(session):
     return [message["content"] for message in session.messages]
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_generate_and_later_turns_compile_nothing(engine, folder, talk, capsys):
     session = talk("1 + 1", "and 2?")
     first, answer, _, second = contents(session)

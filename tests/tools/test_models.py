@@ -71,6 +71,7 @@ def logprobs(tmp_path, *arguments):
     return json.loads(out.read_text())["logprobs"]
 
 
+@pytest.mark.slow
 def test_a_step_of_a_run_and_an_adapter_score_as_the_merged_model(runs, tmp_path, capsys):
     expected = logprobs(tmp_path, "--model", runs / "merged")
     adapter = logprobs(tmp_path, "--model", runs / "base", "--adapter", runs / "adapter")

@@ -51,7 +51,13 @@ def test_logprobs_in_order_of_the_rows_whatever_their_lengths(folder, tmp_path):
         np.testing.assert_allclose(line["logprobs"], expected[np.arange(len(row) - 1), row[1:]], atol=2e-5)
 
 
-@pytest.mark.parametrize("batch_tokens", [8192, 64], ids=["in one row", "in rows of one or two"])
+@pytest.mark.parametrize(
+    "batch_tokens",
+    [
+        pytest.param(8192, id="in one row", marks=pytest.mark.slow),
+        pytest.param(64, id="in rows of one or two"),
+    ],
+)
 def test_responses_read_their_prompt_once(folder, batch_tokens):
     """Prompts of 40 and 7 tokens with 3 and 2 responses, one of them empty, and a sequence by itself."""
     rng = np.random.default_rng(0)

@@ -58,6 +58,7 @@ def test_a_plan(capsys):
     assert said(capsys) == {"planning", "compiling update: accumulate"}
 
 
+@pytest.mark.slow
 def test_a_chat_that_loads_its_model(tmp_path, capsys, monkeypatch):
     def open_slowly(*args):
         time.sleep(0.1)

@@ -71,7 +71,13 @@ def beside_ends(weights):
     return np.minimum(np.unique(np.concatenate(near)), np.float32(1 - 2**-24))
 
 
-@pytest.mark.parametrize("draw", [inverse_cdf, sampling.inverse_cdf], ids=["jitted", "not jitted"])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(inverse_cdf, id="jitted"),
+        pytest.param(sampling.inverse_cdf, id="not jitted", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("kept", [7, 50, 2000])
 def test_inverse_cdf_never_returns_weight_zero(draw, kept):
     """With uniforms beside every end, where rounded sums decrease and exceed their total."""

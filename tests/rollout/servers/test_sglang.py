@@ -201,6 +201,7 @@ def test_log_probs_are_compared_under_the_routes_that_servers_reported(make, ser
     assert engine.check_logprobs(params, [others, made[1]])
 
 
+@pytest.mark.slow
 def test_routes_are_those_of_the_native_engine(make, servers):
     """Of prompt and response, also of one that is broken off; the last token has none."""
     engine, params = make(urls=[servers[0].url], model=EXPERTS), weights(model=EXPERTS)
@@ -261,6 +262,7 @@ def test_weights_that_do_not_fit_on_the_disk_are_an_outage_and_the_servers_go_on
     assert not any(server.paused for server in servers)
 
 
+@pytest.mark.slow
 def test_a_value_head_is_not_sent(make):
     model = dataclasses.replace(MODEL, value_head=True)
     engine = make(model=model)
