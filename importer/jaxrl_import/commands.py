@@ -22,7 +22,7 @@ MARKS = re.compile(r"verl|recipe|main_|openrlhf|RL2|chatlearn|trl\.scripts|\.py$
 SCRIPTS = {  # begin of the name of a script of TRL, or word after `trl` -> trainer
     "reward_modeling": "reward", "online_dpo": "online_dpo", "grpo": "grpo", "gspo": "grpo", "gmpo": "gmpo",
     "rloo": "rloo", "sft": "sft", "dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "gkd": "gkd",
-    "reward": "reward", "distillation": "distillation",
+    "reward": "reward", "distillation": "distillation", "ppo": "ppo", "prm": "prm",
 }  # fmt: skip
 
 

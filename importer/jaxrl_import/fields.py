@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from jaxrl_import.effects import changes_result
 from jaxrl_import.values import (
+    LEFT_OUT,
     NotHereError,
     Setting,
     SourceSettings,
     convert_value,
-    device_count,
     is_secret,
     keeps_unknown,
     leaves,
@@ -110,7 +110,7 @@ class Conversion:
         self.notes = list(source.notes)
         self._read: set[str] = set()
         self._defaulted: set[str] = set()
-        self._leave_out_devices()
+        self._leave_out_unknown()
 
     def run(self) -> None:
         """Convert everything: the fields of the table, then the system's rules.
@@ -178,7 +178,7 @@ class Conversion:
                 raise self._unknown_error()
             return convert_value(key, self.settings[key], convert)
         default = self.defaults.get(key)
-        if default is not None and convert is not device_count:
+        if default is not None and convert not in LEFT_OUT:
             self._defaulted.add(key)
         return None if default is None else convert(default)
 
@@ -378,16 +378,17 @@ class Conversion:
             (name for name in names if name in self.table), key if "|" in "".join(names) else names[0]
         )
 
-    def _leave_out_devices(self) -> None:
-        """Leave out numbers of devices that only running the file would tell."""
+    def _leave_out_unknown(self) -> None:
+        """Leave out settings without effect on the result whose value only running the file would tell."""
         for key, setting in list(self.settings.items()):
-            if key in self.table and self.table[key].convert is device_count and unknown_names(setting.value):
-                del self.settings[key]
-                self.notes.append(f"{key} is {printable(setting.value)}, not known: --devices N sets devices")
+            fix = LEFT_OUT.get(self.table[key].convert, "") if key in self.table else ""
+            if fix and unknown_names(setting.value):
+                value, fix = printable(self.settings.pop(key).value), fix.replace("KEY", key)
+                self.notes.append(f"{setting.where}: {key} is {value}, not known: {fix}")
 
     def _unknown_error(self) -> UserError:
         """Return the error of the settings whose value only running the file would tell."""
-        lines = []
+        lines = ["values that only running the file would tell; it is never run:"]
         for key, setting in self.settings.items():
             field = self.table.get(key)
             names = unknown_names(setting.value) if field and not keeps_unknown(field.convert) else []
@@ -395,6 +396,4 @@ class Conversion:
                 words = [f"--define {name}=VALUE" for name in dict.fromkeys(names) if name.isidentifier()]
                 fix = f"give {' '.join(words) or f'--define {key}=VALUE'}"
                 lines.append(f"{setting.where}: {key} is {printable(setting.value)}: {fix}")
-        return UserError(
-            "\n".join(["values that only running the file would tell; it is never run:", *lines])
-        )
+        return UserError("\n".join(lines))

@@ -26,6 +26,8 @@ TRAINERS = {
     "CPO": "cpo",
     "GKD": "gkd",
     "Distillation": "distillation",
+    "PPO": "ppo",
+    "PRM": "prm",
 }
 """Beginning of the names of TRL's Config and Trainer -> trainer."""
 NO_TRAINERS = {
@@ -35,8 +37,6 @@ NO_TRAINERS = {
     "GOLD": NO_ALGORITHM["gold"],
     "IWOPD": "there is no importance-weighted on-policy distillation; --algo gkd is without the weights",
     "NashMD": "there is no Nash-MD; TRL 1.16 has none either",
-    "PPO": "TRL 1.16 has no PPO; --algo ppo is another implementation of it",
-    "PRM": "TRL 1.16 has no process rewards; --algo prm learns them",
     "SDFT": NO_ALGORITHM["sdft"],
     "SDPO": NO_ALGORITHM["sdpo"],
     "SSD": "TRL 1.16 has none; --algo sft learns samples from a file",
@@ -71,15 +71,22 @@ POSITIONS = {  # trainer -> its arguments without a name, in order
         ("grpo", "gmpo", "rloo", "async_grpo"), "model reward_funcs args train_dataset eval_dataset"
     ),
     **dict.fromkeys(("dpo", "kto"), "model ref_model args data_collator train_dataset eval_dataset"),
-    **dict.fromkeys(("sft", "reward", "orpo", "cpo"), "model args data_collator train_dataset eval_dataset"),
+    **dict.fromkeys(
+        ("sft", "reward", "orpo", "cpo", "prm"), "model args data_collator train_dataset eval_dataset"
+    ),
     "gkd": "model teacher_model args data_collator train_dataset eval_dataset",
     "online_dpo": "model ref_model reward_funcs args data_collator train_dataset eval_dataset",
     "distillation": "model teacher_model args train_dataset eval_dataset",
+    "ppo": "args processing_class model ref_model reward_model train_dataset value_model data_collator "
+    "eval_dataset",
 }
+OF_PPO = {"reward_model": "reward_model_path", "value_model": "value_model_path"}
+"""Arguments of PPOTrainer -> keys of the folders that they are loaded from."""
 READ = {
     "model",
     "teacher_model",
     "args",
+    *OF_PPO,
     "reward_funcs",
     "train_dataset",
     "eval_dataset",
@@ -270,7 +277,11 @@ class _Reader(ScriptValues):
         if isinstance(model, str) and not unknown_names(model):
             yield "model_name_or_path", Setting(model, where)
         elif loaded := self.call_named(words.get("model"), ("from_pretrained",))[0]:
-            yield from self._loaded(loaded)
+            policy = "sft_model_path" if trainer == "ppo" else "model_name_or_path"
+            for key, setting in self._loaded(loaded):
+                yield (policy if key == "model_name_or_path" else key), setting
+        for word in OF_PPO.keys() & words.keys():
+            yield from self._setting(OF_PPO[word], self._path_of(words[word]) or words[word])
         teacher = self.value(words["teacher_model"]) if "teacher_model" in words else None
         if isinstance(teacher, str) and not unknown_names(teacher):
             yield "teacher_model_name_or_path", Setting(teacher, where)
@@ -281,9 +292,18 @@ class _Reader(ScriptValues):
             if nodes:
                 yield "reward_funcs", Setting([self._function(node) for node in nodes], where)
         yield from self._dataset(words.get("train_dataset"))
+        # A reference that is loaded as the model is the model at the start, as here.
+        start, reference = (self._path_of(words.get(word)) for word in ("model", "ref_model"))
+        is_start = start is not None and reference is not None and ast.dump(start) == ast.dump(reference)
         for key in sorted(words.keys() - READ):
-            if key != "peft_config" or not self._has_adapters:
+            if not (key == "ref_model" and is_start) and (key != "peft_config" or not self._has_adapters):
                 yield from self._setting(key, words[key])
+
+    def _path_of(self, node: ast.expr | None) -> ast.expr | None:
+        """Return the first argument of the from_pretrained that gives a model."""
+        call = self.call_named(node, ("from_pretrained",))[0]
+        named = [word.value for word in call.keywords if word.arg in MODEL_NAMES] if call else []
+        return next(iter([*call.args[:1], *named]), None) if call else None
 
     def _loaded(self, call: ast.Call) -> Iterator[tuple[str, Setting]]:
         """Yield the model that from_pretrained gives, and the settings that it is loaded with."""

@@ -13,7 +13,7 @@ from jaxrl_import.commands import SCRIPTS, flags_of, hydra_overrides, program_of
 from jaxrl_import.python_file import read_python
 from jaxrl_import.shell import Script, Word
 from jaxrl_import.systems import SYSTEMS
-from jaxrl_import.values import Setting, SourceSettings, printable, unknown, yaml_value
+from jaxrl_import.values import UNKNOWN, Setting, SourceSettings, printable, unknown, yaml_value
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.extensions import import_extra
 
@@ -114,6 +114,8 @@ def _read_shell(
     programs = [(words, *program) for words in commands if (program := program_of(words, own))]
     if not programs and system:
         programs = [(words, 0, system, trainer) for words in script.commands if len(words) > 3][-1:]
+    elif not programs:
+        programs = [(words, 0, *by) for words in script.commands if (by := _of_keys(words, file))][:1]
     if not programs:
         raise UserError(
             f"{file}: no command of a trainer that is known. Set --system {'|'.join(SYSTEMS)} and "
@@ -137,7 +139,7 @@ def _read_shell(
     if len(arguments) > MAX_KEYS:
         raise UserError(f"{file}: more than {MAX_KEYS} arguments, so no config. Give the command itself.")
     is_hydra = system in ("verl", "rl2", "chatlearn")
-    notes += unset_words(arguments, str(file)) if is_hydra else []
+    notes += unset_words(words[at:], str(file)) if is_hydra else []
     settings = hydra_overrides(arguments, str(file)) if is_hydra else flags_of(arguments, str(file))
     base, base_notes = _base_config(settings, arguments, file)
     settings = _interpolated({**base, **settings}, variables)
@@ -146,6 +148,13 @@ def _read_shell(
         devices = _devices(arguments, file)
         del settings["num_processes"]
     return SourceSettings(system, trainer, settings, devices, notes=notes + base_notes)
+
+
+def _of_keys(words: list[Word], file: Path) -> tuple[str, str] | None:
+    """Return system and trainer, by its keys, of a command that is wholly in a variable from elsewhere."""
+    is_whole = UNKNOWN.fullmatch(words[0].text) and all("=" in word.text for word in words[1:2])
+    system = _system_of(settings := hydra_overrides(words, str(file)) if is_whole else {})
+    return (system, _trainer_of_yaml(system, settings, "")) if system else None
 
 
 def _branch_notes(script: Script, text: str, file: Path) -> list[str]:
@@ -224,11 +233,14 @@ def _read_yaml(
     text: str, file: Path, system: str, trainer: str, *, variables: dict[str, str]
 ) -> SourceSettings:
     settings = _load_yaml(text, file)
-    system = system or next(
-        (name for name, marks in MARKS.items() if any(key.startswith(marks) for key in settings)), ""
-    )
+    system = system or _system_of(settings)
     system, trainer = _checked(file, system, trainer or _trainer_of_yaml(system, settings, file.stem))
     return SourceSettings(system, trainer, _interpolated(settings, variables), None, notes=[])
+
+
+def _system_of(settings: Mapping[str, Setting]) -> str:
+    """Return the system that alone has these keys; "" = none."""
+    return next((name for name, marks in MARKS.items() if any(key.startswith(marks) for key in settings)), "")
 
 
 def _trainer_of_yaml(system: str, settings: Mapping[str, Setting], stem: str) -> str:
@@ -246,11 +258,8 @@ def _trainer_of_yaml(system: str, settings: Mapping[str, Setting], stem: str) ->
         return "dpo" if "actor.beta" in keys or "data.train.chosen_key" in keys else "sft"
     if system == "trl" and keys & {"num_generations", "reward_funcs", "scale_rewards", "epsilon"}:
         return "rloo" if "rloo" in stem else "grpo"
-    return (
-        next((trainer for word, trainer in SCRIPTS.items() if word in stem.lower()), "")
-        if system == "trl"
-        else ""
-    )
+    words = SCRIPTS if system == "trl" else {}
+    return next((trainer for word, trainer in words.items() if word in stem.lower()), "")
 
 
 def _load_yaml(text: str, file: Path) -> dict[str, Setting]:
@@ -375,18 +384,19 @@ def _read_python_file(
 
 
 def _documented_command(text: str, file: Path, variables: dict[str, str]) -> str | None:
-    """Return the first command of a trainer in the docstring of a file, at its line, or None."""
+    """Return the first command of a trainer in the texts at the top level of a file, at its line, or None."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    if not body or ast.get_docstring(ast.Module(body[:1], [])) is None:
-        return None
     lines = text.splitlines()
-    docstring = "\n".join(["", *lines[: body[0].end_lineno]][body[0].lineno :])
-    for match in COMMAND.finditer(docstring):
-        command = re.sub(r'"\s*,\s*"', '" "', match[1].replace('"""', ""))
-        shell = "\n" * (body[0].lineno - 1 + docstring.count("\n", 0, match.start(1))) + command
-        if any(program_of(words, file.name) for words in Script(shell, str(file), variables).commands):
-            return shell
+    for node in body:
+        if ast.get_docstring(ast.Module([node], [])) is None:
+            continue
+        docstring = "\n".join(["", *lines[: node.end_lineno]][node.lineno :])
+        for match in COMMAND.finditer(docstring):
+            command = re.sub(r'"\s*,\s*"', '" "', match[1].replace('"""', ""))
+            shell = "\n" * (node.lineno - 1 + docstring.count("\n", 0, match.start(1))) + command
+            if any(program_of(words, file.name) for words in Script(shell, str(file), variables).commands):
+                return shell
     return None

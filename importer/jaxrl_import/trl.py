@@ -20,9 +20,11 @@ from jaxrl_import.trl_losses import (
     set_gmpo,
     set_grpo,
     set_online_dpo,
+    set_prm,
     set_rloo,
     set_sft,
 )
+from jaxrl_import.trl_ppo import EPISODES, ppo_updates, put_models, put_ppo_schedule, set_ppo
 
 OPTIMIZERS = {  # optim of transformers -> optimizer, settings that go with it
     **dict.fromkeys(
@@ -57,8 +59,10 @@ LOSSES_OF = {
     "dpo": set_dpo,
     "cpo": set_cpo,
     "gkd": set_gkd,
+    "prm": set_prm,
     "sft": set_sft,
 }
+NO_LIMIT = "TRL has no limit of prompts: max_prompt_tokens is 512; longer prompts are left out"
 COUPLED = ("rmsprop", "adagrad")
 """Optimizers whose weight decay torch adds to the gradient."""
 
@@ -80,9 +84,7 @@ def _rules_of_rollouts(conv: Conversion) -> None:
     updates = _rollout_batch(conv)
     conv.put_tokens_per_device(conv.get(BATCH) * conv.row_tokens(), BATCH, note="x the tokens of a row")
     if not conv.is_set("max_prompt_length"):
-        conv.notes.append(
-            "TRL has no limit of prompts: max_prompt_tokens is 512; longer prompts are left out"
-        )
+        conv.notes.append(NO_LIMIT)
     if conv.trainer != "distillation":
         put_rewards(conv)
     if conv.trainer == "grpo":
@@ -96,9 +98,31 @@ def _rules_of_rollouts(conv: Conversion) -> None:
     conv.put(
         "rollout.dtype", _dtype(conv), "bf16", "fp16", "dtype", note="TRL generates in the trainer's type"
     )
-    _common(conv, updates)
+    _common(conv, updates, conv.get("max_steps"))
     memory = conv.get("vllm_gpu_memory_utilization")
     conv.put_engine("use_vllm", "TRL's generation", conv.get("vllm_tensor_parallel_size") or 1, memory)
+
+
+def _rules_of_ppo(conv: Conversion) -> None:
+    """Set PPO: a step has one response to each prompt of a batch, and num_ppo_epochs passes over them."""
+    conv.algo = "ppo"
+    batch, episodes = _sequences_per_update(conv), conv.get(EPISODES)
+    set_ppo(conv)
+    updates = ppo_updates(conv)
+    note = f"{BATCH} {conv.get(BATCH)} x {conv.devices} processes x {ACCUMULATION} {conv.get(ACCUMULATION)}"
+    conv.put("prompts_per_step", batch, note=note)
+    conv.put("responses_per_prompt", 1, note="TRL's PPO")
+    conv.put_minibatches(batch, -(-batch // updates), ACCUMULATION)
+    conv.put_tokens_per_device(conv.get(BATCH) * conv.row_tokens(), BATCH, note="x the tokens of a row")
+    conv.notes.append(NO_LIMIT)
+    put_models(conv)
+    conv.put(
+        "rollout.dtype", _dtype(conv), "bf16", "fp16", "dtype", note="TRL generates in the trainer's type"
+    )
+    total = -(-episodes // batch) if episodes else None
+    _common(conv, 1, total)
+    put_ppo_schedule(conv, updates * conv.get("num_ppo_epochs"), total)
+    conv.put_engine("", "TRL's generation", 1, None)
 
 
 def _rollout_batch(conv: Conversion) -> int:
@@ -153,7 +177,7 @@ def _rules_of_examples(conv: Conversion) -> None:
     note = f"{BATCH} {conv.get(BATCH)} x {conv.devices} processes x {ACCUMULATION} {conv.get(ACCUMULATION)}"
     conv.put("prompts_per_step", per_update, note=note)
     conv.put_tokens_per_device(conv.get(BATCH) * conv.row_tokens(), BATCH, note="x the tokens of a row")
-    _common(conv, 1)
+    _common(conv, 1, conv.get("max_steps"))
 
 
 def _dtype(conv: Conversion) -> str:
@@ -163,8 +187,9 @@ def _dtype(conv: Conversion) -> str:
     return "float32" if conv.is_set("bf16") and not conv.get("bf16") and name != "bfloat16" else "bfloat16"
 
 
-def _common(conv: Conversion, updates: int) -> None:
-    """Set what all trainers share; TRL counts steps in updates, a step here has `updates` of them."""
+def _common(conv: Conversion, updates: int, total: int | None) -> None:
+    """Set what all trainers share; TRL counts `total` and intervals in updates, of which a step here has
+    `updates`."""
     conv.put("model.dtype", _dtype(conv), "bf16", "fp16", "dtype")
     if conv.is_set("dtype") and conv.get("dtype") != "float32" and not conv.get("use_peft"):
         conv.lose("dtype", "trained weights are in float32; --model.dtype is the type of computing")
@@ -172,7 +197,6 @@ def _common(conv: Conversion, updates: int) -> None:
     if revision not in (None, "main") and path:
         conv.put("model.path", f"{path}@{revision}", "model_name_or_path", "model", "model_revision")
     # The length of the run, its schedule, and its intervals.
-    total = conv.get("max_steps")
     if total and total > 0:
         note = f"/ {updates} updates a step" if updates > 1 else ""
         conv.put("steps", max(-(-total // updates), 1), "max_steps", note=note, stated=True)
@@ -188,7 +212,7 @@ def _common(conv: Conversion, updates: int) -> None:
         ("checkpoint.every", "save_steps", "save_strategy"),
         ("eval.every", "eval_steps", "eval_strategy"),
     ):
-        _interval(conv, ours, every, strategy, updates=updates)
+        _interval(conv, ours, every, strategy, updates=updates, total=total)
     put_data(conv)
     if conv.get("use_peft"):
         _lora(conv)
@@ -246,8 +270,10 @@ def _optimizer(conv: Conversion) -> None:
         )
 
 
-def _interval(conv: Conversion, ours: str, every: str, strategy: str, *, updates: int) -> None:
-    """Set steps between events, which TRL counts in updates; below 1 they are a ratio of max_steps.
+def _interval(
+    conv: Conversion, ours: str, every: str, strategy: str, *, updates: int, total: int | None
+) -> None:
+    """Set steps between events, which TRL counts in updates; below 1 they are a ratio of `total`.
 
     Evaluation without an interval takes that of logging (transformers' TrainingArguments.__post_init__).
     """
@@ -264,8 +290,8 @@ def _interval(conv: Conversion, ours: str, every: str, strategy: str, *, updates
     if every == "eval_steps" and not interval:
         keys, interval = [every, "logging_steps"], conv.get("logging_steps")
     if interval and interval < 1:
-        total = conv.get("max_steps") or 0
-        if total <= 0:
+        total = max(total or 0, 0)
+        if not total:
             conv.notes.append(f"{keys[-1]} {interval} is a ratio of updates that are not known: {ours} is 1")
         interval = max(math.ceil(interval * total), updates)
     steps = max(round(interval / updates), 1) if interval else 0
@@ -292,12 +318,13 @@ def _lora(conv: Conversion) -> None:
 
 
 ROLLOUT_TRAINERS = ("grpo", "async_grpo", "gmpo", "rloo", "online_dpo", "distillation")
-EXAMPLE_TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo", "gkd")
+EXAMPLE_TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo", "gkd", "prm")
 SYSTEM = load_system(
     "trl",
     "TRL",
     rules={
         **dict.fromkeys(ROLLOUT_TRAINERS, _rules_of_rollouts),
         **dict.fromkeys(EXAMPLE_TRAINERS, _rules_of_examples),
+        "ppo": _rules_of_ppo,
     },
 )

@@ -303,6 +303,23 @@ def _teacher(conv: Conversion) -> None:
         conv.put("algo.teachers", (conv.get(key),), key)
 
 
+def set_prm(conv: Conversion) -> None:
+    """Set which tokens have the labels of steps, and what becomes of long rows and of rows without steps."""
+    separator = "step_separator"
+    tokens = "each step but the last has its new line, tokenized with it; there its own tokens end every step"
+    conv.lose(separator, tokens if conv.get(separator) == "\n" else "steps end with a new line")
+    for key, reason in (
+        ("max_completion_length", "--max_prompt_tokens and --max_response_tokens limit a row together"),
+        ("train_on_last_step_only", "all steps are learned"),
+    ):
+        if conv.get(key):
+            conv.lose(key, reason)
+    conv.put("data.overlong", "cut", "max_length")
+    conv.put("data.cut_side", "right", note="TRL keeps the start of a row")
+    conv.put("data.bad_rows", "skip", note="TRL learns nothing from a row without steps")
+    conv.notes.append("TRL's head has two labels, wrong and right; here it has one value, their difference")
+
+
 def set_sft(conv: Conversion) -> None:
     """Set the loss of a token, and which tokens are learned: TRL's default is all of a chat."""
     loss = str(conv.get("loss_type"))

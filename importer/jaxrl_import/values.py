@@ -145,6 +145,19 @@ def device_count(value: Any) -> int:
     return whole_number(value)
 
 
+def memory_switch(value: Any) -> bool:
+    """Return True or False of a setting that saves memory, left out as `device_count` is."""
+    return switch(value)
+
+
+LEFT_OUT: Mapping[Callable[[Any], Any], str] = {
+    device_count: "--devices N sets devices",
+    memory_switch: "it saves memory and changes no result, so it is left out; --define KEY=True sets it "
+    "(bash makes nothing of a variable that is not set, and stops at it under `set -u`)",
+}
+"""Converter of settings that change no result -> what to do about a value that only a run would tell."""
+
+
 def count_or_never(value: Any) -> int:
     """Return a number of steps between events; -1 and 0 are never."""
     return max(whole_number(value), 0)

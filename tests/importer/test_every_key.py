@@ -28,6 +28,7 @@ PREFERENCES = [*TRL, {"loss_type": "simpo"}, {"loss_type": "alphapo"}, {"loss_ty
 ROLLOUTS = [*TRL, {"use_vllm": True}, {"reward_funcs": ["a", "b"]}, {"reward_weights": [1.0, 2.0]}]
 ROLLOUTS += [{"beta": 0.1}, {"use_adaptive_entropy": True}]
 ROLLOUTS += [{"loss_type": loss} for loss in ("cispo", "sapo", "vespo")]
+EOS = {"stop_token": "eos"}
 CONTEXTS = {  # settings beside which a key has an effect
     "verl ppo": [
         {},
@@ -75,6 +76,8 @@ CONTEXTS = {  # settings beside which a key has an effect
     **{f"openrlhf {trainer}": EXAMPLES for trainer in ("sft", "dpo", "rm")},
     **{f"trl {trainer}": ROLLOUTS for trainer in ("grpo", "rloo", "online_dpo", "distillation")},
     **{f"trl {trainer}": PREFERENCES for trainer in ("sft", "dpo", "kto", "reward", "orpo", "cpo", "gkd")},
+    "trl ppo": [*TRL, {"total_episodes": 900, "eval_strategy": "steps", "missing_eos_penalty": 1.0}, EOS],
+    "trl prm": TRL,
 }
 WITHOUT = {  # system -> keys that have a counterpart, or a hint, and change no recipe
     "verl": "trainer.n_gpus_per_node trainer.nnodes total_training_steps micro_batch_size log_prob_micro "
@@ -89,6 +92,7 @@ UNUSED = {  # trainer -> keys of a table that it shares, and does not read
     "distillation": "epsilon epsilon_high reward_funcs reward_model_name_or_path reward_weights use_vllm",
     "rloo": "use_vllm",
     "online_dpo": "epsilon epsilon_high use_vllm max_completion_length",
+    "ppo": "max_grad_norm max_steps",
 }
 PROBES = {switch: (True, False), two_numbers: ("0.4 0.6",), number_list: ("0.4", "0.4 0.6")}
 VALUES = (

@@ -532,3 +532,34 @@ def test_sft_of_0_9_1_and_before(imported):
     assert run.values("optim.learning_rate", "optim.schedule", "optim.b2") == (1e-3, "constant", 0.999)
     run = imported(f"torchrun -m verl.trainer.fsdp_sft_trainer {words}")
     assert run.values("optim.learning_rate", "optim.schedule", "optim.b2") == (1e-5, "cosine", 0.95)
+
+
+def test_an_unset_variable_that_only_saves_memory_is_left_out(imported, refusal_of):
+    """bash makes nothing of ${True}, or stops; the key changes no result, so the training is the same."""
+    key = "actor_rollout_ref.actor.megatron.optimizer_offload"
+    run = imported(f"python3 -m verl.trainer.main_ppo \\\n  actor_rollout_ref.rollout.n=3 {key}=${{True}}\n")
+    assert run.values("optim.offload", "responses_per_prompt") == (False, 3)
+    assert f"run.sh:2: {key} is $True, not known: it saves memory" in run.report
+    run = imported(f"python3 -m verl.trainer.main_ppo {key}=${{True}}\n", define=(f"{key}=True",))
+    assert run.config.optim.offload
+    # a key that changes the result is asked for
+    message = refusal_of("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=${True}\n")
+    assert "actor_rollout_ref.rollout.n is $True: give --define True=VALUE" in message
+
+
+@pytest.mark.parametrize("given", ["", "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer"])
+def test_a_command_in_a_variable(imported, refusal_of, given):
+    """Without its value the keys tell the trainer; with it, from file or outside, it is words, as in bash."""
+    text = "$COMMAND \\\n  data.train_batch_size=32 optim.lr=3e-6 trainer.total_epochs=2\n"
+    runs = (
+        [imported(text, define=(f"COMMAND={given}",)), imported(f"COMMAND='{given}'\n{text}")]
+        if given
+        else []
+    )
+    for run in runs or [imported(text)]:
+        assert run.config.algo.algorithm == "sft"
+        assert run.values("prompts_per_step", "optim.learning_rate", "epochs") == (32, 3e-6, 2.0)
+        assert ("run.sh:1: $COMMAND is not in the file" in run.report) == (not given)
+        assert ("4 devices there" in run.text) == bool(given)
+    # a program of one's own may do anything with the keys
+    assert "no command of a trainer" in refusal_of(f"$PYTHON mine.py {text.partition(' ')[2]}")
