@@ -88,11 +88,11 @@ WITHOUT = {  # system -> keys that have a counterpart, or a hint, and change no 
     "trl": "per_device_eval_batch_size log_completions vllm_mode max_staleness shuffle_dataset "
     "truncation_mode",
 }
-UNUSED = {  # trainer -> keys of a table that it shares, and does not read
-    "distillation": "epsilon epsilon_high reward_funcs reward_model_name_or_path reward_weights use_vllm",
-    "rloo": "use_vllm",
-    "online_dpo": "epsilon epsilon_high use_vllm max_completion_length",
-    "ppo": "max_grad_norm max_steps",
+UNUSED = {  # system and trainer -> keys of a table that it shares, and does not read
+    "trl distillation": "epsilon epsilon_high reward_funcs reward_model_name_or_path reward_weights use_vllm",
+    "trl rloo": "use_vllm",
+    "trl online_dpo": "epsilon epsilon_high use_vllm max_completion_length",
+    "trl ppo": "max_grad_norm max_steps",
 }
 PROBES = {switch: (True, False), two_numbers: ("0.4 0.6",), number_list: ("0.4", "0.4 0.6")}
 VALUES = (
@@ -183,4 +183,4 @@ def test_every_key_makes_a_difference(name):
     without = WITHOUT[system].split()
     keys = [key for key in SYSTEMS[system].tables[trainer] if not any(part in key for part in without)]
     silent = [key for key in keys if is_silent(name, key)]
-    assert sorted(silent) == sorted(UNUSED.get(trainer, "").split())
+    assert sorted(silent) == sorted(UNUSED.get(name, "").split())

@@ -243,7 +243,7 @@ def test_refused(refusal_of, text, name, message):
 def test_refused_options(refusal_of):
     assert refusal_of("a: 1\n", "x.yaml", system="trl") == (
         "/x.yaml: the trainer is not in the file. TRL has --trainer "
-        "grpo|async_grpo|gmpo|distillation|rloo|online_dpo|sft|dpo|kto|reward|orpo|cpo|gkd."
+        "grpo|async_grpo|gmpo|distillation|rloo|online_dpo|sft|dpo|kto|reward|orpo|cpo|gkd|prm|ppo."
     )
     assert refusal_of("a: 1\n", "x.yaml", system="rl2", trainer="x").startswith(
         "--trainer x: unknown. RL2 has"
