@@ -15,7 +15,7 @@ def set_ppo(conv: Conversion) -> None:
     conv.put("algo.clip_low", conv.get("cliprange"), "cliprange")
     conv.put("algo.clip_high", conv.get("cliprange"), "cliprange")
     conv.put("algo.old", "rollout", note="TRL's PPO has the log-probs of generation")
-    # TRL averages over the tokens of a micro-batch: with one response in it, over those of a response.
+    # TRL averages over the tokens of a micro-batch: with one response in it, over the tokens of a response.
     alone = min(conv.get(BATCH), conv.get(BATCH) * conv.get(ACCUMULATION) // conv.get(MINI)) <= 1
     aggregation = "sequence" if alone else "token"
     for ours in ("algo", "critic.loss"):
@@ -24,7 +24,7 @@ def set_ppo(conv: Conversion) -> None:
         conv.lose("whiten_rewards", "rewards are not whitened; advantages are, there and here")
     if conv.devices and conv.devices > 1:
         conv.notes.append(
-            "advantages are whitened over all responses of a step; TRL's over those of a process"
+            "advantages are whitened over all responses of a step; TRL's over a process's responses"
         )
     _ends(conv)
 
@@ -59,7 +59,7 @@ def _ends(conv: Conversion) -> None:
 def ppo_updates(conv: Conversion) -> int:
     """Return the updates of an epoch of a step.
 
-    TRL divides the batch into mini-batches and those into micro-batches, and updates after each
+    TRL divides the batch into mini-batches, a mini-batch into micro-batches, and updates after each
     gradient_accumulation_steps micro-batches (accelerate's `accumulate`), whatever the mini-batches are.
     """
     micro, steps, count = conv.get(BATCH), conv.get(ACCUMULATION), conv.get(MINI)
