@@ -7,6 +7,7 @@ import fnmatch
 import operator
 import posixpath
 import re
+from collections.abc import Callable
 
 from jaxrl_import.values import unknown
 
@@ -36,6 +37,17 @@ def edited_value(value: str, edit: str) -> str:
         start = int(match[1])
         return value[start : start + int(match[2]) if match[2] else None]
     return {",,": value.lower(), "^^": value.upper()}.get(edit, unknown(f"{{...{edit}}}"))
+
+
+def default_text(text: str, quoted: bool, expand: Callable[[str], str]) -> str:
+    """Return the text after :- in ${X:-text}. Single quotes quote, unless the whole is in double quotes.
+
+    Args:
+        expand: replaces the variables of a part without quotes.
+    """
+    has_command = "$(" in text or "`" in text  # which may have quotes, too
+    parts = [text] if quoted or has_command or text.count("'") % 2 else text.split("'")
+    return "".join(part if i % 2 else expand(part.replace('"', "")) for i, part in enumerate(parts))
 
 
 def integer_value(node: ast.expr) -> int:

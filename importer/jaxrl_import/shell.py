@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxrl_import.conditions import Branching, Chain, matches, truth
-from jaxrl_import.expressions import edited_value, integer_value, path_output
+from jaxrl_import.expressions import default_text, edited_value, integer_value, path_output
 from jaxrl_import.values import unknown, unknown_names
 from jaxrl_llm.errors import UserError
 
@@ -258,7 +258,7 @@ class Script:
                 current = ""
                 self._skip(len(match[0]))
             elif char in "$`":
-                split = SPLIT.findall(current + self._substitution()) or [""]
+                split = SPLIT.findall(current + self._substitution(quoted=False)) or [""]
                 words, current = words + split[:-1], split[-1]
             else:
                 plain = PLAIN.match(self._text, self._at)
@@ -299,7 +299,7 @@ class Script:
         self._skip(1)
         return [*words, current]
 
-    def _substitution(self) -> str:
+    def _substitution(self, quoted: bool = True) -> str:
         """Return the value of the $... at this place; unknown if it would have to be run."""
         if self._text[self._at] == "`":
             return unknown(f"`{self._quoted('`')}`")
@@ -308,7 +308,7 @@ class Script:
         if self._text.startswith("$(", self._at):
             return self._path_command(self._bracketed("$(", ")").strip())
         if self._text.startswith("${", self._at):
-            return self._parameter(self._bracketed("${", "}"))
+            return self._parameter(self._bracketed("${", "}"), quoted)
         if match := NAME.match(self._text, self._at + 1):
             self._skip(1 + len(match[0]))
             return self._variable(match[0])
@@ -339,19 +339,20 @@ class Script:
         self._skip(at - begin)
         return self._text[begin + len(opening) : at - len(closing)]
 
-    def _parameter(self, inside: str) -> str:
+    def _parameter(self, inside: str, quoted: bool) -> str:
         """Return the value of ${...}."""
         match = re.match(r"(\w+)(:?[-=+?]|[#%/^,\[:])?(.*)", inside, re.DOTALL)
         if inside == "BASH_SOURCE[0]" or not match or match[2] is None:
             return self._variable(inside.removesuffix("[0]"))
         name, sign, rest = match[1], match[2], match[3]
         value = self._variables.get(name)
+        expanded = lambda part: expand(part, self._name, self._line, self._variables)
         if sign in (":-", "-", ":=", "="):
             if value and not unknown_names(value):
                 return value
-            return expand(rest.replace('"', ""), self._name, self._line, self._variables)
+            return default_text(rest, quoted, expanded)
         if sign in (":+", "+"):
-            return expand(rest.replace('"', ""), self._name, self._line, self._variables) if value else ""
+            return default_text(rest, quoted, expanded) if value else ""
         if value is None or unknown_names(value):
             return unknown(name)
         if sign in (":?", "?") and value:

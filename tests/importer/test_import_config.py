@@ -25,6 +25,11 @@ def words(text, **variables):
         ("a b=c # d", [["a", "b=c"]]),
         ("X=1\nY=${X}2\nrun $X $Y '$X' \"$X y\"", [["run", "1", "12", "$X", "1 y"]]),
         ("run ${X:-a}${Y-b} ${X:+c}", [["run", "ab"]]),
+        (
+            """N=${X:-'["a","$b"]'}\nrun $N "${X:-'q'}" ${X:-'r'"s"$Y} ${N:+'$t'}""",
+            [["run", '["a","$b"]', "'q'", "rs\x00Y\x00", "$t"]],
+        ),
+        ("run ${X:-$(python3 -c 'print(1)')}", [["run", "\x00(python3 -c 'print(1)')\x00"]]),
         ("N=3; run $((N * 2 + 1)) $(( (N+1)/2 ))", [["run", "7", "2"]]),
         (
             "A=(a 'b c' # no\n d)\nA+=(e)\nrun ${A[@]} x\"${A[@]}\"",
