@@ -30,8 +30,12 @@ def test_long_work_is_said_while_it_lasts_and_at_its_end(monkeypatch, capsys):
         time.sleep(0.1)
     outer = capsys.readouterr().err
     assert "converting a file: 0 s so far\n" in inner and "building" not in inner
-    assert "converting a file: took 0.1 s\n" in outer and "building: 0 s so far\n" in outer
-    assert outer.endswith("building: took 0.3 s\n")
+    assert "building: 0 s so far\n" in outer
+    seconds = [
+        float(x) for x in re.findall(r"^(?:converting a file|building): took (\d\.\d) s\n", outer, re.M)
+    ]
+    assert len(seconds) == 2 and seconds[0] >= 0.1 and seconds[1] >= 0.3  # more on a busy machine
+    assert re.search(r"building: took \S+ s\n\Z", outer)
     with working("quiet", quiet=True):
         time.sleep(0.05)
     with pytest.raises(ValueError), working("failing"):
