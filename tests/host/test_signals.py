@@ -34,7 +34,7 @@ UNWINDS = "stopping; again = exit at once"
         ("jax", ["jaxrl_llm.train", *TRAIN[1:]], UNWINDS),  # a recipe imports jax
         ("jax", ["jaxrl_llm", *TRAIN], UNWINDS),
         ("jax", ["jaxrl_llm", *GENERATE], UNWINDS),
-        ("fractions", ["jaxrl_llm", *GENERATE], "exit"),  # the command's flags are not read yet
+        ("shlex", ["jaxrl_llm", *GENERATE], "exit"),  # the command's flags are not read yet
     ],
     ids=["module", "train", "generate", "before the command"],
 )
