@@ -237,7 +237,8 @@ SLOW = {
     "indexer, 2 stages, fsdp 2": (GRPO, {"model": twice(INDEXED), "mesh": MeshConfig(stage=2, fsdp=2)}),
     "indexer, reused, fsdp 2, tensor 2, expert 2": (
         GRPO,
-        {"model": INDEXED_EXPERTS, "mesh": MeshConfig(fsdp=2, tensor=2, expert=2), "remat": "full"},
+        {"model": INDEXED_EXPERTS, "mesh": MeshConfig(fsdp=2, tensor=2, expert=2), "remat": "full",
+         "rel": 2e-5},  # 1.002e-5 was seen on an AMD EPYC 9004
     ),
     "indexer, reused, adapters, tensor 2": (
         GRPO,
