@@ -181,7 +181,7 @@ def start_part(small: bool) -> Results:
         for label in ("cold", "warm"):
             run_dir = str(Path(home) / label)
             command, environment = [*words, "--run_dir", run_dir], start.without_cache(home)
-            run = start.measure_command(command, environment, True, kill=True)
+            run = start.measure_command(command, environment, first_step=True)
             yield f"command to first update of grpo_smollm2.py, {label} cache, s", run["wall"]
             yield f"its phases, {label} cache", run["phases"]
 

@@ -26,8 +26,9 @@ def report_head(computes: bool = True) -> dict[str, Any]:
     Args:
         computes: False = only child processes do, on a CPU; accelerators are not taken from them.
     """
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
     return {
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
         "device": processor_name(computes),
         "commit": git_commit(),
         "load": os.getloadavg()[0],

@@ -43,13 +43,11 @@ LISTS = {
 FIRST_STEP = re.compile(r"first step done [\d.]+ s after the start: (.*)")
 
 
-def measure_command(
-    words: list[str], environment: dict[str, str], first_step: bool = False, *, kill: bool = False
-) -> Run:
-    """Return wall and CPU seconds and the peak memory of a command up to its first step, or up to its end.
+def measure_command(words: list[str], environment: dict[str, str], first_step: bool = False) -> Run:
+    """Return wall and CPU seconds of a command.
 
     Args:
-        kill: end the command at its first step.
+        first_step: up to the command's first step, at which it is ended; with its peak memory and phases.
 
     Raises:
         SystemExit: the command failed.
@@ -68,13 +66,12 @@ def measure_command(
         lines.append(line)
         if first_step and (found := FIRST_STEP.search(line)):
             result = {**seconds(), "peak MiB": peak_mib(process.pid), "phases": found[1].strip()}
-            if kill:
-                process.kill()
-                break  # children may keep the pipe open
+            process.kill()
+            break  # children may keep the pipe open
     result = result or seconds()  # before `wait`, after which it has no entry in /proc
     process.stdout.close()
-    failed = process.wait() and not (kill and "phases" in result)
-    if failed or (first_step and "phases" not in result):
+    failed = process.wait() != 0
+    if "phases" not in result if first_step else failed:
         raise SystemExit(f"{' '.join(words)} failed:\n{''.join(lines[-20:])}")
     return result
 
@@ -136,8 +133,7 @@ def main() -> None:
         """Return the run of a command in each checkout; `run` = the name of its run directory, to train."""
         place = lambda home: ["--run_dir", f"{home['HOME']}/{run}"] if run else []
         return {
-            tree: measure_command([*words, *place(home)], home, bool(run), kill=bool(run))
-            for tree, home in homes.items()
+            tree: measure_command([*words, *place(home)], home, bool(run)) for tree, home in homes.items()
         }
 
     with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import sys
 import time
@@ -123,6 +124,14 @@ def test_every_script_with_results_writes_the_commit():
             assert "report_head(" in text or "git_commit(" in text, script.name
 
 
+def test_results_name_no_folder_of_the_machine(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["start.py", "--against", "/home/someone/older", "--repetitions", "3"])
+    command = run_script("machine.py")["report_head"](computes=False)["command"]
+    assert command == "python benchmarks/start.py --against older --repetitions 3"
+    for file in BENCHMARKS.glob("results/*.json"):
+        assert not re.search(r'"command": "[^"]*[ =\']/', file.read_text()), file.name
+
+
 def test_start_reads_the_line_of_the_first_step_and_the_seconds_of_a_process():
     start = run_script("start.py")
     line = "12:00:00 " + startup_line({"import": 2.0, "compile": 1.25, "data": 0.01})
@@ -153,8 +162,8 @@ def test_start_ends_a_command_at_its_first_step(monkeypatch):
     globals_of = start["measure_command"].__globals__
     monkeypatch.setitem(globals_of, "TRAIN", [sys.executable, "-c", code])
     begin = time.perf_counter()
-    run = start["measure_command"](["60"], dict(os.environ), True, kill=True)
+    run = start["measure_command"](["60"], dict(os.environ), True)
     assert run["phases"] == "import 1.0" and time.perf_counter() - begin < 30
     monkeypatch.setitem(globals_of, "TRAIN", [sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(SystemExit, match="failed"):
-        start["measure_command"]([], dict(os.environ), True, kill=True)
+        start["measure_command"]([], dict(os.environ), True)
