@@ -177,7 +177,7 @@ def training_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = 
 
 def _index_flops(c: TransformerConfig, lengths: list[int]) -> float:
     """Return `index_flops` of causal sequences."""
-    return sum(index_flops(c, n, (n + 1) / 2, longest=n) for n in lengths)
+    return sum((index_flops(c, n, (n + 1) / 2, longest=n) for n in lengths), start=0.0)
 
 
 def _causal_keys(length: int, window: int) -> float:
