@@ -116,6 +116,8 @@ def _messages(item: Any, where: str) -> Iterator[Message]:
                 texts.append(block["text"])
             case "tool_result":
                 text = text_of_parts(block.get("content") or "", where)
+                if block.get("is_error") and not text.lower().startswith("error"):
+                    text = f"error: {text}"  # as of our own tools; no chat template has a field for it
                 yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
             case "tool_use":
                 function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}

@@ -26,6 +26,7 @@ from jaxrl_llm.envs.gateway.settings import unused_settings
 from jaxrl_llm.rollout.config import SamplingConfig
 
 MAX_BODY = 16 << 20  # bytes
+NO_KEY = "invalid_api_key"  # OpenAI's code
 MAX_NOTED = 50  # settings of calls that the log names
 PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/chat/completions": ChatApi(),
@@ -33,6 +34,15 @@ PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/responses": ResponsesApi(),
     "/v1/messages": MessagesApi(),
 }
+OPENAI_ERRORS = {429: "rate_limit_error", 500: "server_error"}
+ANTHROPIC_ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+}
+"""Types of errors by status, as the two APIs document them; of all others "invalid_request_error"."""
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -123,10 +133,10 @@ class GatewayServer:
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
         key = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not key:
-            raise CallError(401, "a key is required: Authorization: Bearer KEY, or x-api-key: KEY")
+            raise CallError(401, "a key is required: Authorization: Bearer KEY, or x-api-key: KEY", NO_KEY)
         session = self._by_key.get(hash_of(key.encode(errors="replace")))
         if session is None:
-            raise CallError(401, "the key is wrong, or its trajectory has ended")
+            raise CallError(401, "the key is wrong, or its trajectory has ended", NO_KEY)
         named = request.match_info.get("trajectory") or request.headers.get("x-session-id")
         if named and named != session.id:
             raise CallError(404, "the key is of another trajectory")
@@ -207,7 +217,7 @@ class GatewayServer:
     async def _claim(self, request: web.Request) -> web.Response:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(errors="replace"), self.run_key.encode()):
-            raise CallError(401, "the key of the run is required: Authorization: Bearer KEY")
+            raise CallError(401, "the key of the run is required: Authorization: Bearer KEY", NO_KEY)
         if (session := self.claim()) is None:
             raise CallError(429, "no trajectory waits for a program now")
         # The address that the program has used: the gateway may listen at 0.0.0.0, or have a proxy in front.
@@ -219,7 +229,7 @@ class GatewayServer:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn refusals into replies of OpenAI's form, which Anthropic's clients read, too."""
+    """Turn refusals into replies of a form that clients of both APIs read, with the type of their API."""
     try:
         if (request.content_length or 0) > MAX_BODY:  # aiohttp counts what arrives, and waits for the rest
             raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length)
@@ -228,11 +238,18 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         refused = error
     except RowError as error:
         refused = CallError(400, str(error))
+    except web.HTTPRequestEntityTooLarge as error:
+        refused = CallError(413, error.text)
     except web.HTTPException as error:
-        refused = CallError(error.status, error.reason)
+        refused = CallError(error.status, f"{error.reason}: {request.method} {request.path}"[:500])
     except ConnectionError:
         refused = CallError(400, "the connection was cut")  # the client has left
-    kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
+    except Exception:  # else the reply would be a page of HTML
+        log.exception("the gateway failed in %s", request.path)
+        refused = CallError(500, "the gateway failed; the log of the run has the reason")
+    is_anthropic = request.path.endswith("/v1/messages") or "anthropic-version" in request.headers
+    kinds = ANTHROPIC_ERRORS if is_anthropic else OPENAI_ERRORS
+    kind = kinds.get(refused.status, "invalid_request_error")
     more = {"param": refused.param or None, "code": refused.code or None}
     body = {"type": "error", "error": {"message": str(refused), "type": kind, **more}}
     headers = {"Retry-After": "1"} if refused.status == 429 else {}

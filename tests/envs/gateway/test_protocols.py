@@ -6,6 +6,8 @@ import jax
 import pytest
 from scripted import END, ROW, RUN, TOKENIZER, Program, ScriptedEngine, encode, events_of, open_gateway
 
+from jaxrl_llm.envs.gateway.server import MAX_BODY
+
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}
 HI = {"role": "user", "content": "hello"}
@@ -178,6 +180,82 @@ def test_a_key_is_required_and_opens_one_trajectory(gateway):
     turns = sorted(engine.result(name)[0].turns for name in (0, 1))
     assert turns == [0, 2]
     assert mine.send(f"{mine.base}/chat/completions", body)[0] == 401  # it has ended
+
+
+@pytest.mark.parametrize(
+    ("status", "openai", "anthropic"),
+    [
+        (400, "invalid_request_error", "invalid_request_error"),
+        (401, "invalid_request_error", "authentication_error"),
+        (404, "invalid_request_error", "not_found_error"),
+        (413, "invalid_request_error", "request_too_large"),
+        (429, "rate_limit_error", "rate_limit_error"),
+        (500, "server_error", "api_error"),
+    ],
+)
+def test_errors_have_the_types_of_their_api(gateway, monkeypatch, caplog, status, openai, anthropic):
+    """The types that the documentation of each API lists for a status."""
+    engine, program = ScriptedEngine(gateway, f"one{END}", trajectories=2), Program(gateway)
+    other = Program(gateway)
+    if status == 500:
+        monkeypatch.setattr(type(gateway.server), "_note", lambda *_: 1 / 0)
+    for path, headers, kind in (
+        ("/chat/completions", {}, openai),
+        ("/messages", {}, anthropic),
+        ("/chat/completions", {"anthropic_version": "2023-06-01"}, anthropic),
+    ):
+        url, body, key = program.base + path, {"messages": [HI]}, program.key
+        match status:
+            case 400:
+                body = {}
+            case 401:
+                key = "wrong"
+            case 404:
+                key = other.key
+            case 413:
+                body = b" " * (MAX_BODY + 1)
+            case 429:
+                url, key = "/trajectories", RUN
+                headers = headers if path != "/messages" else {"anthropic_version": "2023-06-01"}
+        seen, reply = program.send(url, body, key=key, **headers)
+        assert (seen, reply["error"]["type"]) == (status, kind)
+        assert reply["error"]["code"] == ("invalid_api_key" if status == 401 else None)
+    if status == 500:
+        assert "the log of the run has the reason" in reply["error"]["message"]
+        assert "ZeroDivisionError" in caplog.text
+    for one in (program, other):
+        one.done()
+    for name in (0, 1):
+        engine.result(name)
+
+
+def test_a_path_that_is_not_served_is_named(gateway):
+    engine, program = ScriptedEngine(gateway, f"one{END}"), Program(gateway)
+    status, reply = program.send(program.base + "/embeddings", {"input": "a"})
+    assert status == 404 and reply["error"]["message"].startswith("Not Found: POST /t/")
+    program.done()
+    engine.result()
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("no such city", "error: no such city"),
+        ([{"type": "text", "text": "Error: 404"}], "Error: 404"),
+        (None, "error: "),
+    ],
+)
+def test_anthropics_mark_of_a_failed_tool_reaches_the_policy(gateway, content, shown):
+    engine, program = ScriptedEngine(gateway, f"{CALL % 'Oslo'}{END}", f"hm{END}"), Program(gateway)
+    given = {"tools": [{"name": "weather", "description": "d", "input_schema": SCHEMA}]}
+    first = program.call("/messages", messages=[HI], **given)
+    result = {"type": "tool_result", "tool_use_id": first["content"][0]["id"], "is_error": True}
+    messages = [HI, {"role": "assistant", "content": first["content"]}]
+    messages.append({"role": "user", "content": [result | ({"content": content} if content else {})]})
+    program.call("/messages", messages=messages, **given)
+    program.done()
+    episode, read = engine.result()
+    assert episode.turns == 2 and f"<|im_start|>tool\n{shown}<|im_end|>" in read
 
 
 def test_a_call_that_a_client_repeats_is_served_again(gateway):
