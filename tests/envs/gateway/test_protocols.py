@@ -182,50 +182,33 @@ def test_a_key_is_required_and_opens_one_trajectory(gateway):
     assert mine.send(f"{mine.base}/chat/completions", body)[0] == 401  # it has ended
 
 
-@pytest.mark.parametrize(
-    ("status", "openai", "anthropic"),
-    [
-        (400, "invalid_request_error", "invalid_request_error"),
-        (401, "invalid_request_error", "authentication_error"),
-        (404, "invalid_request_error", "not_found_error"),
-        (413, "invalid_request_error", "request_too_large"),
-        (429, "rate_limit_error", "rate_limit_error"),
-        (500, "server_error", "api_error"),
-    ],
-)
-def test_errors_have_the_types_of_their_api(gateway, monkeypatch, caplog, status, openai, anthropic):
+def test_errors_have_the_types_of_their_api(gateway, monkeypatch, caplog):
     """The types that the documentation of each API lists for a status."""
     engine, program = ScriptedEngine(gateway, f"one{END}", trajectories=2), Program(gateway)
-    other = Program(gateway)
-    if status == 500:
-        monkeypatch.setattr(type(gateway.server), "_note", lambda *_: 1 / 0)
-    for path, headers, kind in (
-        ("/chat/completions", {}, openai),
-        ("/messages", {}, anthropic),
-        ("/chat/completions", {"anthropic_version": "2023-06-01"}, anthropic),
-    ):
-        url, body, key = program.base + path, {"messages": [HI]}, program.key
-        match status:
-            case 400:
-                body = {}
-            case 401:
-                key = "wrong"
-            case 404:
-                key = other.key
-            case 413:
-                body = b" " * (MAX_BODY + 1)
-            case 429:
-                url, key = "/trajectories", RUN
-                headers = headers if path != "/messages" else {"anthropic_version": "2023-06-01"}
-        seen, reply = program.send(url, body, key=key, **headers)
-        assert (seen, reply["error"]["type"]) == (status, kind)
-        assert reply["error"]["code"] == ("invalid_api_key" if status == 401 else None)
-    if status == 500:
-        assert "the log of the run has the reason" in reply["error"]["message"]
-        assert "ZeroDivisionError" in caplog.text
-    for one in (program, other):
+    other, asked = Program(gateway), {"messages": [HI]}
+
+    def kinds(body=asked, key=program.key, path=""):
+        """Return (status, code, type) in OpenAI's API, and in Anthropic's by its path or header."""
+        version = {"anthropic_version": "2023-06-01"}
+        replies = [
+            program.send(path or f"{program.base}/{api}", body, key=key, **headers)
+            for api, headers in (("chat/completions", {}), ("messages", version), ("responses", version))
+        ]
+        openai, *anthropic = [(status, r["error"]["code"], r["error"]["type"]) for status, r in replies]
+        assert anthropic[0] == anthropic[1]
+        return *openai, anthropic[0][2]
+
+    assert kinds({}) == (400, None, *["invalid_request_error"] * 2)
+    denied = 401, "invalid_api_key", "invalid_request_error", "authentication_error"
+    assert kinds(key="wrong") == kinds(key="wrong", path="/trajectories") == denied
+    assert kinds(key=other.key) == (404, None, "invalid_request_error", "not_found_error")
+    assert kinds(b" " * (MAX_BODY + 1)) == (413, None, "invalid_request_error", "request_too_large")
+    assert kinds(key=RUN, path="/trajectories") == (429, None, *["rate_limit_error"] * 2)
+    monkeypatch.setattr(type(gateway.server), "_note", lambda *_: 1 / 0)
+    assert kinds({**asked, "input": "a"}) == (500, None, "server_error", "api_error")
+    assert "ZeroDivisionError" in caplog.text
+    for name, one in enumerate((program, other)):
         one.done()
-    for name in (0, 1):
         engine.result(name)
 
 
