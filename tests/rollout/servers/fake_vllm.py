@@ -40,6 +40,7 @@ class FakeVLLM:
         max_model_len: a request beyond it is cut without a word. ignored: sampling keys it did not know.
         breaks_update: the next update fails. calls: (route, query, body) of everything but generation.
         drops: end of the names of tensors that a load leaves out. seen: bodies of generation.
+        key: that its /v1 and /inference routes demand; "" = none.
         held_back: tokens after which a response waits for an abort; 0 = never.
     """
 
@@ -59,12 +60,12 @@ class FakeVLLM:
         self.held, self.label, self.collected, self.shadow = {}, "default", {}, Shadow()
         self.active = self.dead = self.paused = self.breaks_update = False
         self.aborts, self.held_back, self.waiting, self.drops = 0, 0, 0, None
-        self.logprobs_mode = "processed_logprobs"
+        self.logprobs_mode, self.key = "processed_logprobs", ""
         self.calls, self.seen, self.ignored = [], [], set()
 
     def _serve(self, started):
         async def start():
-            app = web.Application(client_max_size=1 << 30)
+            app = web.Application(client_max_size=1 << 30, middlewares=[self._check_key])
             app.router.add_post("/inference/v1/generate", self._generate)
             for route, work in {
                 "/server_info": self._info,
@@ -107,6 +108,14 @@ class FakeVLLM:
             return said if isinstance(said, web.Response) else web.json_response(said)
 
         return handle
+
+    @web.middleware
+    async def _check_key(self, request, handler):
+        """All other routes answer without a key."""
+        given = request.headers.get("Authorization")
+        if self.key and request.path.startswith(("/v1", "/inference")) and given != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     async def _health(self, request):
         return web.Response(status=503 if self.dead else 200)

@@ -85,6 +85,20 @@ def test_it_writes_what_the_native_engine_writes_after_each_push(make, both, tra
         assert {query["mode"] for route, query, _ in server.calls if route == "/pause"} == {"keep"}
 
 
+def test_a_key_that_is_missing_or_wrong_is_found_at_the_start(make, both, monkeypatch):
+    """Before anything is sent: the routes for weights would take it without a key."""
+    both[1].key = "right"
+    engine = make()
+    for key in ("", "wrong"):
+        monkeypatch.setenv(auth.API_KEY, key)
+        with pytest.raises(UserError, match=r"answered 401 to /v1/models: .*set JAXRL_SERVER_API_KEY"):
+            engine.pool.check_reachable(lambda info: "")
+    assert not any(route == "/pause" for route, *_ in both[1].calls)
+    monkeypatch.setenv(auth.API_KEY, "right")
+    engine.pool.check_reachable(lambda info: "")
+    assert engine.publish(weights(1, TIED), 1)["servers/usable"] == 2
+
+
 def test_the_probe_finds_a_tied_head_that_a_push_left_behind(make, both):
     """vLLM answers 200, moves the label and computes with the head of the push before."""
     for server in both:

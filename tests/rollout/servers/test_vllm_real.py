@@ -1,9 +1,13 @@
 """The pool on a real vLLM server on a CPU, of the interpreter JAXRL_VLLM_PYTHON (`make test-vllm`)."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -26,35 +30,42 @@ from servers_shared import (
 from test_turns import PROMPTS, Script
 
 from jaxrl_llm import models
+from jaxrl_llm.algos import grpo
 from jaxrl_llm.bridge import vllm
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.servers import Receiver
 from jaxrl_llm.bridge.transports.delta import DeltaTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
+from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.errors import ServerError
+from jaxrl_llm.errors import ServerError, UserError
+from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.servers import auth
 from jaxrl_llm.rollout.servers.health import run_health_checks
 from jaxrl_llm.rollout.servers.kinds import KINDS
-from jaxrl_llm.rollout.servers.launch import ServerProcesses
+from jaxrl_llm.rollout.servers.launch import ServerProcesses, free_ports, is_up
 
 PYTHON = os.environ.get("JAXRL_VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="JAXRL_VLLM_PYTHON names no interpreter with vLLM")
 FLAGS = "--enforce-eager --max-model-len 256"
+API_KEY = "tell-me-4711"
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
 CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    auth.API_KEY: API_KEY,
 }
 UNTIED = TransformerConfig(
     vocab_size=264, hidden_size=64, mlp_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
@@ -65,7 +76,7 @@ ROLLOUT = RolloutConfig(engine="vllm", launch=1, slots=8)
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def launched(request, tmp_path_factory):
-    """(server process, model): one server, started as a run starts it."""
+    """(server process, model): one server, started as a run starts it, that demands a key."""
     model, folder = dataclasses.replace(UNTIED, tie_embeddings=request.param), tmp_path_factory.mktemp("vllm")
     with pytest.MonkeyPatch.context() as environment:
         for name, value in CPU.items():
@@ -272,3 +283,79 @@ def test_a_killed_server_is_started_again_and_gets_the_weights(make, launched):
     params = params_of(model, 12)
     assert engine.publish(params, 12)["servers/usable"] == 1
     assert ids(engine.generate(requests(), GREEDY, KEY)) == ids(native(params, GREEDY, model=model))
+
+
+def test_a_call_without_the_right_key_is_refused_and_the_key_is_in_no_log(make, launched, monkeypatch):
+    engine, params = make(), params_of(launched[1], 15)
+    for key in ("", "wrong"):
+        monkeypatch.setenv(auth.API_KEY, key)
+        with pytest.raises(UserError, match=r"answered 401 to /v1/models: .*set JAXRL_SERVER_API_KEY"):
+            engine.pool.check_reachable(lambda info: "")
+        with pytest.raises(ServerError, match=r"no vLLM server can be used: .*set JAXRL_SERVER_API_KEY"):
+            engine.publish(params, 15)
+    monkeypatch.setenv(auth.API_KEY, API_KEY)
+    engine.pool.check_reachable(lambda info: "")
+    assert engine.publish(params, 16)["servers/usable"] == 1
+    assert API_KEY not in launched[0].logs[0].read_text(errors="replace")
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "consistent_hash"])
+def test_vllms_own_router_passes_requests_on(make, launched, tmp_path, policy):
+    """vllm-router in front of the server: it gets the requests, and the server itself the weights."""
+    router, model = Path(PYTHON).with_name("vllm-router"), launched[1]
+    if not router.is_file():
+        pytest.skip(f"no {router}")
+    (port,) = free_ports(1)
+    command = [router, "--port", str(port), "--worker-urls", *launched[0].urls, "--policy", policy]
+    with (tmp_path / "router.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: process.poll() is not None or is_up(address, "/health"), 60.0)
+        engine, params = make(router=address), params_of(model, 16)
+        engine.pool.check_reachable(lambda info: "")
+        engine.publish(params, 17)
+        mine, theirs = engine.generate(requests(), GREEDY, KEY), native(params, GREEDY, model=model)
+        assert ids(mine) == ids(theirs) and not engine.check_logprobs(params, mine)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+
+
+class Numbers:
+    """A loader: prompt i is the tokens i + 2 and 3."""
+
+    def batch(self, draw, size):
+        numbers = range(draw * size, (draw + 1) * size)
+        return [Prompt(Example(None, str(i)), np.array([i + 2, 3], np.int32), i) for i in numbers]
+
+    def epochs(self, position):
+        return {}
+
+
+def test_over_sampling_trains_each_prompt_once_with_the_log_probs_of_its_weights(make, launched):
+    """Four steps of three prompts, six in progress, each step of other weights; random tokens end them."""
+    engine, model = make("delta"), launched[1]
+    ends = SamplingConfig(temperature=1.0, stop_tokens=tuple(range(4, 264, 20)))
+
+    def score(prompts, trajectories):
+        for trajectory in trajectories:
+            trajectory.reward, trajectory.components = 0.0, (0.0,)
+        return {}
+
+    source = RolloutSource(
+        Numbers(), engine, score, grpo.Config(), ends, KEY,
+        prompts=3, responses=4, max_tokens=120, max_staleness=2, oversample=2.0, steps=4,
+    )  # fmt: skip
+    params, trained, carried, mixed = params_of(model, 17), Counter(), [], 0
+    for step in range(4):
+        found = source.next(step, params, step, lambda name: contextlib.nullcontext())
+        trained.update(int(t.prompt_ids[0]) - 2 for t in found.trajectories)
+        carried.append(found.metrics["oversample/carried"])
+        assert found.metrics["staleness/max"] <= 2
+        for t in found.trajectories:
+            new, mixed = t.versions == step, mixed + (len(set(t.versions.tolist())) > 1)
+            said = score_of(model)(params, np.concatenate([t.prompt_ids, t.response_ids]))
+            np.testing.assert_allclose(t.logprobs[new], said[len(t.prompt_ids) - 1 :][new], atol=1e-4)
+        params = one_percent_moved(params, step)
+    assert trained == dict.fromkeys(range(12), 4) and carried == [3, 3, 3, 0] and mixed
