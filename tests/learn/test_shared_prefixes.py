@@ -35,7 +35,9 @@ MODEL = TransformerConfig(
 EXPERTS = dataclasses.replace(MODEL, moe=MoEConfig(num_experts=4, experts_per_token=2, expert_size=16))
 DENSE_FIRST = dataclasses.replace(EXPERTS, num_layers=3, moe=dataclasses.replace(EXPERTS.moe, dense_layers=1))
 ADAPTED, ADAPTED_EXPERTS = (with_lora(model, LoraConfig(rank=4, alpha=8.0)) for model in (MODEL, EXPERTS))
-ADAPTED_INT8 = with_lora(MODEL, LoraConfig(rank=4, alpha=8.0, quantize="int8"))
+ADAPTED_INT8, ADAPTED_NF4 = (
+    with_lora(MODEL, LoraConfig(rank=4, alpha=8.0, quantize=base)) for base in ("int8", "nf4")
+)
 WINDOWED = dataclasses.replace(
     MODEL, sliding_window=9, window_layers=(True, False), attention_sinks=True, attention_softcap=5.0
 )
@@ -292,6 +294,16 @@ SLOW = {
     # Rounding of an adapter's gradient is 1.2e-5.
     "2 stages, adapters of int8": (
         GRPO, {"model": ADAPTED_INT8, "mesh": MeshConfig(stage=2, fsdp=2), "rel": 2e-5}
+    ),
+    "2 stages, adapters of nf4": (GRPO, {"model": ADAPTED_NF4, "mesh": MeshConfig(stage=2, fsdp=1)}),
+    "2 stages, adapters of nf4, fsdp 2": (
+        GRPO, {"model": ADAPTED_NF4, "mesh": MeshConfig(stage=2, fsdp=2)}
+    ),
+    "2 stages, layer inputs on the host": (
+        GRPO, {"mesh": MeshConfig(stage=2, fsdp=1), "remat": "offload"}
+    ),
+    "2 stages, layer inputs on the host, fsdp 2": (
+        GRPO, {"mesh": MeshConfig(stage=2, fsdp=2), "remat": "offload"}
     ),
     "2 stages, expert 2, balance": (
         GRPO,
