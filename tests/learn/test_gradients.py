@@ -2,24 +2,30 @@
 micro-batch's are added to in place.
 """
 
+import copy
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import transformers
+from family_cases import BASE, CASES, SPECIAL
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
 from jaxrl_llm.data.packing import PackItem, counts, pack
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import LossArrays, StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.lora_config import LoraConfig
+from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device, put_rows
 
@@ -34,7 +40,7 @@ ONE = MeshConfig(fsdp=1)
 
 def learner(model, rows, mesh=ONE, **settings):
     config = StepConfig(row_tokens=16, rows=rows, max_grad_norm=0.0, **settings)
-    devices = jax.devices()[: mesh.fsdp * mesh.tensor * mesh.expert]
+    devices = jax.devices()[: mesh.fsdp * mesh.tensor * mesh.expert * mesh.stage]
     return Learner(sft.Config(), model, optax.sgd(1.0), config, mesh=make_mesh(mesh, devices))
 
 
@@ -78,6 +84,11 @@ def sequences(count):
 
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
 EXPERTS = dataclasses.replace(UNTIED, family="qwen3_moe", moe=MoEConfig(4, 2, 16))
+# A layer with attention, and a run of twice two layers: all delta layers, but not all with attention.
+HYBRID = dataclasses.replace(
+    TINY, num_layers=5, attention_gate=True, layer_kinds=("attention", *("delta", "attention") * 2),
+    delta=DeltaConfig(2, 4, 8, 8),
+)  # fmt: skip
 VARIANTS = {
     "every matrix product kept": (TINY, ONE, {"remat": "dots"}),
     "float16, whose loss is scaled": (UNTIED, ONE, {"remat": "full", "dtype": "float16"}),
@@ -86,6 +97,12 @@ VARIANTS = {
     "adapters of int8": (with_lora(TINY, LoraConfig(2, 4.0, quantize="int8")), ONE, {}),
     "layer inputs in host memory": (TINY, ONE, {"remat": "offload"}),
     "sums in bfloat16": (TINY, ONE, {"grad_dtype": "bfloat16"}),
+    "a run with a part of a stack": (HYBRID, ONE, {"remat": "full"}),
+    "stages after a layer": (
+        dataclasses.replace(TINY, num_layers=3),
+        MeshConfig(stage=2, fsdp=2),
+        {"remat": "full"},
+    ),
     "experts": (EXPERTS, ONE, {"remat": "dots"}),
     "sharded experts": (EXPERTS, MeshConfig(fsdp=2, expert=4), {"dtype": "bfloat16"}),
 }
@@ -116,6 +133,21 @@ def test_a_micro_batch_adds_its_gradients(variant):
         assert (np.abs(got - (start + new)) <= rounding + 1e-6).all()
     assert np.linalg.norm(np.concatenate([np.ravel(x) for x in jax.tree.leaves(alone)])) > 1e-3
     jax.tree.map(np.testing.assert_array_equal, expected, others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_each_family_adds_its_gradients(case):
+    """Traced, not run: all weights, and adapters."""
+    family, changes = CASES[case]
+    raw = transformers.AutoConfig.for_model(family, **copy.deepcopy({**BASE, **SPECIAL, **changes}))
+    model = read_config(json.loads(json.dumps(raw.to_dict())))
+    for trained in (model, with_lora(model, LoraConfig(2, 4.0))):
+        built = learner(trained, 2, remat="full")
+        programs = built.update_programs((), microbatches=2)
+        shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+        trained_weights, _ = lora.split_params(built.abstract_state().params)
+        assert shapes(programs["apply"].args[1]) == shapes(trained_weights)
 
 
 def gradient(rows, **settings):
