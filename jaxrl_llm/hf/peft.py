@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +12,9 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import export_config, write_folder
 from jaxrl_llm.hf.folder import file_inside, list_mismatches
-from jaxrl_llm.hf.json_file import JsonKeys
 from jaxrl_llm.hf.layouts import from_hf, hf_shape
 from jaxrl_llm.hf.load import read_slice
-from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors
+from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, is_stacked
 from jaxrl_llm.hf.peft_config import (
     CONFIG,
     check_same_adapters,
@@ -25,23 +23,21 @@ from jaxrl_llm.hf.peft_config import (
     peft_config,
     read_adapter_config,
     read_adapter_keys,
-    shares_a,
-    stacked_adapters,
-    stacks_experts,
-    stored_factors,
 )
 from jaxrl_llm.hf.peft_modules import (
+    PREFIX,
     FileAdapter,
     adapted_modules,
     check_trainable,
     module_of,
     saved_weights,
+    stacks_experts,
+    target_of,
 )
 from jaxrl_llm.hf.stored import StoredTensor, read_header
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, abstract, named_leaves
 from jaxrl_llm.models.lora import MARK, named_adapters, scale_b
-from jaxrl_llm.models.lora_config import MLP
 from jaxrl_llm.structs import Params
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
@@ -113,20 +109,32 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
     check_same_adapters(read_adapter_config(folder, config), config, folder / CONFIG)
     tensors, file, keys = adapter_tensors(config), _weight_file(folder), read_adapter_keys(folder / CONFIG)
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
-    modules, saved = {} if config.moe else adapted_modules(keys, config), saved_weights(keys, config)
-    factors = {name: module.scale / config.lora.scale for name, module in modules.items()}
-    expert_factors = stored_factors(keys, config) if config.moe else {}
-    if trains:
-        check_trainable(keys, factors, saved)
+    modules, saved, adapters = (
+        adapted_modules(keys, config),
+        saved_weights(keys, config),
+        named_adapters(config),
+    )
     # The tensors that the file must have: one per matrix, or one for all experts of a layer.
-    stored, shared = read_header(file), shares_a(keys, modules or keys.get("target_modules") or ())
-    stacked = expert_parts(tensors, config, keys) if stacks_experts(keys) and not has_stacked(config) else {}
     trained = {ours for tensor in tensors for ours, _ in tensor.parts}
-    # PEFT adapts the experts' parameters alone, unless the file names the dense layers, too; those stay 0.
-    tensors = [t for t in tensors if not stacks_experts(keys) or t.name in stored or not is_plain_mlp(t)]
-    tensors = [t for t in tensors if not modules or module_of(t.name) in {*modules, ""}]
-    expected = {t.name: _stored_shape(t, shared, modules) for t in tensors if t.name not in stacked}
-    expected |= {source.name: source.shape for source in stacked.values()}
+    targets = {tensor.name: target_of(tensor, stacks_experts(keys)) for tensor in tensors}
+    tensors = [tensor for tensor in tensors if targets[tensor.name] in {*modules, ""}]
+    weights = {tensor.name: tensor.parts[0][0].partition(MARK)[0] for tensor in tensors}
+    factors = {
+        targets[name]: modules[targets[name]].scale / adapters[ours][1]
+        for name, ours in weights.items()
+        if ours in adapters
+    }
+    if trains:
+        check_trainable(keys, config, factors, saved)
+    stored, is_joined = read_header(file), stacks_experts(keys) and not has_stacked(config)
+    experts = expert_parts(tensors, config, modules) if is_joined else {}
+    names = {tensor.name: _stored_name(tensor.name, modules) for tensor in tensors}
+    expected = {
+        names[tensor.name]: _stored_shape(tensor, modules.get(targets[tensor.name]), config)
+        for tensor in tensors
+        if tensor.name not in experts
+    }
+    expected |= {source.name: source.shape for source in experts.values()}
     expected |= {name: shapes[ours] for name, ours in saved.items()}
     if problem := list_mismatches(stored, expected, "the model"):
         raise UserError(
@@ -137,27 +145,38 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
     adapter = {ours: np.zeros(shapes[ours], np.float32) for ours in shapes if ours in trained}
     read = functools.lru_cache(4)(lambda name: _read_whole(name, stored[name]))
     for tensor in tensors:
-        if part := stacked.get(tensor.name):
+        module, ours = modules.get(targets[tensor.name]), weights[tensor.name]
+        if part := experts.get(tensor.name):
             parts = [part.take(read(part.name))]
         else:
             pairs = zip(tensor.parts, tensor.layouts, strict=True)
             rows = [hf_shape(shapes[ours][len(index) :], layout)[0] for (ours, index), layout in pairs]
-            parts = _split(tensor, read(tensor.name), shared, config, rows=rows, file=file)
-        if factor := factors.get(module_of(tensor.name)):
-            matrix = tensor.parts[0][0][-1]
-            parts = [_fill_rank(x, matrix, config.lora.rank) for x in parts]
-            parts = [x * np.float32(factor) for x in parts] if matrix == "b" else parts
+            is_shared = module is not None and module.parts == 1
+            parts = _split(tensor, read(names[tensor.name]), is_shared, config, rows=rows, file=file)
+        if module:
+            is_b = tensor.parts[0][0].endswith("b")
+            parts = [_fill_rank(x, is_b, module.rank_of_weight, adapters[ours][0]) for x in parts]
+            parts = [x * np.float32(factors[targets[tensor.name]]) for x in parts] if is_b else parts
         for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
             adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])
-    for name, factor in expert_factors.items():
-        adapter[f"{name}{MARK}b"] *= np.float32(factor)
     return adapter | {ours: read(name) for name, ours in saved.items()}
 
 
-def _fill_rank(part: np.ndarray, matrix: str, rank: int) -> np.ndarray:
-    """Return A [R, inputs] or B [outputs, R] with 0 up to the rank."""
-    missing = rank - part.shape[matrix == "b"]
-    return np.pad(part, ((0, missing), (0, 0)) if matrix == "a" else ((0, 0), (0, missing)))
+def _stored_name(name: str, modules: Collection[str]) -> str:
+    """Return the name of a tensor in the file: the adapter of gate and up of all experts is inside the one of
+    down, if there is one."""
+    outer = module_of(name).removesuffix(".base_layer")
+    return name if f"{outer}.down_proj" in modules else name.replace(".base_layer.", ".")
+
+
+def _fill_rank(part: np.ndarray, is_b: bool, rank: int, model_rank: int) -> np.ndarray:
+    """Return A [R, inputs] or B [outputs, R] with 0 up to the model's rank; of all experts, A [X, R, inputs]
+    or B [outputs, R * X]."""
+    if not is_b:
+        ends = [(0, 0)] * (part.ndim - 2) + [(0, model_rank - rank), (0, 0)]
+        return np.pad(part, ends)
+    part = np.pad(part.reshape(part.shape[0], rank, -1), ((0, 0), (0, model_rank - rank), (0, 0)))
+    return part.reshape(part.shape[0], -1)
 
 
 def _read_whole(name: str, stored: StoredTensor) -> np.ndarray:
@@ -168,14 +187,15 @@ def _read_whole(name: str, stored: StoredTensor) -> np.ndarray:
     )
 
 
-def _stored_shape(tensor: HFTensor, shared: bool, modules: dict[str, FileAdapter]) -> tuple[int, ...]:
-    """Return the shape of a tensor in a file; `shared`: its parts share one A."""
-    if module := modules.get(module_of(tensor.name)):
-        is_a = tensor.parts[0][0].endswith("a")
-        return (module.rank, tensor.shape[1]) if is_a else (tensor.shape[0], module.rank)
-    (rows, columns), count = tensor.shape, len(tensor.parts) if shared else 1
-    is_a = tensor.join in ("rows", "ranks")
-    return (rows // count, columns) if is_a else (rows, columns // count)
+def _stored_shape(tensor: HFTensor, module: FileAdapter | None, config: AdaptedConfig) -> tuple[int, ...]:
+    """Return the shape of a tensor in a file; of a value head, which has no module, its own."""
+    if module is None:
+        return tensor.shape
+    rank = module.rank
+    if is_stacked(config, tensor.parts[0][0].partition(MARK)[0]):
+        rank *= config.moe.num_experts
+    is_a = tensor.parts[0][0].endswith("a")
+    return (rank, tensor.shape[1]) if is_a else (tensor.shape[0], rank)
 
 
 def _split(
@@ -241,45 +261,32 @@ class ExpertPart(NamedTuple):
     expert: int
     rank: int
     """Rank in the file."""
-    model_rank: int
-    """Rank in the model; a larger rank than the file's is filled with 0."""
     outputs: slice
     """Rows of B."""
 
     def take(self, array: np.ndarray) -> np.ndarray:
         """Return A [R, inputs] or B [outputs, R] of the expert; `array` is the whole tensor."""
         if self.matrix == "a":
-            part = array.reshape(-1, self.rank, array.shape[1])[self.expert]
-        else:
-            part = array.reshape(array.shape[0], self.rank, -1)[self.outputs, :, self.expert]
-        return _fill_rank(part, self.matrix, self.model_rank)
+            return array.reshape(-1, self.rank, array.shape[1])[self.expert]
+        return array.reshape(array.shape[0], self.rank, -1)[self.outputs, :, self.expert]
 
 
-def expert_parts(tensors: Sequence[HFTensor], config: AdaptedConfig, keys: JsonKeys) -> dict[str, ExpertPart]:
+def expert_parts(
+    tensors: Sequence[HFTensor], config: AdaptedConfig, modules: dict[str, FileAdapter]
+) -> dict[str, ExpertPart]:
     """Return the name of each tensor of an expert's adapter -> its part of a file with joined experts."""
-    adapters, experts = stacked_adapters(keys), config.moe.num_experts
-    adapted = {name.rpartition(".")[2] for name in named_adapters(config)}
-    both = {"expert_up", "expert_down"} <= adapted
-    found = {}
+    experts, found = config.moe.num_experts, {}
     for tensor in tensors:
         ours, index = tensor.parts[0]
         weight, _, matrix = ours.partition(MARK)
-        leaf = weight.rpartition(".")[2]
-        if leaf not in adapters:
+        leaf, target = weight.rpartition(".")[2], target_of(tensor, stacked=True)
+        if not leaf.startswith("expert_"):
             continue
-        rank, joined = adapters[leaf][0], leaf != "expert_down"
-        inner = ".base_layer" * (joined and both)
-        layer = re.match(r".*?\.layers\.\d+", tensor.name)[0]
+        rank, joined, module = modules[target].rank, leaf != "expert_down", target.rpartition(".")[0]
+        inner = ".base_layer" * (joined and f"{module}.down_proj" in modules)
         rows, columns = tensor.shape
         shape = (experts * rank, columns) if matrix == "a" else (rows * (1 + joined), rank * experts)
         start = rows * (leaf == "expert_up")
-        name = f"{layer}.mlp.experts{inner}.lora_{matrix.upper()}.weight"
-        ranks = rank, tensor.shape[matrix == "b"]
-        found[tensor.name] = ExpertPart(name, shape, matrix, index[-1], *ranks, slice(start, start + rows))
+        name = f"{PREFIX}{module}{inner}.lora_{matrix.upper()}.weight"
+        found[tensor.name] = ExpertPart(name, shape, matrix, index[-1], rank, slice(start, start + rows))
     return found
-
-
-def is_plain_mlp(tensor: HFTensor) -> bool:
-    """Return whether a tensor belongs to the MLP of a dense layer or a shared expert: peft does not adapt
-    these layers if it adapts experts by the names of modules."""
-    return tensor.parts[0][0].partition(MARK)[0].rpartition(".")[2] in MLP

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,47 +12,26 @@ from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.family_names import MODULES
 from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
-from jaxrl_llm.hf.names import FUSED, hf_name, is_stacked, joined_weights
-from jaxrl_llm.hf.peft_modules import WITHOUT, adapted_modules, saved_weights
+from jaxrl_llm.hf.names import hf_name, is_stacked, joined_weights
+from jaxrl_llm.hf.peft_modules import PARAMETER, STACKED, SUMS, WITHOUT, adapted_modules, saved_weights
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, TransformerConfig
 from jaxrl_llm.models.lora import named_adapters, rank_of_experts
 from jaxrl_llm.models.lora_config import ALL_TARGETS, MLP, check_lora_config, linear_layers
 from jaxrl_llm.user_file import expand_home
 
 CONFIG = "adapter_config.json"
-PARAMETER = ".weight"  # ends the names of adapted parameters; modules have none
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-BESIDE_MLP = "experts.gate_up_proj", "experts.down_proj"
-_GRANITE = tuple(f"block_sparse_moe.{name}" for name in BESIDE_MLP)
-STACKED = (GATE_UP, DOWN, *BESIDE_MLP, *_GRANITE)
-"""Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5, and in Gemma
-4 and Granite; PEFT has a separate kind of adapter for them."""
-BOTH = "gate_up_proj"
-CONVERTED = rf".*\.{BOTH}"
-"""Pattern that peft with transformers 5 writes where target modules are gate_proj and up_proj of experts."""
-SUMS = {
-    **dict.fromkeys(STACKED[::2], 2),
-    **{
-        hf.split(".")[-2]: len(rows)
-        for names in FUSED.values()
-        for hf, rows in names.items()
-        if hf.endswith(PARAMETER)
-    },
-}
-"""Parameter, or module that computes several of our layers (Phi-3, Granite), whose adapter adds up ranks ->
-number of ranks."""
-_LINEAR = {"input_linear": BOTH, "output_linear": "down_proj"}
-OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", **_LINEAR}
-"""Names of layers in Mixtral and Granite 4 -> usual names."""
+_LINEAR = ("input_linear", "output_linear")
+"""Names of linear layers in Granite 4."""
 _DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}  # PEFT's
 _READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias"),
-    *("rank_pattern", "alpha_pattern", "target_parameters", "layers_to_transform"),
+    *("rank_pattern", "alpha_pattern", "target_parameters"),
+    *("layers_to_transform", "layers_pattern", "exclude_modules"),
 )
 _NO_EFFECT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
-    *("exclude_modules", "layers_pattern", "init_lora_weights", "eva_config"),
+    *("init_lora_weights", "eva_config"),
 )
 """Keys that alone do not affect the output of a trained adapter. Any other key that is set is refused."""
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -63,8 +41,8 @@ _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 def read_adapter_config(folder: Path | str, config: TransformerConfig) -> LoraConfig:
     """Return the adapters' config of a PEFT folder. Dropout, which only training applies, is not read.
 
-    Without experts, the rank is the largest of a layer; `load_adapter` fills smaller ones, and layers without
-    an adapter, with 0.
+    The rank is the largest of a layer, and of the experts; `load_adapter` fills smaller ones, and layers
+    without an adapter, with 0.
 
     Args:
         config: of the base model.
@@ -78,7 +56,7 @@ def read_adapter_config(folder: Path | str, config: TransformerConfig) -> LoraCo
         raise UserError(f"{file}: no such file; a PEFT adapter has one. Give the folder that holds it.")
     keys = read_adapter_keys(file)
     _check_supported(keys, config)
-    lora = _read_expert_lora(keys, config) if config.moe else _read_lora(keys, config)
+    lora = _read_lora(keys, config)
     check_lora_config(lora, str(file))
     return lora
 
@@ -89,35 +67,29 @@ def read_adapter_keys(file: Path) -> JsonKeys:
 
 
 def _read_lora(keys: JsonKeys, config: TransformerConfig) -> LoraConfig:
-    """Return the config of adapters of a model without experts, with the largest rank."""
+    """Return the config of the adapters, with the largest rank of experts, and of the other layers.
+
+    If experts have adapters, alpha is the file's, else that of the largest rank.
+    """
+    # Ranks and scales of experts, and of the other layers.
     modules, is_stabilized = adapted_modules(keys, config), keys.flag("use_rslora")
-    shared, known = shares_a(keys, modules), linear_layers(config)
-    names = {known[ours] for adapter in modules.values() for ours in adapter.weights}
-    for name, adapter in modules.items():
-        parts = len(adapter.weights)
-        if not shared and adapter.rank % parts:
-            fault = f"must be a multiple of {parts}: each part of {name} has a separate A"
-            raise keys.wrong("rank_pattern", adapter.rank, fault)
-    ranks = {adapter.rank_of_weight(shared): adapter.scale for adapter in reversed(modules.values())}
-    rank = max(ranks)
+    ranks, of_experts = {}, {}
+    for adapter in reversed(modules.values()):
+        group = of_experts if adapter.weights[0].startswith("expert_") else ranks
+        group[adapter.rank_of_weight] = adapter.scale
+    known = linear_layers(config)
+    names = {known[x.removeprefix("expert_")] for adapter in modules.values() for x in adapter.weights}
+    # The model's rank and alpha.
+    rank = max(ranks) if ranks else keys.integer("r", 2**31 - 1)
+    alpha = keys.number("lora_alpha", 8.0)
+    if not of_experts:
+        alpha = ranks[rank] * (math.sqrt(rank) if is_stabilized else rank)
     return LoraConfig(
         rank=rank,
-        alpha=ranks[rank] * (math.sqrt(rank) if is_stabilized else rank),
+        expert_rank=max(of_experts, default=None),
+        alpha=alpha,
         rank_stabilized=is_stabilized,
         targets=tuple(name for name in ALL_TARGETS if name in names),
-    )
-
-
-def _read_expert_lora(keys: JsonKeys, config: TransformerConfig) -> LoraConfig:
-    rank, targets = keys.integer("r", 2**31 - 1), _read_targets(keys)
-    others, _ = (_read_pattern(keys, key) for key in ("rank_pattern", "alpha_pattern"))
-    shares_a(keys, keys.get("target_modules") or ())
-    return LoraConfig(
-        rank=others or rank,
-        expert_rank=max(adapter[0] for adapter in stacked_adapters(keys).values()),
-        alpha=keys.number("lora_alpha", 8.0),
-        rank_stabilized=keys.flag("use_rslora"),
-        targets=targets,
     )
 
 
@@ -225,84 +197,9 @@ def file_factors(config: AdaptedConfig) -> dict[str, float]:
     return dict.fromkeys(names, lora.scale / lora.scale_at(rank))
 
 
-def stored_factors(keys: JsonKeys, config: AdaptedConfig) -> dict[str, float]:
-    """Return weight -> factor from a file's B to our B, for the weights of `file_factors` of a model with
-    experts: the output factor by the file's patterns, divided by the model's."""
-    targets, ours = keys.get("target_modules") or (), peft_config(config, "")["rank_pattern"]
-    shared = shares_a(keys, targets)
-    layers = [key.removesuffix(PARAMETER) for key in ours if not (shared and key in SUMS)]
-    for name in ("rank_pattern", "alpha_pattern"):
-        stored = {key.removesuffix(PARAMETER) for key in keys.raw.get(name) or {}} - {CONVERTED}
-        if stored and stored != {*layers}:
-            known = f"patterns of {', '.join(layers)}" if layers else "none"
-            raise keys.wrong(name, keys.raw[name], f"is not supported for this model; supported: {known}")
-    stored = _read_expert_lora(keys, config)
-    alpha = _read_pattern(keys, "alpha_pattern") or stored.alpha
-    others = dict.fromkeys(file_factors(config), replace(stored, alpha=alpha).scale / config.lora.scale)
-    if not stacks_experts(keys) or has_stacked(config):
-        return others
-    of_file, of_model = stacked_adapters(keys), named_adapters(config)
-    experts = {name: name.rpartition(".")[2] for name in of_model if ".expert_" in name}
-    return others | {name: of_file[leaf][1] / of_model[name][1] for name, leaf in experts.items()}
-
-
 def has_stacked(config: AdaptedConfig) -> bool:
     """Return whether the family's files store the experts of a layer as one tensor (gpt-oss)."""
     return any(is_stacked(config, name) for name in named_adapters(config))
-
-
-def stacked_adapters(keys: JsonKeys) -> dict[str, tuple[int, float]]:
-    """Return our weight of experts -> (rank, factor on its output) of its adapter in the file."""
-
-    def adapter(pattern: str) -> tuple[int, float]:
-        own = [(keys.raw.get(key) or {}).get(pattern) for key in ("rank_pattern", "alpha_pattern")]
-        rank = keys.integer("r", 2**31 - 1) if own[0] is None else own[0]
-        alpha = keys.number("lora_alpha", 8.0) if own[1] is None else own[1]
-        if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
-            raise keys.wrong("rank_pattern", own, f"is not supported for {pattern}; {WITHOUT}")
-        return rank, alpha / (math.sqrt(rank) if keys.flag("use_rslora") else rank)
-
-    return dict.fromkeys(("expert_gate", "expert_up"), adapter(CONVERTED)) | {"expert_down": adapter("")}
-
-
-def shares_a(keys: JsonKeys, targets: Iterable[str]) -> bool:
-    """Return whether layers of ours share one A, as PEFT creates adapters of parameters, and of modules that
-    compute several of our layers.
-
-    Exports have a larger A, of which each layer reads its part: gate the first half.
-
-    Args:
-        targets: the adapted modules.
-
-    Raises:
-        UserError: another rank or alpha than these.
-    """
-    ranks, alphas = (keys.raw.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    adapted = {*_read_parameters(keys), *map(_leaf, targets)} & SUMS.keys()
-    joined = [pattern for pattern in SUMS if pattern in ranks or pattern in alphas]
-    for pattern in adapted if joined else ():
-        for key, stored, own in (("rank_pattern", ranks, "r"), ("alpha_pattern", alphas, "lora_alpha")):
-            of_layers = _read_pattern(keys, key) if pattern in _LINEAR else None
-            expected = SUMS[pattern] * (of_layers or keys.number(own, 8.0))
-            if stored.get(pattern) != expected:
-                needed = f"{pattern} must have {expected:g}, {SUMS[pattern]} times {own}"
-                raise keys.wrong(key, stored, f"is not supported: {needed}; {WITHOUT}")
-    return bool(adapted) and not joined
-
-
-def _read_pattern(keys: JsonKeys, key: str) -> Any:
-    """Return the common rank or alpha of all layers except experts; None = the experts' value."""
-    pattern = keys.raw.get(key)
-    if pattern in (None, {}):
-        return None
-    is_known = isinstance(pattern, dict)
-    values = [x for name, x in pattern.items() if name not in (*SUMS, CONVERTED)] if is_known else []
-    if is_known and not values:
-        return None
-    kinds = (int,) if key == "rank_pattern" else (int, float)
-    if not values or type(values[0]) not in kinds or values[0] <= 0 or values != values[:1] * len(values):
-        raise keys.wrong(key, pattern, f"is not supported; {WITHOUT}")
-    return values[0]
 
 
 def _check_supported(keys: JsonKeys, config: TransformerConfig) -> None:
@@ -315,48 +212,9 @@ def _check_supported(keys: JsonKeys, config: TransformerConfig) -> None:
         fix = "save it with path_initial_model_for_weight_conversion, which makes it plain LoRA"
         raise keys.wrong("init_lora_weights", start, f"changes the base model, so is not supported; {fix}")
     saved_weights(keys, config)
-    if config.moe and keys.get("layers_to_transform") is not None:
-        problem = f"is not supported for a model with experts; {WITHOUT}"
-        raise keys.wrong("layers_to_transform", keys.get("layers_to_transform"), problem)
     for key, value in keys.raw.items():
         if key not in (*_READ, *_NO_EFFECT) and value not in (None, False, "", [], {}):
             raise keys.wrong(key, value, f"is not supported; {WITHOUT}")
-
-
-def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
-    """Return the adapted layers of a model with experts; PEFT also writes them with their paths
-    ("model.layers.0.mlp.up_proj")."""
-    modules = keys.get("target_modules")
-    if modules == "all-linear":
-        return ("all",)
-    supported = f"supported: a list of {', '.join(ALL_TARGETS)}, or all-linear"
-    parameters = _read_parameters(keys)
-    modules = [] if modules is None and parameters else modules
-    is_list = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
-    if not is_list or not (modules or parameters):
-        raise keys.wrong("target_modules", modules, f"is not supported; {supported}")
-    names = {_leaf(name) for name in (*modules, *parameters)}
-    names = {OTHER_NAMES.get(name, name) for name in names}
-    names = names - {BOTH} | {"gate_proj", "up_proj"} if BOTH in names else names
-    if unknown := sorted(names.difference(ALL_TARGETS)):
-        raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")
-    return tuple(name for name in ALL_TARGETS if name in names)
-
-
-def _read_parameters(keys: JsonKeys) -> list[str]:
-    """Return the adapted parameters: weights of linear layers, and weights of all experts of a layer."""
-    names = keys.get("target_parameters") or []
-    full = {_leaf(name): name for name in (GATE_UP, DOWN)}
-    names = [full.get(name, name) for name in names] if isinstance(names, list) else names
-    if not isinstance(names, list) or not all(_is_parameter(str(name)) for name in names):
-        supported = f"supported: {GATE_UP}, {DOWN}, and weights of linear layers (mlp.up_proj{PARAMETER})"
-        raise keys.wrong("target_parameters", names, f"is not supported; {supported}")
-    return names
-
-
-def stacks_experts(keys: JsonKeys) -> bool:
-    """Return whether the file has adapters of parameters that hold all experts of a layer."""
-    return not {*STACKED}.isdisjoint(_read_parameters(keys))
 
 
 def check_same_adapters(stored: LoraConfig, config: AdaptedConfig, file: Path) -> None:

@@ -397,7 +397,11 @@ def test_adapters_of_parameters_by_hand(tmp_path):
         load_adapter(tmp_path, config)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**raw, "rank_pattern": {**raw["rank_pattern"], gate_up: 6}}))
-    with pytest.raises(UserError, match=r"rank_pattern=.*gate_up_proj must have 4, 2 times r; train"):
+    assert read_adapter_config(tmp_path, config).expert_rank == 3
+    with pytest.raises(UserError, match=r"not the adapters of this gpt_oss model; .*shape"):
+        load_adapter(tmp_path, with_lora(GPT_OSS, read_adapter_config(tmp_path, config)))
+    file.write_text(json.dumps({**raw, "target_parameters": [gate_up, "mlp.router.weight"]}))
+    with pytest.raises(UserError, match=r"target_parameters='mlp.router.weight' is not supported for this m"):
         read_adapter_config(tmp_path, config)
 
 
@@ -470,9 +474,124 @@ def test_other_ranks_and_patterns_are_refused(tmp_path):
     file = tmp_path / "adapter_config.json"
     raw = json.loads(file.read_text())
     file.write_text(json.dumps({**raw, "rank_pattern": {"q_proj": 8, "k_proj": 4}}))
-    with pytest.raises(UserError, match=r"rank_pattern=.* is not supported; train the adapter without it"):
-        read_adapter_config(tmp_path, config)
-    file.write_text(json.dumps({**raw, "rank_pattern": {"q_proj": 8}}))
-    with pytest.raises(UserError, match=r"supported: patterns of q_proj, k_proj, v_proj, o_proj"):
-        load_adapter(tmp_path, config)
+    with pytest.raises(UserError, match=r"not the adapters of this qwen3_moe model; .*shape"):
+        load_adapter(tmp_path, with_lora(tiny("qwen3_moe"), read_adapter_config(tmp_path, config)))
     assert load_file(tmp_path / "adapter_model.safetensors")
+
+
+PATTERNS = {
+    # settings of peft; rank and rank of experts; whether training from it is peft's
+    "parameters": (
+        {
+            "target_modules": r".*\.[01]\.self_attn\.(q|v)_proj",
+            "target_parameters": EXPERTS,
+            "rank_pattern": {r"1\.mlp\.experts\.down_proj": 5, "0.mlp.experts.gate_up_proj": 2},
+            "alpha_pattern": {
+                r"1\.mlp\.experts\.down_proj": 10,
+                "0.mlp.experts.gate_up_proj": 4,
+                "1.*q_proj": 9,
+            },
+        },
+        (3, 5),
+        "alpha_pattern",
+    ),
+    "layers": (
+        {
+            "target_modules": ["o_proj", "k_proj"],
+            "target_parameters": ["experts.down_proj"],
+            "layers_to_transform": [1],
+            "rank_pattern": {"o_proj": 4},
+            "alpha_pattern": {"o_proj": 8},
+        },
+        (4, 3),
+        "",
+    ),
+    "attention": (
+        {"target_modules": r".*\.self_attn\.\w*proj(_with_mqa)?", "exclude_modules": ["0.self_attn.o_proj"]},
+        (3, None),
+        "",
+    ),
+    "one parameter": (
+        {"target_modules": ["v_proj"], "target_parameters": ["model.layers.1.mlp.experts.gate_up_proj"]},
+        (3, 3),
+        "",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("settings", "ranks", "fault"), PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_patterns_layers_and_regexes_of_experts_from_peft_have_its_logits(
+    tmp_path, family, *, settings, ranks, fault
+):
+    """`layers_to_transform` and `exclude_modules` concern modules alone; patterns match full names."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(MODELS[family])
+    with torch.no_grad():
+        for name, weight in base.named_parameters():
+            weight.copy_(torch.ones_like(weight) if "norm" in name else 0.3 * torch.randn(weight.shape))
+    base.save_pretrained(tmp_path / "base")
+    plain = load_params(tmp_path / "base", read_config(tmp_path / "base"))
+    if family == "deepseek_v3":
+        names = {"q_proj": "q_b_proj", "k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"}
+        settings = json.loads(_renamed(json.dumps(settings), names).replace("(q|v)_proj", "(q_b|kv_b)_proj"))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                weight.copy_(0.2 * torch.randn(weight.shape))
+    model.eval().save_pretrained(tmp_path / "theirs")
+    read = read_adapter_config(tmp_path / "theirs", plain.config)
+    assert (read.rank, read.expert_rank) == ranks
+    ours, tokens = with_stored_adapters(plain, tmp_path / "theirs"), random_tokens()
+    got = np.asarray(our_logits(ours, tokens))
+    np.testing.assert_allclose(got, hf_logits(model, tokens), atol=2e-4, rtol=0)
+    assert np.abs(got - our_logits(plain, tokens)).max() > 0.05
+    # An export has the same outputs, and a run trains what peft would, or is refused.
+    save_adapter(ours, tmp_path / "ours", str(tmp_path / "base"))
+    again = our_logits(with_stored_adapters(plain, tmp_path / "ours"), tokens)
+    np.testing.assert_allclose(again, got, atol=1e-4)
+    config = with_lora(plain.config, read)
+    if fault:
+        with pytest.raises(UserError, match=rf"{fault}=.* alpha / rank.*merge it"):
+            load_adapter(tmp_path / "theirs", config, trains=True)
+    else:
+        load_adapter(tmp_path / "theirs", config, trains=True)
+
+
+def _renamed(text, names):
+    for old, new in names.items():
+        text = text.replace(old, new)
+    return text
+
+
+def test_each_expert_may_have_another_rank(tmp_path):
+    """Files of transformers 4, where experts are modules: of expert 1 rank 2, of layer 1 no up_proj."""
+    config = dataclasses.replace(tiny("qwen3_moe"), num_layers=2)
+    lora = LoraConfig(rank=3, alpha=6.0, expert_rank=3)
+    params = with_random_adapters(random_base(config), lora)
+    save_adapter(params, tmp_path, "base")
+    file, weights = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    raw, stored = json.loads(file.read_text()), load_file(weights)
+    stored = {name: x for name, x in stored.items() if not (".layers.1." in name and ".up_proj" in name)}
+    for name, x in stored.items():
+        if ".experts.1." in name:
+            stored[name] = np.ascontiguousarray(x[:2] if ".lora_A." in name else x[:, :2])
+    save_file(stored, weights)
+    pattern = {r"experts\.1\..*": 2}
+    raw |= {"exclude_modules": r".*layers\.1\..*up_proj", "rank_pattern": pattern, "alpha_pattern": {}}
+    file.write_text(json.dumps(raw))
+    read = read_adapter_config(tmp_path, config)
+    assert read == dataclasses.replace(lora, targets=read.targets)
+    got, old = load_adapter(tmp_path, with_lora(config, read)), dict(named_leaves(params))
+    for name in ("layers.expert_up", "layers.expert_down"):
+        a, b = (np.array(old[f"{name}_lora_{matrix}"]) for matrix in "ab")
+        a[:, 1, :, 2], b[:, 1, 2] = 0, 0
+        b[:, 1] *= 3 / 2  # alpha / rank is 3 in the file, 2 in the model
+        if name.endswith("up"):
+            a[1], b[1] = 0, 0
+        np.testing.assert_allclose(got[f"{name}_lora_a"], a)
+        np.testing.assert_allclose(got[f"{name}_lora_b"], b, rtol=1e-6)
+    with pytest.raises(UserError, match=r"rank_pattern=.* gives model.layers.0.mlp.experts.1.*alpha / rank"):
+        load_adapter(tmp_path, with_lora(config, read), trains=True)
