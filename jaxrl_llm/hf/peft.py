@@ -119,21 +119,15 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
     targets = {tensor.name: target_of(tensor, stacks_experts(keys)) for tensor in tensors}
     tensors = [tensor for tensor in tensors if targets[tensor.name] in {*modules, ""}]
     weights = {tensor.name: tensor.parts[0][0].partition(MARK)[0] for tensor in tensors}
-    factors = {
-        targets[name]: modules[targets[name]].scale / adapters[ours][1]
-        for name, ours in weights.items()
-        if ours in adapters
-    }
+    scales = {targets[name]: adapters[ours][1] for name, ours in weights.items() if ours in adapters}
+    factors = {target: modules[target].scale / scale for target, scale in scales.items()}
     if trains:
         check_trainable(keys, config, factors, saved)
     stored, is_joined = read_header(file), stacks_experts(keys) and not has_stacked(config)
     experts = expert_parts(tensors, config, modules) if is_joined else {}
     names = {tensor.name: _stored_name(tensor.name, modules) for tensor in tensors}
-    expected = {
-        names[tensor.name]: _stored_shape(tensor, modules.get(targets[tensor.name]), config)
-        for tensor in tensors
-        if tensor.name not in experts
-    }
+    found = [(names[t.name], _stored_shape(t, modules.get(targets[t.name]), config)) for t in tensors]
+    expected = {name: shape for name, shape in found if name not in experts}
     expected |= {source.name: source.shape for source in experts.values()}
     expected |= {name: shapes[ours] for name, ours in saved.items()}
     if problem := list_mismatches(stored, expected, "the model"):
