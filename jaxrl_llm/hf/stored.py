@@ -19,16 +19,19 @@ from jaxrl_llm.hf.quantization import MX_BLOCK, Quantization
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Supported types of weights in the spelling of safetensors -> bytes per element."""
 FP8 = "F8_E4M3"
-SCALE_INV = "_scale_inv"
-"""Name of a scale after the name of its fp8 weight. It multiplies the weight, despite the name."""
+SCALES = ("_scale_inv", "_scale")
+"""Ends of the name of a scale, after the name of its fp8 weight. Both multiply the weight."""
+_OF_SERVERS = (".activation_scale", ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+"""Ends of names of scales of activations and of caches, which weights do not have."""
 _POWERS = ("F8_E8M0", "U8")  # types of scales that are powers of two, byte b = 2^(b - 127)
 MXFP4 = "MXFP4"  # not of safetensors, which holds bytes
-_BYTES = {
+_TYPES = {
     FP8: jnp.float8_e4m3fn,
     MXFP4: jnp.uint8,  # two numbers
     **dict.fromkeys(_POWERS, jnp.float8_e8m0fnu),
+    **{"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16},  # of scales
 }
-"""Type of one byte -> its NumPy type. The safetensors library reads none but U8 into NumPy."""
+"""Type -> its NumPy type. The safetensors library reads no byte but U8 into NumPy."""
 _NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)
 _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]], axis=-1)
 """Byte of MXFP4 -> its two numbers, the low half first."""
@@ -114,23 +117,28 @@ def join_scales(
 def _join_fp8(
     stored: Mapping[str, StoredTensor], quantization: Quantization | None
 ) -> dict[str, StoredTensor]:
-    joined = dict(stored)
+    joined, has_scales = dict(stored), False
     for name, weight in stored.items():
-        scale = stored.get(name + SCALE_INV)
-        if weight.dtype != FP8 or len(weight.shape) < 2 or scale is None:
+        found = [stored[name + end] for end in SCALES if name + end in stored]
+        if weight.dtype != FP8 or len(weight.shape) < 2 or not found:
             continue
+        has_scales, scale = True, found[0]
         if quantization is None:
             raise UserError(
                 f"{weight.file}: {name} is fp8 with a scale, but config.json has no quantization_config with "
                 "the size of its blocks (weight_block_size). Copy or download config.json again."
             )
-        blocks = zip(weight.shape[-2:], quantization.block, strict=True)
-        grid = (*weight.shape[:-2], *(-(-size // block) for size, block in blocks))
-        what = f"{name} {list(weight.shape)} in blocks of {list(quantization.block)}"
+        # Scales of whole matrices and rows have fewer dims in some folders.
+        sizes = weight.shape[-2:]
+        block = tuple(size or whole for size, whole in zip(quantization.block, sizes, strict=True))
+        grid = (*weight.shape[:-2], *(-(-n // size) for n, size in zip(sizes, block, strict=True)))
+        what = f"{name} {list(weight.shape)} in blocks of {list(block)}"
+        if 0 in quantization.block and math.prod(scale.shape) == math.prod(grid):
+            scale = scale._replace(shape=grid)
         _check_scale(scale, grid, what, kinds=(*FLOATS, *_POWERS))
-        joined[name] = weight._replace(scale=scale, block=quantization.block)
-        del joined[name + SCALE_INV]
-    return joined
+        joined[name] = weight._replace(scale=scale._replace(held=grid), block=block)
+        del joined[scale.source]
+    return {name: x for name, x in joined.items() if not (has_scales and name.endswith(_OF_SERVERS))}
 
 
 def _join_mxfp4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -205,7 +213,11 @@ def _read_held(stored: StoredTensor, place: Slices) -> np.ndarray:
         with safe_open(stored.file, framework="np") as handle:
             block = handle.get_slice(stored.source)[(*others, slice(last.start, last.stop))]
         return block[..., :: last.step]
-    kind = np.dtype(_BYTES[stored.dtype])
+    return _read_mapped(stored, place)
+
+
+def _read_mapped(stored: StoredTensor, place: Slices) -> np.ndarray:
+    kind = np.dtype(_TYPES[stored.dtype])
     return np.memmap(stored.file, kind, mode="r", offset=stored.offset, shape=stored.held)[place]
 
 
@@ -217,7 +229,7 @@ def _read_fp8(stored: StoredTensor, scale: StoredTensor, place: Slices) -> np.nd
     parts = zip((rows, columns), stored.block, strict=True)
     blocks = [np.arange(part.start, part.stop, part.step) // size for part, size in parts]
     touched = [slice(block[0], block[-1] + 1) for block in blocks]
-    scales = _read_held(scale, (*lead, *touched)).astype(np.float32)
+    scales = _read_mapped(scale, (*lead, *touched)).astype(np.float32)
     for axis, block in zip((-2, -1), blocks, strict=True):
         scales = scales.take(block - block[0], axis=axis)
     values *= scales

@@ -199,15 +199,14 @@ def test_broken_fp8_folders_are_refused_by_tensor(tmp_path):
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        (
-            {"activation_scheme": "static"},
-            r"activation_scheme='static' is not supported; .*FineGrainedFP8Config",
-        ),
-        ({"weight_block_size": None}, r"weight_block_size=None is one scale a tensor, .*\(dequantize=True\)"),
         ({"weight_block_size": [128]}, r"weight_block_size=\[128\] must be two whole numbers"),
         ({"weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\] must be two whole numbers"),
         ({"fmt": "e5m2"}, r"fmt='e5m2' is not supported; supported: e4m3"),
-        ({"quant_method": "compressed-tensors"}, r"quant_method='compressed-tensors' is not supported; "),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            r"quant_algo='NVFP4' is not supported; supported: FP8. Take the folder of the model before",
+        ),
+        ({"quant_method": "torchao"}, r"quant_method='torchao' is not supported; "),
         (
             {"quant_method": "bitsandbytes"},
             r"quant_method='bitsandbytes' is .* model before its quantization",
@@ -220,8 +219,118 @@ def test_broken_fp8_folders_are_refused_by_tensor(tmp_path):
 def test_other_formats_are_refused_before_weights_are_read(quantization, message):
     with pytest.raises(UserError, match=rf"config.json: quantization_config\.{message}"):
         read_config({**TINY, "quantization_config": {**FP8, **quantization}})
-    with pytest.raises(UserError, match=r"compression_config\.quant_method='compressed-tensors' is not"):
-        read_config({**TINY, "compression_config": {"quant_method": "compressed-tensors"}})
+
+
+def compressed(strategy="channel", key="quantization_config", *, inner=(), **changes):
+    """Config of compressed-tensors, as llm-compressor writes it."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights | dict(inner), "input_activations": inputs}
+    found = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
+    return {key: found | {"ignore": ["lm_head"], "kv_cache_scheme": None} | changes}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (
+            compressed(format="pack-quantized"),
+            r"format='pack-quantized' is not supported; supported: float-q",
+        ),
+        (compressed(format="nvfp4-pack-quantized"), r"format='nvfp4-pack-quantized' is not .* before its"),
+        (compressed(inner={"type": "int"}), r"config_groups.group_0.weights.type='int' is not supported; s"),
+        (compressed(inner={"num_bits": 4}), r"weights.num_bits=4 is not supported; supported: 8\. Take the"),
+        (compressed("tensor_group"), r"weights.strategy='tensor_group' is not supported; supported: tensor"),
+        (compressed("block"), r"weights.block_structure=None must be two whole numbers"),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), r"sparsity_config.format='sparse-24"),
+        (compressed(transform_config={"config_groups": {"R1": {}}}), r"transform_config=.* is not supported"),
+        (
+            compressed(config_groups={}),
+            r"config_groups=\{\} is not supported: must have groups with one size",
+        ),
+        (compressed(key="compression_config", format="int-quantized"), r"format='int-quantized' is not supp"),
+    ],
+)
+def test_compressed_tensors_other_than_fp8_are_refused(raw, message):
+    key = "quantization_config" if "quantization_config" in raw else "compression_config"
+    with pytest.raises(UserError, match=rf"config.json: {key}\..*{message}"):
+        read_config({**TINY, **raw})
+
+
+@pytest.mark.parametrize(
+    ("quantization", "end", "scale_shape", "others"),
+    [
+        (FP8 | {"weight_block_size": None, "activation_scheme": "static"}, "_scale", (), "input_scale"),
+        (
+            FP8 | {"weight_block_size": None, "activation_scheme": "static"},
+            "_scale_inv",
+            (),
+            "activation_scale",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "_scale", (1,), "input_scale"),
+        (compressed("tensor")["quantization_config"], "_scale", (1,), "input_scale"),
+        (compressed("channel")["quantization_config"], "_scale", (None, 1), "k_scale"),
+        (compressed("group", inner={"group_size": 8})["quantization_config"], "_scale", (None, 8), None),
+        (
+            compressed("block", inner={"block_structure": [16, 8]})["quantization_config"],
+            "_scale",
+            (16, 8),
+            None,
+        ),
+    ],
+    ids=["fp8", "fp8 of transformers", "modelopt", "tensor", "channel", "group", "block"],
+)
+def test_fp8_with_scales_of_tensors_and_rows_is_the_product(
+    tmp_path, *, quantization, end, scale_shape, others
+):
+    """torch's product in float32, rounded once; scales of activations and caches are left out."""
+    config, generator, expected = read_config(TINY), torch.Generator().manual_seed(1), {}
+    tensors = fp8_tensors(config, (16, 16))
+    for name, x in [(n, x) for n, x in tensors.items() if x.dtype == torch.float8_e4m3fn]:
+        del tensors[f"{name}_scale_inv"]
+        (rows, columns), sizes = x.shape, [n or 1 for n in scale_shape]
+        is_blocks = len(sizes) == 2 and sizes[1] > 1
+        grid = (
+            [rows // sizes[0], columns // sizes[1]]
+            if is_blocks
+            else [rows if n is None else n for n in scale_shape]
+        )
+        scale = (torch.rand(grid, generator=generator) / 300).bfloat16()
+        whole = (
+            scale.float().repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
+            if is_blocks
+            else scale
+        )
+        expected[name] = x.float() * whole.float()
+        tensors[name + end] = scale
+        if others:
+            tensors[name.replace("weight", others)] = torch.tensor(3.0)
+    folder = write_quantized(tmp_path / "in", TINY, tensors, quantization)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        params = load_params(folder, config, dtype=dtype)
+        written = load_file(
+            save_model(params, config, tmp_path / "out", dtype=dtype.__name__) / "model.safetensors"
+        )
+        assert len(expected) == 14 and expected.keys() < written.keys()
+        for name, value in expected.items():
+            value = value.bfloat16().float() if dtype == jnp.bfloat16 else value
+            np.testing.assert_array_equal(written[name].astype(np.float32), value, err_msg=name)
+
+
+def test_scales_of_another_shape_than_rows_are_refused(tmp_path):
+    config, name = read_config(TINY), "model.layers.0.mlp.up_proj.weight"  # [48, 32]
+    tensors = fp8_tensors(config, (48, 32))
+    tensors = {n.replace("_scale_inv", "_scale"): x for n, x in tensors.items()}
+    quantization = compressed("tensor")["quantization_config"]
+    with pytest.raises(UserError, match=r"_scale is F32 \[\d, \d\]; .* needs scales \[1, 1\] of type F32"):
+        load_params(
+            write_quantized(tmp_path, TINY, tensors | {f"{name}_scale": torch.ones(1, 2)}, quantization),
+            config,
+        )
 
 
 # --- MXFP4
