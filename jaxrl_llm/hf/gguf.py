@@ -21,9 +21,17 @@ from jaxrl_llm.extensions import import_extra
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import plan_files, write_description, write_safetensors
 from jaxrl_llm.hf.folder import list_problems
+from jaxrl_llm.hf.gguf_names import (
+    EXPERT,
+    FAMILIES,
+    GGUF_YARN,
+    ROPE_FACTORS,
+    gguf_keys,
+    gguf_name,
+    gguf_shape,
+)
 from jaxrl_llm.hf.gguf_tokenizer import Read, end_ids, make_gguf_tokenizer
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
-from jaxrl_llm.hf.ropes import ORIGINAL
 from jaxrl_llm.hf.tokenizer import special_ids
 from jaxrl_llm.host.command import working
 from jaxrl_llm.host.files import cache_folder, write_json
@@ -31,38 +39,19 @@ from jaxrl_llm.host.lock import cache_lock
 from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.models import TransformerConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of `general.architecture` that are read; files of Mistral models say "llama"."""
-
 _FORMAT = 4
 """Version of conversions. Version 1 (without a number) lacked tokens that begin a text, 2 lacked settings of
 RoPE, 3 split text into other tokens than llama.cpp."""
 _SHARD_BYTES = 4 * 2**30
 _PARTIAL = ".partial"  # ends the names of folders that are being written
-GGUF_KEYS = {
-    # config.json             GGUF, after "<architecture>."
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-}
 _FRACTIONS = ("rms_norm_eps", "rope_theta")
 _NEUTRAL = {
-    **{"expert_count": 0, "attention.sliding_window": 0, "attention.layer_norm_epsilon": 0, "logit_scale": 0},
+    **{"expert_count": 0, "expert_shared_count": 0, "expert_group_count": 0, "expert_weights_scale": 1},
+    **{"attention.sliding_window": 0, "attention.layer_norm_epsilon": 0, "logit_scale": 0},
     **{"attention.causal": True, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_attn_factor": 1},
     **{"rope.scaling.yarn_ext_factor": 1, "rope.scaling.yarn_log_multiplier": 0},
 }
 """Keys that change the computation in unsupported ways -> the value that changes nothing."""
-GGUF_YARN = {
-    ORIGINAL: "original_context_length",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-}
-ROPE_FACTORS = "rope_freqs.weight"
 _KINDS = {int: "a whole number", float: "a number", str: "text"}
 """Types of metadata, in words."""
 
@@ -197,25 +186,25 @@ class _GgufModel:
             UserError: a key is missing, or the decoder does not support its value.
         """
         # What is not supported, then the sizes.
+        keys = gguf_keys(self.family)
         for key, neutral in _NEUTRAL.items():
-            if self.own(key, neutral) != neutral:
+            if self.own(key, neutral) != neutral and key not in keys.values():
                 stored = f"{self.family}.{key}={self.own(key)}"
                 raise self.wrong(f"{stored} is not supported; supported: {neutral}")
         if (count := self.value("split.count", 1, kind=int)) > 1:
             raise self.wrong(f"one of {count} parts; join them with llama-gguf-split --merge")
-        raw = {
-            name: self.own(key, kind=float if name in _FRACTIONS else int) for name, key in GGUF_KEYS.items()
-        }
+        raw = {name: self.own(key, kind=float if name in _FRACTIONS else int) for name, key in keys.items()}
         raw["num_key_value_heads"] = raw["num_key_value_heads"] or raw["num_attention_heads"]
         raw["rope_theta"] = raw["rope_theta"] or 10_000.0
-        missing = [f"{self.family}.{GGUF_KEYS[name]}" for name, value in raw.items() if value is None]
+        missing = [f"{self.family}.{keys[name]}" for name, value in raw.items() if value is None]
         missing += [name for name in ("token_embd.weight",) if name not in self.stored]
         if missing:
             raise self.wrong(f"no {missing[0]}, which a {self.family} file has; it is damaged")
         raw = {name: _shortest(value) for name, value in raw.items()}
         vocabulary = int(self.stored["token_embd.weight"].shape[-1])
         return raw | {
-            "model_type": self.family,
+            "model_type": FAMILIES[self.family],
+            "norm_topk_prob": True,  # of experts
             "head_dim": self._head_dim(raw),
             "vocab_size": vocabulary,
             "hidden_act": "silu",
@@ -285,7 +274,7 @@ class _GgufModel:
             UserError: tensors are missing, unexpected, of another shape, or of a type without dequantizer.
         """
         tensors = hf_tensors(self.config)
-        expected = {self.gguf_name(tensor.name): tensor.shape for tensor in tensors}
+        expected = {self.gguf_name(tensor.name): gguf_shape(tensor, self.config) for tensor in tensors}
         shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self.stored.items()}
         types = {name: t.tensor_type for name, t in self.stored.items()}
         problems = {
@@ -311,8 +300,9 @@ class _GgufModel:
         from gguf import dequantize
 
         name = self.gguf_name(tensor.name)
-        stored = self.stored[name]
-        array = np.asarray(dequantize(stored.data, stored.tensor_type), np.float32).reshape(tensor.shape)
+        stored, expert = self.stored[name], EXPERT.search(tensor.name)
+        data = stored.data[int(expert[1])] if expert else stored.data
+        array = np.asarray(dequantize(data, stored.tensor_type), np.float32).reshape(tensor.shape)
         if self.family == "llama" and (".attn_q." in name or ".attn_k." in name):
             heads = self.config.num_heads if ".attn_q." in name else self.config.num_kv_heads
             array = _halves(array, heads)
@@ -356,22 +346,6 @@ def _open(file: Path) -> Any:
             return gguf.GGUFReader(file)
     except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
         raise UserError(f"{file}: truncated, damaged, or no GGUF file ({error})") from error
-
-
-def gguf_name(architecture: str, layers: int, name: str) -> str:
-    """Return the name of an HF tensor in a file of the architecture with so many layers."""
-    found = _names(architecture, layers).get_name(name, try_suffixes=(".weight", ".bias"))
-    assert found is not None, name
-    return found
-
-
-@functools.cache
-def _names(architecture: str, layers: int) -> Any:
-    """Return the gguf library's table of names."""
-    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
-
-    arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == architecture)
-    return get_tensor_name_map(arch, layers)
 
 
 def gguf_cache() -> Path:

@@ -18,7 +18,7 @@ from jaxrl_llm.extensions import import_extra
 from jaxrl_llm.hf.config import check_round_trip, to_hf_config
 from jaxrl_llm.hf.export import disk_problem, export_config, refuse_not_finite
 from jaxrl_llm.hf.gather import gather_checked
-from jaxrl_llm.hf.gguf import FAMILIES, GGUF_KEYS, GGUF_YARN, ROPE_FACTORS, gguf_name
+from jaxrl_llm.hf.gguf_names import FAMILIES, GGUF_YARN, ROPE_FACTORS, gguf_keys, gguf_name, gguf_shape
 from jaxrl_llm.hf.gguf_vocabulary import gguf_vocabulary
 from jaxrl_llm.hf.names import Encoding, HFTensor, hf_tensors
 from jaxrl_llm.hf.tokenizer import text_ends
@@ -27,7 +27,7 @@ from jaxrl_llm.models import RopeConfig, TransformerConfig
 from jaxrl_llm.models.attention import rope_frequencies
 from jaxrl_llm.structs import Params
 
-_ARCHITECTURES = {**dict(zip(FAMILIES, FAMILIES, strict=True)), "mistral": "llama"}
+_ARCHITECTURES = {**{theirs: ours for ours, theirs in FAMILIES.items()}, "mistral": "llama"}
 """HF `model_type` -> `general.architecture`."""
 _TYPES = {
     # dtype: (type of matrices, general.file_type)
@@ -37,7 +37,8 @@ _TYPES = {
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
 }
 _KEPT = ("vocab_size", "head_dim", "hidden_act", "initializer_range", "tie_word_embeddings", "attention_bias")
-"""Keys of config.json that a file has, besides GGUF_KEYS and RoPE scaling, or that change no result."""
+"""Keys of config.json that a file has, besides `gguf_keys` and RoPE scaling, or that change no result."""
+_ROUTER = ".mlp.gate.weight"
 _LLAMA3 = ("factor", "original_max_position_embeddings")
 _MAGIC = b"GGUF"
 _OTHER_BYTES = 2**26
@@ -117,10 +118,13 @@ def save_gguf(
     factors = _frequency_factors(config)
     if factors is not None:
         writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
-    for tensor in tensors:
-        name = gguf_name(architecture, config.num_layers, tensor.name)
+    groups = {}
+    for tensor in tensors:  # the experts of a layer are one tensor in the file
+        groups.setdefault(gguf_name(architecture, config.num_layers, tensor.name), []).append(tensor)
+    for name, (tensor, *others) in groups.items():
         own, kind = _size(tensor, dtype), gguf.GGMLQuantizationType[_kind(tensor, dtype)]
-        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), own, raw_dtype=kind)
+        shape, own = gguf_shape(tensor, config), own * (1 + len(others))
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), own, raw_dtype=kind)
     # The file, complete or absent.
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +133,7 @@ def save_gguf(
         writer.write_ti_data_to_file()
         if factors is not None:
             writer.write_tensor_data(factors)
-        _write_tensors(writer, params, tensors, dtype)
+        _write_tensors(writer, params, [*groups.values()], dtype)
         for handle in writer.fout:
             sync_to_disk(handle)
         writer.close()
@@ -168,8 +172,8 @@ def _check_config(config: TransformerConfig) -> str:
             "linear, yarn, llama3"
         )
     architecture = _ARCHITECTURES[config.family]
-    if architecture == "qwen3" and config.qkv_bias:
-        raise UserError("export: llama.cpp reads no qwen3 with attention_bias=true")
+    if architecture in ("qwen3", "qwen3moe") and config.qkv_bias:
+        raise UserError(f"export: llama.cpp reads no {architecture} with attention_bias=true")
     if architecture == "qwen2" and config.num_heads * config.head_dim != config.hidden_size:
         split = f"hidden_size / num_attention_heads, {config.hidden_size} / {config.num_heads}"
         raise UserError(
@@ -177,14 +181,15 @@ def _check_config(config: TransformerConfig) -> str:
         )
     # The keys of the file, as config.json of this architecture.
     raw = to_hf_config(config)
-    kept = {key: raw[key] for key in (*GGUF_KEYS, *_KEPT) if key in raw}
+    kept = {key: raw[key] for key in (*gguf_keys(architecture), *_KEPT) if key in raw}
     scaling, kind = raw["rope_scaling"], config.rope.scaling
     if scaling:
         names = {"linear": ("factor",), "yarn": ("factor", *GGUF_YARN), "llama3": _LLAMA3}[kind]
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
         scaling = {"rope_type": kind, **{name: scaling[name] for name in names}, **fixed}
-    kept |= {"model_type": architecture, "rope_scaling": scaling}
-    same = dataclasses.replace(config, family=architecture)
+    family = FAMILIES[architecture]
+    kept |= {"model_type": family, "rope_scaling": scaling, "norm_topk_prob": True}
+    same = dataclasses.replace(config, family=family)
     check_round_trip(same, kept, f"a GGUF file of architecture {architecture}")
     return architecture
 
@@ -192,7 +197,7 @@ def _check_config(config: TransformerConfig) -> str:
 def _metadata(config: TransformerConfig, architecture: str) -> dict[str, Any]:
     """Return the keys of the architecture."""
     raw = to_hf_config(config)
-    keys = {ours: raw[theirs] for theirs, ours in GGUF_KEYS.items()}
+    keys = {ours: raw[theirs] for theirs, ours in gguf_keys(architecture).items()}
     keys |= {"rope.freq_base": float(config.rope.theta), "vocab_size": config.vocab_size}
     keys |= dict.fromkeys(
         ("rope.dimension_count", "attention.key_length", "attention.value_length"), config.head_dim
@@ -235,8 +240,8 @@ def _encoded(tensor: HFTensor, config: TransformerConfig, architecture: str, dty
     if architecture == "llama" and ".self_attn." in tensor.name:
         module = tensor.name.split(".self_attn.")[1].partition(".")[0]
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(module, 0)
-    is_matrix = len(tensor.shape) > 1 and dtype != "q8_0"  # float32 is what is quantized
-    return tensor._replace(encoding=_encoding(dtype if is_matrix else "float32", heads))
+    is_rounded = _kind(tensor, dtype) != "F32" and dtype != "q8_0"  # float32 is what is quantized
+    return tensor._replace(encoding=_encoding(dtype if is_rounded else "float32", heads))
 
 
 @functools.cache
@@ -253,8 +258,8 @@ def _encoding(dtype: str, heads: int) -> Encoding:
 
 
 def _kind(tensor: HFTensor, dtype: str) -> str:
-    """Return the gguf library's name of a tensor's type: vectors are float32."""
-    return _TYPES[dtype][0] if len(tensor.shape) > 1 else "F32"
+    """Return the gguf library's name of a tensor's type: vectors and routers are float32."""
+    return _TYPES[dtype][0] if len(tensor.shape) > 1 and not tensor.name.endswith(_ROUTER) else "F32"
 
 
 def _size(tensor: HFTensor, dtype: str) -> int:
@@ -270,8 +275,8 @@ def _size(tensor: HFTensor, dtype: str) -> int:
     return math.prod(tensor.shape) // block * size
 
 
-def _write_tensors(writer: Any, params: Params, tensors: list[HFTensor], dtype: str) -> None:
-    """Write the tensors in order, one at a time.
+def _write_tensors(writer: Any, params: Params, groups: list[list[HFTensor]], dtype: str) -> None:
+    """Write the tensors in order, one at a time; each is one of the model, or all experts of a layer.
 
     Raises:
         RunError: tensors are not finite.
@@ -279,12 +284,14 @@ def _write_tensors(writer: Any, params: Params, tensors: list[HFTensor], dtype: 
     import gguf
 
     bad = []
-    gathered = gather_checked(params, [[tensor] for tensor in tensors], "float32")
-    for tensor, ((array, finite),) in zip(tensors, gathered, strict=True):
-        if not finite:
-            bad.append(tensor.name)
-            array = np.zeros_like(array)
-        if _kind(tensor, dtype) == "Q8_0":
-            array = gguf.quantize(array, gguf.GGMLQuantizationType.Q8_0)
-        writer.write_tensor_data(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    refuse_not_finite(bad, f"{len(tensors)} tensors", dtype)
+    for group, gathered in zip(groups, gather_checked(params, groups, "float32"), strict=True):
+        parts = []
+        for tensor, (array, finite) in zip(group, gathered, strict=True):
+            if not finite:
+                bad.append(tensor.name)
+                array = np.zeros_like(array)
+            if _kind(tensor, dtype) == "Q8_0":
+                array = gguf.quantize(array, gguf.GGMLQuantizationType.Q8_0)
+            parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        writer.write_tensor_data(np.concatenate(parts) if len(parts) > 1 else parts[0])
+    refuse_not_finite(bad, f"{sum(map(len, groups))} tensors", dtype)

@@ -19,6 +19,7 @@ from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.models import RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-clients-llama/bin/python"
@@ -46,7 +47,7 @@ YARN = RopeConfig(1e4, "yarn", 4.0, original_max_position=32, beta_fast=16.0)
 def of_family(family, **changes):
     sizes = {"vocab_size": len(TOKENS) + 4, "hidden_size": 64, "mlp_size": 96, "num_layers": 2}
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "initializer_range": 0.3, "max_position": 512}
-    fixed = {"qkv_bias": family == "qwen2", "qk_norm": family == "qwen3", "rope": RopeConfig(5e4)}
+    fixed = {"qkv_bias": family == "qwen2", "qk_norm": "qwen3" in family, "rope": RopeConfig(5e4)}
     return TransformerConfig(family=family, **sizes | heads | fixed | changes)
 
 
@@ -56,6 +57,7 @@ MODELS = {
     "mistral": (of_family("mistral", vocab_size=len(PIECES), rope=RopeConfig(1e4, "linear", 2.0)), "llama"),
     "qwen2": (of_family("qwen2", head_dim=16, rope=YARN, tie_embeddings=False), "qwen2"),
     "qwen3": (of_family("qwen3"), "qwen2"),
+    "qwen3_moe": (of_family("qwen3_moe", moe=MoEConfig(6, 2, 32), tie_embeddings=False), "qwen2"),
 }
 
 

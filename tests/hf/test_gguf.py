@@ -21,7 +21,9 @@ from jaxrl_llm.hf.resolve import resolve_model  # noqa: E402
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer  # noqa: E402
 from jaxrl_llm.models import RopeConfig  # noqa: E402
 
-HEADS, KV, LAYERS, HIDDEN, MLP = 4, 2, 2, 64, 96
+HEADS, KV, LAYERS, HIDDEN, MLP, EXPERTS = 4, 2, 2, 64, 96, 6
+EXPERT = 768
+"""Size of an expert, which transformers does not read from a file."""
 TOKENS = [chr(i) for i in range(33, 127)] + ["\u0120", "he", "llo", "<|endoftext|>", "<s>", "<end>", "<turn>"]
 MERGES = ["h e", "l l", "ll o"]
 TOKENS.insert(0, "ll")
@@ -61,14 +63,19 @@ def layer_shapes(family, hidden=HIDDEN, mlp=MLP, head=16):
     if family == "qwen2":
         sizes = {"q": HEADS * head, "k": KV * head, "v": KV * head}
         shapes |= {f"attn_{name}.bias": (size,) for name, size in sizes.items()}
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3moe"):
         shapes |= {"attn_q_norm.weight": (head,), "attn_k_norm.weight": (head,)}
+    if family == "qwen3moe":
+        for name in ("gate", "up", "down"):
+            rows, columns = (EXPERT if n == mlp else n for n in shapes.pop(f"ffn_{name}.weight"))
+            shapes[f"ffn_{name}_exps.weight"] = (EXPERTS, rows, columns)
+        shapes["ffn_gate_inp.weight"] = (EXPERTS, hidden)
     return shapes
 
 
 def head_size(family):
     """Return the size of a head; transformers does not read that of a Qwen3 file, it is 128."""
-    return 128 if family == "qwen3" else 16
+    return 128 if family in ("qwen3", "qwen3moe") else 16
 
 
 def tensors_of(family, tied=True, **sizes):
@@ -109,8 +116,10 @@ def add_sentencepiece(writer):
 def write_gguf(path, family="llama", tensors=None, quantize=None, *, keys=None, tokenizer=add_tokenizer):
     """Write a GGUF file; `quantize` = type of the matrices, `keys` = metadata to add, None deletes."""
     writer = gguf.GGUFWriter(path, family)
-    heads = ("attention.key_length", "attention.value_length") if family == "qwen3" else ()
+    heads = ("attention.key_length", "attention.value_length") if family in ("qwen3", "qwen3moe") else ()
     own = dict.fromkeys(heads or ("rope.dimension_count",), head_size(family))
+    if family == "qwen3moe":
+        own |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": EXPERT}
     values = {f"{family}.{name}": value for name, value in (BASE | own).items()} | (keys or {})
     for name, value in values.items():
         if isinstance(value, bool):
@@ -125,7 +134,7 @@ def write_gguf(path, family="llama", tensors=None, quantize=None, *, keys=None, 
             writer.add_uint32(name, value)
     tokenizer(writer)
     for name, tensor in (tensors or tensors_of(family)).items():
-        if quantize is not None and tensor.ndim == 2:
+        if quantize is not None and tensor.ndim > 1 and "gate_inp" not in name:
             writer.add_tensor(name, gguf.quantize(tensor, quantize), raw_dtype=quantize)
         else:
             writer.add_tensor(name, tensor)
@@ -137,7 +146,13 @@ def write_gguf(path, family="llama", tensors=None, quantize=None, *, keys=None, 
 
 
 @pytest.mark.parametrize(
-    "family, quantize, tied", [("llama", Type.Q8_0, True), ("qwen2", Type.Q4_1, False), ("qwen3", None, True)]
+    "family, quantize, tied",
+    [
+        ("llama", Type.Q8_0, True),
+        ("qwen2", Type.Q4_1, False),
+        ("qwen3", None, True),
+        ("qwen3moe", Type.Q4_1, False),
+    ],
 )
 def test_logits_are_those_of_transformers(tmp_path, family, quantize, tied):
     from hf_oracle import our_logits, random_tokens, torch
@@ -148,6 +163,7 @@ def test_logits_are_those_of_transformers(tmp_path, family, quantize, tied):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
     folder = convert_gguf(file)
     config = read_config(folder)
+    family = {"qwen3moe": "qwen3_moe"}.get(family, family)
     assert (config.family, config.tie_embeddings, config.rope.theta) == (family, tied, 50_000.0)
     ids = random_tokens(2, 9)
     with torch.no_grad():
