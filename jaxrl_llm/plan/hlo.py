@@ -11,7 +11,8 @@ BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "token": 0}
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?[\]})]) ([\w\-]+)\((.*)$")
 CALLED = re.compile(
-    r"\b(?:calls|body|to_apply|branch_computations|called_computations)=\{?(%?[\w.\-]+(?:, *%?[\w.\-]+)*)"
+    r"\b(?:calls|body|to_apply|branch_computations|true_computation|false_computation|called_computations)"
+    r"=\{?(%?[\w.\-]+(?:, *%?[\w.\-]+)*)"
 )
 RUN_IN_PLACE = ("while", "conditional", "call", "async-start", "call-start")
 """Instructions whose computations' results are arrays in memory, as the entry computation's are."""

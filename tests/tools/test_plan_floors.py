@@ -257,6 +257,26 @@ def test_a_kernel_with_its_slices_in_a_fusion_counts_its_flops():
     assert work == ProgramWork(flops=7.0, memory=32 + 32)
 
 
+@pytest.mark.parametrize(
+    "branches", ["branch_computations={%a, %b}", "true_computation=%a, false_computation=%b"]
+)
+def test_a_kernel_in_a_condition_counts(branches):
+    """As compilers of TPUs and of GPUs print it: a pair of chunks of a ring."""
+    kernel = 'custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="attention/k"}'
+    bodies = f"""\
+%a (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %k = f32[8]{{0}} {kernel}
+}}
+%b (y: f32[8]) -> f32[8] {{
+  ROOT %y = f32[8]{{0}} parameter(0)
+}}
+"""
+    lines = "  %p = pred[] parameter(0)", f"  %c = f32[8]{{0}} conditional(%p, %v, %v), {branches}"
+    work = count_work(module_of(*lines, computations=bodies), Hints(kernels={"attention": 7.0}))
+    assert work == ProgramWork(flops=7.0, memory=32 + 32)
+
+
 def test_reduce_scatters_of_one_channel_are_several_collectives():
     """Those of `shard_map` share a channel."""
     scatter = "f32[4]{0} reduce-scatter(f32[8]{0} %p), channel_id=1, replica_groups={{0,1}}, dimensions={0}"
