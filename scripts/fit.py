@@ -1,7 +1,8 @@
-"""Write docs/fit.md: which models fit which slices, by `python -m jaxrl_llm plan`.
+"""Write docs/fit.md: which models fit which slices, by `python -m jaxrl_llm plan`. Also write the tables of
+slices in docs/placement.md and of rows of a million tokens in docs/long_context.md.
 
-    python scripts/fit.py               # compile the cases missing in docs/fit/, then write the page
-    python scripts/fit.py --render      # only write the page
+    python scripts/fit.py               # compile the cases missing in docs/fit/, then write the pages
+    python scripts/fit.py --render      # only write the pages
     python scripts/fit.py NAME ...      # compile these again
     python scripts/fit.py NAME --only update,score      # these phases again, the others as they are
 
@@ -15,11 +16,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "docs/fit", ROOT / "docs/fit.md"
+PAGE_OF_SLICES, PAGE_OF_LONG_ROWS = ROOT / "docs/placement.md", ROOT / "docs/long_context.md"
 FLAGS = ["--model.remat", "full", "--rollout.dtype", "bfloat16", "--share_prefixes", "False"]
 RECIPE = ["--config", "grpo_qwen.py"]
 GIB = 2**30
@@ -32,17 +35,19 @@ MORE_FLAGS = ("--tokens_per_device",)
 
 
 class Case(NamedTuple):
-    """A model on a slice: a line of the first table, or a column of the second."""
+    """A model on a slice: a line of a table, or a column of the table of floors."""
 
     model: str
     topology: str
     flags: str = ""
-    of_floors: bool = False  # the recipe as it is
+    group: str = ""  # "" = the first table, "floors" = the recipe as it is, "slices", "long"
+    only: str = ""  # of `plan`
 
     @property
     def name(self) -> str:
-        name = f"{self.model.split('/')[1]}-{self.topology}".lower().replace(":", "-")
-        return f"floors-{name}" if self.of_floors else name
+        adapters = ["lora"] * (self.group == "long" and "--lora.rank" in self.flags)
+        parts = [self.group, self.model.split("/")[1], self.topology, *adapters]
+        return "-".join(filter(None, parts)).lower().replace(":", "-")
 
     @property
     def settings(self) -> str:
@@ -103,8 +108,25 @@ CASES = [
     Case("meta-llama/Llama-3.1-70B", "v6e-256", "--rollout.slots 256 --mesh.tensor 8"),
 ]
 FLOORS = [
-    Case("Qwen/Qwen3-0.6B", topology, "--rollout.slots 128", of_floors=True)
+    Case("Qwen/Qwen3-0.6B", topology, "--rollout.slots 128", "floors")
     for topology in ("v5e-8", "v6e-4", "v5p-8", "h100x8")
+]
+SLICES = [
+    Case("Qwen/Qwen3-32B", "2xv5e-256", "--mesh.slices 2 --mesh.data 2 --mesh.tensor 4", "slices", "update"),
+    Case("Qwen/Qwen3-32B", "2xv5p-128", "--mesh.slices 2 --mesh.data 2", "slices", "update"),
+    Case("Qwen/Qwen3-8B", "h100x32", "--mesh.slices 4 --mesh.data 4", "slices", "update"),
+]
+LONG_ROWS = (
+    "--model.yarn_factor 32 --model.yarn_original 32768 --mesh.fsdp 1 --max_prompt_tokens 1024 "
+    "--max_response_tokens 1047552 --prompts_per_step 4 --responses_per_prompt 2 --minibatches_per_step 1"
+)
+LONG = [
+    Case("Qwen/Qwen3-8B", topology, f"{LONG_ROWS} {mesh} {trained}".strip(), "long", "score,update")
+    for topology, mesh in (
+        ("h200x64", "--mesh.sequence 64 --tokens_per_device 16384"),
+        ("v5p-64", "--mesh.sequence 32 --tokens_per_device 32768"),
+    )
+    for trained in ("--lora.rank 32", "")
 ]
 INTRO = """\
 # Memory and roofline by model and slice
@@ -152,6 +174,8 @@ NOTES = """
 WRITTEN_BY_HAND = "\n## Compiled work and its floor\n"
 """Heading of the part of the page that is kept, but for its table."""
 TABLE_OF_FLOORS = re.compile(r"(?m)^\| phase \| work \|(.*\n\|)*.*$")
+TABLE_OF_SLICES = re.compile(r"(?m)^\| model \| slices or hosts \|(.*\n\|)*.*$")
+TABLE_OF_LONG_ROWS = re.compile(r"(?m)^\| devices, mesh \| trained \|(.*\n\|)*.*$")
 
 
 def compile_case(case: Case, only: str) -> None:
@@ -159,8 +183,8 @@ def compile_case(case: Case, only: str) -> None:
     file = FOLDER / f"{case.name}.json"
     before = json.loads(file.read_text()) if only and file.exists() else None
     argv = [sys.executable, "-m", "jaxrl_llm", "plan", *RECIPE, "--model.path", case.model, "--topology"]
-    argv += [case.topology, "--only", only, "--json", str(file), *case.flags.split()]
-    argv += [] if case.of_floors else FLAGS
+    argv += [case.topology, "--only", only or case.only, "--json", str(file), *case.flags.split()]
+    argv += [] if case.group == "floors" else FLAGS
     print(" ".join(argv), flush=True)
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     subprocess.run(argv, env=env, cwd=ROOT)
@@ -188,11 +212,11 @@ def line(case: Case) -> str:
     if not file.exists():
         return f"| {case.model} | {case.topology} | {case.flags} | not compiled yet | | | | | | | |"
     plan = json.loads(file.read_text())
-    phases, peak = plan["phases"], plan["peak"]
+    phases = plan["phases"]
     largest = lambda *kinds: max(sum(phase["memory"][kind] for kind in kinds) for phase in phases) / GIB
     host = max(phase.get("host", 0.0) for phase in phases) / GIB
     state = largest("parameters", "optimizer", "gradients", "frozen models")
-    mesh = " x ".join(f"{name} {size}" for name, size in plan["mesh"].items() if size > 1) or "one device"
+    mesh = mesh_of(plan)
     rollout = plan.get("meshes", {}).get("rollout", plan["mesh"])
     if rollout["tensor"] != plan["mesh"]["tensor"]:
         mesh += f", of the rollout tensor {rollout['tensor']}"
@@ -207,11 +231,77 @@ def line(case: Case) -> str:
         f"{largest('KV cache'):.2f}",
         f"{largest('activations'):.2f}",
         f"{host:.2f}",
-        f"{peak['bytes'] / GIB:.2f} of {plan['memory'] / GIB:.2f}, {peak['phase']}",
+        f"{peak_of(plan)}, {plan['peak']['phase']}",
         ("yes" if plan["fits"] else "**no**") + f" ({len(phases)} phases)" * bool(plan["selected"]),
         f"{plan['step_seconds']:.1f} s",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def mesh_of(plan: dict[str, Any]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in plan["mesh"].items() if size > 1) or "one device"
+
+
+def peak_of(plan: dict[str, Any]) -> str:
+    return f"{plan['peak']['bytes'] / GIB:.2f} of {plan['memory'] / GIB:.2f}"
+
+
+def table_of(head: str, cases: list[Case], cells: Callable[[Case, dict[str, Any]], list[str]]) -> str:
+    """Return a table with a line for each case that is compiled."""
+    plans = [(case, FOLDER / f"{case.name}.json") for case in cases]
+    rows = [cells(case, json.loads(file.read_text())) for case, file in plans if file.exists()]
+    names = head.split(" | ")
+    return "\n".join(f"| {' | '.join(row)} |" for row in [names, ["---"] * len(names), *rows])
+
+
+def slices_table() -> str:
+    """Return the bytes that a device sends to other slices or hosts in a step."""
+    head = "model | slices or hosts | mesh | peak, GiB | between them a step, GiB | of it micro-batches, MiB"
+
+    def cells(case: Case, plan: dict[str, Any]) -> list[str]:
+        sent = {
+            phase["name"]: phase["calls"] * sum(kind["across"] for kind in phase["collectives"].values())
+            for phase in plan["phases"]
+        }
+        of_batches = sum(size for name, size in sent.items() if "accumulate" in name)
+        total, seconds = sum(sent.values()), f"{bound_of(plan, 'links between slices'):.2f}"
+        own = [f"{total / GIB:.2f}", f"{of_batches / 2**20:.2f}", seconds, f"{bound_of(plan, 'compute'):.2f}"]
+        return [case.model, case.topology, mesh_of(plan), peak_of(plan), *own]
+
+    return table_of(f"{head} | links, s | products, s", SLICES, cells)
+
+
+def long_rows_table() -> str:
+    """Return the work of scoring and updates of rows of a million tokens."""
+    head = (
+        "devices, mesh | trained | peak, GiB | products | links between hosts | of a row's update: "
+        "FLOPs / floor | memory traffic / floor | sent / floor"
+    )
+
+    def cells(case: Case, plan: dict[str, Any]) -> list[str]:
+        update = next(phase for phase in plan["phases"] if phase["name"] == "update: accumulate")
+        between = bound_of(plan, "links between slices")
+        ratios = {
+            kind: (update["compiled"][kind] / unit, update["floor"][kind] / unit)
+            for kind, unit in (("flops", 1e15), ("memory", 2**40), ("links", GIB))
+        }
+        return [
+            f"{case.topology}, {mesh_of(plan)}",
+            "LoRA rank 32" if "--lora.rank" in case.flags else "all weights",
+            peak_of(plan),
+            f"{bound_of(plan, 'compute'):.0f} s",
+            f"{between:.0f} s" if between else "-",
+            "{:.1f} P / {:.1f} P".format(*ratios["flops"]),
+            "{:.2f} TiB / {:.2f} TiB".format(*ratios["memory"]),
+            "{:.0f} GiB / {:.0f} GiB".format(*ratios["links"]),
+        ]
+
+    return table_of(head, LONG, cells)
+
+
+def bound_of(plan: dict[str, Any], bound: str) -> float:
+    """Return the seconds of a step by one bound of the roofline."""
+    return sum(phase["calls"] * phase["roofline"].get(bound, 0.0) for phase in plan["phases"])
 
 
 def floors_table() -> str:
@@ -241,18 +331,24 @@ def _ratio(phase: dict[str, Any] | None, work: str) -> str:
 
 
 def render() -> None:
-    """Write docs/fit.md from the compiled cases, but for the text of its last part."""
+    """Write docs/fit.md from the compiled cases, but for the text of its last part, and two tables of other
+    pages."""
     plans = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))]
     versions = sorted({", ".join(f"{k} {v}" for k, v in plan["versions"].items()) for plan in plans})
     compiler = f"- Compiled with {'; '.join(versions)}.\n" if versions else "- Nothing is compiled yet.\n"
     _, heading, floors = PAGE.read_text().partition(WRITTEN_BY_HAND) if PAGE.exists() else ("", "", "")
     floors = TABLE_OF_FLOORS.sub(lambda _: floors_table(), floors)
     PAGE.write_text(INTRO + "\n".join(map(line, CASES)) + "\n" + NOTES + compiler + heading + floors)
+    for page, pattern, table in (
+        (PAGE_OF_SLICES, TABLE_OF_SLICES, slices_table()),
+        (PAGE_OF_LONG_ROWS, TABLE_OF_LONG_ROWS, long_rows_table()),
+    ):
+        page.write_text(pattern.sub(lambda _, table=table: table, page.read_text()))
 
 
 def main(argv: list[str]) -> None:
     only = argv.pop(argv.index("--only") + 1) if "--only" in argv else ""
-    known = {case.name: case for case in [*CASES, *FLOORS]}
+    known = {case.name: case for case in [*CASES, *FLOORS, *SLICES, *LONG]}
     if unknown := set(argv) - {*known, "--render", "--only"}:
         raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     FOLDER.mkdir(exist_ok=True)

@@ -26,11 +26,12 @@ from jax.typing import DTypeLike
 from jaxrl_llm.models import TransformerConfig, abstract, flops, layer_matrices, named_leaves, shardings
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.quantize import SCALE
-from jaxrl_llm.models.stacks import layer_stacks, layers_outside
+from jaxrl_llm.models.stacks import layer_stacks, layers_outside, stack_names
 from jaxrl_llm.plan.work import ATTENTION, ProgramWork
 from jaxrl_llm.sharding.compile import Program
 from jaxrl_llm.sharding.pipeline import bubble_work
 from jaxrl_llm.sharding.rules import GATHERED, ROLLOUT, TRAIN, Rules, bytes_per_device, num_shards
+from jaxrl_llm.structs import Params
 
 Sizes = Mapping[str, float]
 """Name of a weight -> its bytes on one device."""
@@ -54,6 +55,21 @@ def bubble_of(model: TransformerConfig, rows: int, sizes: Mapping[str, int]) -> 
     """Return `bubble_work` relative to the work on all layers, of which some may be before the pipeline."""
     outside = layers_outside(model, num_shards("layers", sizes)) or 0
     return bubble_work(rows, sizes) * (1 - outside / model.num_layers)
+
+
+def copied_layers(params: Params, sizes: Mapping[str, int]) -> tuple[int, float]:
+    """Return how many layers all devices compute before a pipeline, and the bytes on one device of the
+    weights that stages copy, since they do not divide the layers of a stack.
+
+    Args:
+        params: abstract, of the policy.
+        sizes: as of `num_shards`.
+    """
+    names, stages = stack_names(params.config), num_shards("layers", sizes)
+    before = 0 if stages == 1 else layers_outside(params.config, stages) or 0
+    size = lambda name: bytes_per_device(getattr(params, name))
+    parts = {name: names[before:].count(name) / names.count(name) for name in names[:before]}
+    return before, sum(part * size(name) for name, part in parts.items())
 
 
 def work_with_bubble(count: Callable[[Rows], float], rows: Rows) -> float:

@@ -16,6 +16,7 @@ from jaxrl_llm.host.command import working
 from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels, turing_warning
 from jaxrl_llm.plan.compiled import CompiledStats, CompileTarget, compile_program
 from jaxrl_llm.plan.experts import ExpertGather, expert_gather
+from jaxrl_llm.plan.floors import copied_layers
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.recipe.checks import architectures, check_models, check_on_devices
@@ -81,6 +82,8 @@ class Plan:
     meshes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Role -> devices and mesh, of the policy and of models with others; {} if all share the policy's."""
     experts: ExpertGather | None = None  # of the policy; None = a dense model, or nothing is gathered
+    layers_before_stages: int = 0  # that all devices compute (`floors.copied_layers`)
+    copied_layers: float = 0.0  # bytes of a copy of the others that stages hold, a part of the activations
     selected: str = ""  # filter of the phases that were compiled, such as "update"; "" = all
     advice: list[str] = field(default_factory=list)
 
@@ -151,6 +154,7 @@ def make_plan(
                 phase.program, phase.mesh, target.topology.platform, phase.hints, slices=of_devices
             )
         costs.append(phase_cost(phase, stats, target, device_groups(meshes)))
+    before, copied = copied_layers(step[0].resident["parameters"][0], mesh.shape)
     return Plan(
         config.model.path or "architecture of the recipe",
         target.topology.name,
@@ -166,6 +170,8 @@ def make_plan(
             if own != mesh or (role == POLICY and len(set(meshes.values())) > 1)
         },
         experts=expert_gather(config, model, mesh.shape, target.chip),
+        layers_before_stages=before,
+        copied_layers=copied,
         selected=only,
     )
 

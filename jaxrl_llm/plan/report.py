@@ -128,7 +128,7 @@ def slice_lines(plan: Plan) -> list[str]:
 
 
 def stage_lines(plan: Plan) -> list[str]:
-    """Return a line on the bubble of the policy's pipeline, if its mesh has stages."""
+    """Return lines on the bubble of the policy's pipeline, and on layers that its stages do not divide."""
     if (stages := num_shards("layers", plan.mesh)) == 1:
         return []
     rows = plan.derived["rows_per_microbatch"]
@@ -136,8 +136,20 @@ def stage_lines(plan: Plan) -> list[str]:
     chunks, idle = rows // num_shards("batch_of_stage", plan.mesh), work / (1 + work)
     return [
         f"Pipeline: {stages} stages compute {chunks} chunks of a micro-batch in {chunks + stages - 1} ticks: "
-        f"a bubble of {idle:.0%}. A larger --tokens_per_device makes it smaller."
+        f"a bubble of {idle:.0%}. A larger --tokens_per_device makes it smaller.",
+        *_undivided(plan, stages),
     ]
+
+
+def _undivided(plan: Plan, stages: int) -> Iterator[str]:
+    """Yield a line on the layers before the stages, if they leave some."""
+    if not (count := plan.layers_before_stages):
+        return
+    copy = f"; these copy the others' weights, {format_bytes(plan.copied_layers)} among activations"
+    yield (
+        f"All devices compute the first {count} layers, before the {stages} stages"
+        f"{copy if plan.copied_layers else ''}."
+    )
 
 
 def verdict(plan: Plan) -> list[str]:

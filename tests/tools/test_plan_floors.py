@@ -12,6 +12,7 @@ from plan_recipe import CONFIG, SMALL
 from rich.console import Console
 
 from jaxrl_llm.builders.sizes import make_meshes
+from jaxrl_llm.models import abstract, shardings
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.experts.dispatch import grouped_experts
 from jaxrl_llm.models.experts.weights import ExpertWeights
@@ -19,6 +20,7 @@ from jaxrl_llm.plan.compiled import CollectiveStats, count_collectives, synchron
 from jaxrl_llm.plan.experts import TILES, tile_trips
 from jaxrl_llm.plan.floors import (
     Rows,
+    copied_layers,
     forward_floor,
     kernel_flops,
     product_widths,
@@ -32,7 +34,7 @@ from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import floor_table, stage_lines, synchronous_lines
 from jaxrl_llm.plan.work import ATTENTION, ProgramWork, count_work
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, look_up
+from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, look_up, with_shardings
 
 HINTS = Hints()
 
@@ -360,6 +362,23 @@ def test_the_bubble_is_printed():
         "Pipeline: 4 stages compute 8 chunks of a micro-batch in 11 ticks: a bubble of 27%."
     )
     assert not stage_lines(dataclasses.replace(plan, mesh={"fsdp": 4}))
+    plan = dataclasses.replace(plan, layers_before_stages=2, copied_layers=1.5 * 2**30)
+    assert stage_lines(plan)[1] == (
+        "All devices compute the first 2 layers, before the 4 stages; these copy the others' weights, "
+        "1.50 GiB among activations."
+    )
+
+
+@pytest.mark.parametrize(("layers", "before"), [(4, 0), (5, 1)])
+def test_layers_that_stages_do_not_divide_are_copied(layers, before):
+    """Of 5 layers 4 are copied, a quarter of each on a device."""
+    c = dataclasses.replace(SMALL, num_layers=layers)
+    mesh = make_mesh(MeshConfig(stage=2, fsdp=2), jax.devices()[:4])
+    params = with_shardings(abstract(c), shardings(c, mesh, TRAIN))
+    size = bytes_per_device(params.layers)
+    assert copied_layers(params, mesh.shape) == (before, pytest.approx(before * 4 / 5 * size))
+    matrices = 4 * 9216 * layers / 4
+    assert matrices < size < 1.1 * matrices
 
 
 def test_tiles_of_experts_are_counted_at_an_even_load():
