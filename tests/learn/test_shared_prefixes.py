@@ -299,12 +299,6 @@ SLOW = {
     "2 stages, adapters of nf4, fsdp 2": (
         GRPO, {"model": ADAPTED_NF4, "mesh": MeshConfig(stage=2, fsdp=2)}
     ),
-    "2 stages, layer inputs on the host": (
-        GRPO, {"mesh": MeshConfig(stage=2, fsdp=1), "remat": "offload"}
-    ),
-    "2 stages, layer inputs on the host, fsdp 2": (
-        GRPO, {"mesh": MeshConfig(stage=2, fsdp=2), "remat": "offload"}
-    ),
     "2 stages, expert 2, balance": (
         GRPO,
         {"model": EXPERTS, "mesh": MeshConfig(stage=2, fsdp=1, expert=2),

@@ -75,6 +75,7 @@ CASES = {
     ),
     "_strict_rounds_alike": dict(strict=True, rollout=RolloutConfig(weight_noise=0.1)),
     "_rows_divide": dict(mesh=MeshConfig(sequence=5)),
+    "_stages_keep_inputs": dict(mesh=MeshConfig(stage=2), model=replace(RANDOM, remat="offload")),
     "_models_are_readable": dict(model=ModelConfig(path="/no/such")),
     "_optimizers_fit": dict(optim=OptimConfig(store_param_remainders=True), lora=LoraConfig(4)),
     "_adapter_has_rank": dict(model=replace(RANDOM, adapter="a")),
