@@ -112,8 +112,8 @@ def _stages_keep_inputs(config: TrainConfig) -> Iterator[str]:
         mesh = config.placements[role].mesh
         if config.model.remat == "offload" and mesh and num_shards("layers", mesh.sizes) > 1:
             yield (
-                f"--model.remat offload and --{role}mesh.stage {mesh.stage} exclude each other: XLA keeps the "
-                "layer inputs of all chunks of a pipeline on the devices. Set --model.remat full."
+                f"--model.remat offload and --{role}mesh.stage {mesh.stage} exclude each other: XLA keeps "
+                "the layer inputs of all chunks of a pipeline on the devices. Set --model.remat full."
             )
 
 
