@@ -91,6 +91,16 @@ def _stages_are_equal(config: TrainConfig, models: Models) -> Iterator[str]:
             yield problem
 
 
+def _stages_keep_inputs(config: TrainConfig, models: Models) -> Iterator[str]:
+    for role in (role for role in (POLICY, CRITIC) if role in models):
+        key, stages = _mesh_key(config, role), num_shards("layers", config.mesh_of(role).sizes)
+        if config.model.remat == "offload" and stages > 1:
+            yield (
+                f"--model.remat offload and {key}.stage {stages} exclude each other: XLA keeps the layer "
+                "inputs of all chunks of a pipeline on the devices. Set --model.remat full."
+            )
+
+
 def _indexers_fit(config: TrainConfig, models: Models) -> Iterator[str]:
     for role, model in models.items():
         mesh, key = config.mesh_of(role), _mesh_key(config, role)
@@ -265,6 +275,7 @@ MODEL = (
     Rule("model", "model.yarn_factor", _yarn_has_rope),
     Rule("model", "mesh.sequence_parallel mesh.sequence mesh.tensor", _heads_divide, sized=True),
     Rule("model", "mesh.stage", _stages_are_equal, sized=True),
+    Rule("model", "mesh.stage model.remat", _stages_keep_inputs, sized=True),
     Rule("model", "mesh.sequence mesh.stage", _indexers_fit, sized=True),
     Rule(
         "model",

@@ -25,7 +25,7 @@ from jaxrl_llm.recipe.rule import Rule
 from jaxrl_llm.rollout.config import same_responses
 from jaxrl_llm.rollout.servers import auth, launch
 from jaxrl_llm.rollout.servers.health import read_addresses
-from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE
+from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE
 from jaxrl_llm.sharding.rules import num_shards
 from jaxrl_llm.user_file import expand_home
 
@@ -104,16 +104,6 @@ def _rows_divide(config: TrainConfig) -> Iterator[str]:
                 f"--{role}mesh.sequence {shards} does not divide a row of {config.min_row_tokens} tokens "
                 f"(max_prompt_tokens + max_response_tokens){' into two chunks a device' if ring else ''}. "
                 f"Set --max_response_tokens {config.max_response_tokens + more}."
-            )
-
-
-def _stages_keep_inputs(config: TrainConfig) -> Iterator[str]:
-    for role in (POLICY, CRITIC):
-        mesh = config.placements[role].mesh
-        if config.model.remat == "offload" and mesh and num_shards("layers", mesh.sizes) > 1:
-            yield (
-                f"--model.remat offload and --{role}mesh.stage {mesh.stage} exclude each other: XLA keeps "
-                "the layer inputs of all chunks of a pipeline on the devices. Set --model.remat full."
             )
 
 
@@ -400,7 +390,6 @@ RECIPE = (
     Rule("recipe", "data.train algo.teachers", _teachers_exist),
     Rule("recipe", "strict devices rollout.dtype rollout.cache_dtype", _strict_rounds_alike, sized=True),
     Rule("recipe", "mesh.sequence max_response_tokens", _rows_divide, sized=True),
-    Rule("recipe", "mesh.stage model.remat", _stages_keep_inputs, sized=True),
     Rule("recipe", "model.path critic.path reference.path", _models_are_readable),
     Rule("recipe", "optim critic.optim checkpoint.optimizer model.dtype warm_start.steps", _optimizers_fit),
     Rule("recipe", "model.adapter lora.rank", _adapter_has_rank),
