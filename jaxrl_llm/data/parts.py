@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data.rows import CALL_KEYS, THOUGHT_KEY, Message
+from jaxrl_llm.data.rows import CALL_KEYS, THOUGHT_KEY, Message, RowError
 from jaxrl_llm.thoughts import MARKS as THOUGHT_MARKS
 
 THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHT_MARKS.values())))
@@ -74,7 +74,9 @@ class _Marks:
     def part(self, message: int, kind: str, *, text: str, id: str = "") -> ChatPart:
         if kind == "thought" and (message, text) in self._thoughts:
             return self._thoughts[message, text]
-        self.parts.append(ChatPart(message, kind, text, next(self._free), id=id))
+        if not (mark := next(self._free, "")):
+            raise RowError(f"a chat of more than {len(MARKS):,} texts, calls and tools")
+        self.parts.append(ChatPart(message, kind, text, mark, id=id))
         if kind == "thought":
             self._thoughts[message, text] = self.parts[-1]
         return self.parts[-1]
@@ -116,7 +118,10 @@ def find_parts(
         marked: the text with marks; "" = the template refused them.
     """
     by_mark = {part.mark: part for part in parts}
-    pieces = re.split("([" + "".join(by_mark) + "])", marked) if parts else [marked]
+    # As ranges: re looks through a list of such characters one by one.
+    runs = itertools.groupby(enumerate(by_mark), lambda pair: ord(pair[1]) - pair[0])
+    ranges = "".join(f"{run[0][1]}-{run[-1][1]}" for run in (list(run) for _, run in runs))
+    pieces = re.split(f"([{ranges}])", marked) if parts else [marked]
     ends = itertools.accumulate(map(len, pieces[::2]))
     exact = "".join(pieces[::2]) == text
     found = set(pieces[1::2])

@@ -63,6 +63,38 @@ def check_arguments(call: ToolCall, schema: dict[str, Any]) -> ToolCall | Invali
         return InvalidToolCall(call.name, f"{call.name}: the arguments are nested too deeply")
 
 
+FORMS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("required", "enum", "anyOf", "oneOf", "allOf", "prefixItems"), list),
+    "properties": dict,
+    "type": (str, list),
+    "$ref": str,
+}
+"""Keywords of JSON schema that `check_arguments` reads -> the types that they may have."""
+
+
+def schema_problem(parameters: dict[str, Any]) -> str:
+    """Return why `check_arguments` cannot read these parameters of a tool, or ""."""
+    waiting: list[Any] = [parameters]
+    seen: set[int] = set()
+    while waiting:
+        schema = waiting.pop()
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        for key, kinds in FORMS.items():
+            if key in schema and not isinstance(schema[key], kinds):
+                return f"{key} is {schema[key]!r:.40}, which JSON schema does not allow"
+        # Names, and the schemas in this one.
+        names = [*schema.get("required", ()), *schema.get("type", ())]
+        if not all(isinstance(name, str) for name in names):
+            return f"required and type must hold names, not {names!r:.40}"
+        inner = [schema.get("items"), schema.get("additionalProperties")]
+        inner += schema.get("properties", {}).values()
+        inner += [part for key in ("anyOf", "oneOf", "allOf", "prefixItems") for part in schema.get(key, ())]
+        waiting += [*inner, _target(schema["$ref"], parameters)] if "$ref" in schema else inner
+    return ""
+
+
 TYPES = {
     "string": (str,),
     "integer": (int,),

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from jaxrl_llm.data import parts
 from jaxrl_llm.data.chat import encode_conversation, encode_prompt, encode_supervised
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.observation import RewrittenHistory, encode_observation
@@ -453,3 +454,23 @@ def test_history_takes_the_forms_of_alpaca_rows():
     for bad in ([["q"]], [["q", 1]], ["q"]):
         with pytest.raises(RowError, match=r"^f:1: history"):
             read(row | {"history": bad})
+
+
+def test_characters_of_a_text_are_no_marks():
+    """The first, third and fifth of the characters that may be marks are in the chat."""
+    first = parts.MARKS[0]
+    texts = [chr(first) + "a", "b" + chr(first + 2), "c" + chr(first + 4)]
+    chat = [{"role": "user", "content": content} for content in texts]
+    marked, _, found = mark_parts(chat, None, "".join(texts))
+    assert [part.mark for part in found] == [chr(first + i) for i in (1, 3, 5)]
+    shown = "".join(message["content"] for message in marked)
+    assert find_parts("".join(texts), shown, found) == ([], [(2, 0), (3, 1), (5, 2)])
+
+
+def test_a_chat_of_too_many_parts_is_refused(monkeypatch):
+    monkeypatch.setattr(parts, "MARKS", range(0xF0000, 0xF0003))
+    assert len(mark_parts([U, A, U], None, "")[2]) == 3
+    with pytest.raises(RowError, match="a chat of more than 3 texts, calls and tools"):
+        mark_parts([U, A, U, A], None, "")
+    with pytest.raises(RowError, match="a chat of more than 3 texts"):
+        mark_parts([U, A, U], [{"name": "x"}], "")

@@ -15,6 +15,7 @@ from jaxrl_llm.envs.calls import (
     check_arguments,
     parse_calls,
     render_call,
+    schema_problem,
 )
 from jaxrl_llm.envs.formats import MAX_SHOWN
 
@@ -291,6 +292,26 @@ def test_arguments_become_what_the_schema_wants(given, kept):
 def test_arguments_that_do_not_fit_are_named(given, said):
     bad = check_arguments(ToolCall("f", given), SCHEMA)
     assert isinstance(bad, InvalidToolCall) and bad.problem.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({}, ""),
+        (SCHEMA["parameters"], ""),
+        ({"properties": {"required": {"type": "boolean"}, "enum": True}, "items": [3]}, ""),
+        ({"$defs": {"A": {"items": {"$ref": "#/$defs/A"}}}, "$ref": "#/$defs/A"}, ""),  # it has itself
+        ({"properties": [1]}, "properties is [1], which"),
+        ({"required": 7}, "required is 7, which"),
+        ({"required": [{}]}, "required and type must hold names, not [{}]"),
+        ({"type": ["string", 3]}, "required and type must hold names"),
+        ({"properties": {"n": {"enum": 3}}}, "enum is 3, which"),
+        ({"items": {"anyOf": [{"oneOf": {}}]}}, "oneOf is {}, which"),
+        ({"properties": {"n": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"allOf": "x"}}}, "allOf is 'x', which"),
+    ],
+)
+def test_a_schema_that_cannot_be_read_is_named(parameters, said):
+    assert schema_problem(parameters).startswith(said) and bool(schema_problem(parameters)) == bool(said)
 
 
 POINT = {

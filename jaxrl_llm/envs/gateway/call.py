@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxrl_llm.data.rows import Message
+from jaxrl_llm.envs.calls import schema_problem
 
 MODEL = "policy"
 MAX_CHOICES = 128
@@ -170,6 +171,8 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
     if not isinstance(name, str) or not name:
         raise CallError(400, "each tool must have a name")
     parameters = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
+    if problem := schema_problem(parameters):
+        raise CallError(400, f"the parameters of the tool {name:.80}: {problem}")
     function = {"name": name, "description": str(description or ""), "parameters": parameters}
     return {"type": "function", "function": function}
 

@@ -58,7 +58,7 @@ class MalformedRequests(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log the record."""
         error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, HttpProcessingError):
+        if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
             return True
         self.count += 1
         if self.count < self.due:
@@ -210,8 +210,7 @@ class GatewayServer:
     async def _done(self, request: web.Request) -> web.Response:
         session = self._session(request)
         body = _json(await request.read() or b"{}")
-        failure = body.get("failure", "")
-        session.end(End(failure=str(failure)[:500]))
+        session.end(End(failure=str(body.get("failure") or "")[:500]))
         return web.json_response({"done": True})
 
     async def _claim(self, request: web.Request) -> web.Response:
@@ -240,6 +239,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         refused = CallError(400, str(error))
     except web.HTTPRequestEntityTooLarge as error:
         refused = CallError(413, error.text)
+    except web.RequestPayloadError as error:
+        refused = CallError(400, f"the body cannot be read: {error}")
     except web.HTTPException as error:
         refused = CallError(error.status, f"{error.reason}: {request.method} {request.path}"[:500])
     except ConnectionError:

@@ -383,7 +383,8 @@ def _is_same(known: Message | Answer, message: Message) -> bool:
     """
     if not isinstance(known, Answer):
         return known == message
-    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    calls = [call.get("function") for call in message.get("tool_calls") or ()]
+    calls = [call if isinstance(call, dict) else {} for call in calls]
     given = [(call.get("name"), _parsed(call.get("arguments"))) for call in calls]
     return (
         message["role"] == "assistant"

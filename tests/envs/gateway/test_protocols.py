@@ -1,5 +1,7 @@
 """The four protocols of the gateway, its keys, and calls that clients repeat."""
 
+import gzip
+import json
 import socket
 
 import jax
@@ -10,6 +12,8 @@ from jaxrl_llm.envs.gateway.server import MAX_BODY
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}
+BAD_SCHEMA = {"properties": {"city": {"enum": 3}}}
+BAD_TOOL = {"type": "function", "function": {"name": "weather", "parameters": BAD_SCHEMA}}
 HI = {"role": "user", "content": "hello"}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "%s"}}</tool_call>'
 TWO_CALLS = f"look: {CALL % 'Oslo'}{CALL % 'Rome'}{END}"
@@ -258,6 +262,9 @@ def test_a_call_that_a_client_repeats_is_served_again(gateway):
         ("/chat/completions", {}, "messages must be a list"),
         ("/chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, "empty"),
         ("/chat/completions", {"messages": [HI], "tools": [{}]}, "tools must be a list of"),
+        ("/chat/completions", {"messages": [HI], "tools": [BAD_TOOL]}, "of the tool weather: enum is 3"),
+        ("/responses", {"input": "a", "tools": [{"type": "function", **BAD_TOOL["function"]}]}, "enum is 3"),
+        ("/messages", {"messages": [HI], "tools": [{"name": "w", "input_schema": BAD_SCHEMA}]}, "enum is 3"),
         ("/chat/completions", {"messages": [HI], "n": 3, "stream": True}, "n must be 1 in a stream"),
         ("/chat/completions", {"messages": [HI], "stop": [""]}, "stop must be a text"),
         ("/completions", {"prompt": ["a", "b"]}, "prompt must be one text"),
@@ -275,6 +282,36 @@ def test_what_cannot_be_answered_is_refused_and_not_repeated(gateway, path, body
     assert status == 400 and message in reply["error"]["message"] and reply["type"] == "error"
     program.call("/chat/completions", messages=[HI])
     program.done()
+    assert engine.result()[0].failure == ""
+
+
+def test_a_history_with_a_call_of_another_form_is_refused(gateway):
+    engine, program = ScriptedEngine(gateway, f"one{END}"), Program(gateway)
+    program.call("/chat/completions", messages=[HI])
+    own = {"role": "assistant", "content": "one", "tool_calls": [{"function": "weather"}]}
+    status, reply = program.send(f"{program.base}/chat/completions", {"messages": [HI, own, HI]})
+    assert status == 400 and "leaves out the tool call in message 1" in reply["error"]["message"]
+    program.done()
+    assert engine.result()[0].failure == ""
+
+
+def test_a_body_that_cannot_be_decompressed_is_refused(gateway, caplog):
+    """And one that is small until it is decompressed."""
+    engine, program = ScriptedEngine(gateway, f"one{END}"), Program(gateway)
+    url, zipped = f"{program.base}/chat/completions", {"content_encoding": "gzip"}
+    status, reply = program.send(url, b"no gzip", **zipped)
+    assert status == 400 and "the body cannot be read" in reply["error"]["message"]
+    assert program.send(url, gzip.compress(b" " * (MAX_BODY + 1)), **zipped)[0] == 413
+    assert program.send(url, gzip.compress(json.dumps({"messages": [HI]}).encode()), **zipped)[0] == 200
+    program.done()
+    assert engine.result()[0].failure == "" and "Traceback" not in caplog.text
+
+
+def test_a_failure_without_a_reason_is_none(gateway):
+    engine, program = ScriptedEngine(gateway, f"one{END}"), Program(gateway)
+    program.call("/chat/completions", messages=[HI])
+    program.send(program.base.removesuffix("/v1") + "/reward", {"reward": 1.0})
+    program.send(program.base.removesuffix("/v1") + "/done", {"failure": None})
     assert engine.result()[0].failure == ""
 
 
@@ -304,7 +341,6 @@ def test_process_0_alone_has_the_server(gateway, monkeypatch):
 
 
 def test_models_and_health(gateway):
-    import json
     import urllib.request
 
     engine, program = ScriptedEngine(gateway, f"one{END}"), Program(gateway)
