@@ -229,6 +229,7 @@ class GatewayServer:
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn refusals into replies of a form that clients of both APIs read, with the type of their API."""
+    # Why it is refused.
     try:
         if (request.content_length or 0) > MAX_BODY:  # aiohttp counts what arrives, and waits for the rest
             raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length)
@@ -248,6 +249,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception:  # else the reply would be a page of HTML
         log.exception("the gateway failed in %s", request.path)
         refused = CallError(500, "the gateway failed; the log of the run has the reason")
+    # The reply.
     is_anthropic = request.path.endswith("/v1/messages") or "anthropic-version" in request.headers
     kinds = ANTHROPIC_ERRORS if is_anthropic else OPENAI_ERRORS
     kind = kinds.get(refused.status, "invalid_request_error")

@@ -156,8 +156,9 @@ def test_responses_in_flight_continue_under_new_weights(make, launched, pause):
     engine, model = make(pause=pause), launched[1]
     engine.publish(params_of(model, 4), 4)
     sampling = SamplingConfig(temperature=1.0, ignore_eos=True)
-    asked = [Request(r.prompt_ids, i, 1, 60 + 10 * i) for i, r in enumerate(requests(12, 1))]
-    pending = engine.start(asked, sampling, KEY)  # more than the server runs at once
+    # More than the server runs at once; after the first the others have long to go.
+    asked = [Request(r.prompt_ids, i, 1, 230 if i else 10) for i, r in enumerate(requests(12, 1))]
+    pending = engine.start(asked, sampling, KEY)
     until(lambda: any(response.ids for response in pending.responses))
     engine.publish(params_of(model, 5), 5)
     made = pending.result()
@@ -334,9 +335,9 @@ class Numbers:
 
 
 def test_over_sampling_trains_each_prompt_once_with_the_log_probs_of_its_weights(make, launched):
-    """Four steps of three prompts, six in progress, each step of other weights; random tokens end them."""
+    """Four steps of three prompts, six in progress, each step of other weights; random tokens end responses."""
     engine, model = make("delta"), launched[1]
-    ends = SamplingConfig(temperature=1.0, stop_tokens=tuple(range(4, 264, 20)))
+    ends = SamplingConfig(temperature=1.0, stop_tokens=(50, 100, 150, 200))
 
     def score(prompts, trajectories):
         for trajectory in trajectories:
@@ -345,17 +346,20 @@ def test_over_sampling_trains_each_prompt_once_with_the_log_probs_of_its_weights
 
     source = RolloutSource(
         Numbers(), engine, score, grpo.Config(), ends, KEY,
-        prompts=3, responses=4, max_tokens=120, max_staleness=2, oversample=2.0, steps=4,
+        prompts=3, responses=4, max_tokens=200, max_staleness=2, oversample=2.0, steps=4,
     )  # fmt: skip
-    params, trained, carried, mixed = params_of(model, 17), Counter(), [], 0
+    params, steps = [params_of(model, 17)], []
     for step in range(4):
-        found = source.next(step, params, step, lambda name: contextlib.nullcontext())
-        trained.update(int(t.prompt_ids[0]) - 2 for t in found.trajectories)
-        carried.append(found.metrics["oversample/carried"])
-        assert found.metrics["staleness/max"] <= 2
-        for t in found.trajectories:
-            new, mixed = t.versions == step, mixed + (len(set(t.versions.tolist())) > 1)
-            said = score_of(model)(params, np.concatenate([t.prompt_ids, t.response_ids]))
-            np.testing.assert_allclose(t.logprobs[new], said[len(t.prompt_ids) - 1 :][new], atol=1e-4)
-        params = one_percent_moved(params, step)
-    assert trained == dict.fromkeys(range(12), 4) and carried == [3, 3, 3, 0] and mixed
+        steps.append(source.next(step, params[step], step, lambda name: contextlib.nullcontext()))
+        params.append(one_percent_moved(params[step], step))
+    # Of three groups that are carried over, each response counts; no token is older than two steps.
+    assert [found.metrics["oversample/carried"] for found in steps] == [12, 12, 12, 0]
+    assert max(found.metrics["staleness/max"] for found in steps) <= 2
+    trained = [t for found in steps for t in found.trajectories]
+    assert Counter(int(t.prompt_ids[0]) - 2 for t in trained) == dict.fromkeys(range(12), 4)
+    assert any(len(set(t.versions.tolist())) > 1 for t in trained)
+    for t in trained:
+        newest = t.versions.max()
+        said = score_of(model)(params[newest], np.concatenate([t.prompt_ids, t.response_ids]))
+        new = t.versions == newest
+        np.testing.assert_allclose(t.logprobs[new], said[len(t.prompt_ids) - 1 :][new], atol=1e-4)
