@@ -335,7 +335,7 @@ class Numbers:
 
 
 def test_over_sampling_trains_each_prompt_once_with_the_log_probs_of_its_weights(make, launched):
-    """Four steps of three prompts, six in progress, each step of other weights; random tokens end responses."""
+    """Four steps of three prompts, six in progress, each step of other weights; random tokens end them."""
     engine, model = make("delta"), launched[1]
     ends = SamplingConfig(temperature=1.0, stop_tokens=(50, 100, 150, 200))
 
