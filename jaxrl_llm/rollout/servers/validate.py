@@ -74,6 +74,9 @@ def read_generated(
         raise ValueError(f"it ended by {short(finish)}")
     if len(ids) > max_tokens or (not ids and finish != "abort"):
         raise ValueError(f"{len(ids)} tokens where 1 to {max_tokens} were asked for")
+    counts = {len(ids), len(reply.get("output_ids", ids)), meta.get("completion_tokens", len(ids))}
+    if len(counts) > 1 or list(reply.get("output_ids", ids)) != ids:
+        raise ValueError(f"log-probs of {len(ids)} tokens, and other tokens or another number of them")
     if finish == "length" and len(ids) < max_tokens:  # healthy, but with too little memory
         raise RefusedError(
             f"it ended a response for length after {len(ids)} of {max_tokens} tokens, with "
@@ -81,9 +84,6 @@ def read_generated(
             "--max-total-tokens (--max-model-len of vLLM). Start it with more, "
             "or shorten --max_response_tokens by 2 or more"
         )
-    counts = {len(ids), len(reply.get("output_ids", ids)), meta.get("completion_tokens", len(ids))}
-    if len(counts) > 1 or list(reply.get("output_ids", ids)) != ids:
-        raise ValueError(f"log-probs of {len(ids)} tokens, and other tokens or another number of them")
     # Each token and its log-prob.
     for token, logprob in pairs:
         if type(token) is not int or not 0 <= token < model.vocab_size:

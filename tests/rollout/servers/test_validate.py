@@ -105,6 +105,8 @@ def test_a_response_that_ends_for_length_before_the_length_is_refused():
     assert read({"meta_info": tokens(4)}, BODY).finish == "length"
     with pytest.raises(RefusedError, match=r"after 3 of 4 tokens, with 3 before them: .* --context-length"):
         read({"meta_info": tokens(3)}, BODY)
+    with pytest.raises(ValueError, match="log-probs of 3 tokens, and other tokens"):  # a fault of the server
+        read({"meta_info": tokens(3), "output_ids": [5] * 4}, BODY)
 
 
 JUNK = (None, True, -1, 0, 3, 7, 0.5, -0.5, 1e308, math.nan, 10**400, "", "a", [], [[]], {}, {"type": "stop"})
