@@ -59,6 +59,8 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
             yield f"{role.rstrip('.')}: {format_placement(placement_of(own, jax.devices()))}"
     if line := frequencies_line(policy.model, config.max_tokens):
         yield line
+    if policy.model.index:
+        yield indexer_line(policy.model, config.max_tokens)
     yield describe_kernels(policy.model, config.model.dtype, run.mesh, config.strict)
     if warning := turing_warning(config.dtypes, run.mesh):
         yield warning
@@ -108,6 +110,16 @@ def frequencies_line(model: TransformerConfig, longest: int) -> str:
     return (
         f"longrope: {name} for the whole run, whose sequences of at most {longest:,} tokens are {relation} "
         f"the model's original length, {original_length(model):,}"
+    )
+
+
+def indexer_line(model: TransformerConfig, longest: int) -> str:
+    """Return whether a run uses the model's sparse indexer, which it never trains."""
+    if longest <= (topk := model.index.topk):
+        return f"sparse indexer: not used, since sequences have {longest:,} of {topk:,} tokens (index_topk)"
+    return (
+        f"sparse indexer: frozen. It chooses {topk:,} of up to {longest:,} tokens as it did at the start; "
+        "the loss that DeepSeek trains it with is not here (docs/experts.md)"
     )
 
 

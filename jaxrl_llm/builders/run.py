@@ -36,6 +36,7 @@ from jaxrl_llm.builders.sizes import make_meshes, with_prefixes
 from jaxrl_llm.builders.warm_up import compile_stages
 from jaxrl_llm.builders.weights import (
     check_critic_files,
+    check_frequencies,
     check_frozen,
     load_frozen,
     load_with_heads,
@@ -164,8 +165,9 @@ class Run:
         """Complete the state of a checkpoint with frozen weights, and new moments if it has none.
 
         Raises:
-            UserError: the adapters were trained on other weights.
+            UserError: the adapters were trained on other weights, or the model has other frequencies.
         """
+        check_frequencies(meta.get("model", {}), self.model, self.config)
         if self.model.lora:
             state = lora.with_frozen_of(state, self.stages[0].init_state(self.initial_params()))
             frozen = self.frozen_fingerprint(state.params)

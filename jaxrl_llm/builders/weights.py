@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from jaxrl_llm.hf.folder import read_headers, refuse_remote_code
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.attention import for_length, with_yarn
+from jaxrl_llm.models.attention import for_length, original_length, with_yarn
 from jaxrl_llm.models.lora import add_adapters, frozen_config
 from jaxrl_llm.models.stacks import stages_problem
 from jaxrl_llm.rollout.keys import Purpose, run_key
@@ -105,4 +107,25 @@ def check_frozen(saved: str, frozen: str, path: str, run_dir: Path | str) -> Non
             f"{path or 'the random weights'}: not the weights that the adapters of {run_dir} were trained on "
             f"(fingerprint {frozen}, not {saved}). Put them back; on other weights, start a new "
             "run with another --run_dir."
+        )
+
+
+def check_frequencies(saved: Mapping[str, Any], model: TransformerConfig, config: TrainConfig) -> None:
+    """Refuse to continue a run with the other set of frequencies of longrope (`attention.for_length`).
+
+    Args:
+        saved: the architecture of the checkpoint, as a dict.
+
+    Raises:
+        UserError: the longest sequence of one of both runs is above the model's original length.
+    """
+    was = saved.get("rope", {}).get("is_long", model.rope.is_long)
+    if was != model.rope.is_long:
+        of = lambda is_long: f"{'long' if is_long else 'short'}_factor"
+        relation = "above" if was else "up to"
+        raise UserError(
+            f"the checkpoints in {config.run_dir} were trained with longrope's {of(was)}, for sequences "
+            f"{relation} {original_length(model):,} tokens, but --max_prompt_tokens + --max_response_tokens "
+            f"{config.max_tokens:,} needs {of(model.rope.is_long)}. Put the old lengths back, or start a new "
+            f"run from {config.run_dir}/hf with another --run_dir."
         )

@@ -368,6 +368,8 @@ class TransformerConfig:
             )
         if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
+        if self.alibi and self.max_position > 2**16:
+            yield "max_position", f"is {self.max_position}: with alibi it must be at most {2**16} (bfloat16)."
         if self.alibi and (self.mla or self.local_rope or self.global_heads or self.attention_gate):
             yield "alibi", "is True: with mla, local_rope, global_heads, attention_gate it must be False."
         if self.normalize_head and self.tie_embeddings:

@@ -17,8 +17,10 @@ from lora_models import with_random_adapters, with_stored_adapters
 from safetensors.torch import load_file, save_file
 from slow_cases import with_slow
 
+from jaxrl_llm.algos import reward_model
+from jaxrl_llm.builders.models import config_with_heads
 from jaxrl_llm.hf.config import read_config, to_hf_config
-from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.export import export_config, save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
 from jaxrl_llm.models import LoraConfig, named_leaves
@@ -147,10 +149,9 @@ def test_step_sizes_of_mamba_have_a_lower_bound(monkeypatch):
     )
 
 
-@each_case
-def test_gradients_of_all_weights(case):
-    model, tokens = oracle(case), some_tokens()
-    params = ours(model)
+def gradients_of(model, params, tokens):
+    """Return our gradients of all weights and those of transformers, by the names on disk. Ours of constants
+    must be 0."""
     logits = model(torch.tensor(tokens), use_cache=False).logits
     torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten()
@@ -168,6 +169,13 @@ def test_gradients_of_all_weights(case):
     constant = {name for name in gradients if name.endswith(CONSTANT) or ".indexer." in name}
     assert not any(gradients.pop(name).any() for name in constant)
     assert gradients.keys() == theirs.keys()
+    return gradients, theirs
+
+
+@each_case
+def test_gradients_of_all_weights(case):
+    model = oracle(case)
+    gradients, theirs = gradients_of(model, ours(model), some_tokens())
     for name, expected in theirs.items():
         scale = np.abs(expected).max()
         assert scale > 1e-5 or name.endswith("k_proj.bias"), (
@@ -315,6 +323,16 @@ def test_a_packed_row_has_the_logits_of_single_rows(case):
     theirs = [hf_logits(model, part) for part in np.split(tokens, [cut], axis=1)]
     logits = soft_capped(params, hidden @ params.head.T)
     np.testing.assert_allclose(logits, np.concatenate(theirs, axis=1), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_of_a_reward_model_is_expressed_if_the_policys_is(case):
+    """The rule that asks before a run reads the policy's architecture without the heads of the algorithm."""
+    family, changes = CASES[case]
+    raw = transformers.AutoConfig.for_model(family, **copy.deepcopy({**BASE, **SPECIAL, **changes})).to_dict()
+    model = config_with_heads(read_config(json.loads(json.dumps(raw))), reward_model.Config())
+    read = read_config(to_hf_config(export_config(model)))
+    assert model.value_head and read.value_head and read.tie_embeddings == model.tie_embeddings
 
 
 @each_case

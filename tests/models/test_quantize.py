@@ -21,9 +21,10 @@ from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig, decode, lora
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.config import GlobalHeads, MoEConfig
 from jaxrl_llm.models.mixer_config import DeltaConfig, MLAConfig
 from jaxrl_llm.models.quantize import dequantize_weight, quantize_weight, tile_size
+from jaxrl_llm.models.stacks import layer_stacks
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device
@@ -207,6 +208,24 @@ def test_all_linear_layers_of_the_delta_rule_are_quantized_and_adapted():
     assert projections == {f"delta_layers.delta_{name}" for name in ("qkv", "z", "b", "a", "o")}
     assert all(x.any() for x in changes.values())
     check_equal((loss, changes), gradients(dequantized(params, base)))
+
+
+@pytest.mark.slow
+def test_layers_with_shared_keys_and_inputs_are_quantized_and_adapted():
+    """Gemma 4's small models: gradients of the dequantized model, on one device and on a mesh."""
+    base = dataclasses.replace(
+        BASE, num_layers=4, window_layers=(True, False) * 2, sliding_window=6,
+        global_heads=GlobalHeads(1, 16), shared_kv_layers=2, wide_shared_mlp=True, per_layer_inputs=8,
+    )  # fmt: skip
+    params = quantized("nf4", base)
+    stored = {name for name, _ in models.named_leaves(params) if name.endswith("_scale")}
+    inputs = {f"{stack}.input_{part}_scale" for stack in layer_stacks(base) for part in ("gate", "proj")}
+    assert len(layer_stacks(base)) == 4 and inputs <= stored
+    result = gradients(params)
+    assert all(x.any() for x in result[1].values())
+    expected = gradients(dequantized(params, base))
+    check_equal(result, expected)
+    check_equal(gradients(params, MeshConfig(fsdp=2, tensor=2)), expected)
 
 
 @pytest.mark.slow

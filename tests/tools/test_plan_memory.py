@@ -1,6 +1,7 @@
 """Advice and memory of a plan: which settings are named, and the bytes that they save."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
@@ -17,8 +18,9 @@ from jaxrl_llm.config import (
     ScoreConfig,
 )
 from jaxrl_llm.learn.config import OptimConfig
-from jaxrl_llm.models import LoraConfig
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models import LoraConfig, RopeConfig
+from jaxrl_llm.models.config import GlobalHeads, MoEConfig
+from jaxrl_llm.models.flops import layer_weights
 from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
@@ -158,6 +160,31 @@ def test_states_of_recurrent_layers_are_counted_beside_keys_and_values():
     tokens, states = 4 * length + prompts * width, 4 + prompts
     expected = 2 * tokens * 2 * 2 * 8 + states * (4 * 4 * 8 * 6 + 2 * 2 * 56)
     assert bytes_per_device(decode.resident["KV cache"]) == expected + 4
+
+
+def test_layers_that_read_the_keys_of_others_have_no_cache_in_a_plan():
+    """Gemma 4's small models, of 5 layers: two with a window have 2 heads of 8, one without has one of 16,
+    and the last two have none. Keys and values of each token in bfloat16; 4 bytes for the cursor."""
+    small = dataclasses.replace(
+        SMALL, num_layers=5, window_layers=(True, False, True, True, False), sliding_window=4,
+        local_rope=RopeConfig(), global_heads=GlobalHeads(1, 16), shared_kv_layers=2, wide_shared_mlp=True,
+        per_layer_inputs=6,
+    )  # fmt: skip
+    model = dataclasses.replace(CONFIG.model, architecture=small)
+    rollout = dataclasses.replace(CONFIG.rollout, cache_dtype="bfloat16")
+    lora = LoraConfig(rank=4, quantize="nf4")
+    config = dataclasses.replace(CONFIG, model=model, rollout=rollout, lora=lora)
+    steps = {phase.name: phase for phase in phases(config, make_meshes(config, jax.devices()[:1]))}
+    prompts, width = steps["rollout: prefill"].program.args[1].shape
+    decode = steps["rollout: decode"]
+    tokens = 4 * decode.program.args[1].length + prompts * width
+    assert bytes_per_device(decode.resident["KV cache"]) == 2 * tokens * 2 * (2 * 2 * 8 + 16) + 4
+    # The second embedding is 64 rows of 5 x 6 numbers, and a token is multiplied with all other matrices.
+    weights = dict(models.named_leaves(models.abstract(small)))
+    assert weights["per_layer_embed"].shape == (64, 30)
+    kinds = ("norm", "scalar", "embed")
+    matrices = {n: math.prod(x.shape) for n, x in weights.items() if not n.rpartition(".")[2].endswith(kinds)}
+    assert sum(matrices.values()) == layer_weights(small)
 
 
 def test_bytes_of_a_compressed_state_in_a_plan():

@@ -20,6 +20,7 @@ from jaxrl_llm.models.paged import NULL_PAGE
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import Dialogue, Engine, PartialResponse, Request, eos_ids_of, text_of
+from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.native.compile import CompiledCalls, call_all, largest_calls
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.decode_threads import divide, num_decode_threads, run_decode_threads
@@ -225,6 +226,7 @@ class NativeEngine(Engine):
         with jax.set_mesh(self.mesh), ParallelCompiler() as compiler:
             calls, weights = CompiledCalls(self.programs, compiler), self.programs.abstract_weights()
             call_all(calls, self._shapes, weights, samplings, eos_ids=self.eos_ids, key=key)
+        sample_keys(jax.random.key(0), np.zeros((0, 2), np.int32))  # a block, for `new_responses`
 
     def largest_calls(
         self,
