@@ -21,6 +21,7 @@ from jaxrl_llm.models.mixer_config import (
     MLAConfig,
     Norms,
     Size,
+    alibi_problems,
     index_problems,
     kind_problems,
     shared_kv_problems,
@@ -368,10 +369,7 @@ class TransformerConfig:
             )
         if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
-        if self.alibi and self.max_position > 2**16:
-            yield "max_position", f"is {self.max_position}: with alibi it must be at most {2**16} (bfloat16)."
-        if self.alibi and (self.mla or self.local_rope or self.global_heads or self.attention_gate):
-            yield "alibi", "is True: with mla, local_rope, global_heads, attention_gate it must be False."
+        yield from alibi_problems(self)
         if self.normalize_head and self.tie_embeddings:
             yield "normalize_head", "is True: with tie_embeddings it must be False."
         # Layers of other kinds than attention.

@@ -164,6 +164,14 @@ def has_indexer(c: TransformerConfig) -> bool:
     return c.index is not None and (c.index_layers or (True,))[0]
 
 
+def alibi_problems(c: TransformerConfig) -> Iterator[tuple[str, str]]:
+    """Yield (field, problem) of a model with ALiBi (`attention.add_alibi`)."""
+    if c.alibi and c.max_position > 2**16:
+        yield "max_position", f"is {c.max_position}: with alibi it must be at most {2**16} (bfloat16)."
+    if c.alibi and (c.mla or c.local_rope or c.global_heads or c.attention_gate):
+        yield "alibi", "is True: with mla, local_rope, global_heads, attention_gate it must be False."
+
+
 def index_problems(c: TransformerConfig) -> Iterator[tuple[str, str]]:
     """Yield (field, problem) for an architecture that cannot have its indexer."""
     if c.index_layers and not has_indexer(c):
