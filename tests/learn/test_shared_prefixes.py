@@ -268,6 +268,20 @@ SLOW = {
     "4 stages, data 2": (
         GRPO, {"model": twice(MODEL), "mesh": MeshConfig(data=2, stage=4, fsdp=1), "rows": 8}
     ),
+    "4 stages, ring": (GRPO, {"model": twice(MODEL), "mesh": MeshConfig(stage=4, fsdp=1, sequence=2)}),
+    "4 stages, adapters of nf4, fsdp 2": (
+        GRPO, {"model": twice(ADAPTED_NF4), "mesh": MeshConfig(stage=4, fsdp=2), "rows": 8}
+    ),
+    "4 stages, delta rule, tensor 2": (
+        GRPO,
+        {"model": twice(twice(HYBRID)), "share_prefixes": "flat",
+         "mesh": MeshConfig(stage=4, fsdp=1, tensor=2)},
+    ),
+    "4 stages, expert 2, balance, replay of the rollout": (
+        GRPO,
+        {"model": twice(EXPERTS), "mesh": MeshConfig(stage=4, fsdp=1, expert=2), "rows": 8,
+         "of_both": (("replay", "rollout"), ("balance_coef", 0.5))},
+    ),
     "2 stages, ppo with a critic": (algos.ppo.Config(), {"mesh": MeshConfig(stage=2, fsdp=2)}),
     "2 stages, gkd": (
         algos.gkd.Config(teachers=("a", "b"), reward_coef=0.5), {"mesh": MeshConfig(data=2, stage=2, fsdp=1)}
