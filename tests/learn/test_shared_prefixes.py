@@ -274,7 +274,7 @@ SLOW = {
     ),
     "4 stages, delta rule, tensor 2": (
         GRPO,
-        {"model": twice(twice(HYBRID)), "share_prefixes": "flat", "rel": 5e-5,  # 1.9e-5 was seen
+        {"model": twice(twice(HYBRID)), "share_prefixes": "flat", "rel": 5e-5,  # 2.5e-5 without stages
          "mesh": MeshConfig(stage=4, fsdp=1, tensor=2)},
     ),
     "4 stages, expert 2, balance, replay of the rollout": (
