@@ -20,7 +20,7 @@ from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models import LoraConfig, TransformerConfig, decode, lora
+from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig, decode, lora
 from jaxrl_llm.models.config import GlobalHeads, MoEConfig
 from jaxrl_llm.models.mixer_config import DeltaConfig, MLAConfig
 from jaxrl_llm.models.quantize import dequantize_weight, quantize_weight, tile_size
@@ -214,7 +214,7 @@ def test_all_linear_layers_of_the_delta_rule_are_quantized_and_adapted():
 def test_layers_with_shared_keys_and_inputs_are_quantized_and_adapted():
     """Gemma 4's small models: gradients of the dequantized model, on one device and on a mesh."""
     base = dataclasses.replace(
-        BASE, num_layers=4, window_layers=(True, False) * 2, sliding_window=6,
+        BASE, num_layers=4, window_layers=(True, False) * 2, sliding_window=6, local_rope=RopeConfig(),
         global_heads=GlobalHeads(1, 16), shared_kv_layers=2, wide_shared_mlp=True, per_layer_inputs=8,
     )  # fmt: skip
     params = quantized("nf4", base)
