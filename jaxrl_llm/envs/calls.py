@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -20,6 +20,7 @@ from jaxrl_llm.envs.env import Step, Tool, ToolError, Turn
 from jaxrl_llm.envs.formats import CANNOT_READ, DECODER, FORMATS, MAX_PYTHON, InvalidToolCall, ToolCall
 
 MAX_REFERENCES = 32  # that lead from one to the next
+MAX_VISITS = 200_000  # of parts of a schema, for one call: options within options are exponentially many
 MAX_CALLS = 32  # of one turn; each costs about one pass over the text at most, so no text takes long
 
 
@@ -56,11 +57,12 @@ def check_arguments(call: ToolCall, schema: dict[str, Any]) -> ToolCall | Invali
     """
     parameters = {"type": "object", "properties": {}, **(schema.get("parameters") or {})}
     try:
-        return ToolCall(call.name, _conform(call.arguments, parameters, parameters, where="arguments"))
+        document = _Document(parameters, iter(range(MAX_VISITS)))
+        return ToolCall(call.name, _conform(call.arguments, parameters, document, where="arguments"))
     except ValueError as problem:
         return InvalidToolCall(call.name, f"{call.name}: {problem}")
-    except RecursionError:  # of a schema that refers to itself
-        return InvalidToolCall(call.name, f"{call.name}: the arguments are nested too deeply")
+    except RecursionError:  # of a schema that refers to itself, or with too many options
+        return InvalidToolCall(call.name, f"{call.name}: the arguments are nested too deeply for the schema")
 
 
 FORMS: dict[str, type | tuple[type, ...]] = {
@@ -106,26 +108,33 @@ TYPES = {
 }
 
 
-def _conform(value: Any, schema: Any, root: dict[str, Any], *, where: str) -> Any:
-    """Return `value` as the schema requires it; ValueError names the part that is not.
+class _Document(NamedTuple):
+    """The whole schema of a call."""
 
-    Args:
-        root: the schema that references point into.
-    """
-    schema = _followed(schema, root)
+    root: dict[str, Any]
+    """The schema that references point into."""
+    visits: Iterator[int]
+    """An item for each part of it that may still be compared with a value."""
+
+
+def _conform(value: Any, schema: Any, document: _Document, *, where: str) -> Any:
+    """Return `value` as the schema requires it; ValueError names the part that is not."""
+    if next(document.visits, None) is None:
+        raise RecursionError
+    schema = _followed(schema, document.root)
     if not isinstance(schema, dict):  # true: any value
         return value
     if options := schema.get("anyOf") or schema.get("oneOf"):
-        return _first(value, options, root, where=where)
+        return _first(value, options, document, where=where)
     value = _typed(value, schema.get("type", list(TYPES)), where)
     if "const" in schema or "enum" in schema:
         value = _chosen(value, schema, where)
     if isinstance(value, list | tuple):
         first, rest = schema.get("prefixItems", []), schema.get("items", {})
         schemas = [*first, *[rest] * len(value)]
-        return [_conform(item, schemas[i], root, where=f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_conform(item, schemas[i], document, where=f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict) and ("properties" in schema or schema.get("additionalProperties")):
-        return _object(value, schema, root, where=where)
+        return _object(value, schema, document, where=where)
     return value
 
 
@@ -192,17 +201,17 @@ def _literal(text: str) -> Any:
     return text
 
 
-def _first(value: Any, options: list[Any], root: dict[str, Any], *, where: str) -> Any:
+def _first(value: Any, options: list[Any], document: _Document, *, where: str) -> Any:
     problems = []
     for option in options:
         try:
-            return _conform(value, option, root, where=where)
+            return _conform(value, option, document, where=where)
         except ValueError as problem:
             problems.append(str(problem))
-    raise ValueError(", or ".join(problems))
+    raise ValueError(", or ".join(problems)[:1000])
 
 
-def _object(value: dict[str, Any], schema: dict[str, Any], root: dict[str, Any], *, where: str) -> dict:
+def _object(value: dict[str, Any], schema: dict[str, Any], document: _Document, *, where: str) -> dict:
     properties, others = schema.get("properties", {}), schema.get("additionalProperties")
     if missing := [name for name in schema.get("required", ()) if name not in value]:
         raise ValueError(f"{where} must have {', '.join(missing)}")
@@ -212,7 +221,8 @@ def _object(value: dict[str, Any], schema: dict[str, Any], root: dict[str, Any],
             f"{where} may not have {unknown[0][:40]!r}, only {', '.join(properties) or 'nothing'}"
         )
     return {
-        name: _conform(item, properties.get(name, others), root, where=name) for name, item in value.items()
+        name: _conform(item, properties.get(name, others), document, where=name)
+        for name, item in value.items()
     }
 
 

@@ -389,3 +389,12 @@ def test_references_and_constants_of_a_schema_are_followed(given, kept):
 def test_arguments_that_do_not_fit_a_reference_are_named(given, said):
     bad = check_arguments(ToolCall("draw", given), POINT)
     assert isinstance(bad, InvalidToolCall) and bad.problem.startswith(said)
+
+
+def test_options_within_options_do_not_take_exponential_time():
+    """Each level doubles the ways to read the value, which none fits: 2^60 ways."""
+    option = functools.reduce(lambda inner, _: {"anyOf": [inner, inner]}, range(60), {"type": "integer"})
+    schema = {"name": "f", "parameters": {"type": "object", "properties": {"x": option}}}
+    bad = check_arguments(ToolCall("f", {"x": "a"}), schema)
+    assert bad.problem == "f: the arguments are nested too deeply for the schema"
+    assert check_arguments(ToolCall("f", {"x": "1"}), schema).arguments == {"x": 1}
