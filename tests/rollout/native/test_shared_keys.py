@@ -1,6 +1,6 @@
 """Gemma 4's small models in the native engine: layers that read keys of earlier ones, per-layer inputs.
 
-Log-probs are those of the forward, with experts and a 4-bit base, too; pages do not change the text.
+Neither caches, devices, experts on a mesh, a 4-bit base, drafts nor kept turns change the text.
 """
 
 import dataclasses
@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from random_weights import random_params
 from small_engine import KEY, MODEL, VERSION, assert_same, requests
+from test_paged_cache import Echo
 
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import LoraConfig, RopeConfig
 from jaxrl_llm.models.config import GlobalHeads, MoEConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.native import kept
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
@@ -70,9 +73,45 @@ def test_log_probs_are_those_of_the_forward(model):
     [
         (SHARED, {**PAGED, "slots": 2}),
         (SHARED, {**PAGED, "mesh": MeshConfig(data=2, fsdp=2, tensor=2)}),
+        (SHARED, {**PAGED, "draft_tokens": 4}),
+        (EXPERTS, {"cache": "ring", "mesh": MeshConfig(data=2, expert=2, tensor=2)}),
+        (QUANTIZED, {"cache": "ring", "mesh": MeshConfig(fsdp=2, tensor=2)}),
     ],
-    ids=["pages", "pages, eight devices"],
+    ids=[
+        *("pages", "pages, eight devices", "drafts"),
+        *("experts on a mesh", "nf4, four devices"),
+    ],
 )
 def test_the_text_is_that_of_four_slots_of_a_ring(model, settings):
     reader = engine(model, **settings)
-    assert_same(reader.generate(requests(), SamplingConfig(), KEY), expected(model), atol=TOLERANCE)
+    for least in (0.0, 0.5) if "draft_tokens" in settings else (0.0,):
+        assert_same(reader.generate(requests(), SamplingConfig(), KEY), expected(model), atol=TOLERANCE)
+        assert reader.metrics.get("rollout/draft_accepted", 1.0) >= least
+
+
+def talk(reader):
+    ends = SamplingConfig(stop_tokens=tuple(range(1, 128, 4)))
+    return reader.generate(requests(), ends, KEY, Echo((5, 6, 7)))
+
+
+def test_kept_turns_have_the_text_of_turns_that_are_read_again(monkeypatch):
+    monkeypatch.setattr(kept, "MIN_PREFILL_FLOPS", 0)
+    again = talk(engine(SHARED, cache="ring", chunk=5))
+    for settings in (PAGED, {"cache": "auto", "page": 8, "pages": 15 * 13}):
+        reader = engine(SHARED, **settings, chunk=5)
+        assert_same(talk(reader), again, atol=TOLERANCE)
+        assert reader.metrics["rollout/reused_tokens"] > 0
+
+
+def test_without_pages_turns_are_read_again_and_drafts_are_refused(monkeypatch):
+    monkeypatch.setattr(kept, "MIN_PREFILL_FLOPS", 0)
+    for cache in ("auto", "ring"):
+        reader = engine(SMALL, cache=cache, chunk=5)
+        turns = talk(reader)
+        assert reader.metrics["rollout/reused_tokens"] == 0 and any(t.episode for t in turns)
+        assert_same(turns, talk(engine(SMALL, cache="ring", slots=3, chunk=5)), atol=TOLERANCE)
+    for settings in (PAGED, {"draft_tokens": 4}, {"cache_dtype": "int8"}):
+        with pytest.raises(
+            ConfigError, match=r"heads of two sizes, and pages hold heads of one. Set --rollo"
+        ):
+            engine(SMALL, **settings)
