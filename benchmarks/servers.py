@@ -105,7 +105,7 @@ def measure_servers(
     pool = ServerPool(launched.urls, servers.timeout, servers.retries, slots=RESPONSES)
     closing.callback(pool.close)
     source = WeightSource(MODEL, DTYPE, options.bucket_mb << 20)
-    group = GroupTransport(source, sys.executable, servers.timeout)
+    group = GroupTransport(source, KINDS["sglang"], python=sys.executable, timeout=servers.timeout)
     closing.callback(group.close)
     disk = DiskTransport(folder / "weights", DTYPE, make_tokenizer())
     publisher_of = lambda transport: Publisher(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from jaxrl_llm.errors import InvalidReplyError, ServerError
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from jaxrl_llm.bridge.buckets import Bucket
 
 Json = dict[str, Any]
+Announced = tuple[Json, list[Any]]
+"""Fields of the request that announces a broadcast, and its content: objects with a buffer of bytes."""
 Result = TypeVar("Result")
 PauseMode = Literal["abort", "retract", "in_place"]
 """SGLang's words for what becomes of requests in flight while weights change (`/pause_generation`)."""
@@ -28,6 +31,8 @@ QUIET_LIMIT = 20.0
 HEALTH_TIMEOUT = 30.0
 """Seconds that /health may take: it sleeps one, then waits up to 20 for a token."""
 SHORT_TIMEOUT = 30.0  # seconds for a reply that needs no work
+LAST_ON_CONNECTION: Mapping[str, str] = MappingProxyType({"Connection": "close"})
+"""vLLM closes a connection after a reply 500 without saying so: a request that followed would be lost."""
 MAX_SHOWN = 300  # characters of a server's message that an error shows
 
 
@@ -99,6 +104,20 @@ class ServerKind(Protocol):
     async def send_bucket(self, receiver: Receiver, payload: bytes, *, last: bool, options: Json) -> None:
         """Send the result of `pack` or `pack_update`; `last` = the push is complete with it."""
 
+    async def join_group(self, receiver: Receiver, group: Json) -> None:
+        """Have the server join a process group, given by the fields of SGLang's request."""
+
+    async def leave_group(self, receiver: Receiver, name: str, timeout: float) -> None:
+        """Have the server leave the group."""
+
+    def announce(self, bucket: Bucket) -> Announced:
+        """Return a bucket for a broadcast."""
+
+    async def receive_broadcast(
+        self, receiver: Receiver, fields: Json, *, last: bool, options: Json, name: str
+    ) -> None:
+        """Have the server take the broadcast that these fields announce, in the group of this name."""
+
     async def drop_cache(self, receiver: Receiver) -> None:
         """Drop cached keys and values of older weights."""
 
@@ -144,7 +163,15 @@ class PoolLike(Protocol):
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the pool's event loop and return its result."""
 
-    async def request(self, server: ServerLike, path: str, body: Any = None, timeout: float = 0.0) -> Json:
+    async def request(
+        self,
+        server: ServerLike,
+        path: str,
+        body: Any = None,
+        timeout: float = 0.0,
+        *,
+        headers: Mapping[str, str] = ...,
+    ) -> Json:
         """Send a request and return the JSON object of the reply.
 
         Raises:
@@ -197,7 +224,7 @@ class Receiver:
 
     async def request(self, path: str, body: Any, timeout: float = 0.0) -> Json:
         """Send a request and return the JSON object of the reply."""
-        return await self.pool.request(self.server, path, body, timeout)
+        return await self.pool.request(self.server, path, body, timeout, headers=LAST_ON_CONNECTION)
 
     async def in_health(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await a short request; while the reply is missing, the server must prove its health.

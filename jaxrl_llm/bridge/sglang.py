@@ -11,6 +11,7 @@ import numpy as np
 from jaxrl_llm.bridge.buckets import Bucket
 from jaxrl_llm.bridge.servers import (
     SHORT_TIMEOUT,
+    Announced,
     Json,
     PauseMode,
     PoolLike,
@@ -117,6 +118,27 @@ class SGLang:
     async def send_bucket(self, receiver: Receiver, payload: bytes, *, last: bool, options: Json) -> None:
         body = request_pieces(payload, receiver.ranks, options)
         await receiver.update("/update_weights_from_tensor", body)
+
+    async def join_group(self, receiver: Receiver, group: Json) -> None:
+        await receiver.update("/init_weights_update_group", group | {"backend": "gloo"})
+
+    async def leave_group(self, receiver: Receiver, name: str, timeout: float) -> None:
+        await receiver.request("/destroy_weights_update_group", {"group_name": name}, timeout)
+
+    def announce(self, bucket: Bucket) -> Announced:
+        fields: Json = {
+            "names": [tensor.name for tensor in bucket.tensors],
+            "shapes": [list(tensor.shape) for tensor in bucket.tensors],
+            "dtypes": [bucket.dtype] * len(bucket.tensors),
+            "load_format": "flattened_bucket",
+        }
+        return fields, bucket.bytes()
+
+    async def receive_broadcast(
+        self, receiver: Receiver, fields: Json, *, last: bool, options: Json, name: str
+    ) -> None:
+        body = {**fields, "group_name": name, **options}
+        await receiver.update("/update_weights_from_distributed", body)
 
     async def drop_cache(self, receiver: Receiver) -> None:
         """Drop cached keys; refused while responses in flight read them. The answer is plain text."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.bridge.servers import (
     SHORT_TIMEOUT,
+    Announced,
     Json,
     PauseMode,
     PoolLike,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.bridge.buckets import Bucket
 
 BACKEND = "jaxrl"  # of the plugin
+IN_GROUP = "group"  # in place of base64: a broadcast has the content
 LOGPROBS = "processed_logprobs"
 EMBEDDING, HEAD = "embed", "lm_head.weight"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
@@ -192,16 +194,9 @@ class VLLM:
 
     def pack(self, bucket: Bucket) -> bytes:
         """Return the fields of an update as JSON: a safetensors file in base64, and hashes."""
-        hashes, header, end = {}, {}, 0
-        for tensor, content in zip(bucket.tensors, contents := bucket.bytes(), strict=True):
-            start, end = end, end + len(content)
-            kind: dict[str, Any] = {"dtype": DTYPES[bucket.dtype], "shape": list(tensor.shape)}
-            header[tensor.name] = kind | {"data_offsets": [start, end]}
-            hashes[tensor.name] = hashlib.sha256(content).hexdigest()
-        head = json.dumps(header).encode()
-        head += b" " * (-len(head) % 8)
-        file = b"".join([struct.pack("<Q", len(head)), head, *contents])
-        return b'"tensors": "%s", "hashes": %s' % (base64.b64encode(file), json.dumps(hashes).encode())
+        file, hashes = safetensors_of(bucket)
+        encoded = base64.b64encode(b"".join(file))
+        return b'"tensors": "%s", "hashes": %s' % (encoded, json.dumps(hashes).encode())
 
     def pack_update(self, piece: bytes) -> bytes:
         return b'"update": "%s"' % base64.b64encode(piece)
@@ -212,11 +207,7 @@ class VLLM:
             return str(reply["weight_version"])
 
     async def send_bucket(self, receiver: Receiver, payload: bytes, *, last: bool, options: Json) -> None:
-        if receiver.info["weight_backend"] != BACKEND:
-            raise ServerError(
-                f"{receiver.server.url} takes no weights in requests: start it with the plugin "
-                "(docs/servers.md), or use --servers.transport disk"
-            )
+        check_plugin(receiver)
 
         async def pieces():
             yield b'{"update_info": {"last": %s, ' % json.dumps(last).encode()
@@ -224,6 +215,23 @@ class VLLM:
             yield b"}}"
 
         await receiver.request("/update_weights", pieces())
+
+    async def join_group(self, receiver: Receiver, group: Json) -> None:
+        check_plugin(receiver)
+        body = {"init_info": group | {"timeout": receiver.pool.timeout}}
+        await receiver.request("/init_weight_transfer_engine", body)
+
+    async def leave_group(self, receiver: Receiver, name: str, timeout: float) -> None:
+        await receiver.request("/shutdown_weight_transfer_engine", {}, timeout)
+
+    def announce(self, bucket: Bucket) -> Announced:
+        file, hashes = safetensors_of(bucket)
+        return {"tensors": IN_GROUP, "size": sum(map(len, file)), "hashes": hashes}, file
+
+    async def receive_broadcast(
+        self, receiver: Receiver, fields: Json, *, last: bool, options: Json, name: str
+    ) -> None:
+        await receiver.request("/update_weights", {"update_info": {"last": last, **fields}})
 
     async def drop_cache(self, receiver: Receiver) -> None:
         await receiver.request("/reset_prefix_cache", {})
@@ -239,6 +247,33 @@ class VLLM:
         """Unload an adapter that no request uses."""
         server, body = receiver.server, {"lora_name": name}
         await receiver.pool.request_bytes(server, "/v1/unload_lora_adapter", body, SHORT_TIMEOUT)
+
+
+def check_plugin(receiver: Receiver) -> None:
+    """Raise ServerError if a server has not our plugin."""
+    if receiver.info["weight_backend"] != BACKEND:
+        raise ServerError(
+            f"{receiver.server.url} takes no weights in requests: start it with the plugin "
+            "(docs/servers.md), or use --servers.transport disk"
+        )
+
+
+def safetensors_of(bucket: Bucket) -> tuple[list[bytes | memoryview], dict[str, str]]:
+    """Return a safetensors file in parts, and the SHA-256 of each tensor by its name."""
+    hashes, header, end = {}, {}, 0
+    for tensor, content in zip(bucket.tensors, contents := bucket.bytes(), strict=True):
+        start, end = end, end + len(content)
+        kind: dict[str, Any] = {"dtype": DTYPES[bucket.dtype], "shape": list(tensor.shape)}
+        header[tensor.name] = kind | {"data_offsets": [start, end]}
+        hashes[tensor.name] = hashlib.sha256(content).hexdigest()
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    return [struct.pack("<Q", len(head)), head, *contents], hashes
+
+
+def announce_piece(piece: bytes) -> Announced:
+    """Return a piece of an update (`bridge/delta.py`) for a broadcast."""
+    return {"update": IN_GROUP, "size": len(piece)}, [piece]
 
 
 def pair_of(token: int) -> list[int]:

@@ -242,7 +242,14 @@ def _transport(
     if servers.transport == "disk":
         return disk
     if servers.transport == "group":
-        return GroupTransport(source, servers.python, servers.timeout)
+        delta = servers.push == "delta"
+        return GroupTransport(
+            source,
+            kind,
+            python=servers.python,
+            timeout=servers.timeout,
+            delta=DeltaTransport(source, kind, pack=vllm.announce_piece) if delta else None,
+        )
     in_requests = DeltaTransport if servers.push == "delta" else HttpTransport
     if kind.name == "vLLM":
         return in_requests(source, kind)

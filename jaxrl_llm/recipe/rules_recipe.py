@@ -334,12 +334,14 @@ def _addresses_are_right(config: TrainConfig) -> Iterator[str]:
 
 
 def _vllm_has_it(config: TrainConfig) -> Iterator[str]:
-    if config.rollout.engine != "vllm":
-        return
     servers, sampling = config.servers, config.rollout.sampling
+    if config.rollout.engine != "vllm":
+        if (servers.push, servers.transport) == ("delta", "group"):
+            yield "--servers.push delta with --servers.transport group is for vLLM: set http, or push full."
+        return
     only = "--rollout.engine sglang"
-    if servers.transport not in ("disk", "http"):
-        yield f"--servers.transport {servers.transport} is not for vLLM: set disk or http, or {only}."
+    if servers.transport == "ipc":
+        yield f"--servers.transport ipc is not for vLLM: set disk, http or group, or {only}."
     if servers.quantization != "none":
         yield f"--servers.quantization {servers.quantization} is not for vLLM: set none, or {only}."
     if servers.pause == "in_place":
@@ -400,7 +402,7 @@ RECIPE = (
     Rule("recipe", "rollout.servers", _addresses_are_right),
     Rule(
         "recipe",
-        "rollout.engine servers.transport servers.quantization servers.pause servers.colocated "
+        "rollout.engine servers.transport servers.push servers.quantization servers.pause servers.colocated "
         "routing.replay rollout.sampling",
         _vllm_has_it,
     ),

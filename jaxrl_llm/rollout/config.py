@@ -238,10 +238,11 @@ class ServersConfig:
     transport: Literal["disk", "http", "group", "ipc"] = "disk"
     """Transport of weights to the servers: files that they read (disk), requests (http), a torch process
     group, gloo over TCP (group), or handles of memory on GPUs that trainer and server share (ipc). http and
-    ipc send pickles to SGLang servers; nothing receives one. vLLM has disk and, with our plugin, http."""
+    ipc send pickles to SGLang servers; nothing receives one. vLLM has disk and, with our plugin, http and
+    group."""
     push: Literal["full", "delta"] = "full"
     """full: each push sends all weights. delta: it sends the bits that have changed since the version that a
-    server holds, and all weights to a server that holds another one; needs transport http."""
+    server holds, and all weights to a server that holds another one. Needs http, or group of vLLM."""
     quantization: Literal["none", "fp8"] = "none"
     """fp8: linear layers are sent and computed in 8 bits, in blocks of 128 x 128 with a scale each; needs
     algo.correction, and rollout.dtype bfloat16 for all else."""
@@ -279,8 +280,9 @@ class ServersConfig:
                 yield "flags", f"holds the value of {name}, which `ps` shows: set {auth.FLAGS[name]} instead."
         if self.router and (problem := auth.address_problem(self.router)):
             yield "router", f"is wrong: {problem}"
-        if self.push == "delta" and (self.transport != "http" or self.quantization != "none"):
-            yield "push", "is delta, which needs transport http and quantization none. Set these, or full."
+        if self.push == "delta" and (self.transport in ("disk", "ipc") or self.quantization != "none"):
+            needed = "transport http (vLLM: or group) and quantization none"
+            yield "push", f"is delta, which needs {needed}. Set these, or full."
         if self.transport == "group" and not shutil.which(self.python):
             yield "python", f"is {self.python!r}: no such program."
 

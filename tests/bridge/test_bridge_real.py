@@ -54,7 +54,7 @@ def engine_by(name, urls, folder, closing, **settings):
     elif name == "http":
         transport = HttpTransport(source, KINDS["sglang"])
     else:
-        transport = GroupTransport(source, sys.executable, 60.0)
+        transport = GroupTransport(source, KINDS["sglang"], python=sys.executable, timeout=60.0)
     engine = engine_on(urls, transport, **settings)
     closing.callback(engine.pool.close)
     if name == "group":

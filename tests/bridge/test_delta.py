@@ -1,6 +1,7 @@
 """Pushes of changed bits: exact, refused from another version, and whole wherever that is needed."""
 
 import dataclasses
+import sys
 import zlib
 
 import jax
@@ -15,6 +16,7 @@ from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.delta import Entry, Piece, Shadow
 from jaxrl_llm.bridge.sglang import LOADER, loader_problem
 from jaxrl_llm.bridge.transports.delta import DeltaTransport
+from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf.export import save_description
@@ -49,6 +51,15 @@ def kind(request):
     return request.param
 
 
+@pytest.fixture(params=["http", pytest.param("group", marks=pytest.mark.slow)])
+def transport(request, kind):
+    if request.param == "group":
+        pytest.importorskip("torch")
+        if kind == "sglang":
+            pytest.skip("refused")
+    return request.param
+
+
 @pytest.fixture
 def both(servers, kind):
     for server in servers[kind]:
@@ -59,22 +70,26 @@ def both(servers, kind):
 
 
 @pytest.fixture
-def make(both, kind):
+def make(both, kind, transport):
     """make() -> an engine on both servers whose pushes are changes."""
-    pools = []
+    closing = []
 
     def engine(patience=0.0):
-        transport, urls = DeltaTransport(source_for(kind), KINDS[kind]), [server.url for server in both]
+        made, urls = DeltaTransport(source_for(kind), KINDS[kind]), [server.url for server in both]
+        if transport == "group":
+            made = DeltaTransport(source_for(kind), KINDS[kind], vllm.announce_piece)
+            settings = {"python": sys.executable, "timeout": 30.0, "delta": made}
+            made = GroupTransport(made.source, KINDS[kind], **settings)
         rollout = RolloutConfig(engine=kind, servers=("http://127.0.0.1:1",))
-        one = engine_for(urls, transport, TIED, rollout=rollout, patience=patience, timeout=60.0)
+        one = engine_for(urls, made, TIED, rollout=rollout, patience=patience, timeout=60.0)
         if patience:
             one.pool.start(run_health_checks(one.pool))
-        pools.append(one.pool)
+        closing.extend([one.pool, made] if transport == "group" else [one.pool])
         return one
 
     yield engine
-    for pool in pools:
-        pool.close()
+    for one in reversed(closing):
+        one.close()
 
 
 def trained(params, seed, share=0.01):
@@ -244,7 +259,9 @@ def test_a_server_that_refuses_changes_keeps_its_weights_and_gets_all_of_them(ma
 
 
 @pytest.mark.slow
-def test_a_push_that_broke_off_and_a_trainer_that_was_restarted_are_followed_by_full_ones(make, both, kind):
+def test_a_push_that_broke_off_and_a_trainer_that_was_restarted_are_followed_by_full_ones(
+    make, both, transport
+):
     engine, params = make(), weights(0, TIED)
     engine.publish(params, 0)
     parts = engine.publisher.transport.parts(trained(params, 1), "lost")
@@ -254,7 +271,9 @@ def test_a_push_that_broke_off_and_a_trainer_that_was_restarted_are_followed_by_
     with pytest.raises(ServerError, match="the next push, which has started"):
         content = next(engine.publisher.transport.parts(params, "a")).content
         next(engine.publisher.transport.parts(params, "b"))
-        engine.publisher.transport._whole(content)
+        (engine.publisher.transport if transport == "http" else engine.publisher.transport.delta)._whole(
+            content
+        )
     assert make().publish(params, 0)["bridge/full_pushes"] == 2
 
 
@@ -264,7 +283,8 @@ def test_a_push_that_broke_off_and_a_trainer_that_was_restarted_are_followed_by_
 def test_the_recipe_names_what_changes_need():
     for wrong in ({}, {"transport": "http", "quantization": "fp8"}):
         ((field, problem),) = ServersConfig(push="delta", **wrong).problems()
-        assert field == "push" and "needs transport http and quantization none" in problem
+        assert field == "push" and "needs transport http (vLLM: or group) and quantization none" in problem
+    assert not list(ServersConfig(push="delta", transport="group").problems())
     servers = ServersConfig(push="delta", transport="http")
     assert not list(servers.problems())
     rollout = RolloutConfig(engine="vllm", servers=("http://127.0.0.1:1",))

@@ -155,7 +155,9 @@ def engine_on(server, transport, served):
     """An engine whose probe is of the weights of `served`."""
     source = WeightSource(SERVED, "float32", 100_000, fp8.quantized_tensors)
     group = transport == "group"
-    made = GroupTransport(source, sys.executable, 30.0) if group else HttpTransport(source, KINDS["sglang"])
+    made, kind = HttpTransport(source, KINDS["sglang"]), KINDS["sglang"]
+    if group:
+        made = GroupTransport(source, kind, python=sys.executable, timeout=30.0)
     engine = engine_for([server.url], made, SERVED)
     engine.publisher.score, engine.publisher.served_params = sequence_scorer("float32", one_device()), served
     yield engine

@@ -41,7 +41,7 @@ def engine_by(launched, transport, folder):
     made = {
         "disk": lambda: DiskTransport(folder, "bfloat16", encode=fp8.quantized_tensors),
         "http": lambda: HttpTransport(source, KINDS["sglang"]),
-        "group": lambda: GroupTransport(source, sys.executable, 60.0),
+        "group": lambda: GroupTransport(source, KINDS["sglang"], python=sys.executable, timeout=60.0),
     }[transport]()
     engine = engine_on(servers.urls, made, model, probe_tolerance=TOLERANCE)
     engine.publisher.problem = fp8.quantization_problem

@@ -54,7 +54,7 @@ def make(servers, tmp_path):
             pytest.importorskip("torch")  # the fake server reads as SGLang does
             made = HttpTransport(source, KINDS["sglang"])
         if transport == "group":
-            made = GroupTransport(source, sys.executable, 30.0)
+            made = GroupTransport(source, KINDS["sglang"], python=sys.executable, timeout=30.0)
         one = engine_for([s.url for s in servers], made, **settings)
         closing.append(one.pool)
         if transport == "group":
@@ -196,7 +196,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_a_relay():
 def test_a_group_needs_torch_and_says_so():
     source = WeightSource(MODEL, "float32", 1 << 20)
     with pytest.raises(ValueError, match=r"--servers.python /bin/false: it has no torch.*Install torch"):
-        GroupTransport(source, "/bin/false", 5.0)
+        GroupTransport(source, KINDS["sglang"], python="/bin/false", timeout=5.0)
 
 
 NOISY = """

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -37,13 +38,13 @@ class DeltaBucket:
 
     Attributes:
         push: number of the push. piece: its place among the changes. entries: of its tensors, whole.
-        changes: payload for servers that hold the base; b"" = there is no base.
+        changes: payload for servers that hold the base; None = there is no base.
     """
 
     push: int
     piece: Piece
     entries: list[Entry]
-    changes: bytes
+    changes: Any
 
 
 class DeltaTransport:
@@ -51,16 +52,19 @@ class DeltaTransport:
 
     The host keeps a copy of the tensors as they were sent last. A push that breaks off has no successor: the
     next one is whole for every server, as the first of a run is.
+
+    Args:
+        pack: piece of an update -> payload; None = for a request.
     """
 
     session = True
     can_resend = True
 
-    def __init__(self, source: WeightSource, kind: ServerKind):
-        self.source, self.kind = source, kind
+    def __init__(self, source: WeightSource, kind: ServerKind, pack: Callable[[bytes], Any] | None = None):
+        self.source, self.kind, self.pack = source, kind, pack or kind.pack_update
         self._held: dict[str, np.ndarray] = {}  # name -> bits; in process 0
         self._label, self._push = "", 0
-        self._packed: dict[tuple[int, int], bytes] = {}
+        self._packed: dict[tuple[int, int], Any] = {}
         self._lock = threading.Lock()  # servers that come back read `_held` while the next push changes it
 
     def parts(self, params: Params, label: str) -> Iterator[Part]:
@@ -96,10 +100,10 @@ class DeltaTransport:
 
     def _packed_part(self, part: Part, changes: list[Change], piece: Piece) -> Part:
         """Return the part of a push, with the payload of its changes."""
-        entries, payload = [change.entry for change in changes], b""
+        entries, payload = [change.entry for change in changes], None
         if piece.base:
             contents = [change.content for change in changes]
-            payload = self.kind.pack_update(write_piece(piece, entries, contents))
+            payload = self.pack(write_piece(piece, entries, contents))
         arrays = [self._held[entry.name] for entry in entries]
         whole = [
             replace(entry, is_whole=True, size=bits.nbytes)
@@ -113,12 +117,16 @@ class DeltaTransport:
         pass
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
-        bucket = part.content
-        payload = bucket.changes if receiver.takes_delta else await asyncio.to_thread(self._whole, bucket)
+        payload = await self.payload(receiver, part)
         options = self.kind.update_options | options
         await self.kind.send_bucket(receiver, payload, last=part.last, options=options)
 
-    def _whole(self, bucket: DeltaBucket) -> bytes:
+    async def payload(self, receiver: Receiver, part: Part) -> Any:
+        """Return the payload of a part for a server."""
+        bucket = part.content
+        return bucket.changes if receiver.takes_delta else await asyncio.to_thread(self._whole, bucket)
+
+    def _whole(self, bucket: DeltaBucket) -> Any:
         """Return the payload of a bucket's whole tensors.
 
         Raises:
@@ -133,5 +141,5 @@ class DeltaTransport:
                     self._packed.pop(next(iter(self._packed)))
                 arrays = [self._held[entry.name] for entry in bucket.entries]
                 piece = write_piece(replace(bucket.piece, base=""), bucket.entries, arrays)
-                self._packed[key] = self.kind.pack_update(piece)
+                self._packed[key] = self.pack(piece)
             return self._packed[key]

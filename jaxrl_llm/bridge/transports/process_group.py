@@ -15,11 +15,13 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from jaxrl_llm.bridge.buckets import Bucket, WeightSource
+from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.push import RETRY_TIMEOUT, Part
-from jaxrl_llm.bridge.servers import Json, Receiver, parsing_reply
+from jaxrl_llm.bridge.servers import Json, Receiver, ServerKind, parsing_reply
+from jaxrl_llm.bridge.transports.delta import DeltaTransport
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.structs import Params
 
@@ -56,9 +58,8 @@ class Relay:
         errors = self._errors.read().decode(errors="replace")
         raise ServerError(f"the relay of a process group has ended: {errors[-TAIL:].strip()}")
 
-    def send(self, bucket: Bucket) -> None:
-        """Broadcast a bucket; returns when the server has all of it."""
-        parts = bucket.bytes()
+    def send(self, parts: list[Any]) -> None:
+        """Broadcast the bytes of all parts at once; returns when the server has them."""
         with contextlib.suppress(BrokenPipeError):  # `read_line` raises the reason
             self._process.stdin.write(sum(map(len, parts)).to_bytes(8, "little"))
             for part in parts:
@@ -80,16 +81,25 @@ class GroupTransport:
     Args:
         python: interpreter with torch, for the relays.
         timeout: seconds that joining a group may take, or one broadcast.
+        delta: packs parts in place of the kind: pieces of updates.
 
     Raises:
         UserError: the interpreter has no torch.
     """
 
     session = True
-    can_resend = False
 
-    def __init__(self, source: WeightSource, python: str, timeout: float):
-        self.source, self.python, self.timeout = source, python, timeout
+    def __init__(
+        self,
+        source: WeightSource,
+        kind: ServerKind,
+        *,
+        python: str,
+        timeout: float,
+        delta: DeltaTransport | None = None,
+    ):
+        self.source, self.kind, self.delta = source, kind, delta
+        self.python, self.timeout, self.can_resend = python, timeout, delta is not None
         self._relays: dict[str, Relay] = {}
         self._receivers: dict[str, Receiver] = {}
         if not shutil.which(python) or subprocess.run([python, "-I", "-c", HAS_TORCH]).returncode:
@@ -99,51 +109,47 @@ class GroupTransport:
             )
 
     def parts(self, params: Params, label: str) -> Iterator[Part]:
-        return self.source.parts(params)
+        if self.delta:
+            yield from self.delta.parts(params, label)
+            return
+        for part in self.source.parts(params):
+            yield part._replace(content=part.content and self.kind.announce(part.content))
 
     async def connect(self, receiver: Receiver) -> None:
         """Join the server in a process group, unless one works already."""
-        if receiver.server.url in self._relays:
-            return
+        url = receiver.server.url
+        if relay := self._relays.get(url):
+            if receiver.server.label == await self.kind.held_label(receiver):
+                return
+            self._relays.pop(url)  # the server may be another process now
+            await asyncio.to_thread(relay.kill)
         relay = await asyncio.to_thread(
-            Relay,
-            self.python,
-            address_towards(receiver.server.url),
-            receiver.ranks,
-            self.timeout,
+            Relay, self.python, address_towards(url), receiver.ranks, self.timeout
         )
-        self._relays[receiver.server.url], self._receivers[receiver.server.url] = relay, receiver
+        self._relays[url], self._receivers[url] = relay, receiver
         async with self._or_leave_group(receiver):
             port = await self._read_line(relay)
             with parsing_reply("the relay"):
-                body = {"master_address": relay.address, "master_port": int(port)}
-            body |= {"rank_offset": 1, "world_size": receiver.ranks + 1}
-            body |= {"group_name": relay.name, "backend": "gloo"}
+                group = {"master_address": relay.address, "master_port": int(port)}
+            group |= {"rank_offset": 1, "world_size": receiver.ranks + 1, "group_name": relay.name}
             async with asyncio.TaskGroup() as both:
-                both.create_task(receiver.update("/init_weights_update_group", body))
+                both.create_task(self.kind.join_group(receiver, group))
                 both.create_task(self._read_line(relay))
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
-        bucket, relay = part.content, self._relays[receiver.server.url]
-        body = {
-            "names": [tensor.name for tensor in bucket.tensors],
-            "shapes": [list(tensor.shape) for tensor in bucket.tensors],
-            "dtypes": [bucket.dtype] * len(bucket.tensors),
-            "group_name": relay.name,
-            "load_format": "flattened_bucket",
-            **options,
-        }
+        relay = self._relays[receiver.server.url]
+        fields, content = await self.delta.payload(receiver, part) if self.delta else part.content
+        more = {"last": part.last, "options": options, "name": relay.name}
         async with self._or_leave_group(receiver), asyncio.timeout(self.timeout), asyncio.TaskGroup() as both:
-            both.create_task(receiver.update("/update_weights_from_distributed", body))
-            both.create_task(asyncio.to_thread(relay.send, bucket))
+            both.create_task(self.kind.receive_broadcast(receiver, fields, **more))
+            both.create_task(asyncio.to_thread(relay.send, content))
 
     def close(self) -> None:
         """Have the servers, which may outlive this run, leave their groups; the pool must still be open."""
         for url, relay in self._relays.items():
             receiver = self._receivers[url]
             with contextlib.suppress(ServerError):
-                body = {"group_name": relay.name}
-                receiver.pool.run(receiver.request("/destroy_weights_update_group", body, RETRY_TIMEOUT))
+                receiver.pool.run(self.kind.leave_group(receiver, relay.name, RETRY_TIMEOUT))
             relay.kill()
         self._relays.clear()
 

@@ -42,7 +42,12 @@ ROUTES_FLAG = "--enable-return-routed-experts"
 MEMORY_SAVER = "--enable-memory-saver"
 CPU_LORA = ("--lora-backend", "torch_native")  # other backends are GPU kernels
 PLUGIN = "jaxrl_vllm_plugin"
-MODULES = {"vllm_plugin.py": PLUGIN, "sglang_loader.py": "jaxrl_sglang_loader", "delta.py": "jaxrl_delta"}
+MODULES = {
+    "vllm_plugin.py": PLUGIN,
+    "sglang_loader.py": "jaxrl_sglang_loader",
+    "delta.py": "jaxrl_delta",
+    "transports/relay.py": "jaxrl_relay",
+}
 """Files of bridge/ that run in servers -> their names there."""
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
@@ -118,7 +123,7 @@ def write_plugin(folder: Path) -> Path:
     info = folder / "jaxrl_vllm-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     for file, name in MODULES.items():
-        shutil.copyfile(Path(vllm.__file__).with_name(file), folder / f"{name}.py")
+        shutil.copyfile(Path(vllm.__file__).parent / file, folder / f"{name}.py")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxrl-vllm\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\njaxrl = {PLUGIN}:register\n")
     return folder

@@ -41,6 +41,7 @@ class FakeVLLM:
         breaks_update: the next update fails. calls: (route, query, body) of everything but generation.
         drops: end of the names of tensors that a load leaves out. seen: bodies of generation.
         key: that its /v1 and /inference routes demand; "" = none.
+        refused: connections of requests that failed, which are closed afterwards.
         held_back: tokens after which a response waits for an abort; 0 = never.
     """
 
@@ -57,11 +58,14 @@ class FakeVLLM:
         """As after a start."""
         self.model.behave()
         self.model.restart()
+        if self.model.group:
+            self.model._leave({})
         self.held, self.label, self.collected, self.shadow = {}, "default", {}, Shadow()
         self.active = self.dead = self.paused = self.breaks_update = False
         self.aborts, self.held_back, self.waiting, self.drops = 0, 0, 0, None
         self.logprobs_mode, self.key = "processed_logprobs", ""
         self.calls, self.seen, self.ignored = [], [], set()
+        self.refused: list[asyncio.Transport] = []
 
     def _serve(self, started):
         async def start():
@@ -73,6 +77,8 @@ class FakeVLLM:
                 "/pause": self._pause,
                 "/resume": self._resume,
                 "/abort_requests": self._abort,
+                "/init_weight_transfer_engine": self._join,
+                "/shutdown_weight_transfer_engine": lambda body, query: self.model._leave(body),
                 "/start_weight_update": self._start,
                 "/update_weights": self._update,
                 "/finish_weight_update": self._finish,
@@ -98,12 +104,15 @@ class FakeVLLM:
     def _answer(self, work):
         async def handle(request):
             body = await request.json() if request.body_exists else {}
+            if request.transport in self.refused:
+                request.transport.close()
             self.calls.append((request.path, dict(request.query), body))
             if self.dead:
                 return error("EngineCore encountered an issue", 500)
             try:
                 said = await asyncio.to_thread(work, body, request.query)
             except ServerFault as fault:
+                self.refused.append(request.transport)
                 return error(f"Worker failed with error '{fault}'", 500)
             return said if isinstance(said, web.Response) else web.json_response(said)
 
@@ -229,13 +238,36 @@ class FakeVLLM:
             self.active = False
             raise ServerFault("out of order")
         if "update" in info:
-            self._change(base64.b64decode(info["update"], validate=True))
+            self._change(self._content(info["update"], info))
             return
-        tensors = read_folder(info["folder"]) if "folder" in info else read_request(info)
+        if "folder" in info:
+            tensors = read_folder(info["folder"])
+        else:
+            tensors = read_tensors(self._content(info["tensors"], info), info["hashes"])
         self.collected |= tensors
         if info.get("last", True):
             assert self.collected.keys() >= {tensor.name for tensor in hf_tensors(self.config)} - {HEAD}
             self._load(self.collected)
+
+    def _join(self, body, query):
+        """As the plugin: a group that was left open is left first."""
+        if self.model.group:
+            self.model._leave(body)
+        self.model._join(body["init_info"])
+
+    def _content(self, text, info):
+        """Base64, or a broadcast; an error ends the session."""
+        if text != "group":
+            return base64.b64decode(text, validate=True)
+        import torch
+
+        data = torch.empty(info["size"], dtype=torch.uint8)
+        try:
+            torch.distributed.broadcast(data, src=0, group=self.model.group)
+        except (RuntimeError, ValueError) as fault:
+            self.active = False
+            raise ServerFault(fault) from None
+        return data.numpy().tobytes()
 
     def _change(self, piece):
         """Take a piece of an update; an error ends the session."""
@@ -316,9 +348,9 @@ def cut(reply, count):
     reply["usage"]["completion_tokens"] = len(choice["token_ids"])
 
 
-def read_request(info):
-    tensors = load(base64.b64decode(info["tensors"], validate=True))
-    assert {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in tensors.items()} == info["hashes"]
+def read_tensors(content, hashes):
+    tensors = load(content)
+    assert {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in tensors.items()} == hashes
     return tensors
 
 

@@ -43,7 +43,7 @@ class FakeWeights:
         lora_info: what it says of adapters. adapters: name -> adapters. spoil_adapter: what becomes of one.
     """
 
-    sessions, ranks, fails_at, adapted = True, 1, "", None
+    sessions, ranks, fails_at, adapted, group = True, 1, "", None, None
 
     def weight_routes(self):
         self.asked: list[tuple[str, dict]] = []

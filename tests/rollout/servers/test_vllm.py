@@ -4,6 +4,9 @@ import base64
 import dataclasses
 import hashlib
 import json
+import os
+import signal
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from jaxrl_llm.bridge.adapters import PREFIX
 from jaxrl_llm.bridge.buckets import Bucket, WeightSource
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
+from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import RefusedError, ServerError, UserError
 from jaxrl_llm.hf.names import hf_tensors
@@ -43,29 +47,37 @@ def both():
 @pytest.fixture
 def make(both, tmp_path):
     """make(transport, ...) -> an engine on both servers, which are as after a start."""
-    pools = []
+    closing = []
 
     def engine(transport="disk", model=TIED, encode=vllm.with_tied_head, urls=(), **settings):
-        made = DiskTransport(tmp_path / "weights", "float32", TOKENIZER, encode)
-        if transport == "http":
-            made = HttpTransport(WeightSource(TIED, "float32", 12_000, encode), KIND)
-        urls = urls or [server.url for server in both]
         settings = {"patience": 0.0, "timeout": 60.0} | settings
+        made = DiskTransport(tmp_path / "weights", "float32", TOKENIZER, encode)
+        if transport != "disk":
+            source = WeightSource(TIED, "float32", 12_000, encode)
+            made = HttpTransport(source, KIND)
+        if transport == "group":
+            pytest.importorskip("torch")
+            made = GroupTransport(source, KIND, python=sys.executable, timeout=settings["timeout"])
+        urls = urls or [server.url for server in both]
         one = engine_for(urls, made, model, rollout=ROLLOUT, folder=tmp_path / "adapters", **settings)
-        pools.append(one.pool)
+        closing.extend([one.pool, made] if transport == "group" else [one.pool])
         return one
 
     for server in both:
         server.behave()
         server.plugin, server.max_model_len = True, 10**6
     yield engine
-    for pool in pools:
-        pool.close()
+    for one in reversed(closing):
+        one.close()
 
 
 @pytest.mark.parametrize(
     ("transport", "plugin"),
-    [("http", True), *(pytest.param("disk", plugin, marks=pytest.mark.slow) for plugin in (True, False))],
+    [
+        ("http", True),
+        ("group", True),
+        *(pytest.param("disk", plugin, marks=pytest.mark.slow) for plugin in (True, False)),
+    ],
 )
 def test_it_writes_what_the_native_engine_writes_after_each_push(make, both, transport, plugin):
     for server in both:
@@ -146,11 +158,46 @@ def test_a_session_and_a_pause_that_a_killed_trainer_left_are_ended(make, both):
     assert not any(server.active or server.paused for server in both)
 
 
-def test_weights_in_requests_need_the_plugin(make, both):
+@pytest.mark.parametrize("transport", ["http", "group"])
+def test_weights_in_requests_and_groups_need_the_plugin(make, both, transport):
     for server in both:
         server.plugin = False
     with pytest.raises(ServerError, match="takes no weights in requests: start it with the plugin"):
-        make("http").publish(weights(1, TIED), 1)
+        make(transport).publish(weights(1, TIED), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's making
+@pytest.mark.parametrize(
+    ("signal_", "problem"), [(signal.SIGKILL, ""), (signal.SIGSTOP, "its process group was silent for 3 s")]
+)
+def test_a_group_that_ends_or_hangs_is_one_servers_problem(make, both, signal_, problem):
+    engine = make("group")
+    assert engine.publish(weights(1, TIED), 1)["servers/usable"] == 2
+    transport = engine.publisher.transport
+    relays, transport.timeout = transport._relays, 3.0
+    os.kill(relays[both[0].url]._process.pid, signal_)
+    assert engine.publish(weights(2, TIED), 2)["servers/usable"] == 1
+    assert not engine.pool.servers[0].usable and problem in engine.pool.describe()
+    assert list(relays) == [both[1].url] and both[1].label == "2-2"
+    assert not both[0].paused and both[0].label == "1-1"
+    transport.timeout = 60.0
+    assert engine.publish(weights(3, TIED), 3)["servers/usable"] == 2
+    transport.close()
+    assert not relays and [server.model.group for server in both] == [None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_servers_whose_trainer_was_killed_or_that_are_other_processes_join_another_group(make, both):
+    lost = make("group")
+    lost.publish(weights(1, TIED), 1)
+    for relay in lost.publisher.transport._relays.values():
+        relay.kill()
+    engine = make("group")
+    assert engine.publish(weights(2, TIED), 1)["servers/usable"] == 2
+    both[0].behave()
+    assert engine.publish(weights(3, TIED), 2)["servers/usable"] == 2
 
 
 def test_a_response_that_the_server_cut_without_a_word_is_refused(make, both):
@@ -278,6 +325,7 @@ def test_a_server_is_started_on_loopback_with_the_plugin_and_its_key_in_the_envi
     assert server_environment("sglang", tmp_path) == {"PYTHONPATH": f"{tmp_path}:there"}
     assert "def load(" in (tmp_path / "plugin/jaxrl_sglang_loader.py").read_text()
     assert "class Shadow" in (tmp_path / "plugin/jaxrl_delta.py").read_text()
+    assert "def join_group(" in (tmp_path / "plugin/jaxrl_relay.py").read_text()
 
 
 @pytest.mark.parametrize(
@@ -296,8 +344,7 @@ def test_addresses_that_anyone_reaches_are_refused_though_there_is_a_key(url, go
 @pytest.mark.parametrize(
     ("servers", "more", "message"),
     [
-        ({"transport": "group"}, {}, "--servers.transport group is not for vLLM: set disk or http"),
-        ({"transport": "ipc"}, {}, "--servers.transport ipc is not for vLLM"),
+        ({"transport": "ipc"}, {}, "--servers.transport ipc is not for vLLM: set disk, http or group"),
         ({"quantization": "fp8"}, {}, "--servers.quantization fp8 is not for vLLM"),
         ({"pause": "in_place"}, {}, "--servers.pause in_place: vLLM computes all keys again"),
         ({"colocated": True}, {}, "--servers.colocated is not for vLLM"),
@@ -314,3 +361,14 @@ def test_the_recipe_names_what_vllm_has_not(servers, more, message):
     (rule,) = (rule for rule in RECIPE if rule.problems.__name__ == "_vllm_has_it")
     assert any(message in problem for problem in rule.problems(config))
     assert not list(rule.problems(dataclasses.replace(config, rollout=RolloutConfig())))
+
+
+def test_changes_over_a_group_are_for_vllm():
+    servers = ServersConfig(transport="group", push="delta")
+    (rule,) = (rule for rule in RECIPE if rule.problems.__name__ == "_vllm_has_it")
+    config = TrainConfig(rollout=ROLLOUT, servers=servers)
+    assert not list(rule.problems(config))
+    (problem,) = rule.problems(
+        dataclasses.replace(config, rollout=dataclasses.replace(ROLLOUT, engine="sglang"))
+    )
+    assert "--servers.push delta with --servers.transport group is for vLLM: set http" in problem

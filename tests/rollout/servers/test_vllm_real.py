@@ -37,6 +37,7 @@ from jaxrl_llm.bridge.servers import Receiver
 from jaxrl_llm.bridge.transports.delta import DeltaTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.http_weights import HttpTransport
+from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatConfig
@@ -94,27 +95,30 @@ def launched(request, tmp_path_factory):
 
 @pytest.fixture
 def make(launched, tmp_path):
-    """make(transport, model, encode, ...) -> an engine on the server."""
-    pools = []
+    """make(transport, model, encode, changes, ...) -> an engine on the server."""
+    closing = []
     (url,), plain = launched[0].urls, launched[1]
 
-    def engine(transport="disk", model=None, **settings):
+    def engine(transport="disk", model=None, changes=False, **settings):
         encode = settings.pop("encode", vllm.with_tied_head if plain.tie_embeddings else None)
         made = DiskTransport(tmp_path / "weights", "float32", TOKENIZER, encode)
-        if transport != "disk":
-            in_requests = DeltaTransport if transport == "delta" else HttpTransport
-            made = in_requests(WeightSource(plain, "float32", 50_000, encode), KINDS["vllm"])
+        source, kind = WeightSource(plain, "float32", 50_000, encode), KINDS["vllm"]
+        if transport == "http":
+            made = DeltaTransport(source, kind) if changes else HttpTransport(source, kind)
         settings = {"patience": 0.0, "timeout": 120.0} | settings
+        if transport == "group":
+            delta = DeltaTransport(source, kind, vllm.announce_piece) if changes else None
+            made = GroupTransport(source, kind, python=PYTHON, timeout=settings["timeout"], delta=delta)
         folder = tmp_path / "adapters"
         one = engine_for([url], made, model or plain, 8, rollout=ROLLOUT, folder=folder, **settings)
-        if transport == "delta":
+        if changes:
             one.pool.start(run_health_checks(one.pool))
-        pools.append(one.pool)
+        closing.extend([one.pool, made] if transport == "group" else [one.pool])
         return one
 
     yield engine
-    for pool in pools:
-        pool.close()
+    for one in reversed(closing):
+        one.close()
 
 
 @functools.cache
@@ -122,7 +126,7 @@ def params_of(model, seed):
     return models.init(model, jax.random.key(seed))
 
 
-@pytest.mark.parametrize("transport", ["http", "disk"])
+@pytest.mark.parametrize("transport", ["http", "disk", "group"])
 def test_greedy_text_and_log_probs_after_each_push_are_the_native_engines(make, launched, transport):
     engine, model = make(transport), launched[1]
     for version in (1, 2):
@@ -216,6 +220,41 @@ def test_a_refused_update_leaves_the_old_weights_and_the_server_goes_on(make, la
     assert engine.publish(params_of(model, 8), 8)["servers/usable"] == 1
 
 
+@pytest.mark.parametrize("fault", ["killed", "hangs", "corrupt"])
+def test_a_broken_broadcast_leaves_the_old_weights_and_the_next_push_makes_another_group(
+    make, launched, fault
+):
+    """The relay is killed, or hangs, or sends other bytes; then a group is left open."""
+    engine, model = make("group"), launched[1]
+    engine.publish(params_of(model, 18), 1)
+    before = scores_and_checksums(engine)
+    transport, (server,) = engine.publisher.transport, engine.pool.servers
+    relays, transport.timeout = transport._relays, 5.0
+    relay = relays[server.url]
+    if fault == "corrupt":
+        send = relay.send
+        relay.send = lambda parts: send([*parts[:-1], bytes(parts[-1])[::-1]])
+    else:
+        os.kill(relay._process.pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+    message = {
+        "killed": "process group|/update_weights",
+        "hangs": "was silent for 5 s",
+        "corrupt": "answered 500 to /update_weights",
+    }
+    with pytest.raises(ServerError, match=message[fault]):
+        engine.publish(params_of(model, 19), 2)
+    assert not relays
+    transport.timeout = 60.0
+    after = scores_and_checksums(engine)
+    np.testing.assert_array_equal(before[0], after[0])
+    assert before[1] == after[1]
+    params = params_of(model, 20)
+    assert engine.publish(params, 3)["servers/usable"] == 1
+    assert ids(engine.generate(requests(), GREEDY, KEY)) == ids(native(params, GREEDY, model=model))
+    relays[server.url].kill()
+    assert make("group").publish(params_of(model, 21), 4)["servers/usable"] == 1
+
+
 def scores_and_checksums(engine):
     """Log-probs of 199 tokens, and the server's own checksums of its parameters."""
     receiver = Receiver(engine.pool, engine.pool.servers[0])
@@ -223,9 +262,10 @@ def scores_and_checksums(engine):
     return served_logprobs(engine, 200, UNTIED.vocab_size), sums
 
 
-def test_fifty_pushes_of_changes_leave_what_a_full_push_leaves(make, launched):
+@pytest.mark.parametrize("transport", ["http", "group"])
+def test_fifty_pushes_of_changes_leave_what_a_full_push_leaves(make, launched, transport):
     params = params_of(launched[1], 13)
-    engine = make("delta")
+    engine = make(transport, changes=True)
     assert engine.publish(params, 0)["bridge/full_pushes"] == 1
     for version in range(1, 51):
         params = one_percent_moved(params, version)
@@ -233,7 +273,7 @@ def test_fifty_pushes_of_changes_leave_what_a_full_push_leaves(make, launched):
         assert metrics["bridge/full_pushes"] == 0 and metrics["bridge/sent_fraction"] < 0.05
         assert metrics["bridge/probe_mean_abs"] < 1e-4
     changed = scores_and_checksums(engine)
-    other = make("http")
+    other = make(transport)
     assert other.publish(params, 51)["bridge/sent_fraction"] == 1
     full = scores_and_checksums(other)
     np.testing.assert_array_equal(changed[0], full[0])
@@ -242,7 +282,7 @@ def test_fifty_pushes_of_changes_leave_what_a_full_push_leaves(make, launched):
 
 def test_refused_changes_leave_the_old_weights_and_all_of_them_follow(make, launched):
     """The first piece of a push whose trainer was killed then; and a server that is another process."""
-    engine, params = make("delta", patience=60.0), params_of(launched[1], 14)
+    engine, params = make("http", changes=True, patience=60.0), params_of(launched[1], 14)
     engine.publish(params, 0)
     before = scores_and_checksums(engine)
     lost = next(engine.publisher.transport.parts(one_percent_moved(params, 1), "lost"))
@@ -274,9 +314,10 @@ def test_a_tied_head_that_stays_behind_is_found(make, launched):
     assert failed and all("log-probs differ from the trainer's" in text for text in failed)
 
 
-def test_a_killed_server_is_started_again_and_gets_the_weights(make, launched):
+@pytest.mark.parametrize("transport", ["disk", "group"])
+def test_a_killed_server_is_started_again_and_gets_the_weights(make, launched, transport):
     processes, model = launched
-    engine = make(patience=600.0)
+    engine = make(transport, patience=600.0)
     engine.publish(params_of(model, 11), 11)
     os.killpg(processes.processes[0].pid, signal.SIGKILL)
     processes.processes[0].wait()
@@ -336,7 +377,7 @@ class Numbers:
 
 def test_over_sampling_trains_each_prompt_once_with_the_log_probs_of_its_weights(make, launched):
     """Four steps of three prompts, six in progress, each step of other weights; random tokens end them."""
-    engine, model = make("delta"), launched[1]
+    engine, model = make("http", changes=True), launched[1]
     ends = SamplingConfig(temperature=1.0, stop_tokens=(50, 100, 150, 200))
 
     def score(prompts, trajectories):
