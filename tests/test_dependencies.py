@@ -16,7 +16,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"orbax-checkpoint": "orbax", "reasoning-gym": "reasoning_gym", "math-verify": "math_verify"}
 MODULES |= {"mlflow-skinny": "mlflow", "pyyaml": "yaml"}
 BROUGHT = {"numpy", "huggingface_hub", "tokenizers", "sympy"}  # by jax, transformers and math-verify
-ELSEWHERE = {"IPython", "torch", "vllm", "jaxrl_delta"}  # of a notebook; of user's rewards and servers
+ELSEWHERE = {
+    "IPython",
+    "torch",
+    "vllm",
+    "jaxrl_delta",
+    "jaxrl_relay",
+}  # of a notebook; of user's rewards and servers
 MANY = "more than five parts"
 
 

@@ -400,12 +400,7 @@ RECIPE = (
     Rule("recipe", "servers.quantization rollout.engine rollout.dtype algo.correction", _fp8_is_served),
     Rule("recipe", "rollout.draft_tokens rollout.slots rollout.draft_slots", _drafts_have_slots),
     Rule("recipe", "rollout.servers", _addresses_are_right),
-    Rule(
-        "recipe",
-        "rollout.engine servers.transport servers.push servers.quantization servers.pause servers.colocated "
-        "routing.replay rollout.sampling",
-        _vllm_has_it,
-    ),
+    Rule("recipe", "rollout.engine servers routing.replay rollout.sampling", _vllm_has_it),
     Rule("recipe", "servers.colocated rollout.max_staleness rollout.launch", _gpus_are_shared),
     Rule("recipe", "servers.devices servers.python servers.transport rollout.launch", _servers_start),
 )

@@ -82,7 +82,7 @@ CASES = {
     "_replay_has_rollout": dict(algo=sft.Config(), routing=RoutingConfig(replay="rollout"), model=RANDOM),
     "_servers_hold_the_base": dict(lora=LoraConfig(4, quantize="nf4"), rollout=SERVED),
     "_vllm_has_it": dict(
-        rollout=RolloutConfig(engine="vllm", launch=1), servers=ServersConfig(transport="group")
+        rollout=RolloutConfig(engine="vllm", launch=1), servers=ServersConfig(transport="ipc")
     ),
     "_fp8_is_served": dict(servers=ServersConfig(quantization="fp8")),
     "_drafts_have_slots": dict(
