@@ -254,7 +254,7 @@ def test_weights_of_multi_token_prediction_are_skipped(tmp_path, capfd):
         ({"topk_method": "greedy"}, "topk_method='greedy' is not supported; supported: \"noaux_tc\""),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; supported: 1"),
         ({"n_group": 4}, "moe.groups is 4: it must divide 6 experts"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size=None is one scale a tensor"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq' is not supported"),
         ({"first_k_dense_replace": 2}, "num_layers is 2: it must be above moe.dense_layers, 2"),
         ({"n_shared_experts": 0}, "n_shared_experts=0 must be"),
         ({"partial_rotary_factor": 0.2, "rope_parameters": None}, "16, of which partial_rotary 0.2 is 3: it"),
