@@ -101,9 +101,8 @@ class VLLM:
 
     async def info(self, pool: PoolLike, server: ServerLike, timeout: float) -> Json:
         """Return what a server says of itself, under SGLang's names where it has them."""
-        await pool.request(
-            server, "/v1/models", timeout=timeout
-        )  # needs the key, which the next route does not
+        # This route needs the key, and the next one does not.
+        await pool.request(server, "/v1/models", timeout=timeout)
         try:
             reply = await pool.request(server, "/server_info?config_format=json", timeout=timeout)
         except NoRouteError as error:

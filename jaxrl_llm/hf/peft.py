@@ -109,21 +109,18 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
     check_same_adapters(read_adapter_config(folder, config), config, folder / CONFIG)
     tensors, file, keys = adapter_tensors(config), _weight_file(folder), read_adapter_keys(folder / CONFIG)
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
-    modules, saved, adapters = (
-        adapted_modules(keys, config),
-        saved_weights(keys, config),
-        named_adapters(config),
-    )
+    modules, saved = adapted_modules(keys, config), saved_weights(keys, config)
+    adapters, stacks = named_adapters(config), stacks_experts(keys)
     # The tensors that the file must have: one per matrix, or one for all experts of a layer.
     trained = {ours for tensor in tensors for ours, _ in tensor.parts}
-    targets = {tensor.name: target_of(tensor, stacks_experts(keys)) for tensor in tensors}
+    targets = {tensor.name: target_of(tensor, stacks) for tensor in tensors}
     tensors = [tensor for tensor in tensors if targets[tensor.name] in {*modules, ""}]
     weights = {tensor.name: tensor.parts[0][0].partition(MARK)[0] for tensor in tensors}
     scales = {targets[name]: adapters[ours][1] for name, ours in weights.items() if ours in adapters}
     factors = {target: modules[target].scale / scale for target, scale in scales.items()}
     if trains:
         check_trainable(keys, config, factors, saved)
-    stored, is_joined = read_header(file), stacks_experts(keys) and not has_stacked(config)
+    stored, is_joined = read_header(file), stacks and not has_stacked(config)
     experts = expert_parts(tensors, config, modules) if is_joined else {}
     names = {tensor.name: _stored_name(tensor.name, modules) for tensor in tensors}
     found = [(names[t.name], _stored_shape(t, modules.get(targets[t.name]), config)) for t in tensors]

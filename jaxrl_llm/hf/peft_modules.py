@@ -94,9 +94,9 @@ def adapted_modules(keys: JsonKeys, config: TransformerConfig) -> dict[str, File
     """
     # Modules and parameters that could be adapted: their weights, and the number of weights in a tensor.
     base = dataclasses.replace(base_config(config), value_head=False)
-    targets, parts, parameters = {}, {}, read_parameters(keys)
+    targets, parts, parameters, stacks = {}, {}, read_parameters(keys), stacks_experts(keys)
     for tensor in adapter_tensors(with_lora(base, LoraConfig(rank=1))):
-        target = target_of(tensor, stacks_experts(keys))
+        target = target_of(tensor, stacks)
         weights = targets.setdefault(target, {})
         weights |= dict.fromkeys(_leaf(ours.partition(MARK)[0]) for ours, _ in tensor.parts)
         parts[target] = len(tensor.parts)

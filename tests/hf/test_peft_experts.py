@@ -197,6 +197,32 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MIXTRAL = MixtralConfig(**COMMON, num_key_value_heads=2, num_local_experts=6)
 
 
+def checked_against_peft(tmp_path, config, settings):
+    """Compare an adapter that peft made with what is read of it and exported again; return the config of the
+    base and of the adapter."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in base.named_parameters():
+            weight.copy_(torch.ones_like(weight) if "norm" in name else 0.3 * torch.randn(weight.shape))
+    base.save_pretrained(tmp_path / "base")
+    plain = load_params(tmp_path / "base", read_config(tmp_path / "base"))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                weight.copy_(0.2 * torch.randn(weight.shape))
+    model.eval().save_pretrained(tmp_path / "theirs")
+    ours, tokens = with_stored_adapters(plain, tmp_path / "theirs"), random_tokens()
+    got = np.asarray(our_logits(ours, tokens))
+    np.testing.assert_allclose(got, hf_logits(model, tokens), atol=2e-4, rtol=0)
+    assert np.abs(got - our_logits(plain, tokens)).max() > 0.05
+    save_adapter(ours, tmp_path / "ours", str(tmp_path / "base"))
+    again = our_logits(with_stored_adapters(plain, tmp_path / "ours"), tokens)
+    np.testing.assert_allclose(again, got, atol=1e-4)
+    return plain.config, read_adapter_config(tmp_path / "theirs", plain.config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "settings", "expected"),
@@ -214,28 +240,8 @@ def test_adapters_of_experts_from_peft_with_transformers_5_have_its_logits(
     tmp_path, config, settings, expected
 ):
     """Its experts are parameters; it makes them the targets where the names of modules mean experts."""
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, weight in base.named_parameters():
-            weight.copy_(torch.ones_like(weight) if "norm" in name else 0.3 * torch.randn(weight.shape))
-    base.save_pretrained(tmp_path / "base")
-    plain = load_params(tmp_path / "base", read_config(tmp_path / "base"))
-    model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **settings))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if ".lora_" in name:
-                weight.copy_(0.2 * torch.randn(weight.shape))
-    model.eval().save_pretrained(tmp_path / "theirs")
-    read = read_adapter_config(tmp_path / "theirs", plain.config)
+    _, read = checked_against_peft(tmp_path, config, settings)
     assert (read.rank, read.expert_rank) == expected
-    ours, tokens = with_stored_adapters(plain, tmp_path / "theirs"), random_tokens()
-    got = np.asarray(our_logits(ours, tokens))
-    np.testing.assert_allclose(got, hf_logits(model, tokens), atol=2e-4, rtol=0)
-    assert np.abs(got - our_logits(plain, tokens)).max() > 0.05
-    save_adapter(ours, tmp_path / "ours", str(tmp_path / "base"))
-    again = our_logits(with_stored_adapters(plain, tmp_path / "ours"), tokens)
-    np.testing.assert_allclose(again, got, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -526,33 +532,13 @@ def test_patterns_layers_and_regexes_of_experts_from_peft_have_its_logits(
     tmp_path, family, *, settings, ranks, fault
 ):
     """`layers_to_transform` and `exclude_modules` concern modules alone; patterns match full names."""
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(MODELS[family])
-    with torch.no_grad():
-        for name, weight in base.named_parameters():
-            weight.copy_(torch.ones_like(weight) if "norm" in name else 0.3 * torch.randn(weight.shape))
-    base.save_pretrained(tmp_path / "base")
-    plain = load_params(tmp_path / "base", read_config(tmp_path / "base"))
     if family == "deepseek_v3":
         names = {"q_proj": "q_b_proj", "k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"}
         settings = json.loads(_renamed(json.dumps(settings), names).replace("(q|v)_proj", "(q_b|kv_b)_proj"))
-    model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **settings))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if ".lora_" in name:
-                weight.copy_(0.2 * torch.randn(weight.shape))
-    model.eval().save_pretrained(tmp_path / "theirs")
-    read = read_adapter_config(tmp_path / "theirs", plain.config)
+    plain, read = checked_against_peft(tmp_path, MODELS[family], settings)
     assert (read.rank, read.expert_rank) == ranks
-    ours, tokens = with_stored_adapters(plain, tmp_path / "theirs"), random_tokens()
-    got = np.asarray(our_logits(ours, tokens))
-    np.testing.assert_allclose(got, hf_logits(model, tokens), atol=2e-4, rtol=0)
-    assert np.abs(got - our_logits(plain, tokens)).max() > 0.05
-    # An export has the same outputs, and a run trains what peft would, or is refused.
-    save_adapter(ours, tmp_path / "ours", str(tmp_path / "base"))
-    again = our_logits(with_stored_adapters(plain, tmp_path / "ours"), tokens)
-    np.testing.assert_allclose(again, got, atol=1e-4)
-    config = with_lora(plain.config, read)
+    # A run trains what peft would, or is refused.
+    config = with_lora(plain, read)
     if fault:
         with pytest.raises(UserError, match=rf"{fault}=.* alpha / rank.*merge it"):
             load_adapter(tmp_path / "theirs", config, trains=True)
