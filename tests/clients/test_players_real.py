@@ -3,7 +3,8 @@
 The packages are in separate environments, `scripts/clients.sh .venv-clients-openenv` and so on (their
 versions of mcp and of Python differ); without one its tests are skipped. NeMo Gym's wheel has its servers;
 others are on no package index and are installed from a checkout, `pip install --no-deps envs/grid_world_env`:
-grid_world_env and reasoning_gym_env of OpenEnv, reverse_text, glossary and scratchpad of verifiers.
+grid_world_env (for Python 3.12) and reasoning_gym_env of OpenEnv; reverse_text, glossary and scratchpad of
+verifiers.
 """
 
 import dataclasses

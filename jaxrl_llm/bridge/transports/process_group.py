@@ -127,14 +127,20 @@ class GroupTransport:
             Relay, self.python, address_towards(url), receiver.ranks, self.timeout
         )
         self._relays[url], self._receivers[url] = relay, receiver
-        async with self._or_leave_group(receiver):
-            port = await self._read_line(relay)
+        silent = (
+            f"did not join the process group at {relay.address}. The server's host must be able to connect "
+            "to any port of that address, and this machine to any port of the server's; transports disk and "
+            "http need no such connections"
+        )
+        # This limit ends first: relay and server begin to count theirs later.
+        async with self._or_leave_group(receiver, silent), asyncio.timeout(self.timeout):
+            port = await asyncio.to_thread(relay.read_line)
             with parsing_reply("the relay"):
                 group = {"master_address": relay.address, "master_port": int(port)}
             group |= {"rank_offset": 1, "world_size": receiver.ranks + 1, "group_name": relay.name}
             async with asyncio.TaskGroup() as both:
                 both.create_task(self.kind.join_group(receiver, group))
-                both.create_task(self._read_line(relay))
+                both.create_task(asyncio.to_thread(relay.read_line))
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
         relay = self._relays[receiver.server.url]
@@ -153,13 +159,13 @@ class GroupTransport:
             relay.kill()
         self._relays.clear()
 
-    async def _read_line(self, relay: Relay) -> str:
-        async with asyncio.timeout(self.timeout):
-            return await asyncio.to_thread(relay.read_line)
-
     @contextlib.asynccontextmanager
-    async def _or_leave_group(self, receiver: Receiver):
-        """Drop a group in which something has failed: the next push makes another."""
+    async def _or_leave_group(self, receiver: Receiver, silent: str = "was silent in its process group"):
+        """Drop a group in which something has failed: the next push makes another.
+
+        Args:
+            silent: what a server did that gives no sign in time, for the error.
+        """
         try:
             yield
         except BaseException as error:
@@ -168,10 +174,8 @@ class GroupTransport:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             if isinstance(error, TimeoutError):
-                error = ServerError(
-                    f"{receiver.server.url}: its process group was silent for {self.timeout:g} s "
-                    "(--servers.timeout)"
-                )
+                limit = f"{self.timeout:g} s (--servers.timeout)"
+                error = ServerError(f"{receiver.server.url}: in {limit} it {silent}")
             raise error from None
 
 

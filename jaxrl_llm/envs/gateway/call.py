@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from jaxrl_llm.data.parts import strings_of
 from jaxrl_llm.data.rows import Message
 from jaxrl_llm.envs.calls import schema_problem
 
@@ -175,6 +176,30 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
         raise CallError(400, f"the parameters of the tool {name:.80}: {problem}")
     function = {"name": name, "description": str(description or ""), "parameters": parameters}
     return {"type": "function", "function": function}
+
+
+def check_size(call: Call, max_characters: int) -> None:
+    """Refuse a call that cannot be short enough, before it is rendered and tokenized.
+
+    These take seconds of a thread for the largest bodies.
+
+    Args:
+        max_characters: that the run's limits of tokens hold.
+
+    Raises:
+        CallError: it has more (400).
+    """
+    contents = [message["content"].strip() for message in call.messages]
+    size = sum(map(len, strings_of([*contents, call.prompt, call.tools])))
+    if size > max_characters:
+        limit = f"the run's limits hold {max_characters:,}"
+        raise too_long(f"messages and tools have {size:,} characters, and {limit}")
+
+
+def too_long(reason: str) -> CallError:
+    """Return the refusal that clients know as a context that is too long."""
+    text = f"the conversation exceeds the maximum context length: {reason}"
+    return CallError(400, text, "context_length_exceeded")
 
 
 def usage_of(answer: Answer) -> dict[str, int]:

@@ -20,7 +20,7 @@ from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.calls import check_arguments, parse_calls
 from jaxrl_llm.envs.env import state_key
 from jaxrl_llm.envs.formats import ToolCall
-from jaxrl_llm.envs.gateway.call import Answer, Call, CallError, ToolUse
+from jaxrl_llm.envs.gateway.call import Answer, Call, CallError, ToolUse, check_size, too_long
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.forks import TurnRecord, common_length
 from jaxrl_llm.rollout.engine import Reply, reads_thought
@@ -74,6 +74,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, chat: ChatConfig, call_format: Callable[[], str]):
         self.tokenizer, self.chat, self.call_format = tokenizer, chat, call_format
         self.vocab_size = len(tokenizer)
+        self.longest = max(map(len, tokenizer.get_vocab()))  # characters of a token
         self._controls = frozenset(tokenizer.convert_tokens_to_ids(list(control_tokens(tokenizer))))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -269,6 +270,7 @@ class AgentSession:
             raise CallError(400, "the last message must not be the assistant's")
         if isinstance(call.prompt, list) and (wrong := max(call.prompt)) >= self.renderer.vocab_size:
             raise CallError(400, f"token id {wrong} is outside the vocabulary")
+        check_size(call, (self.limits.prompt_tokens + self.limits.response_tokens) * self.renderer.longest)
         # What the policy reads, and how much of it it has read already.
         continued = (self._continued(branch, call) for branch in reversed(self._branches))
         branch, read, context = next(filter(None, continued), None) or self._begun(call)
@@ -281,7 +283,7 @@ class AgentSession:
             new, room = context[keep:], room - self._used - len(context) + keep
             keep = None if keep == len(present) else keep
         if room < 1:
-            raise _too_long(f"{self.limits.response_tokens} tokens follow the first prompt at most")
+            raise too_long(f"{self.limits.response_tokens} tokens follow the first prompt at most")
         # It is accepted.
         if self._present is not None:
             self._used += len(new)
@@ -318,7 +320,7 @@ class AgentSession:
             raise CallError(400, "the prompt has no tokens")
         if not self._branches and len(ids) > self.limits.prompt_tokens:
             limit = self.limits.prompt_tokens
-            raise _too_long(f"the prompt has {len(ids)} tokens, of {limit} (--max_prompt_tokens)")
+            raise too_long(f"the prompt has {len(ids)} tokens, of {limit} (--max_prompt_tokens)")
         return ProgramChat(call), read, ids
 
     def _continued(
@@ -368,11 +370,6 @@ class AgentSession:
 def _example(call: Call) -> Example:
     columns = {"tools": call.tools} if call.tools else {}
     return Example(tuple(call.messages), None, columns=columns, where="the call")
-
-
-def _too_long(reason: str) -> CallError:
-    text = f"the conversation exceeds the maximum context length: {reason}"
-    return CallError(400, text, "context_length_exceeded")
 
 
 def _is_same(known: Message | Answer, message: Message) -> bool:

@@ -9,6 +9,7 @@ import urllib.request
 import pytest
 from scripted import END, RUN, Program, ScriptedEngine, open_gateway
 
+from jaxrl_llm.envs.gateway import session
 from jaxrl_llm.envs.gateway.server import MAX_BODY, PROTOCOLS
 
 HONEST, TURNS, CLIENTS = 4, 6, 8
@@ -121,3 +122,26 @@ def test_nonsense_changes_no_trajectory_and_leaves_nothing(monkeypatch):
     assert beside == calm and RUN not in str(beside)
     assert statuses and {s for s in statuses if s >= 500} == set(), sorted(set(statuses))
     assert set(threading.enumerate()) <= threads | {t for t in threading.enumerate() if not t.is_alive()}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_more_tools_than_the_context_holds_are_refused_before_they_are_rendered(monkeypatch, path):
+    encode, encoded = session.encode_prompt, []
+    monkeypatch.setattr(session, "encode_prompt", lambda *args: encoded.append(args) or encode(*args))
+    function = lambda i: {"name": f"look_up_{i}", "description": "Looks something up.", "parameters": {}}
+    tool = lambda i: {
+        "type": "function",
+        **(function(i) if path == "responses" else {"function": function(i)}),
+    }
+    said = {"input" if path == "responses" else "messages": [HI]}
+    with open_gateway(monkeypatch) as gateway:
+        engine, program = ScriptedEngine(gateway, f"hello{END}"), Program(gateway)
+        status, reply = program.send(
+            f"{program.base}/{path}", said | {"tools": list(map(tool, range(30_000)))}
+        )
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        # 60,000 tokens each of prompt and response, none longer than 15 characters.
+        assert "characters, and the run's limits hold 1,800,000" in reply["error"]["message"] and not encoded
+        program.call(f"/{path}", **said, tools=list(map(tool, range(100))))
+        program.done()
+        assert engine.result()[0].turns == 1 and len(encoded) == 1

@@ -151,7 +151,7 @@ class FakeWeights:
         where, size, time = (
             (body["master_address"], body["master_port"]),
             body["world_size"],
-            timedelta(0, 30),
+            timedelta(seconds=body.get("timeout", 30)),  # vLLM: of our plugin
         )
         store = torch.distributed.TCPStore(*where, size, is_master=False, timeout=time)
         self.group = join_group(store, size, body["group_name"], time, rank=body["rank_offset"])

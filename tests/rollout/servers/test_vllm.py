@@ -1,6 +1,7 @@
 """The pool on vLLM servers: a fake one with the traps of the real one (docs/servers.md)."""
 
 import base64
+import copy
 import dataclasses
 import hashlib
 import json
@@ -32,6 +33,7 @@ from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfi
 from jaxrl_llm.rollout.servers import auth
 from jaxrl_llm.rollout.servers.commands import server_command, server_environment, write_plugin
 from jaxrl_llm.rollout.servers.kinds import KINDS
+from jaxrl_llm.rollout.servers.launch import free_ports
 
 KIND = KINDS["vllm"]
 TIED = dataclasses.replace(MODEL, tie_embeddings=True)
@@ -169,7 +171,7 @@ def test_weights_in_requests_and_groups_need_the_plugin(make, both, transport):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's making
 @pytest.mark.parametrize(
-    ("signal_", "problem"), [(signal.SIGKILL, ""), (signal.SIGSTOP, "its process group was silent for 3 s")]
+    ("signal_", "problem"), [(signal.SIGKILL, ""), (signal.SIGSTOP, "it was silent in its process group")]
 )
 def test_a_group_that_ends_or_hangs_is_one_servers_problem(make, both, signal_, problem):
     engine = make("group")
@@ -185,6 +187,27 @@ def test_a_group_that_ends_or_hangs_is_one_servers_problem(make, both, signal_, 
     assert engine.publish(weights(3, TIED), 3)["servers/usable"] == 2
     transport.close()
     assert not relays and [server.model.group for server in both] == [None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_server_that_cannot_reach_the_relays_port_is_left_out_with_the_reason(make, both, monkeypatch):
+    engine = make("group", timeout=25.0)
+    transport, join = engine.publisher.transport, KIND.join_group
+    (closed,) = free_ports(1)
+
+    async def join_at_closed_port(receiver, group):
+        await join(receiver, group | {"master_port": closed} if receiver.server.url == both[0].url else group)
+
+    monkeypatch.setattr(transport, "kind", copy.copy(KIND))
+    monkeypatch.setattr(transport.kind, "join_group", join_at_closed_port)
+    transport.timeout = 20.0  # of which the relays need some to import torch
+    assert engine.publish(weights(1, TIED), 1)["servers/usable"] == 1
+    assert (
+        f"{both[0].url}: in 20 s (--servers.timeout) it did not join the process group at 127.0.0.1. The "
+        "server's host must be able to connect to any port"
+    ) in engine.pool.describe()
+    assert list(transport._relays) == [both[1].url] and not both[0].paused
 
 
 @pytest.mark.slow
