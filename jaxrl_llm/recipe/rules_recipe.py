@@ -112,12 +112,14 @@ def _strict_rounds_alike(config: TrainConfig) -> Iterator[str]:
     if not config.strict:
         return
     rollout, dtype = config.rollout, config.model.dtype
-    num_devices = max(math.prod(config.mesh_of(role).sizes.values()) for role in (POLICY, ROLLOUT_ENGINE))
-    if num_devices > 1:
+    meshes = (config.mesh_of(role).sizes for role in (POLICY, ROLLOUT_ENGINE))
+    sizes = max(meshes, key=lambda sizes: math.prod(sizes.values()))
+    if (num_devices := math.prod(sizes.values())) > 1:
+        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         yield (
-            f"--strict works on one device, and the mesh has {num_devices}: sharded sums have another order. "
-            "Set --devices 0:1 and leave --mesh and --rollout.mesh as they are; the rollout may have another "
-            "device, --rollout.devices 1:2."
+            f"--strict works on one device, and the mesh has {num_devices} ({axes}): sharded sums have "
+            "another order. Set --devices 0:1 and leave --mesh and --rollout.mesh as they are; the rollout may "
+            "have another device, --rollout.devices 1:2."
         )
     if rollout.engine != "native":
         yield (

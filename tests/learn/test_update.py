@@ -60,13 +60,13 @@ def long_trajectories(shortest, longest):
     ]
 
 
-def learner(mesh=ONE, rows=4, row_tokens=32, algo=None, *, optimizer=None, **settings):
+def learner(mesh=ONE, rows=4, row_tokens=32, algo=None, *, optimizer=None, model=MODEL, **settings):
     devices = jax.devices()[: abs(math.prod(mesh.sizes.values()))]
     config = StepConfig(row_tokens=row_tokens, rows=rows, **settings)
     algo = algo or grpo.Config(kl_coef=0.0)
     # SGD with rate 1: the change of the weights is the gradient.
     optimizer = optimizer or optax.sgd(1.0)
-    return Learner(algo, MODEL, optimizer, config, mesh=make_mesh(mesh, devices))
+    return Learner(algo, model, optimizer, config, mesh=make_mesh(mesh, devices))
 
 
 def one_update(built, items=None, minibatches=1):
@@ -74,7 +74,7 @@ def one_update(built, items=None, minibatches=1):
     items = items or trajectories()
     with jax.set_mesh(built.mesh):
         make = jax.jit(models.init, static_argnums=0, out_shardings=built.param_shardings)
-        params = make(MODEL, jax.random.key(0))
+        params = make(built.model, jax.random.key(0))
         before = jax.tree.map(np.asarray, params)
         reference = before if requirements(built.algo).ref_logprobs else None
         state, metrics = full_step(built, built.init_state(params), [items] * minibatches, reference)
@@ -113,7 +113,7 @@ def reference_update():
         *(
             pytest.param(mesh, marks=pytest.mark.slow)
             for mesh in (
-                MeshConfig(data=2, fsdp=2, tensor=2),
+                MeshConfig(data=2, fsdp=2, tensor=2, slices=2),
                 MeshConfig(fsdp=4, sequence=2),
                 MeshConfig(data=8, fsdp=1),
                 MeshConfig(fsdp=8),
@@ -130,6 +130,21 @@ def reference_update():
 )
 def test_every_mesh_gives_the_gradient_of_one_device(mesh, reference_update):
     assert_same(one_update(learner(mesh, math.lcm(8, mesh.stage), max_grad_norm=0.0)), reference_update)
+
+
+@pytest.mark.slow
+def test_stages_divide_the_embedding_and_the_head():
+    """Each of S devices holds 1 / S of the 64 x 32 weights of both, and as much of their momentum."""
+    untied = dataclasses.replace(MODEL, tie_embeddings=False)
+    expected = one_update(learner(model=untied, max_grad_norm=0.0))
+    for stages in (2, 4):
+        mesh, momentum = MeshConfig(stage=stages, fsdp=1), optax.sgd(1.0, momentum=0.9)
+        built = learner(mesh, rows=8, model=untied, max_grad_norm=0.0, optimizer=momentum)
+        state = built.abstract_state()
+        for tree in (state.params, state.opt_state[0].trace):
+            sizes = [bytes_per_device(weight) for weight in (tree.embed, tree.lm_head)]
+            assert sizes == [4 * 64 * 32 / stages] * 2
+        assert_same(one_update(built), expected)
 
 
 def bytes_across(built, platform):

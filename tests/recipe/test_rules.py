@@ -237,10 +237,10 @@ def test_sizes_that_devices_decide_are_asked_with_the_devices(config):
     with pytest.raises(ValueError, match=r"--mesh.sequence 6 does not divide a row of 32 tokens"):
         check_on_devices(rest, [SeenDevice(i, 0, "cpu") for i in range(6)])
     strict = replace(config, strict=True, model=replace(config.model, dtype="float32"))
-    with pytest.raises(ValueError, match=r"--strict works on one device, and the mesh has 8"):
+    with pytest.raises(ValueError, match=r"--strict works on one device, and the mesh has 8 \(fsdp 8\): "):
         check_on_devices(strict, jax.devices())
     stages = replace(strict, devices="0:2", mesh=MeshConfig(stage=2))
-    with pytest.raises(ValueError, match=r"--strict works on one device, and the mesh has 2"):
+    with pytest.raises(ValueError, match=r"--strict works on one device, and the mesh has 2 \(stage 2\): "):
         check_on_devices(stages, jax.devices())
 
 

@@ -111,6 +111,8 @@ def test_specs_by_hand():
         ("data", "fsdp", "expert", "stage", "rows"), "sequence", None
     )
     assert partition_spec(("vocab", "table_embed"), ROLLOUT) == P("tensor", None)
+    assert partition_spec(("layers", "embed", "mlp"), ROLLOUT) == P(None, None, "tensor")
+    assert ROLLOUT["batch"] == TRAIN["batch"]  # each stage is a replica
 
 
 def test_rows_of_a_device_use_the_same_shards_of_weights():

@@ -74,12 +74,12 @@ def test_log_probs_are_those_of_the_forward(model):
         (SHARED, {**PAGED, "slots": 2}),
         (SHARED, {**PAGED, "mesh": MeshConfig(data=2, fsdp=2, tensor=2)}),
         (SHARED, {**PAGED, "draft_tokens": 4}),
-        (EXPERTS, {"cache": "ring", "mesh": MeshConfig(data=2, expert=2, tensor=2)}),
-        (QUANTIZED, {"cache": "ring", "mesh": MeshConfig(fsdp=2, tensor=2)}),
+        (EXPERTS, {"cache": "ring", "mesh": MeshConfig(stage=2, expert=2, tensor=2)}),
+        (QUANTIZED, {"cache": "ring", "mesh": MeshConfig(stage=2, tensor=2)}),
     ],
     ids=[
         *("pages", "pages, eight devices", "drafts"),
-        *("experts on a mesh", "nf4, four devices"),
+        *("experts, 2 stages", "nf4, 2 stages"),
     ],
 )
 def test_the_text_is_that_of_four_slots_of_a_ring(model, settings):
