@@ -118,8 +118,8 @@ def _strict_rounds_alike(config: TrainConfig) -> Iterator[str]:
         axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         yield (
             f"--strict works on one device, and the mesh has {num_devices} ({axes}): sharded sums have "
-            "another order. Set --devices 0:1 and leave --mesh and --rollout.mesh as they are; the rollout may "
-            "have another device, --rollout.devices 1:2."
+            "another order. Set --devices 0:1 and leave --mesh and --rollout.mesh as they are; the rollout "
+            "may have another device, --rollout.devices 1:2."
         )
     if rollout.engine != "native":
         yield (
