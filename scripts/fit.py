@@ -40,7 +40,7 @@ class Case(NamedTuple):
     model: str
     topology: str
     flags: str = ""
-    group: str = ""  # "" = the first table, "floors" = the recipe as it is, "slices", "long"
+    group: str = ""  # "" = the first table, "floors" = the recipe as it is
     only: str = ""  # of `plan`
 
     @property
@@ -116,6 +116,23 @@ SLICES = [
     Case("Qwen/Qwen3-32B", "2xv5p-128", "--mesh.slices 2 --mesh.data 2", "slices", "update"),
     Case("Qwen/Qwen3-8B", "h100x32", "--mesh.slices 4 --mesh.data 4", "slices", "update"),
 ]
+STAGES = [
+    Case(
+        "Qwen/Qwen3-235B-A22B",
+        "h100x64",
+        f"{COMPRESSED} --mesh.fsdp 1 --mesh.stage 8 --mesh.expert 8",
+        "stages",
+        "update",
+    ),
+    Case(
+        "deepseek-ai/DeepSeek-V3",
+        "v5p-512",
+        "--mesh.fsdp 8 --mesh.stage 2 --mesh.expert 16",
+        "stages",
+        "update",
+    ),
+]
+"""Lines of a table of docs/fit.md that is written by hand."""
 LONG_ROWS = (
     "--model.yarn_factor 32 --model.yarn_original 32768 --mesh.fsdp 1 --max_prompt_tokens 1024 "
     "--max_response_tokens 1047552 --prompts_per_step 4 --responses_per_prompt 2 --minibatches_per_step 1"
@@ -348,7 +365,7 @@ def render() -> None:
 
 def main(argv: list[str]) -> None:
     only = argv.pop(argv.index("--only") + 1) if "--only" in argv else ""
-    known = {case.name: case for case in [*CASES, *FLOORS, *SLICES, *LONG]}
+    known = {case.name: case for case in [*CASES, *FLOORS, *SLICES, *STAGES, *LONG]}
     if unknown := set(argv) - {*known, "--render", "--only"}:
         raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     FOLDER.mkdir(exist_ok=True)

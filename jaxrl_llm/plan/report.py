@@ -229,6 +229,8 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
     free, used = format_bytes(plan.memory - fixed), format_bytes(worst.memory["activations"])
     limit = f"activations of {worst.name} may take {free}, now {used}"
     smaller = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
+    if num_shards("layers", plan.mesh) > 1:  # stages exclude it
+        smaller = [name for name in smaller if name != "offload"]
     if smaller and any("accumulate" in phase.name for phase in over):
         yield f"--model.remat {', then '.join(smaller)}: may be enough ({limit})."
     row, key, rows = config.row_tokens, "tokens_per_device", "rows_per_microbatch"

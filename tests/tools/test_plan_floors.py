@@ -31,7 +31,7 @@ from jaxrl_llm.plan.floors import (
 from jaxrl_llm.plan.hlo import Hints, parse
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import PhaseCost, Plan
-from jaxrl_llm.plan.report import floor_table, stage_lines, synchronous_lines
+from jaxrl_llm.plan.report import floor_table, slice_lines, stage_lines, synchronous_lines
 from jaxrl_llm.plan.work import ATTENTION, ProgramWork, count_work
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, look_up, with_shardings
@@ -431,8 +431,9 @@ def test_phases_have_floors():
 
 def test_ratios_and_synchronous_collectives_are_printed():
     waits = {"kind": "all-gather", "source": "jit(f)/mlp/dot_general", "count": 28.0, "bytes": 3.0 * 2**20}
+    sent = {"all-reduce": {"count": 1.0, "bytes": 2.0**21, "across": 2.0**20}}
     cost = PhaseCost(
-        "update: accumulate", {"activations": 1.0}, 1, "call", 1e12, {}, {}, 1.0, "",
+        "update: accumulate", {"activations": 1.0}, 2, "call", 1e12, sent, {}, 1.0, "",
         compiled={"flops": 3e12, "memory": 2.0**30, "links": 2.0**20},
         floor={"flops": 2e12, "memory": 2.0**29, "links": 0.0},
         synchronous=[waits, waits | {"bytes": 100.0}],
@@ -446,6 +447,9 @@ def test_ratios_and_synchronous_collectives_are_printed():
     ]  # fmt: skip
     assert synchronous_lines(plan) == [
         "Synchronous in update: accumulate: all-gather, 3.00 MiB (28), of jit(f)/mlp/dot_general"
+    ]
+    assert slice_lines(plan) == [
+        "Between slices or hosts each device sends 2.00 MiB a step: update: accumulate 2.00 MiB."
     ]
 
 

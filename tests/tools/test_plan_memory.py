@@ -37,9 +37,9 @@ def cost(name, **memory):
     )
 
 
-def advice(*costs, memory=16.0, **changes):
+def advice(*costs, memory=16.0, stages=1, **changes):
     config = dataclasses.replace(CONFIG, **{"tokens_per_device": 64, "prompts_per_step": 64} | changes)
-    mesh = {"data": 1, "fsdp": 4, "expert": 1, "tensor": 1, "sequence": 1}
+    mesh = {"data": 1, "stage": stages, "fsdp": 4, "expert": 1, "tensor": 1, "sequence": 1}
     plan = advise(
         Plan("a model", "v5e-4", mesh, memory * GIB, phases=list(costs), derived={}, versions={}), config
     )
@@ -92,6 +92,8 @@ def test_advice_names_every_remat_that_keeps_less(remat, others):
     _, lines = advice(cost("update: accumulate", parameters=2, activations=16), model=model)
     advised = [line.split(":")[0].removeprefix("  1. --model.remat ") for line in lines if "remat" in line]
     assert advised == ([others] if others else [])
+    _, lines = advice(cost("update: accumulate", parameters=2, activations=16), model=model, stages=2)
+    assert not any("offload" in line for line in lines if "remat" in line)
 
 
 def test_a_state_that_does_not_fit():
