@@ -31,6 +31,8 @@ from jaxrl_llm.sharding.rules import current_spec
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
 
+STATE = "recurrent_state"
+"""Scope of `sharded_delta` within the scope of attention, by which `plan` finds its kernels."""
 KEY_EPS = 1e-6
 """Added to the squared length of queries and keys (transformers)."""
 
@@ -153,7 +155,8 @@ def _over_rows(rule, rows: Packing, *tokens: Array):
 def sharded_delta(q, k, v, *numbers: Array, **rows: Any) -> tuple[Array, Array]:
     """Compute `api.gated_delta` of whole rows, whose heads the devices of a row divide."""
     spec = current_spec(("batch", None, "heads", "head_dim"), v.shape, DIVIDED_HEADS)
-    return api.gated_delta(q, k, v, *numbers, **rows, partition_spec=spec)
+    with jax.named_scope(STATE):
+        return api.gated_delta(q, k, v, *numbers, **rows, partition_spec=spec)
 
 
 def make_step_fn(

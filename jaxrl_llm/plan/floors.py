@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models import TransformerConfig, abstract, flops, layer_matrices, named_leaves, shardings
+from jaxrl_llm.models.delta import STATE
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.quantize import SCALE
 from jaxrl_llm.models.stacks import layer_stacks, layers_outside, stack_names
@@ -173,13 +174,18 @@ def kernel_flops(
     """Return scope of a kernel in the model -> FLOPs of all its runs on one device, if it is a kernel.
 
     Attention is two products forward, and backward seven: each of two kernels computes the scores again.
-    Of log-probs the kernel backward computes the logits again; the two products that follow are XLA's.
+    The delta rule's backward kernel computes the forward pass again; its FLOPs are those token by token, as
+    in the floor, without the products of a chunk's tokens. Of log-probs the kernel backward computes the
+    logits again; the two products that follow are XLA's.
     """
     again = trained and flops.RECOMPUTED[remat] is flops.forward_flops
     computed = rows.tokens * (1 + rows.bubble)
-    attention = flops.attention_flops(c, computed, rows.context) * (1 + 3.5 * trained + again)
+    state = flops.state_flops(c, computed)
+    attention = flops.attention_flops(c, computed, rows.context) - state
     head = flops.head_flops(c, rows.tokens) * rows.logits * (1 + trained)
-    found = {ATTENTION: attention, "linear_logprob": head}
+    found = {ATTENTION: attention * (1 + 3.5 * trained + again), "linear_logprob": head}
+    if c.recurrent_kind:
+        found[STATE] = state * (1 + 3 * trained + again)
     if c.moe:
         found["experts"] = 2.0 * computed * _expert_weights(c) * (1 + 2 * trained + again)
     return {name: number / mesh.size for name, number in found.items()}

@@ -71,7 +71,8 @@ def count_work(module: Module, hints: Hints) -> ProgramWork:
         line, computation = execution.line, module.computations[execution.computation]
         flops += execution.times * _product(line, computation)
         is_kernel = KERNEL.search(line.rest) is not None
-        kernels.update(name for name in hints.kernels if is_kernel and name in line.source)
+        scopes = [name for name in hints.kernels if is_kernel and name in line.source]
+        kernels.update(sorted(scopes, key=line.source.rfind)[-1:])  # the innermost
         if execution.is_fused:  # also kernels, if CUDA's compiler has fused the slices that they read
             continue
         moved = _moved(line, module, computation)

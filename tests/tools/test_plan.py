@@ -88,10 +88,16 @@ def test_shapes_that_are_known_have_the_published_number_of_weights(name, billio
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("Qwen/Qwen3.5-9B", 8.95), ("google/gemma-4-31B-it", 30.7), ("google/gemma-4-26B-A4B-it", 25.2)],
+    [
+        ("Qwen/Qwen3.5-9B", 8.95),
+        ("google/gemma-4-31B-it", 30.7),
+        ("google/gemma-4-26B-A4B-it", 25.2),
+        ("google/gemma-4-E2B-it", 5.1 - 0.45),
+        ("google/gemma-4-E4B-it", 7.5),
+    ],
 )
 def test_shapes_of_models_whose_number_of_weights_is_published_rounded(name, billions):
-    """Without vision and the layer that predicts further tokens."""
+    """Without the layer that predicts further tokens and towers: E2B's have 0.15 (images) and 0.3 (audio)."""
     assert num_weights(name) / 1e9 == pytest.approx(billions, abs=0.05)
 
 

@@ -14,8 +14,10 @@ from rich.console import Console
 from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.models import abstract, shardings
 from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.delta import STATE
 from jaxrl_llm.models.experts.dispatch import grouped_experts
 from jaxrl_llm.models.experts.weights import ExpertWeights
+from jaxrl_llm.models.mixer_config import DeltaConfig
 from jaxrl_llm.plan.compiled import CollectiveStats, count_collectives, synchronous_collectives
 from jaxrl_llm.plan.experts import TILES, tile_trips
 from jaxrl_llm.plan.floors import (
@@ -337,6 +339,20 @@ def test_floors_of_experts():
     experts = 2 * 2 * 8 * 3 * 32 * 16 / 4 / 2
     assert floor.links == attention + table + experts + 2 * 8 * 2 * 2 * 1.5 * 32
     assert kernel_flops(c, mesh, Rows(64, 4.0, False))["experts"] == 2 * 64 * 2 * 2 * 3 * 32 * 16 / 8
+
+
+def test_kernels_of_the_delta_rule_count_apart_from_attention():
+    """One layer of each: 4 states of 8 x 16, six FLOPs a number and token, backward twice and the forward
+    pass again; attention of 4 keys in 4 heads of 8."""
+    delta = DeltaConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=16)
+    c = dataclasses.replace(SMALL, delta=delta, layer_kinds=("delta", "attention"))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    counted = kernel_flops(c, mesh, Rows(64, 4.0, False), trained=True)
+    assert counted[STATE] == 64 * 6 * 4 * 8 * 16 * 4
+    assert counted[ATTENTION] == 64 * 2 * 4 * 2 * SMALL.num_heads * SMALL.head_dim * 4.5
+    kernel = f'metadata={{op_name="attention/{STATE}/k"}}, custom_call_target="tpu_custom_call"'
+    module = module_of("  %q = f32[8]{0} parameter(0)", f"  %k = f32[8]{{0}} custom-call(%q), {kernel}")
+    assert count_work(module, Hints(kernels=counted)).flops == counted[STATE]
 
 
 def test_floors_of_a_pipeline():
