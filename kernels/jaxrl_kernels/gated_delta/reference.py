@@ -35,8 +35,8 @@ from jaxrl_kernels.chunks import split
 from jaxrl_kernels.gated_delta.paths import ChunkPaths, clear_padding, follow_paths
 
 CHUNK = 64
-"""The most tokens of a chunk. On a CPU half the key size, at least 16, is fastest with its gradient: 32 of 64 take
-0.75 of the time of 64, and 16 of 32 half. Fewer tokens would keep more states for the gradient."""
+"""The most tokens of a chunk. On a CPU half the key size, at least 16, is fastest with its gradient: 32 of 64
+take 0.75 of the time of 64, and 16 of 32 half. Fewer tokens would keep more states for the gradient."""
 INVERTED_BLOCK = 8
 """Rows of the blocks from which the inverse of a chunk is made: on a CPU a sixth of the time of products of
 all 64 rows. With 4 and 16 it takes 1.3 to 3 times as long as with 8."""
