@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from distributed import End, Running
+from distributed import End, Running, with_devices
 from run_files import DIGITS
 
 from jaxrl_llm.checkpoint.manifest import read_metrics
@@ -113,7 +113,7 @@ def train_with_signal(folder: Path, place: str, count: int, number: signal.Signa
 
 def run(*argv: str) -> End:
     """On one device: these runs compile a lot and compute next to nothing."""
-    return Running(argv, {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}).end()
+    return Running(argv, with_devices(1)).end()
 
 
 def lines(path: Path) -> list[dict]:

@@ -1,12 +1,11 @@
 """Asynchronous rollout on devices of its own, killed and started again: the same bits as without."""
 
-import os
 import re
 import signal
 
 import pytest
 import test_kill
-from distributed import Running
+from distributed import Running, with_devices
 from test_kill import SIGNALLER, assert_same_run, command, lines
 
 from jaxrl_llm.host.stop import EXIT_STOPPED
@@ -26,8 +25,7 @@ KILLS = [
 
 def run(folder, *argv, more=()):
     folder.mkdir(exist_ok=True)
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
-    return Running([*argv, *command(folder, *ARGS, *more)], env).end()
+    return Running([*argv, *command(folder, *ARGS, *more)], with_devices(3)).end()
 
 
 def train(folder, *more):

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from distributed import End, Running
+from distributed import End, Running, with_devices
 from test_kill import SIGNALLER, assert_same_run, command
 from test_kill_asynchronous import untimed
 
@@ -62,8 +62,7 @@ def arguments(folder: Path, more: list[str]) -> list[str]:
 
 
 def run(*argv: str) -> End:
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
-    return Running(argv, env).end()
+    return Running(argv, with_devices(3)).end()
 
 
 def is_alive(pid: str) -> bool:
