@@ -96,6 +96,11 @@ CASES = [
     Case("Qwen/Qwen3-30B-A3B", "h100x8", f"{COMPRESSED} --rollout.slots 256 --tokens_per_device 9216"),
     Case("Qwen/Qwen3-30B-A3B", "v6e-16", f"{COMPRESSED} --rollout.slots 256 --tokens_per_device 4608"),
     Case("Qwen/Qwen3-30B-A3B", "v5p-16", "--rollout.slots 256"),
+    Case(
+        "google/gemma-4-31B",
+        "v5e-16",
+        "--lora.rank 32 --lora.quantize int8 --rollout.slots 64 --mesh.tensor 4",
+    ),
     Case("Qwen/Qwen3-235B-A22B", "v5p-128", "--rollout.slots 256 --mesh.expert 8 --optim.moments int8"),
     Case("Qwen/Qwen3-235B-A22B", "h200x64", "--rollout.slots 256 --mesh.expert 8 --optim.moments int8"),
     Case("deepseek-ai/DeepSeek-V3", "v5p-512", "--rollout.slots 512 --mesh.expert 16"),
