@@ -3,8 +3,9 @@
     python benchmarks/sleeping_server.py --slots 8 --pace 0.01 --faults FILE
 
 Prints its port. Each token's id is the version of the weights that generated it, so that a false version is
-found. A pause keeps the tokens that responses have by then, as SGLang does. A request before weights and
-probe is written to FILE. SIGTERM ends the server when it has no requests left.
+found. A pause keeps the tokens that responses have by then, as SGLang does. A request before the first weights and
+their probe is a line BEFORE in FILE; one between later weights and their probe, whose response the pool
+does not use before that, a line BETWEEN. SIGTERM ends the server when it has no requests left.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from aiohttp import web
 FIRST_ID, MAX_VERSIONS = 2, 1000
 """Token FIRST_ID + v % MAX_VERSIONS is of the weights of version v."""
 PROMPT_TOKENS = 4
+BEFORE, BETWEEN = "a request before weights or probe", "a request between weights and probe"
 
 
 def sleeping_logprob(token: int, version: int) -> float:
@@ -42,7 +44,8 @@ class SleepingServer:
         self.slots, self.running = asyncio.Semaphore(slots), asyncio.Event()
         self.running.set()
         self.stops: set[asyncio.Event] = set()  # of responses that are generated
-        self.label, self.version, self.probed, self.aborts, self.requests = "", -1, False, 0, 0
+        self.label, self.version, self.aborts, self.requests = "", -1, 0, 0
+        self.probed = self.admitted = False  # with the newest weights; with any
 
     def app(self) -> web.Application:
         """Return the application with all routes."""
@@ -86,13 +89,13 @@ class SleepingServer:
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         if body.get("logprob_start_len") == 0:  # the probe
-            self.probed = True
+            self.probed = self.admitted = True
             scores = [[sleeping_logprob(i, self.version), i, None] for i in body["input_ids"]]
             meta = {"weight_version": self.label, "input_token_logprobs": scores}
             return web.json_response({"meta_info": meta})
-        if self.version < 0 or (not self.probed and self.running.is_set()):
+        if not self.admitted or (not self.probed and self.running.is_set()):
             with self.faults.open("a") as file:
-                file.write(f"a request before {'weights' if self.version < 0 else 'a probe'}\n")
+                file.write(f"{BETWEEN if self.admitted else BEFORE}\n")
         self.requests += 1
         try:
             return web.json_response(await self._sleep(body))

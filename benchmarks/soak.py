@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from machine import report_head
-from sleeping_server import FIRST_ID, MAX_VERSIONS, sleeping_logprob
+from sleeping_server import BEFORE, BETWEEN, FIRST_ID, MAX_VERSIONS, sleeping_logprob
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
@@ -341,7 +341,8 @@ def soak(options: argparse.Namespace, folder: Path) -> dict:
 def counted(
     options: argparse.Namespace, count: Count, source: RolloutSource, num_groups: int, *, folder: Path
 ) -> dict:
-    """Return the numbers that must be 0, and the number of responses."""
+    """Return the numbers that must be 0, the number of responses, and that of requests between weights and
+    probe."""
     groups = source.cursor * (options.prompts if options.oversample == 1 else 1)
     expected = {*range(groups), *source.used}
     faults = (folder / "faults").read_text().splitlines() if (folder / "faults").exists() else []
@@ -352,7 +353,8 @@ def counted(
         "groups_twice": sum(n not in expected or c > options.responses for n, c in count.groups.items()),
         "wrong_versions": count.wrong_versions,
         "too_old": count.too_old,
-        "requests_before_weights_or_probe": len(faults),
+        "requests_before_weights_or_probe": faults.count(BEFORE),
+        "requests_between_weights_and_probe": faults.count(BETWEEN),
     }
 
 
