@@ -3,9 +3,10 @@
     python benchmarks/sleeping_server.py --slots 8 --pace 0.01 --faults FILE
 
 Prints its port. Each token's id is the version of the weights that generated it, so that a false version is
-found. A pause keeps the tokens that responses have by then, as SGLang does. A request before the first weights and
-their probe is a line BEFORE in FILE; one between later weights and their probe, whose response the pool
-does not use before that, a line BETWEEN. SIGTERM ends the server when it has no requests left.
+found. A pause keeps the tokens that responses have by then, as SGLang does. A request before the first
+weights and their probe is a line BEFORE in FILE; one between later weights and their probe is a line BETWEEN
+(the pool waits with its response until the probe has passed). SIGTERM ends the server when it has no requests
+left.
 """
 
 from __future__ import annotations
