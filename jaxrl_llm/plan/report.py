@@ -264,7 +264,7 @@ def _state(config: TrainConfig, worst: PhaseCost) -> Iterator[tuple[str, float]]
 def _saving(change: str, saved: float, over: float) -> str:
     """Return a line on a change that saves some of the bytes that are over the memory."""
     enough = "would fit" if saved >= over else "not enough alone"
-    return f"{change}: saves {format_bytes(saved)} of {format_bytes(over)}, {enough}."
+    return f"{change}: saves {format_bytes(saved)}, {format_bytes(over)} are needed: {enough}."
 
 
 def _rollout(plan: Plan, config: TrainConfig, phases: list[PhaseCost]) -> Iterator[str]:

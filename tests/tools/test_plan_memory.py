@@ -99,7 +99,7 @@ def test_advice_names_every_remat_that_keeps_less(remat, others):
 def test_a_state_that_does_not_fit():
     _, lines = advice(cost("update: apply", parameters=8, optimizer=16, gradients=8, activations=1))
     assert "Activations are not the bottleneck" in lines[0] and "32.00 GiB" in lines[0]
-    assert lines[1].startswith("  2. --optim.moments int8: saves 6.93 GiB of 17.00 GiB, not enough")
+    assert lines[1].startswith("  2. --optim.moments int8: saves 6.93 GiB, 17.00 GiB are needed")
     assert lines[2].startswith("  3. --optim.grad_dtype bfloat16: saves 4.00 GiB")
     assert "--lora.rank 32" in lines[3]
     assert "--mesh.fsdp 16: 16 in all would fit" in lines[4]  # 32 / 4 + 1 is below 16, 32 / 2 + 1 is not
@@ -111,14 +111,16 @@ def test_a_state_that_does_not_fit_beside_the_gradients():
     _, lines = advice(
         cost("update: accumulate", parameters=6, optimizer=12, gradients=6, activations=1), model=model
     )
-    assert lines[1] == "  2. --optim.offload True: saves 12.00 GiB of 9.00 GiB, would fit."
-    assert lines[4].endswith("adapters in place of the weights: saves 21.00 GiB of 9.00 GiB, would fit.")
+    assert lines[1] == "  2. --optim.offload True: saves 12.00 GiB, 9.00 GiB are needed: would fit."
+    assert lines[4].endswith(
+        "adapters in place of the weights: saves 21.00 GiB, 9.00 GiB are needed: would fit."
+    )
 
 
 def test_a_reference_that_does_not_fit_beside_the_gradients():
     phase = cost("update: accumulate", parameters=8, gradients=8, frozen_models=4, activations=1)
     _, lines = advice(phase)
-    assert lines[1] == "  2. --reference.offload True: saves 4.00 GiB of 5.00 GiB, not enough alone."
+    assert lines[1] == "  2. --reference.offload True: saves 4.00 GiB, 5.00 GiB are needed: not enough alone."
     assert not any("reference" in x for x in advice(phase, algo=grpo.Config(kl_coef=0.0))[1])
 
 
@@ -143,8 +145,10 @@ def test_a_state_on_the_host_that_does_not_fit_may_leave_its_remainders_there():
         model=model,
         optim=OptimConfig(offload=True),
     )
-    assert lines[1].startswith("  2. --optim.grad_dtype bfloat16: saves 3.00 GiB of 3.00 GiB, would fit")
-    assert lines[2].startswith("  3. --optim.store_param_remainders True: saves 6.00 GiB of 3.00 GiB, would")
+    assert lines[1].startswith("  2. --optim.grad_dtype bfloat16: saves 3.00 GiB, 3.00 GiB are needed")
+    assert lines[2].startswith(
+        "  3. --optim.store_param_remainders True: saves 6.00 GiB, 3.00 GiB are needed"
+    )
 
 
 def test_states_of_recurrent_layers_are_counted_beside_keys_and_values():
@@ -219,7 +223,7 @@ def test_a_frozen_state_that_does_not_fit():
         lora=LoraConfig(rank=4),
     )
     nf4 = next(line for line in lines if "--lora.quantize nf4" in line)
-    assert nf4.endswith("in 4 bits: saves 12.94 GiB of 5.00 GiB, would fit.")
+    assert nf4.endswith("in 4 bits: saves 12.94 GiB, 5.00 GiB are needed: would fit.")
     _, lines = advice(
         cost("update: accumulate", parameters=20, activations=1), lora=LoraConfig(rank=4, quantize="nf4")
     )
@@ -236,8 +240,8 @@ def test_the_verdict_names_host_memory():
 def test_a_rollout_that_does_not_fit():
     rollout = RolloutConfig(slots=64)
     _, lines = advice(cost("rollout: decode", parameters=2, rollout_weights=4, KV_cache=20), rollout=rollout)
-    assert lines[0] == "  1. --rollout.dtype bfloat16: saves 12.00 GiB of 10.00 GiB, would fit."
-    assert lines[1] == "  2. --rollout.slots 32: saves 10.00 GiB of 10.00 GiB, would fit."
+    assert lines[0] == "  1. --rollout.dtype bfloat16: saves 12.00 GiB, 10.00 GiB are needed: would fit."
+    assert lines[1] == "  2. --rollout.slots 32: saves 10.00 GiB, 10.00 GiB are needed: would fit."
 
 
 @pytest.mark.parametrize(
