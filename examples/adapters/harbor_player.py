@@ -27,6 +27,7 @@ bwrap --unshare-all --die-with-parent --new-session --clearenv --dev /dev --proc
 --ro-bind-try /bin /bin --ro-bind-try /lib /lib --ro-bind-try /lib64 /lib64 --ro-bind /etc/passwd /etc/passwd
 --ro-bind-try /etc/alternatives /etc/alternatives
 """
+FETCHES = re.compile(r"(?m)^\s*(if +|sudo +)*((apt|apt-get|curl|wget|uvx?|pip3?|npm|npx|git clone) .*)")
 KNOWN = re.compile(r"(#.*|FROM .*|WORKDIR /app/?|COPY (\./?|\*) (\./?|/app/?))?", re.IGNORECASE)
 ARGUMENTS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 BASH = {"name": "bash", "description": "Runs a shell command in /app.", "parameters": ARGUMENTS}
@@ -42,7 +43,8 @@ class Box:
         environment = self.config.get("environment", {})
         if self.config.get("steps") or environment.get("docker_image") or environment.get("mcp_servers"):
             raise EpisodeError(f"{task}: tasks with steps, MCP servers or an image are not played here")
-        # The files that the Dockerfile would make.
+        if found := FETCHES.search((task / "tests/test.sh").read_text()):
+            raise EpisodeError(f"{task}/tests/test.sh: no network here, so that {found[2]!r:.80} would fail")
         recipe = task / "environment/Dockerfile"
         lines = recipe.read_text().splitlines() if recipe.exists() else []
         if wrong := next((line for line in lines if not KNOWN.fullmatch(line.strip())), ""):
@@ -79,11 +81,9 @@ class Box:
         output, code = await self.run("bash /tests/test.sh", seconds, tests=True)
         results, reward = self.folder / "logs/verifier", None
         with contextlib.suppress(OSError, ValueError, TypeError):
-            if (results / "reward.json").exists():
-                found = json.loads((results / "reward.json").read_text())
-                reward = float(next(iter(found.values())) if len(found) == 1 else found.get("reward"))
-            else:
-                reward = float((results / "reward.txt").read_text())
+            whole, one = results / "reward.json", results / "reward.txt"
+            found = json.loads(whole.read_text()) if whole.exists() else {"reward": one.read_text()}
+            reward = float(next(iter(found.values())) if len(found) == 1 else found.get("reward"))
         if reward is None or code is None:
             raise EpisodeError(f"{self.task}: the tests give no reward (exit code {code}): {output[-300:]}")
         return reward

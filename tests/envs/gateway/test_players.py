@@ -259,6 +259,12 @@ def test_a_harbor_task_without_docker(tmp_path):
         ("exit 1", "FROM x\n", r"the tests give no reward \(exit code 1\)"),
         ("echo nan > /logs/verifier/reward.json", "FROM x\n", "no reward"),
         ("", "FROM x\nRUN apt-get install -y gcc\n", "RUN apt-get"),
+        (
+            "if uvx -w pytest==8.4.1 \\\n pytest /tests; then",
+            "FROM x\n",
+            r"test.sh: no network here, so that 'uvx -w",
+        ),
+        ("cd /app\n  apt-get update\necho 0 > r", "FROM x\n", r"no network here, so that 'apt-get update'"),
     ],
 )
 def test_a_harbor_task_that_cannot_be_judged_has_no_reward(tmp_path, test, dockerfile, reason):
