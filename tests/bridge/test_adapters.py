@@ -158,7 +158,9 @@ def scaled(made):
     return made._replace(tensors={n: x * (2 if "lora_B" in n else 1) for n, x in made.tensors.items()})
 
 
-@pytest.mark.parametrize("spoil", [pytest.param(ignored, marks=pytest.mark.slow), exchanged, scaled])
+@pytest.mark.parametrize(
+    "spoil", [*(pytest.param(one, marks=pytest.mark.slow) for one in (ignored, exchanged)), scaled]
+)
 def test_the_probe_sees_adapters_that_are_ignored_or_other_ones(make, servers, spoil):
     """Also with B = 0, as at the start of every run, when adapters change nothing: the test adapters do."""
     new = add_adapters(weights(), with_lora(MODEL, LORA), jax.random.key(1))

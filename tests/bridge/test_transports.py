@@ -72,6 +72,7 @@ def routes(server):
     return [name for name, before in zip(names, ["", *names], strict=False) if name != before]
 
 
+@pytest.mark.slow
 def test_tensors_arrive_in_a_session_inside_a_pause_and_compute_what_the_trainer_computes(make, servers):
     servers[1].ranks = 2
     engine, params = make(), weights()
@@ -248,6 +249,7 @@ def test_a_relay_that_cannot_work_says_why(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's making
+@pytest.mark.slow
 def test_a_group_brings_the_weights_and_its_end_is_one_servers_problem(make, servers):
     pytest.importorskip("torch")
     engine = make("group")

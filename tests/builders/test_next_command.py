@@ -84,6 +84,7 @@ def test_the_printed_command_generates_right_answers(finished, more, capsys):
     assert texts == [row["answer"] for row in prompts]
 
 
+@pytest.mark.slow
 def test_an_exported_model_has_the_chat_template_of_its_training(finished, tmp_path):
     run_dir, _ = finished
     assert (run_dir / "hf" / "chat_template.jinja").read_text() == TEMPLATE

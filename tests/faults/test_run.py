@@ -103,6 +103,7 @@ with run_dir_lock(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_one_run_in_a_directory(tmp_path, capsys):
     other = Running(["-c", HOLDER, str(tmp_path)])
     while "held" not in other.peek("stdout"):

@@ -144,6 +144,7 @@ def test_an_export_has_the_predictors_of_its_base(tmp_path, monkeypatch, capfd, 
         assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
+@pytest.mark.slow
 def test_without_its_base_an_export_counts_no_predictors(tmp_path, capfd):
     """Also by the command, which finds the base in the run's config.json."""
     base, run = tmp_path / "base", tmp_path / "run"

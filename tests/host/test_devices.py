@@ -46,7 +46,7 @@ def test_open_devices_are_those_of_jax(error, monkeypatch):
         "train --config grpo_tiny.py --run_dir run",
         "generate --model m --prompts p.jsonl --out o.jsonl",
         "score --model m --data p.jsonl --out o.jsonl",
-        "plan --config grpo_tiny.py --topology cpu",
+        pytest.param("plan --config grpo_tiny.py --topology cpu", marks=pytest.mark.slow),
     ],
 )
 def test_a_platform_that_is_not_here_is_no_traceback(words, tmp_path):

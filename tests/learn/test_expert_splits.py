@@ -110,20 +110,15 @@ def test_the_loss_has_both_parts():
     assert all(np.any(x) for x in gradient.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
         (ONE, {"rows": 2, "row_tokens": 48, "share_prefixes": True}),
-        pytest.param(MeshConfig(fsdp=2, tensor=2, sequence=2), SPLIT, marks=pytest.mark.slow),
-        pytest.param(MeshConfig(data=2, fsdp=1, expert=4), {"rows": 8}, marks=pytest.mark.slow),
-        pytest.param(
-            MeshConfig(fsdp=2, expert=2, tensor=2), {"rows": 4, "row_tokens": 64}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            MeshConfig(fsdp=1, data=2, expert=2, sequence=2),
-            {**SPLIT, "sequence_parallel": "ulysses"},
-            marks=pytest.mark.slow,
-        ),
+        (MeshConfig(fsdp=2, tensor=2, sequence=2), SPLIT),
+        (MeshConfig(data=2, fsdp=1, expert=4), {"rows": 8}),
+        (MeshConfig(fsdp=2, expert=2, tensor=2), {"rows": 4, "row_tokens": 64}),
+        (MeshConfig(fsdp=1, data=2, expert=2, sequence=2), {**SPLIT, "sequence_parallel": "ulysses"}),
     ],
     ids=["one device", "fsdp tensor sequence", "data expert", "fsdp expert tensor", "data expert ulysses"],
 )

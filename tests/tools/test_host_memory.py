@@ -74,6 +74,7 @@ def test_bytes_of_a_checkpoint_on_its_way_to_the_disk():
     assert staged_bytes(adapters) == pytest.approx(12 * 2 * (64 + 64), abs=SMALL)
 
 
+@pytest.mark.slow
 def test_memory_that_is_enough_for_the_state_or_for_all_arrays(machine):
     config = recipe()
     machine(2**30)

@@ -99,6 +99,7 @@ def test_a_step_of_a_run_generates_as_the_merged_model(runs, tmp_path):
         np.testing.assert_allclose(response["logprobs"], responses[0]["logprobs"], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_partial_file_of_one_step_is_not_continued_with_another(runs, tmp_path, monkeypatch):
     """The newest step, which no flag names, is another one after a save."""
     args = ScoreArguments(model=str(runs / "run"), data=tmp_path / "t.jsonl", out=tmp_path / "o.jsonl")

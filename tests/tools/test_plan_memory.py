@@ -151,6 +151,7 @@ def test_a_state_on_the_host_that_does_not_fit_may_leave_its_remainders_there():
     )
 
 
+@pytest.mark.slow
 def test_states_of_recurrent_layers_are_counted_beside_keys_and_values():
     """For each slot and prompt 4 x 8 x 6 numbers in float32, and 2 inputs of 2 x 2 x 8 + 4 x 6 channels in
     bfloat16, as 2 x 2 x 8 numbers for each token in the layer with attention; 4 bytes for the cursor."""
@@ -168,6 +169,7 @@ def test_states_of_recurrent_layers_are_counted_beside_keys_and_values():
     assert bytes_per_device(decode.resident["KV cache"]) == expected + 4
 
 
+@pytest.mark.slow
 def test_layers_that_read_the_keys_of_others_have_no_cache_in_a_plan():
     """Gemma 4's small models, of 5 layers: two with a window have 2 heads of 8, one without has one of 16,
     and the last two have none. Keys and values of each token in bfloat16; 4 bytes for the cursor."""

@@ -47,7 +47,8 @@ def test_lanes_are_for_two_cores_of_one_cpu_and_slots_enough(two_cores, monkeypa
     assert num_decode_threads(one, 64) == 2
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "strict"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 def test_two_lanes_generate_what_one_does(two_cores, monkeypatch, strict):
     config, mesh = RolloutConfig(slots=SLOTS, chunk=8), make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     outputs = []

@@ -69,10 +69,8 @@ def read_again(kind, observation=(5, 6, 7), **ends):
     return turned
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("conv", "mamba")]
-
-
-@pytest.mark.parametrize("kind", ["delta", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["delta", "conv", "mamba"])
 def test_kept_turns_and_pages_have_the_text_of_the_ring(kind):
     """Beside a ring each token is read once. Beside pages prompts have states, too: fewer turns are kept."""
     turned, reused, earlier = talk(engine(kind, cache="auto", **ROOMY))

@@ -83,6 +83,7 @@ def test_an_address_where_no_server_is_is_refused_before_any_step(tmp_path, caps
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_servers_that_fail_in_the_run_end_it_with_a_message(tmp_path, capsys):
     server = FakeServer()
     server.refuses = True

@@ -386,6 +386,7 @@ def test_the_recipe_names_what_vllm_has_not(servers, more, message):
     assert not list(rule.problems(dataclasses.replace(config, rollout=RolloutConfig())))
 
 
+@pytest.mark.slow
 def test_changes_over_a_group_are_for_vllm():
     servers = ServersConfig(transport="group", push="delta")
     (rule,) = (rule for rule in RECIPE if rule.problems.__name__ == "_vllm_has_it")
