@@ -411,7 +411,9 @@ def test_metrics_of_microbatches_add_or_take_the_maximum():
     ("mesh", "settings"),
     [
         (MeshConfig(fsdp=2, sequence=4), {}),
-        (MeshConfig(data=2, fsdp=1, sequence=2, tensor=2), {"share_prefixes": True}),
+        pytest.param(
+            MeshConfig(data=2, fsdp=1, sequence=2, tensor=2), {"share_prefixes": True}, marks=pytest.mark.slow
+        ),
         pytest.param(
             MeshConfig(fsdp=2, sequence=4), {"sequence_parallel": "ulysses"}, marks=pytest.mark.slow
         ),

@@ -118,7 +118,6 @@ def stepper(config, weights):
 QUICK = {
     "qwen3",
     "window, sinks, biases, untied",
-    "indexer",
     "shared keys, per-layer inputs, scanned",
     "short convolution, dense layers first, scanned",
     "delta rule",
