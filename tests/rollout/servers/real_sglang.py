@@ -3,12 +3,17 @@
 import contextlib
 import os
 
+import numpy as np
 import pytest
-from servers_shared import TOKENIZER, engine_for
+from random_weights import random_params
+from servers_shared import KEY, TOKENIZER, engine_for, native
 
+from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
+from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.launch import ServerProcesses
 
 PYTHON = os.environ.get("JAXRL_SGLANG_PYTHON", "")
@@ -46,3 +51,22 @@ def engine_on(urls, transport, model=MODEL, **settings):
     return engine_for(
         urls, transport, model, CONFIG.slots, rollout=CONFIG, python=PYTHON, flags=FLAGS, **settings
     )
+
+
+def assert_like_native(config, folder, asked, *, routes=False):
+    """Assert that a server gives the greedy text, the log-probs and the routes of the native engine."""
+    params, greedy = random_params(config), SamplingConfig(temperature=0.0)
+    flags = ("--enable-return-routed-experts",) if routes else ()
+    with started(folder, 1, model=config, more_flags=flags) as launched:
+        transport = HttpTransport(WeightSource(config, "float32", 20_000), KINDS["sglang"])
+        engine = engine_on(launched.urls, transport, config, routes=routes)
+        try:
+            assert engine.publish(params, 1)["bridge/probe_mean_abs"] < 1e-5
+            got = engine.generate(asked, greedy, KEY)
+        finally:
+            engine.pool.close()
+    for a, b in zip(got, native(params, greedy, asked, config), strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        if routes:
+            np.testing.assert_array_equal(a.routes, b.routes)

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from random_weights import random_params
-from real_sglang import FLAGS, MODEL, NEEDED, PYTHON, engine_on, started
+from real_sglang import FLAGS, MODEL, NEEDED, PYTHON, assert_like_native, engine_on, started
 from servers_shared import KEY, native
 from test_sglang_real import requests
 from test_sglang_train import rows
@@ -76,22 +75,7 @@ def test_greedy_text_and_log_probs_are_those_of_the_native_engine(engine, seed):
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families(family, tmp_path):
     """Text, log-probs and routes of the native engine. SGLang computes OLMoE with an epsilon of 1e-5."""
-    config, params = OTHERS[family], random_params(OTHERS[family])
-    has_routes = family not in WITHOUT_SERVED_ROUTES
-    flags = ("--enable-return-routed-experts",) if has_routes else ()
-    with started(tmp_path, 1, model=config, more_flags=flags) as launched:
-        transport = HttpTransport(WeightSource(config, "float32", 20_000), KINDS["sglang"])
-        engine = engine_on(launched.urls, transport, config, routes=has_routes)
-        try:
-            assert engine.publish(params, 1)["bridge/probe_mean_abs"] < 1e-5
-            got = engine.generate(requests(), GREEDY, KEY)
-        finally:
-            engine.pool.close()
-    for a, b in zip(got, native(params, GREEDY, requests(), config), strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
-        if has_routes:
-            np.testing.assert_array_equal(a.routes, b.routes)
+    assert_like_native(OTHERS[family], tmp_path, requests(), routes=family not in WITHOUT_SERVED_ROUTES)
 
 
 def test_a_run_replays_routes_that_the_trainers_routers_choose_too(tmp_path):

@@ -1,17 +1,10 @@
 """More families on a real SGLang server on a CPU: text and log-probs."""
 
-import numpy as np
 import pytest
-from random_weights import random_params
-from real_sglang import NEEDED, engine_on, started
-from servers_shared import KEY, native
+from real_sglang import NEEDED, assert_like_native
 from test_sglang_real import requests
 
-from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.transports.http_weights import HttpTransport
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.servers.kinds import KINDS
 
 pytestmark = NEEDED
 SMALL = {
@@ -27,15 +20,4 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_and_log_probs_are_those_of_the_native_engine(family, tmp_path):
     config = read_config({**SMALL, **FAMILIES[family], "model_type": family})
-    params, greedy = random_params(config), SamplingConfig(temperature=0.0)
-    with started(tmp_path, 1, model=config) as launched:
-        transport = HttpTransport(WeightSource(config, "float32", 20_000), KINDS["sglang"])
-        engine = engine_on(launched.urls, transport, config)
-        try:
-            assert engine.publish(params, 1)["bridge/probe_mean_abs"] < 1e-5
-            got = engine.generate(requests(), greedy, KEY)
-        finally:
-            engine.pool.close()
-    for a, b in zip(got, native(params, greedy, requests(), config), strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    assert_like_native(config, tmp_path, requests())
