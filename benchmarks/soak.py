@@ -341,7 +341,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict:
 def counted(
     options: argparse.Namespace, count: Count, source: RolloutSource, num_groups: int, *, folder: Path
 ) -> dict:
-    """Return the numbers that must be 0, the number of responses, and that of requests between weights and
+    """Return the numbers that must be 0, and the numbers of responses and of requests between weights and
     probe."""
     groups = source.cursor * (options.prompts if options.oversample == 1 else 1)
     expected = {*range(groups), *source.used}

@@ -123,19 +123,15 @@ SLICES = [
     Case("Qwen/Qwen3-8B", "h100x32", "--mesh.slices 4 --mesh.data 4", "slices", "update"),
 ]
 LORA_INT8 = "--lora.rank 32 --lora.quantize int8 --tokens_per_device 4608 --mesh.expert 8"
+EIGHT_STAGES = "--mesh.fsdp 1 --mesh.stage 8"
+TWO_STAGES = "--mesh.fsdp 8 --mesh.stage 2 --mesh.expert 16"
 STAGES = [
-    Case(model, topology, flags, group, "update")
-    for model, topology, flags, group in (
-        (
-            "Qwen/Qwen3-235B-A22B",
-            "h100x64",
-            f"{COMPRESSED} --mesh.fsdp 1 --mesh.stage 8 --mesh.expert 8",
-            "stages",
-        ),
-        ("deepseek-ai/DeepSeek-V3", "h100x64", f"{LORA_INT8} --mesh.fsdp 1 --mesh.stage 8", "stages"),
-        ("deepseek-ai/DeepSeek-V3", "h100x64", LORA_INT8, "no-stages"),
-        ("deepseek-ai/DeepSeek-V3", "v5p-512", "--mesh.fsdp 8 --mesh.stage 2 --mesh.expert 16", "stages"),
-    )
+    Case(
+        "Qwen/Qwen3-235B-A22B", "h100x64", f"{COMPRESSED} {EIGHT_STAGES} --mesh.expert 8", "stages", "update"
+    ),
+    Case("deepseek-ai/DeepSeek-V3", "h100x64", f"{LORA_INT8} {EIGHT_STAGES}", "stages", "update"),
+    Case("deepseek-ai/DeepSeek-V3", "h100x64", LORA_INT8, "no-stages", "update"),
+    Case("deepseek-ai/DeepSeek-V3", "v5p-512", TWO_STAGES, "stages", "update"),
 ]
 """Lines of a table of docs/fit.md that is written by hand."""
 LONG_ROWS = (
