@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.hf.families import FAMILIES, Defaults
@@ -56,6 +57,8 @@ PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp
 """Letters of `hybrid_override_pattern` of Nemotron-H -> names in `layers_block_type`."""
 OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 """Older names in `layers_block_type`."""
+QWEN = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Families of Qwen with recurrent layers."""
 SHARED_SIZE = "shared_intermediate_size"
 ADJUST, OLD_SIZE = "block_auto_adjust_ff_dim", "block_ff_dim"
 
@@ -191,11 +194,19 @@ def write_layer_kinds(config: TransformerConfig) -> dict[str, Any]:
     if config.family == "granitemoehybrid":  # sizes that transformers accepts without such layers, too
         inner = config.mamba.inner // config.hidden_size if config.mamba else 2
         sizes = {"mamba_n_heads": 1, "mamba_d_head": "auto", "mamba_expand": inner, **sizes}
+    if config.family in QWEN and (every := attention_interval(kinds)):
+        sizes["full_attention_interval"] = every  # SGLang reads it in place of `layer_types`
     if config.family != "nemotron_h":
         return {"layer_types": types, **sizes}
     letters = {name: letter for letter, name in PATTERN.items()}
     pattern = "".join(letters[name] for name in types)
     return {"layers_block_type": types, "hybrid_override_pattern": pattern, **sizes}
+
+
+def attention_interval(kinds: Sequence[LayerKind]) -> int | None:
+    """Return n if every n-th layer is attention and no other; None = there is no such n."""
+    every = kinds.index(ATTENTION) + 1
+    return every if all((kind == ATTENTION) == (i % every == 0) for i, kind in enumerate(kinds, 1)) else None
 
 
 def read_mlp_size(keys: JsonKeys, family: str) -> int:

@@ -11,6 +11,7 @@ from jaxrl_llm.config import RoutingConfig, TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import CODE, to_hf_config
 from jaxrl_llm.hf.export import export_config
+from jaxrl_llm.hf.hybrids import attention_interval
 from jaxrl_llm.hf.names import joined_weights
 from jaxrl_llm.models.attention import original_length
 from jaxrl_llm.models.config import TransformerConfig
@@ -162,6 +163,19 @@ def _routes_are_reported(config: TrainConfig, models: Models) -> Iterator[str]:
         )
 
 
+def _unserved_layers(config: TrainConfig, model: TransformerConfig) -> str:
+    """Return which models with layers of several kinds are not sent to servers; "" = this model is sent."""
+    if not model.layer_kinds:
+        return ""
+    if config.rollout.engine != "sglang" or model.family != "qwen3_5_text":
+        return "models with recurrent layers, dense Qwen3.5 on SGLang excepted,"
+    if config.lora.rank or config.servers.quantization == "fp8":
+        return "adapters and fp8 weights of models with recurrent layers"
+    if model.qkv_bias or attention_interval(model.layer_kinds) is None:
+        return "Qwen3.5 models with attention biases or irregular layer_types, which SGLang ignores,"
+    return ""
+
+
 def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
     if config.rollout.engine == "native":
         return
@@ -169,8 +183,8 @@ def _is_served(config: TrainConfig, models: Models) -> Iterator[str]:
     # Architectures that are not sent, then adapters.
     if model.mla:
         unsent = "models with latent attention (DeepSeek-V3)"
-    elif model.layer_kinds:
-        unsent = "models with recurrent layers (Qwen3.5, LFM2)"
+    elif problem := _unserved_layers(config, model):
+        unsent = problem
     elif model.global_heads:
         unsent = "models whose layers have heads of two sizes (Gemma 4)"
     elif model.shared_kv_layers or model.per_layer_inputs:

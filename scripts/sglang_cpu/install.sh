@@ -13,13 +13,13 @@ fi
 "$python" -m venv "$dir"
 pip="$dir/bin/python -m pip install -q"
 $pip torch==2.13.0
-$pip transformers==5.12.1 tokenizers==0.22.2 numpy aiohttp fastapi uvicorn uvloop orjson pyzmq requests psutil \
+$pip transformers==5.19.0 tokenizers==0.23.2 numpy aiohttp fastapi "uvicorn>=0.51" uvloop orjson pyzmq requests psutil \
   setproctitle pybase64 partial_json_parser prometheus-client pydantic python-multipart msgspec pillow \
-  packaging regex einops interegular IPython tqdm xxhash watchfiles scipy safetensors openai==2.6.1 \
+  packaging regex einops interegular IPython tqdm xxhash watchfiles scipy safetensors openai==2.8.0 \
   openai-harmony==0.0.4 anthropic "mistral_common>=1.11.5" loguru "llguidance>=1.7.6,<2" numba==0.65.1 distro \
-  easydict python-dateutil dill sentencepiece
+  easydict python-dateutil dill sentencepiece==0.2.1
 # Without their dependencies: those are CUDA packages, and nothing on a CPU calls them.
-$pip --no-deps sglang==0.5.21 triton==3.7.1 torchvision==0.28.0 compressed-tensors==0.18.0 xgrammar==0.2.7 \
+$pip --no-deps sglang==0.5.23 triton==3.7.1 torchvision==0.28.0 compressed-tensors==0.18.0 xgrammar==0.2.7 \
   outlines==0.1.11 outlines_core==0.1.26 soundfile==0.13.1 cffi apache-tvm-ffi==0.1.11 gguf torch_memory_saver \
   sglang-router==0.3.2
 site=$("$dir/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")

@@ -11,12 +11,21 @@ from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import with_lora
-from jaxrl_llm.models.mixer_config import MLAConfig
+from jaxrl_llm.models.mixer_config import DeltaConfig, MLAConfig
 from jaxrl_llm.recipe.checks import check_models
 from jaxrl_llm.sharding.config import CRITIC, POLICY
 
 MODEL = TransformerConfig(
     family="qwen3_moe", hidden_size=64, head_dim=16, tie_embeddings=False, moe=MoEConfig(8, 4, expert_size=12)
+)
+HYBRID = TransformerConfig(
+    family="qwen3_5_text",
+    num_layers=4,
+    hidden_size=64,
+    layer_kinds=("delta", "attention") * 2,
+    delta=DeltaConfig(2, 4, 8, 8, 4),
+    attention_gate=True,
+    norm_offset=1.0,
 )
 
 
@@ -44,6 +53,22 @@ def test_servers_get_no_latent_attention():
     run = TrainConfig(rollout=RolloutConfig(engine="sglang"))
     with pytest.raises(ConfigError, match=r"latent attention \(DeepSeek-V3\) are not .* Set it to native"):
         check_models(run, {POLICY: replace(MODEL, **sizes)})
+
+
+@pytest.mark.parametrize(
+    ("engine", "changed", "rank"),
+    [
+        ("vllm", {}, 0),
+        ("sglang", {}, 4),
+        ("sglang", {"qkv_bias": True}, 0),
+        ("sglang", {"layer_kinds": ("attention", "delta", "delta", "attention")}, 0),
+    ],
+)
+def test_of_recurrent_layers_servers_get_what_sglang_computes(engine, changed, rank):
+    run = TrainConfig(rollout=RolloutConfig(engine=engine), lora=LoraConfig(rank))
+    with pytest.raises(ConfigError, match=rf"{engine}: .*, are not sent|fp8 weights of models with recurrent"):
+        check_models(run, {POLICY: replace(HYBRID, **changed)})
+    check_models(TrainConfig(rollout=RolloutConfig(engine="sglang")), {POLICY: HYBRID})
 
 
 def test_servers_get_no_experts_with_tied_embeddings():

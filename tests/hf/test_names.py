@@ -154,6 +154,17 @@ def test_baichuan_packs_queries_keys_and_values_in_one_matrix():
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("types", "interval"), [("LLFLLF", 3), ("LFLFL", 2), ("FF", 1), ("FL", None), ("LLFLF", None)]
+)
+def test_files_of_qwen_have_the_interval_of_attention_that_sglang_reads(types, interval):
+    """SGLang 0.5.23 has no default of it, and reads no `layer_types`."""
+    names = {"L": "linear_attention", "F": "full_attention"}
+    layers = {"num_hidden_layers": len(types), "layer_types": [names[letter] for letter in types]}
+    config = read_config({"model_type": "qwen3_5_text", **TINY, **layers})
+    assert to_hf_config(config).get("full_attention_interval") == interval
+
+
 def test_leading_dense_layers_are_a_stack_of_their_own():
     """Layers 0 and 1 are dense_layers[0] and [1], layer 2 is layers[0]; adapters and FLOPs likewise."""
     moe = MoEConfig(4, 2, 8, dense_layers=2)

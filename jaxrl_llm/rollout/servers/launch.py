@@ -62,7 +62,7 @@ class ServerProcesses:
         flags: Sequence[str] = (),
     ):
         self.timeout, self.restarts = servers.start_timeout, servers.restarts
-        self.kind = KINDS[config.engine]
+        self.kind, self.dtype = KINDS[config.engine], config.dtype
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"{config.engine}_{index}.log" for index in range(config.launch)]
         ports = free_ports(config.launch)
@@ -99,6 +99,8 @@ class ServerProcesses:
         environment = os.environ | self.environment
         if devices := self.visible[index]:
             environment[VISIBLE] = devices
+        # Else SGLang rounds the inputs of short convolutions to bfloat16 between tokens, whatever --dtype is.
+        environment.setdefault("SGLANG_MAMBA_CONV_DTYPE", self.dtype)
         if "cpu" in self.commands[index]:
             environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # else it looks for kernels of a GPU
             # Servers whose threads wait for each other's cores crawl.

@@ -15,12 +15,15 @@ sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("torc
 MAKERS = ("arange", "empty", "full", "ones", "tensor", "zeros")
 
 
-class BeforeLora(importlib.abc.MetaPathFinder):
-    """Changes torch when SGLang's LoRA code is about to be imported, in every process that imports it."""
+class Before(importlib.abc.MetaPathFinder):
+    """Changes torch when a module of SGLang's is about to be imported, in every process that imports it."""
+
+    def __init__(self, module, change):
+        self.module, self.change = module, change
 
     def find_spec(self, name, path=None, target=None):
-        if name == "sglang.srt.lora.layers":
-            ignore_pin_memory()
+        if name == self.module:
+            self.change()
 
 
 def ignore_pin_memory():
@@ -43,6 +46,11 @@ def without_pin_memory(make):
         return make(*args, **kwargs)
 
     return wrapped
+
+
+def define_kernels():
+    """Define the kernels that SGLang's file of Qwen3.5 reads when it is imported."""
+    importlib.import_module("sgl_kernel.mamba")
 
 
 class Changed(importlib.abc.MetaPathFinder):
@@ -100,8 +108,15 @@ def multiply_dequantized(module):
     module.Fp8LinearMethod.apply, module.Fp8MoEMethod.apply = apply, apply_experts
 
 
+def norm_with_gate_on_cpu(module):
+    """Have the norm of recurrent layers call the kernel for a CPU: without AMX it calls Triton's."""
+    module._use_cpu = True
+
+
 sys.meta_path[:0] = [
-    BeforeLora(),
+    Before("sglang.srt.lora.layers", ignore_pin_memory),
+    Before("sglang.srt.models.qwen3_5", define_kernels),
+    Changed("sglang.kernels.ops.attention.fla.layernorm_gated", norm_with_gate_on_cpu),
     Changed("sglang.srt.mem_cache.pool_host.common", keep_routes_in_memory),
     Changed("sglang.srt.layers.quantization.fp8", multiply_dequantized),
 ]

@@ -12,12 +12,25 @@ SMALL = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256},
     **{"initializer_range": 0.3, "tie_word_embeddings": True},
 }
+DELTA = {
+    **{"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
 FAMILIES = {
-    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": 2},
+    "gemma 3": {
+        **{"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]},
+        **{"sliding_window": 8, "sliding_window_pattern": 2},
+    },
+    "qwen3.5": DELTA,
+    "qwen3.5, odd": {
+        **{**DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3},
+        **{"num_hidden_layers": 5, "full_attention_interval": 2, "initializer_range": 0.2},
+        "tie_word_embeddings": False,
+    },
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_and_log_probs_are_those_of_the_native_engine(family, tmp_path):
-    config = read_config({**SMALL, **FAMILIES[family], "model_type": family})
+    config = read_config({**SMALL, **FAMILIES[family]})
     assert_like_native(config, tmp_path, requests())

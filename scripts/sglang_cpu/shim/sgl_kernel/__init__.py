@@ -6,7 +6,6 @@ import sys
 import types
 
 __version__ = "0.4.7"
-__path__: list[str] = []
 
 
 class Missing:
@@ -31,7 +30,7 @@ def __getattr__(name: str):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Any module below sgl_kernel."""
+    """Any module below sgl_kernel that has no file here."""
 
     def find_spec(self, name, path=None, target=None):
         if name.startswith("sgl_kernel."):
@@ -47,4 +46,4 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-sys.meta_path.insert(0, Finder())
+sys.meta_path.append(Finder())
