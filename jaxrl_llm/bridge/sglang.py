@@ -33,7 +33,7 @@ LOADER_FLAGS = ("--custom-weight-loader", LOADER)
 
 
 class SGLang:
-    """SGLang, checked with 0.5.21 (docs/servers.md)."""
+    """SGLang, checked with 0.5.21 and 0.5.23 (docs/servers.md)."""
 
     name = "SGLang"
     up_route = "/model_info"

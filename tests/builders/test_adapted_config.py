@@ -66,7 +66,9 @@ def test_servers_get_no_latent_attention():
 )
 def test_of_recurrent_layers_servers_get_what_sglang_computes(engine, changed, rank):
     run = TrainConfig(rollout=RolloutConfig(engine=engine), lora=LoraConfig(rank))
-    with pytest.raises(ConfigError, match=rf"{engine}: .*, are not sent|fp8 weights of models with recurrent"):
+    with pytest.raises(
+        ConfigError, match=rf"{engine}: .*, are not sent|fp8 weights of models with recurrent"
+    ):
         check_models(run, {POLICY: replace(HYBRID, **changed)})
     check_models(TrainConfig(rollout=RolloutConfig(engine="sglang")), {POLICY: HYBRID})
 

@@ -12,9 +12,11 @@ SMALL = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256},
     **{"initializer_range": 0.3, "tie_word_embeddings": True},
 }
+# Larger weights: float32 alone changes log-probs by more than 1e-5, in transformers too.
 DELTA = {
-    **{"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "linear_key_head_dim": 8},
-    **{"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "initializer_range": 0.05},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 FAMILIES = {
     "gemma 3": {
@@ -24,8 +26,7 @@ FAMILIES = {
     "qwen3.5": DELTA,
     "qwen3.5, odd": {
         **{**DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3},
-        **{"num_hidden_layers": 5, "full_attention_interval": 2, "initializer_range": 0.2},
-        "tie_word_embeddings": False,
+        **{"num_hidden_layers": 5, "full_attention_interval": 2, "tie_word_embeddings": False},
     },
 }
 
