@@ -20,11 +20,12 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
 # Of `make real`: STUDY or STUDY/LABEL of docs/real.md, or all; an interpreter with trl, for the runs of TRL; of
-# `make bench`, also one with google-tunix.
+# `make bench`, also one with google-tunix and one with skyrl.
 RECIPES ?= grpo/full
 SEEDS ?= 0
 TRL_PYTHON ?=
 TUNIX_PYTHON ?=
+SKYRL_PYTHON ?=
 # Of `make bench-gpu`: an interpreter whose environment is taken as it is, a folder of wheels for it, flags of the script.
 GPU_PYTHON ?=
 WHEELS ?=
@@ -41,7 +42,7 @@ learn: $(VENV)/.installed
 
 # The CPU comparisons of benchmarks/README.md, on an idle machine; interpreters with the peers, as cpu_peers.py says.
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/cpu_peers.py --tunix "$(TUNIX_PYTHON)" --torch "$(TRL_PYTHON)"
+	$(BIN)/python benchmarks/cpu_peers.py --tunix "$(TUNIX_PYTHON)" --torch "$(TRL_PYTHON)" --skyrl "$(SKYRL_PYTHON)"
 	$(BIN)/python benchmarks/prefixes.py --save
 
 # All that is measured on one Hopper GPU, in 12 minutes; the same command again continues. With GPU_PYTHON nothing is

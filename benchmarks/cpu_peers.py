@@ -1,4 +1,4 @@
-"""The same work by jaxrl_llm, google-tunix and transformers/TRL, interleaved on this machine's CPU.
+"""The same work by jaxrl_llm, google-tunix, transformers/TRL and SkyRL, interleaved on this machine's CPU.
 
 Suites (peers/work.py), all float32:
 
@@ -6,7 +6,7 @@ Suites (peers/work.py), all float32:
              128 tokens (ragged: geometric lengths, mean 40, at most 256), log-probs of 32 x 192 tokens, an
              AdamW step on them, and the whole GRPO step
     lora     both steps with adapters of rank 8, alpha 32, on all linear layers of the same model (peft in
-             TRL, qwix in Tunix)
+             TRL, qwix in Tunix); SkyRL, which trains adapters alone, does the train step and dense's rollouts
     moe      Qwen3-MoE of 8 experts of width 384, 2 a token, so with the same active weights
     long     an AdamW step of the dense model on 8 responses of 64 tokens to a prompt of 1,024, which ours
              computes once; not by Tunix
@@ -24,16 +24,18 @@ The peers' environments:
 
     python3.12 -m venv tunix && tunix/bin/pip install google-tunix==0.1.7
     python3.11 -m venv trl && trl/bin/pip install torch==2.13.0 transformers trl peft  # torch for CPUs
+    python3.12 -m venv skyrl && skyrl/bin/pip install torch 'skyrl[jax,tinker]==0.3.0'  # torch for CPUs
 
 Run (20 to 40 minutes a suite; --smoke: one repetition):
 
-    make bench TUNIX_PYTHON=tunix/bin/python TRL_PYTHON=trl/bin/python      # all suites
+    make bench TUNIX_PYTHON=tunix/bin/python TRL_PYTHON=trl/bin/python SKYRL_PYTHON=skyrl/bin/python  # all
     python benchmarks/cpu_peers.py --suites smollm2 --torch trl/bin/python
     python benchmarks/cpu_peers.py --report                       # the pages again from the results, no runs
 
-Writes results/cpu_SUITE_PROCESSOR.json, so that each processor keeps its results; with --cases those of the
-other cases are kept, too, if all packages have the same versions. Then the tables in README.md beside this
-file, a line for each case into results/cpu_history.jsonl and from it HISTORY.md: the ratios over the commits.
+Writes results/cpu_SUITE_PROCESSOR.json, so that each processor keeps its results (with --core
+cpu_SUITE_one_core_PROCESSOR.json); with --cases those of the other cases are kept, too, if all packages of
+systems in both runs have the same versions. Then the tables in README.md beside this file, a line for each
+case into results/cpu_history.jsonl and from it HISTORY.md: the ratios over the commits.
 """
 
 from __future__ import annotations
@@ -97,10 +99,20 @@ SUITES = {
     "smollm2": SMOLLM2_CASES,
 }
 ALL_CASES = CASES | LORA_CASES | MOE_CASES | DELTA_CASES | LONG_CASES | SMOLLM2_CASES
-SCRIPTS = {"ours": "ours.py", "floor": "floor.py", "tunix": "tunix_peer.py", "torch_trl": "torch_trl.py"}
+SCRIPTS = {
+    "ours": "ours.py",
+    "floor": "floor.py",
+    "tunix": "tunix_peer.py",
+    "torch_trl": "torch_trl.py",
+    "skyrl": "skyrl_peer.py",
+}
+ENVIRONMENTS = {"tunix": ("tunix", "tunix"), "torch_trl": ("torch", "trl"), "skyrl": ("skyrl", "skyrl")}
+"""The flag of each peer's interpreter, and the folder of its environment in the docstring above."""
+SKYRL_CASES = {"rollout_fixed", "rollout_ragged", "lora_train_step"}
 NOT_DONE = {
     "floor": {"rollout_ragged", "moe_rollout_ragged", *DELTA_CASES},
     "tunix": {*DELTA_CASES, *LONG_CASES, *SMOLLM2_CASES},
+    "skyrl": ALL_CASES.keys() - SKYRL_CASES,
 }
 HISTORY_EXPLANATION = """\
 Medians of the paired ratios of each run of [cpu_peers.py](cpu_peers.py), of wall time (of CPU seconds): above
@@ -156,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tunix", help="python of an environment with google-tunix; left out: not compared")
     parser.add_argument("--torch", help="python of an environment with torch, transformers, trl and peft")
+    parser.add_argument("--skyrl", help="python of an environment with skyrl")
     parser.add_argument("--suites", nargs="+", choices=list(SUITES), default=list(SUITES))
     parser.add_argument("--cases", nargs="+", choices=list(ALL_CASES), help="some of them only")
     parser.add_argument("--repetitions", type=int, default=9)
@@ -174,14 +187,11 @@ def main() -> None:
 
 def measure_suite(suite: str, cases: list[str], commit: str, arguments: argparse.Namespace) -> None:
     """Run the cases of one suite; after each, print its results and write them."""
-    pythons = {
-        "ours": sys.executable,
-        "floor": sys.executable,
-        "tunix": arguments.tunix,
-        "torch_trl": arguments.torch,
-    }
+    pythons = {"ours": sys.executable, "floor": sys.executable}
+    pythons |= {name: getattr(arguments, flag) for name, (flag, _) in ENVIRONMENTS.items()}
     load, versions, results = os.getloadavg(), {}, {}
-    path = results_path(f"cpu_{suite}", processor_name())
+    cores = "" if arguments.core is None else "_one_core"
+    path = results_path(f"cpu_{suite}{cores}", processor_name())
     for case in cases:
         chosen = [name for name in pythons if pythons[name] and case not in NOT_DONE.get(name, ())]
         peers = [Peer(name, pythons[name], arguments.core) for name in chosen]
@@ -190,12 +200,13 @@ def measure_suite(suite: str, cases: list[str], commit: str, arguments: argparse
         results[case] = {"commit": commit, **measured}
         for peer in peers:
             peer.close()
+        kept, earlier = kept_cases(path, suite, versions)
         report = {
             "command": reproducing_command(suite, arguments),
             "commit": commit,
             "machine": describe_machine(load),
-            "versions": versions,
-            "cases": kept_cases(path, suite, versions) | results,
+            "versions": earlier | versions,
+            "cases": kept | results,
         }
         print(peers_table(report), flush=True)
         if not arguments.smoke:
@@ -205,10 +216,13 @@ def measure_suite(suite: str, cases: list[str], commit: str, arguments: argparse
             write_tables()
 
 
-def kept_cases(path: Path, suite: str, versions: dict[str, Any]) -> dict[str, Any]:
-    """Return the cases of earlier runs of the suite with these versions, in its order."""
+def kept_cases(path: Path, suite: str, versions: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the cases of earlier runs of the suite with these versions, and their systems' versions."""
     cases = kept_results(path, "cases", versions)
-    return {case: cases[case] for case in SUITES[suite] if case in cases}
+    if path.exists() and not cases:
+        print(f"results of other versions are replaced: {path.name}", flush=True)
+    earlier = json.loads(path.read_text())["versions"] if cases else {}
+    return {case: cases[case] for case in SUITES[suite] if case in cases}, earlier
 
 
 def write_tables() -> None:
@@ -226,17 +240,18 @@ def processor_of(report: dict[str, Any]) -> str:
 
 def suite_tables(suite: str, folder: Path = RESULTS) -> str:
     """Return the tables of a suite on all processors that have results, sorted by processor."""
-    reports = [json.loads(path.read_text()) for path in folder.glob(f"cpu_{suite}_*.json")]
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob(f"cpu_{suite}_*.json"))]
     return "\n\n".join(peers_table(report) for report in sorted(reports, key=processor_of))
 
 
 def reproducing_command(suite: str, arguments: argparse.Namespace) -> str:
     """Return the command of this suite, with the paths of the environments as in the docstring above."""
     words = [f"python benchmarks/cpu_peers.py --suites {suite}"]
-    words += ["--tunix tunix/bin/python"] * bool(
-        arguments.tunix and not SUITES[suite].keys() <= NOT_DONE["tunix"]
-    )
-    words += ["--torch trl/bin/python"] * bool(arguments.torch)
+    words += [
+        f"--{flag} {folder}/bin/python"
+        for name, (flag, folder) in ENVIRONMENTS.items()
+        if getattr(arguments, flag) and not SUITES[suite].keys() <= NOT_DONE.get(name, set())
+    ]
     words += [f"--core {arguments.core}"] * (arguments.core is not None)
     words += [f"--cases {' '.join(arguments.cases or ())}"] * bool(arguments.cases)
     return " ".join([*words, f"--repetitions {arguments.repetitions}"])

@@ -87,10 +87,11 @@ def kept_results(path: Path, part: str, versions: dict[str, Any]) -> dict[str, A
 
     Args:
         part: key of the report that has them, by name.
-        versions: of the present run; versions of further packages do not matter.
+        versions: of the present run; packages that only one of the runs has do not matter.
     """
     report = json.loads(path.read_text()) if path.exists() else {"versions": {}, part: {}}
-    if any(report["versions"].get(name) != found for name, found in versions.items()):
+    known = report["versions"]
+    if any(known.get(name, found) != found for name, found in versions.items()):
         return {}
     return {name: {"commit": report["commit"], **result} for name, result in report[part].items()}
 

@@ -97,12 +97,15 @@ def test_results_and_tables_of_each_processor_are_kept(peers, tmp_path):
 
 
 def test_a_run_of_some_cases_keeps_the_others_of_the_same_versions(peers, tmp_path):
+    kept_cases, same = peers["kept_cases"], {"ours": {"jax": "1"}}
     path = tmp_path / "cpu_dense_amd-epyc.json"
-    assert peers["kept_cases"](path, "dense", {"ours": {"jax": "1"}}) == {}
+    assert kept_cases(path, "dense", same) == ({}, {})
     path.write_text(json.dumps(report(peers, ours=[(2.0, 4.0)], floor=[(1.0, 1.0)])))
-    kept = peers["kept_cases"](path, "dense", {"ours": {"jax": "1"}})
+    # a system that the earlier run did not have removes no case, and the earlier run's systems stay
+    kept, versions = kept_cases(path, "dense", same | {"skyrl": {"jax": "3"}})
     assert list(kept) == ["train_step"] and kept["train_step"]["commit"] == "abc1234"
-    assert peers["kept_cases"](path, "dense", {"ours": {"jax": "2"}}) == {}
+    assert versions == {"ours": {"jax": "1"}, "floor": {"jax": "1"}}
+    assert kept_cases(path, "dense", {"ours": {"jax": "2"}}) == ({}, {})
     later = report(peers, ours=[(2.0, 4.0)], floor=[(1.0, 1.0)]) | {"commit": "def5678", "cases": kept}
     assert "| train step, 32 x 192 tokens (commit abc1234) | 2.00 (4.00), 100 |" in peers["peers_table"](
         later

@@ -10,7 +10,6 @@ channel = open_channel()
 import os
 import tempfile
 import warnings
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -31,34 +30,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from trl import GRPOConfig, GRPOTrainer
-from work import LONG, SMALL, SMOLLM2, Work
+from work import LONG, SMALL, SMOLLM2, Work, hf_config
 
 STEPS = 10_000
 
 
-def common(size: Work) -> dict[str, Any]:
-    """Return what configs of a model without biases, the embedding tied, have in common."""
-    return {
-        "vocab_size": size.vocab,
-        "hidden_size": size.width,
-        "intermediate_size": size.mlp,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_dim,
-        "rms_norm_eps": size.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(size.rope_theta)},
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-
-
-CONFIG = Qwen3Config(**common(SMALL))
-LLAMA = LlamaConfig(**common(SMOLLM2))
+CONFIG = Qwen3Config(**hf_config(SMALL))
+LLAMA = LlamaConfig(**hf_config(SMOLLM2))
 MIXTURE = Qwen3MoeConfig(
-    **common(SMALL),
+    **hf_config(SMALL),
     num_experts=work.EXPERTS,
     num_experts_per_tok=work.EXPERTS_PER_TOKEN,
     moe_intermediate_size=work.EXPERT_SIZE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,25 @@ EXPERTS, EXPERTS_PER_TOKEN, EXPERT_SIZE = 8, 2, SMALL.mlp // 2  # as many active
 LORA_RANK, LORA_ALPHA = 8, 32.0
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SPECIAL = ("<pad>", "<eos>", "<unk>")  # ids 0, 1, 2; id i >= 3 is the word w{i - 3}
+
+
+def hf_config(size: Work) -> dict[str, Any]:
+    """Return what Hugging Face configs of a model without biases, the embedding tied, have in common."""
+    return {
+        "vocab_size": size.vocab,
+        "hidden_size": size.width,
+        "intermediate_size": size.mlp,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "rms_norm_eps": size.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(size.rope_theta)},
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
 
 
 def prompts(work: Work, repetition: int) -> list[list[int]]:
