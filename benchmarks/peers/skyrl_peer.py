@@ -106,7 +106,7 @@ def datum(ids: list[int], advantage: float) -> types.Datum:
 
 
 def train_step():
-    """Return a step of the adapters: clipped loss, gradient, AdamW. q, k and v share an A, as gate and up do."""
+    """Return a step of the adapters: clipped loss, gradient, AdamW; q, k, v share an A, as gate and up do."""
     engine = backend(
         max_lora_adapters=2,  # the first is the base model's
         max_lora_rank=work.LORA_RANK,
