@@ -42,10 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: None = the words of this process, which may restart for huge pages (`host.huge_pages`).
     """
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if argv is None and command in COMPUTING:
-        huge_pages.restart_with_them()
     if argv is None:
-        say_start(command, rest)
+        start_process(command, rest)
     if command in ("-h", "--help", "help"):
         print(command_table())
         return 0
@@ -76,9 +74,13 @@ def all_commands() -> dict[str, tuple[str, str]]:
     return COMMANDS | {name: row for table in load_extensions("commands") for name, row in table.items()}
 
 
-def say_start(command: str, rest: list[str]) -> None:
-    """Say at once that a command starts, where the rest of it takes seconds to import."""
-    if command in SLOW_TO_START and rest and not ENDS_AT_ONCE.intersection(rest):
+def start_process(command: str, rest: list[str]) -> None:
+    """Restart this process for huge pages if the command computes; say at once that a slow command starts."""
+    if not rest or ENDS_AT_ONCE.intersection(rest):
+        return
+    if command in COMPUTING:
+        huge_pages.restart_with_them()
+    if command in SLOW_TO_START:
         print(f"jaxrl_llm {command}: starting", file=sys.stderr, flush=True)
 
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import sys
 
 from jaxrl_llm.__main__ import main as run_command
-from jaxrl_llm.__main__ import say_start
+from jaxrl_llm.__main__ import start_process
 
 if __name__ == "__main__":  # the recipe is read before jax is imported, which takes seconds
-    from jaxrl_llm.host import huge_pages
     from jaxrl_llm.host.signals import install_handlers
 
-    huge_pages.restart_with_them()
-    say_start("train", sys.argv[1:])
+    start_process("train", sys.argv[1:])
     install_handlers()  # to the end of the interpreter
     sys.exit(run_command(["train", *sys.argv[1:]]))
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from jaxrl_llm.__main__ import start_process
 from jaxrl_llm.host import huge_pages
 
 ON_REQUEST = "always [madvise] never\n"
@@ -63,4 +64,21 @@ def test_only_commands_that_compute_on_the_cpu_restart(monkeypatch, tmp_path, pl
     started = []
     monkeypatch.setattr(huge_pages.os, "execve", lambda *args: started.append(args))
     huge_pages.restart_with_them()
+    assert bool(started) == restarts
+
+
+@pytest.mark.parametrize(
+    "words, restarts",
+    [
+        (["--config", "grpo_tiny.py"], True),
+        (["--help"], False),
+        (["--config", "grpo_tiny.py", "--help"], False),
+        (["--list"], False),
+        ([], False),
+    ],
+)
+def test_commands_that_end_at_once_do_not_restart(monkeypatch, words, *, restarts):
+    started = []
+    monkeypatch.setattr(huge_pages, "restart_with_them", lambda: started.append(words))
+    start_process("train", words)
     assert bool(started) == restarts
