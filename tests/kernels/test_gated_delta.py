@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_kernels.gated_delta import bench
-from jaxrl_kernels.gated_delta.reference import delta_step, gated_delta, recurrent_delta
+from jaxrl_kernels.gated_delta.reference import SAVED, delta_step, gated_delta, recurrent_delta
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
@@ -131,6 +131,18 @@ def test_rows_of_a_batch_have_separate_trees():
         own = [x[i : i + 1] for x in tokens]
         alone, _ = run(gated_delta, own, segments[i : i + 1], last[i : i + 1], settings=(("levels", 4),))
         assert_close([x[i : i + 1] for x in together], alone, 1e-6)
+
+
+def test_what_the_backward_pass_needs_can_be_kept():
+    """A policy that keeps SAVED scans the chunks twice, forward and back, and not forward again."""
+    *tokens, segments = *make_tokens((1, 40)), jnp.ones((1, 40), int)
+
+    def scans(policy):
+        rule = lambda *tokens: gated_delta(*tokens, segments=segments)[0].sum()
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(rule, policy=policy)))(*tokens)).count(" scan[")
+
+    keep = jax.checkpoint_policies.save_only_these_names(SAVED)
+    assert (scans(keep), scans(jax.checkpoint_policies.nothing_saveable)) == (2, 3)
 
 
 def test_too_few_levels_are_nan():

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels.chunks import split
@@ -37,6 +38,8 @@ from jaxrl_kernels.gated_delta.paths import ChunkPaths, clear_padding, follow_pa
 CHUNK = 64
 """The most tokens of a chunk. On a CPU half the key size, at least 16, is fastest with its gradient: 32 of 64
 take 0.75 of the time of 64, and 16 of 32 half. Fewer tokens would keep more states for the gradient."""
+SAVED = "gated_delta"
+"""Name, for `jax.checkpoint` policies, of the output and the states between chunks; only of plain JAX."""
 INVERTED_BLOCK = 8
 """Rows of the blocks from which the inverse of a chunk is made: on a CPU a sixth of the time of products of
 all 64 rows. With 4 and 16 it takes 1.3 to 3 times as long as with 8."""
@@ -81,9 +84,8 @@ def gated_delta(
     """
     up = lambda size: 1 << (size - 1).bit_length()  # to a power of two
     chunk = min(chunk or min(max(up(k.shape[3]) // 2, 16), CHUNK), up(q.shape[1]))
-    body = jax.checkpoint(_add_chunk, prevent_cse=False)  # the gradient keeps the states between chunks
     tokens = (q, k, v, g) if beta is None else (q, k, v, g, beta)
-    return _scan(body, tokens, segments, last=last, initial=initial, chunk=chunk, levels=levels)
+    return _scan(_scan_chunks, tokens, segments, last=last, initial=initial, chunk=chunk, levels=levels)
 
 
 def recurrent_delta(
@@ -100,7 +102,8 @@ def recurrent_delta(
 ) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
     """Compute `gated_delta` by `delta_step`, one token at a time; the gradient keeps a state a token."""
     tokens = (q, k, v, g) if beta is None else (q, k, v, g, beta)
-    return _scan(_add_token, tokens, segments, last=last, initial=initial, chunk=1, levels=levels)
+    scan = functools.partial(jax.lax.scan, _add_token)
+    return _scan(scan, tokens, segments, last=last, initial=initial, chunk=1, levels=levels)
 
 
 def delta_step(
@@ -134,7 +137,7 @@ class _Stack(NamedTuple):
 
 
 def _scan(
-    body: Callable[..., Any],
+    scan: Callable[..., Any],
     tokens: tuple[Array, ...],
     segments: Int[Array, "B T"],
     *,
@@ -143,7 +146,7 @@ def _scan(
     chunk: int,
     levels: int,
 ) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
-    """Apply body(stack, chunk) -> (stack, out) to the chunks of all rows in order."""
+    """Apply scan(stack, chunks) -> (stack, out of each chunk) to the chunks of all rows."""
     (batch, length), (_, k, v, *_) = segments.shape, tokens
     levels, last = (1, segments) if last is None else (levels, last)
     pad = lambda x: jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)))
@@ -155,9 +158,46 @@ def _scan(
     shape = (batch, v.shape[2], levels, k.shape[3], v.shape[3])
     states = jnp.broadcast_to(jnp.float32(0) if initial is None else initial[:, :, None], shape)
     stack = _Stack(states, jnp.pad(last[:, :1], ((0, 0), (0, levels - 1))))
-    stack, out = jax.lax.scan(body, stack, [split(x, chunk) for x in (q, k, v, g, *beta, segments, last)])
+    stack, out = scan(stack, [split(x, chunk) for x in (q, k, v, g, *beta, segments, last)])
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[2:])
     return out[:, :length], stack.states[:, :, -1]
+
+
+@jax.custom_vjp
+def _scan_chunks(stack: _Stack, chunks: list[Array]) -> tuple[_Stack, Float[Array, "N B C Hv V"]]:
+    """Add N chunks to the states in order. The gradient keeps the states between chunks, named SAVED."""
+    return jax.lax.scan(_add_chunk, stack, chunks)
+
+
+def _scan_chunks_forward(stack: _Stack, chunks: list[Array]):
+    def step(before, chunk):
+        after, out = _add_chunk(before, chunk)
+        return after, (out, before)
+
+    stack, outputs = jax.lax.scan(step, stack, chunks)
+    out, before = jax.tree.map(lambda x: checkpoint_name(x, SAVED), outputs)
+    return (stack, out), (before, chunks)
+
+
+def _scan_chunks_backward(residuals, gradients):
+    """Pass the gradients of the states back from the last chunk, which is computed again."""
+    *inputs, d_out = *residuals, gradients[1]
+
+    def step(d_states, chunk):
+        before, (*tokens, segments, last), d_out = chunk
+
+        def add(states, tokens):
+            after, out = _add_chunk(before._replace(states=states), [*tokens, segments, last])
+            return after.states, out
+
+        _, backward = jax.vjp(add, before.states, tokens)
+        return backward((d_states, d_out))
+
+    d_states, d_tokens = jax.lax.scan(step, gradients[0].states, (*inputs, d_out), reverse=True)
+    return _Stack(d_states, None), [*d_tokens, None, None]
+
+
+_scan_chunks.defvjp(_scan_chunks_forward, _scan_chunks_backward)
 
 
 def _add_chunk(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array, "B C Hv V"]]:
