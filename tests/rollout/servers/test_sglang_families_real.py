@@ -12,7 +12,7 @@ SMALL = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256},
     **{"initializer_range": 0.3, "tie_word_embeddings": True},
 }
-# Larger weights: float32 alone changes log-probs by more than 1e-5, in transformers too.
+# With larger weights the rounding of float32 changes log-probs by more than 1e-5, in transformers too.
 DELTA = {
     **{"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "initializer_range": 0.05},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
