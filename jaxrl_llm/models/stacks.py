@@ -8,14 +8,12 @@ a run is a pattern that repeats, and one scan.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.global_heads import config_of_layers
@@ -205,7 +203,9 @@ def cut_layers(
 
     def cut(tree: Any, is_own: Callable[[str], bool]) -> Any:
         first, count = (sum(map(is_own, layers)) for layers in (names[: part.start], names[part]))
-        return jax.tree.map(lambda x: x if len(x) == count else _layers_of(x, first, first + count), tree)
+        return jax.tree.map(
+            lambda x: x if len(x) == count else jax.lax.slice_in_dim(x, first, first + count), tree
+        )
 
     own = {
         name: cut(weights(name), lambda other, name=name: other == name)
@@ -218,23 +218,22 @@ def _weights_of(names: Sequence[str], run: LayerRun, weights: dict[str, Any]) ->
     """Return the weights of each layer of the pattern, with a leading dim `count`.
 
     All are slices if one is: a scan of JAX 0.10 cannot add the gradients of some weights to buffers and
-    return those of others.
+    return those of others. No slice has a stride: the compiler for TPUs (libtpu 0.0.50.1) may end the
+    process where it fuses several of one stack.
     """
     places, sizes, counts = _places(names), Counter(names), Counter(run.pattern)
     is_whole = all(n == 1 and run.count == sizes[name] for name, n in counts.items())
-    out = []
+    out, firsts = [], {}
     for name, start in places[run.first : run.first + len(run.pattern)]:
-        pick = functools.partial(
-            _layers_of, start=start, stop=start + run.count * counts[name], step=counts[name]
-        )
+        first, n = firsts.setdefault(name, start), counts[name]
+
+        def pick(x, first=first, n=n, k=start - firsts[name]):
+            own = jax.lax.slice_in_dim(x, first, first + run.count * n)
+            split = own.reshape(run.count, n, *x.shape[1:])
+            return own if n == 1 else jax.lax.index_in_dim(split, k, axis=1, keepdims=False)
+
         out.append(weights[name] if is_whole else jax.tree.map(pick, weights[name]))
     return tuple(out)
-
-
-def _layers_of(x: Shaped[Array, "L ..."], start: int, stop: int, *, step: int = 1) -> Shaped[Array, "n ..."]:
-    """Return x[start:stop:step]; gradients of that may not be added to a buffer in JAX 0.10, for lack of a
-    stride."""
-    return jax.lax.slice_in_dim(x, start, min(stop, len(x)), step)
 
 
 def _reach(names: Sequence[str], size: int) -> int:

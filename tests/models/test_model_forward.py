@@ -256,6 +256,16 @@ def test_the_gradient_program_does_not_grow_with_depth(config):
     assert size(16) == size(32)
 
 
+def test_no_slice_of_a_stack_has_a_stride():
+    """The compiler for TPUs may end the process at several of one stack: here of two layers of a pattern."""
+    kinds, delta = ("delta", "delta", "attention") * 2, DeltaConfig(2, 4, 8, 8, 4)
+    hybrid = dataclasses.replace(CONFIG, num_layers=6, layer_kinds=kinds, delta=delta)
+    jaxpr = jax.make_jaxpr(lambda p, *row: p(*row))(models.abstract(hybrid), *packed())
+    slices = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "slice"]
+    assert any(e.invars[0].aval.shape[0] == 4 for e in slices)
+    assert not [e for e in slices if any(stride > 1 for stride in e.params["strides"] or ())]
+
+
 def equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation
