@@ -97,7 +97,6 @@ CASES = [
     Case("Qwen/Qwen3-30B-A3B", "v6e-16", f"{COMPRESSED} --rollout.slots 256 --tokens_per_device 4608"),
     Case("Qwen/Qwen3-30B-A3B", "v5p-16", "--rollout.slots 256"),
     Case("Qwen/Qwen3.5-35B-A3B", "h100x8", "--lora.rank 32 --rollout.slots 256 --tokens_per_device 3072"),
-    Case("google/gemma-4-E2B", "v5e-16", COMPRESSED),
     Case(
         "google/gemma-4-31B",
         "v5e-16",
