@@ -65,37 +65,6 @@ SMOLLM2 = Work(
 RAGGED_MEAN, RAGGED_MAX, RAGGED_SETS = 40, 256, 3
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-5, 0.9, 0.999, 1e-8, 0.1
 CLIP = 0.2
-DELTA = {
-    "model_type": "qwen3_5_text",
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "vocab_size": SMALL.vocab,
-    "hidden_size": SMALL.width,
-    "intermediate_size": SMALL.mlp,
-    "num_hidden_layers": SMALL.layers,
-    "num_attention_heads": SMALL.heads,
-    "num_key_value_heads": SMALL.kv_heads,
-    "head_dim": SMALL.head_dim,
-    "rms_norm_eps": SMALL.norm_eps,
-    "linear_num_key_heads": SMALL.heads // 2,
-    "linear_num_value_heads": SMALL.heads,
-    "linear_key_head_dim": SMALL.head_dim,
-    "linear_value_head_dim": SMALL.head_dim,
-    "layer_types": ["linear_attention"] * (SMALL.layers - 1) + ["full_attention"],
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": float(SMALL.rope_theta),
-        "partial_rotary_factor": 0.25,
-    },
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-"""A small Qwen3.5: three layers with the gated delta rule, one with attention."""
-EXPERTS, EXPERTS_PER_TOKEN, EXPERT_SIZE = 8, 2, SMALL.mlp // 2  # as many active weights as without experts
-LORA_RANK, LORA_ALPHA = 8, 32.0
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SPECIAL = ("<pad>", "<eos>", "<unk>")  # ids 0, 1, 2; id i >= 3 is the word w{i - 3}
 
 
 def hf_config(size: Work) -> dict[str, Any]:
@@ -115,6 +84,27 @@ def hf_config(size: Work) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": 0,
     }
+
+
+DELTA = hf_config(SMALL) | {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "linear_num_key_heads": SMALL.heads // 2,
+    "linear_num_value_heads": SMALL.heads,
+    "linear_key_head_dim": SMALL.head_dim,
+    "linear_value_head_dim": SMALL.head_dim,
+    "layer_types": ["linear_attention"] * (SMALL.layers - 1) + ["full_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": float(SMALL.rope_theta),
+        "partial_rotary_factor": 0.25,
+    },
+}
+"""A small Qwen3.5: three layers with the gated delta rule, one with attention."""
+EXPERTS, EXPERTS_PER_TOKEN, EXPERT_SIZE = 8, 2, SMALL.mlp // 2  # as many active weights as without experts
+LORA_RANK, LORA_ALPHA = 8, 32.0
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SPECIAL = ("<pad>", "<eos>", "<unk>")  # ids 0, 1, 2; id i >= 3 is the word w{i - 3}
 
 
 def prompts(work: Work, repetition: int) -> list[list[int]]:
