@@ -40,7 +40,7 @@ class Case(NamedTuple):
     model: str
     topology: str
     flags: str = ""
-    group: str = ""  # "" = the first table, "floors" = the recipe as it is
+    group: str = ""  # "" and "full" = the first table, "floors" = the recipe as it is
     only: str = ""  # of `plan`
 
     @property
@@ -71,6 +71,7 @@ CASES = [
     Case("Qwen/Qwen3-8B", "h100", "--lora.rank 32"),
     Case("Qwen/Qwen3-8B", "h200", COMPRESSED),
     Case("Qwen/Qwen3.5-9B", "h100", "--lora.rank 32"),
+    Case("Qwen/Qwen3.5-9B", "h100", f"{COMPRESSED} --optim.offload True --reference.offload True", "full"),
     Case("Qwen/Qwen3-8B", "rtx4090", f"{QLORA} --rollout.slots 8 --tokens_per_device 1536"),
     Case("Qwen/Qwen3-8B", "v5e-4", f"{QLORA} --rollout.slots 16 --tokens_per_device 2048"),
     Case("Qwen/Qwen3-32B", "h100x8", "--lora.rank 32 --rollout.slots 256 --mesh.tensor 8"),
@@ -97,10 +98,13 @@ CASES = [
     Case("Qwen/Qwen3-30B-A3B", "v6e-16", f"{COMPRESSED} --rollout.slots 256 --tokens_per_device 4608"),
     Case("Qwen/Qwen3-30B-A3B", "v5p-16", "--rollout.slots 256"),
     Case("Qwen/Qwen3.5-35B-A3B", "h100x8", "--lora.rank 32 --rollout.slots 256 --tokens_per_device 3072"),
+    Case("Qwen/Qwen3.5-35B-A3B", "v6e-16", "--lora.rank 32 --rollout.slots 256 --tokens_per_device 3072"),
+    Case("google/gemma-4-E2B", "v5e-16", "--optim.moments int8 --rollout.slots 128 --mesh.tensor 2"),
     Case(
         "google/gemma-4-31B",
         "v5e-16",
-        "--lora.rank 32 --lora.quantize int8 --rollout.slots 64 --mesh.tensor 4",
+        "--lora.rank 32 --lora.quantize int8 --rollout.slots 16 --mesh.tensor 4 --rollout.mesh.tensor 8 "
+        "--tokens_per_device 4096",
     ),
     Case("Qwen/Qwen3-235B-A22B", "v5p-128", "--rollout.slots 256 --mesh.expert 8 --optim.moments int8"),
     Case("Qwen/Qwen3-235B-A22B", "h200x64", "--rollout.slots 256 --mesh.expert 8 --optim.moments int8"),
