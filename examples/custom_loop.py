@@ -17,7 +17,7 @@ from jaxrl_llm.data.config import DataConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.experience.rewards import verify
-from jaxrl_llm.experience.rollouts import generate_responses
+from jaxrl_llm.experience.rollouts import start_responses
 from jaxrl_llm.models import init
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -45,9 +45,9 @@ def main() -> None:
         for step in range(STEPS):  # imitate its own correct answers
             engine.publish(state.params, step)
             prompts = loader.batch(step, PROMPTS)
-            tries = generate_responses(
+            tries = start_responses(
                 engine, prompts, TRIES, 8, sampling=SamplingConfig(), key=jax.random.key(step)
-            )
+            ).result()
             verify(rewards, prompts, tries)
             correct = [from_trajectory(t) for t in tries if t.reward == 1.0]
             state, metrics = learner.update(state, [correct])

@@ -15,18 +15,12 @@ from jaxrl_llm.host.signals import handled_signals, install_handlers
 COMMANDS = {
     "train": ("jaxrl_llm.tools.train", "Train a model by a recipe."),
     "plan": ("jaxrl_llm.tools.plan", "Compile a recipe for devices that need not be here: does it fit?"),
-    "doctor": (
-        "jaxrl_llm.tools.doctor",
-        "Check this machine for a run; name the fixes.",
-    ),
+    "doctor": ("jaxrl_llm.tools.doctor", "Check this machine for a run; name the fixes."),
     "chat": ("jaxrl_llm.tools.chat", "Talk to a model in the terminal."),
     "generate": ("jaxrl_llm.tools.generate", "Generate responses to the prompts of a file; best of n."),
     "score": ("jaxrl_llm.tools.score", "Compute log-probabilities, or rewards, of given responses."),
     "view": ("jaxrl_llm.tools.view", "Write runs as one HTML page: curves, evaluation, samples, configs."),
-    "export": (
-        "jaxrl_llm.tools.export",
-        "Write a checkpoint's model as a Hugging Face folder or GGUF file.",
-    ),
+    "export": ("jaxrl_llm.tools.export", "Write a checkpoint's model as a Hugging Face folder or GGUF file."),
 }
 COMPUTING = {"train", "chat", "generate", "score"}
 SLOW_TO_START = COMPUTING | {"plan", "doctor", "export"}

@@ -35,39 +35,12 @@ from jaxrl_llm.sharding.config import (
 )
 
 __all__ = [  # all that a recipe needs, besides its algorithm
-    "ChatConfig",
-    "CheckpointConfig",
-    "ConvConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DeltaConfig",
-    "EnvConfig",
-    "EvalConfig",
-    "GatewayConfig",
-    "HubConfig",
-    "IndexConfig",
-    "LogConfig",
-    "LoraConfig",
-    "MLAConfig",
-    "MambaConfig",
-    "MeshConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "ReferenceConfig",
-    "RewardConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RopeConfig",
-    "RoutingConfig",
-    "SamplingConfig",
-    "ScoreConfig",
-    "ServersConfig",
-    "SourceConfig",
-    "TrainConfig",
-    "TransformerConfig",
-    "WarmStartConfig",
-]
+    "ChatConfig", "CheckpointConfig", "ConvConfig", "CriticConfig", "DataConfig", "DeltaConfig",
+    "EnvConfig", "EvalConfig", "GatewayConfig", "HubConfig", "IndexConfig", "LogConfig", "LoraConfig",
+    "MLAConfig", "MambaConfig", "MeshConfig", "MoEConfig", "ModelConfig", "OptimConfig", "ReferenceConfig",
+    "RewardConfig", "RewardModelConfig", "RolloutConfig", "RopeConfig", "RoutingConfig", "SamplingConfig",
+    "ScoreConfig", "ServersConfig", "SourceConfig", "TrainConfig", "TransformerConfig", "WarmStartConfig",
+]  # fmt: skip
 
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 """Name of a repository of the Hugging Face hub."""
@@ -367,6 +340,11 @@ class TrainConfig:
         tokens = min(self.tokens_per_device, self.score.tokens_per_device or self.tokens_per_device)
         budget = max(tokens * min(shards) // longest, 1) * longest
         return min(row, budget)
+
+    @property
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        """Sources of training, evaluation and warm-up."""
+        return (*self.data.sources("train"), *self.data.sources("eval"), *self.warm_start.sources)
 
     @property
     def updates_per_step(self) -> int:

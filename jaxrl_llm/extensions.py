@@ -22,6 +22,16 @@ def load_extensions(group: str) -> list[Any]:
     return [point.load() for point in sorted(points, key=lambda point: point.name)]
 
 
+def package_version(package: str) -> str:
+    """Return the version of an installed package; "" = it is not installed, or on the path alone."""
+    import importlib.metadata  # slow to import: not for --help
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
     """Import a package of an extra of pyproject.toml.
 

@@ -104,6 +104,11 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
+    def num_turns(self) -> int:
+        """Return the number of turns that the policy generated."""
+        return int((np.diff(self.mask, prepend=0) > 0).sum())
+
+    @property
     def once(self) -> np.ndarray:
         return read_once(self.mask, self.forks, len(self.prompt_ids))  # bool [R'], see there
 
@@ -122,8 +127,8 @@ class Trajectory:
         """Response as chat messages: one turn of the assistant, or the turns of a conversation."""
         if not (messages := list(self.episode.messages) if self.episode else []):
             return [as_message(self.text)]
-        turns = int((np.diff(self.mask, prepend=0) > 0).sum())
-        if turns > sum(message["role"] == "assistant" for message in messages):  # the last one was cut off
+        replies = sum(message["role"] == "assistant" for message in messages)
+        if self.num_turns > replies:  # the last one was cut off
             messages.append(as_message(self.answer or ""))
         while messages[-1]["role"] != "assistant":  # an observation without tokens left for an answer
             messages.pop()

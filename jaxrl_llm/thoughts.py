@@ -23,9 +23,8 @@ MARKS = {
     "<reasoning>": "</reasoning>",
 }
 """Opening mark of a thought -> its closing mark."""
-AROUND_ANSWER = re.compile(  # Command A, Sky-T1, GLM-4.5V
-    r"<\|(?:START_RESPONSE|END_RESPONSE|(?:begin|end)_of_(?:solution|box))\|>"
-)
+# Command A, Sky-T1, GLM-4.5V
+AROUND_ANSWER = re.compile(r"<\|(?:START_RESPONSE|END_RESPONSE|(?:begin|end)_of_(?:solution|box))\|>")
 MARK = re.compile("|".join(map(re.escape, [*MARKS, *MARKS.values()])))
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 BORDER = re.compile(r"<\|(?:start|end|call|return)\|>")

@@ -6,11 +6,14 @@ Imports neither jax nor numpy, so that reward workers start quickly.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import difflib
 import importlib.util
+import json
 import os
 import pkgutil
+import signal
 import sys
 import traceback
 import zlib
@@ -137,6 +140,20 @@ def end_with_parent(parent: int, signal_number: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def python_command(module: str, function: str, *arguments: float) -> list[str]:
+    """Return the command of a process that calls a function of ours with numbers; it imports what we can."""
+    path = json.dumps([entry or os.getcwd() for entry in sys.path])
+    start = f"from {module} import {function}; {function}(*map(json.loads, sys.argv[2:]))"
+    code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); {start}"
+    return [sys.executable, "-P", "-c", code, path, *map(json.dumps, arguments)]
+
+
+def kill_group(group: int) -> None:
+    """Kill a group of processes that may be gone already (EPERM for a zombie on macOS)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def limit_memory(num_bytes: int) -> None:

@@ -29,7 +29,7 @@ models of a row: of logits (whose standard deviation is above 0.3), and of the g
 by the gradient's largest number. `python scripts/families.py` measures them again.
 """
 SHOWN_BY = """
-`pytest -m "slow or not slow"` with these files and words shows, the first four by family, the others by kind
+`pytest -m "slow or not slow"` with these files and words shows, the first five by family, the others by kind
 of layer:
 
 | property | tests |
@@ -37,7 +37,8 @@ of layer:
 | greedy text, with and without a cache | `tests/models/test_families.py -k greedy_text` |
 | files come back byte for byte | `tests/models/test_families.py -k byte_for_byte` |
 | LoRA on all layers, read by peft | `tests/models/test_families.py -k adapters` |
-| a packed row is its sequences | `tests/models/test_families.py -k packed_row` |
+| packed rows and shared prompts, with gradients | `tests/models/test_families.py -k packed_row` |
+| absent keys of config.json are transformers' defaults | `tests/models/test_families.py -k absent_keys` |
 | a shared prompt has the gradient of copies, on every mesh | `tests/learn/test_shared_prefixes.py` |
 | strict: log-probs of rollout and training are equal in every bit | `tests/models/test_strict.py` |
 | a run that is killed continues with the same numbers | `tests/faults` |

@@ -58,6 +58,7 @@ if os.environ.get("JAXRL_CHECK_SHAPES"):
         ["jaxrl_kernels", "jaxrl_llm.algos", "jaxrl_llm.sharding", "jaxrl_llm.models"], "beartype.beartype"
     )
 gc.freeze()  # a collection would visit each object of the imported libraries
+gc.set_threshold(10_000, 20, 10)  # or, too often, the parse trees and programs that tests keep
 
 
 @pytest.fixture

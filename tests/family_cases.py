@@ -174,6 +174,16 @@ CASES = {
         },
     ),
     "qwen3.5 moe": ("qwen3_5_moe_text", {**DELTA, **EXPERTS}),
+    "qwen3.5 moe, odd": (
+        "qwen3_5_moe_text",
+        {
+            **{**DELTA, **EXPERTS, "linear_num_value_heads": 6, "linear_value_head_dim": 12},
+            **{"linear_conv_kernel_dim": 3, "num_hidden_layers": 5, "attention_bias": True},
+            **{"num_experts": 5, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 12},
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention"] + ["linear_attention", "full_attention"] * 2,
+        },
+    ),
     "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS}),
     "qwen3-next, odd": (
         "qwen3_next",

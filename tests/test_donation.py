@@ -61,7 +61,10 @@ CASES = {
     "decode pages": (of_rollout, {"name": "decode", **PAGED}),
     "write_pages": (of_rollout, PAGED),
 }
-SLOW = {"accumulate adapters", "apply bfloat16 weights with remainders", "decode pages"}
+SLOW = {
+    *("accumulate adapters", "apply adapters", "apply 8-bit moments", "decode pages"),
+    "apply bfloat16 weights with remainders",
+}
 
 
 @pytest.mark.parametrize("case", with_slow(CASES, SLOW))

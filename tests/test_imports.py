@@ -16,6 +16,7 @@ PACKAGES = {
     "jaxrl_import": ROOT / "importer/jaxrl_import",
 }
 FILES = [file for folder in PACKAGES.values() for file in sorted(folder.rglob("*.py"))]
+KNOWN = frozenset(FILES)
 
 ANY = None
 ALLOWED: dict[str, str | None] = {
@@ -40,9 +41,11 @@ ALLOWED: dict[str, str | None] = {
     "rewards": "ranges addresses errors outcome thoughts user_file sharding",
     "data": "ranges errors extensions forks structs thoughts user_file",
     "hf": "errors extensions structs user_file host sharding models",
-    "checkpoint": "ranges removed addresses errors structs user_file host models",
+    "checkpoint": "ranges removed addresses errors extensions structs user_file host models",
     "bridge": "ranges errors structs models hf",
-    "rollout": "ranges jaxrl_kernels addresses errors forks structs thoughts sharding models bridge",
+    "rollout": (
+        "ranges jaxrl_kernels addresses errors forks structs thoughts user_file sharding models bridge"
+    ),
     "envs": "ranges addresses errors forks structs outcome thoughts user_file data rollout",
     # what joins them
     "learn": "ranges jaxrl_kernels errors structs sharding models algos data checkpoint",
@@ -72,11 +75,6 @@ def relative(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
-@functools.cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
-
-
 def imports(tree: ast.AST) -> list[str]:
     """Dotted names of everything imported anywhere in it; `from a import b` counts as a.b."""
     names = []
@@ -89,6 +87,11 @@ def imports(tree: ast.AST) -> list[str]:
     return names
 
 
+@functools.cache
+def names_of(file: Path) -> list[str]:
+    return imports(ast.parse(file.read_text()))
+
+
 def part_of(file: Path) -> str:
     for name in ("jaxrl_kernels", "jaxrl_import"):
         if file.is_relative_to(PACKAGES[name]):
@@ -97,7 +100,7 @@ def part_of(file: Path) -> str:
 
 
 def imported_parts(file: Path) -> set[str]:
-    names = [name.split(".") for name in imports(tree_of(file))]
+    names = [name.split(".") for name in names_of(file)]
     own = {name[1] for name in names if name[0] == "jaxrl_llm" and len(name) > 1}
     return own | ({name[0] for name in names} & {"jaxrl_kernels", "jaxrl_import"})
 
@@ -132,11 +135,11 @@ def test_the_table_has_no_cycle():
 
 def imported_files(file: Path) -> set[str]:
     """Return our files that a file imports, in functions too, but not under `if TYPE_CHECKING`."""
-    tree = ast.parse(file.read_text())  # of its own: it is changed
+    tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = [ast.Pass()]
-    files, known = set(), set(FILES)
+    files = set()
     for name in imports(tree):
         package, *names = name.split(".")
         paths = (
@@ -144,7 +147,7 @@ def imported_files(file: Path) -> set[str]:
             if package in PACKAGES
             else []
         )
-        found = [f for path in paths for f in (path.with_suffix(".py"), path / "__init__.py") if f in known]
+        found = [f for path in paths for f in (path.with_suffix(".py"), path / "__init__.py") if f in KNOWN]
         files |= {relative(f) for f in found[:1]}
     return files - {relative(file)}
 
@@ -157,7 +160,7 @@ def test_no_files_import_each_other():
 
 def test_only_models_know_flax_and_kernels_only_jax():
     for file in FILES:
-        roots = {name.split(".")[0] for name in imports(tree_of(file))}
+        roots = {name.split(".")[0] for name in names_of(file)}
         assert part_of(file) == "models" or "flax" not in roots, f"{relative(file)} imports flax"
         if part_of(file) == "jaxrl_kernels":
             outside = roots - sys.stdlib_module_names - {"jax", "jaxtyping", "numpy", "jaxrl_kernels"}

@@ -158,8 +158,11 @@ def comments(file: Path) -> Iterator[tuple[int, str]]:
 @functools.cache
 def own_comments(file: Path) -> set[int]:
     """Return the lines that hold a comment alone."""
-    text = file.read_text().splitlines()
-    return {line for line, _ in comments(file) if text[line - 1].lstrip().startswith("#")}
+    found = {i for i, line in enumerate(file.read_text().splitlines(), 1) if line.lstrip().startswith("#")}
+    texts = (node for node in nodes_of(file) if isinstance(node, ast.Constant | ast.JoinedStr))
+    inside = {i for node in texts for i in range(node.lineno + 1, node.end_lineno + 1)}
+    # Few files have such lines in texts, and tokenizing all takes seconds.
+    return found & {line for line, _ in comments(file)} if found & inside else found
 
 
 def first_word(text: str) -> str:

@@ -43,7 +43,7 @@ def _rules_of_grpo(conv: Conversion) -> None:
         conv.put_tokens_per_device(conv.get(key), key)
     else:
         key = f"{ARGS}.train_micro_batch_size"
-        conv.put_tokens_per_device(conv.get(key) * conv.row_tokens(), key, note="x the tokens of a row")
+        conv.put_rows_per_device(conv.get(key), key)
     # Memory, the learning rate, data and rollout.
     if conv.is_set(f"{TRAINER}.recompute_granularity"):
         kind = conv.get(f"{TRAINER}.recompute_granularity")

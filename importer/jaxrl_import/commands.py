@@ -30,7 +30,7 @@ def program_of(words: list[Word], own: str = "") -> tuple[int, str, str] | None:
     """Return (place in the words, system, trainer) of the program that a command starts; None = another.
 
     Args:
-        own: name of a script that counts as a program of TRL, of a trainer that the script tells.
+        own: name of a script that counts as a program of TRL; the script itself tells the trainer.
     """
     for at, word in enumerate(words):
         if not MARKS.search(word.text) and not (at and words[at - 1].text == "trl"):

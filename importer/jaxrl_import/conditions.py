@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
 from collections.abc import Callable
 
 from jaxrl_import.values import unknown_names
 
-COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": lambda a, b: a == b,
-    "-ne": lambda a, b: a != b,
-    "-lt": lambda a, b: a < b,
-    "-le": lambda a, b: a <= b,
-    "-gt": lambda a, b: a > b,
-    "-ge": lambda a, b: a >= b,
-}
+COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 CLOSING = {"{": "}", "(": ")", "[": "]"}
 TERM = re.compile(r"&&|\|\||'[^']*'|\"(?:[^\"\\]|\\.)*\"|\$\{[^}]*\}|\$\([^)]*\)|\\.|.", re.DOTALL)
 WHOLE = re.compile(r"-?\d+")
@@ -27,9 +21,9 @@ def truth(text: str, words: Words) -> bool | None:
     """Return whether a condition holds: tests joined by && and ||, in braces or with ! before them."""
     terms, operators = _split(text.strip().rstrip("; \t\n"))
     result = _term(terms[0], words)
-    for operator, term in zip(operators, terms[1:], strict=True):
+    for sign, term in zip(operators, terms[1:], strict=True):
         other = _term(term, words)
-        stop = operator == "||"
+        stop = sign == "||"
         if stop in (result, other):
             result = stop
         elif None in (result, other):
@@ -87,11 +81,11 @@ def _test(words: list[str]) -> bool | None:
         return bool(words[1]) == (words[0] == "-n")
     if len(words) != 3:
         return None
-    left, operator, right = words
-    if operator in ("=", "==", "!="):
-        return fnmatch.fnmatchcase(left, right) == (operator != "!=")
-    if operator in COMPARISONS and WHOLE.fullmatch(left) and WHOLE.fullmatch(right):
-        return COMPARISONS[operator](int(left), int(right))
+    left, sign, right = words
+    if sign in ("=", "==", "!="):
+        return fnmatch.fnmatchcase(left, right) == (sign != "!=")
+    if sign in COMPARISONS and WHOLE.fullmatch(left) and WHOLE.fullmatch(right):
+        return COMPARISONS[sign](int(left), int(right))
     return None
 
 

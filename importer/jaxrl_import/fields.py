@@ -201,17 +201,17 @@ class Conversion:
         origin = self.origin(*(key for key in keys if key in self.settings or key in self.defaults))
         self.results[ours] = Result(value, "; ".join(filter(None, (origin, note))), stated)
 
-    def copy(self, ours: str, key: str, *keys: str, note: str = "", stated: bool = False) -> None:
-        """Set a key here to the converted value of `key`; the comment names `keys`, too."""
+    def copy(self, ours: str, key: str, *, note: str = "", stated: bool = False) -> None:
+        """Set a key here to the converted value of `key`."""
         if self.get(key) is None:
             self.refused[key] = f"it is not set, and must be. import-config --define {key}=VALUE sets it."
             return
-        self.put(ours, self.get(key), key, *keys, note=note, stated=stated)
+        self.put(ours, self.get(key), key, note=note, stated=stated)
 
-    def copy_set(self, ours: str, key: str, *keys: str, note: str = "", stated: bool = False) -> None:
+    def copy_set(self, ours: str, key: str) -> None:
         """Copy a key if the file sets it."""
         if self.is_set(key):
-            self.copy(ours, key, *keys, note=note, stated=stated)
+            self.copy(ours, key)
 
     def drop(self, key: str, reason: str) -> None:
         """State that a key that the file sets changes no result here."""
@@ -238,7 +238,7 @@ class Conversion:
         fix = f"import-config --define {key}={instead} takes {instead} instead" if instead else ""
         self.refused[key] = f"{reason}. {fix or f'import-config --define {key}= leaves it out'}."
 
-    def put_steps(self, epochs_key: str, steps_key: str) -> None:
+    def put_steps(self, epochs_key: str, steps_key: str = "") -> None:
         """Set the steps, or the epochs if the file counts epochs."""
         steps, epochs = self.get(steps_key) if steps_key else None, self.get(epochs_key)
         if steps and steps > 0:
@@ -280,6 +280,10 @@ class Conversion:
             note, tokens = f"{note}; here at least a row of {row}".strip("; "), -(-row // shards)
         self.put("tokens_per_device", tokens, *keys, note=note)
 
+    def put_rows_per_device(self, rows: int, key: str) -> None:
+        """Set the micro-batch of a system that counts it in rows."""
+        self.put_tokens_per_device(rows * self.row_tokens(), key, note="x the tokens of a row")
+
     def row_tokens(self) -> int:
         """Return the tokens of a row: a trajectory, or two where responses are compared."""
         pair = 2 if self.algo in ("dpo", "cpo", "orpo", "simpo", "reward_model", "online_dpo", "kto") else 1
@@ -299,10 +303,6 @@ class Conversion:
         self.put(f"{prefix}.schedule", schedule, key)
         if schedule != "constant":
             self.put(f"{prefix}.final_fraction", final, key)
-
-    def put_warmup(self, updates: int, *keys: str, note: str = "", prefix: str = "optim") -> None:
-        """Set the updates of the learning rate's warm-up."""
-        self.put(f"{prefix}.warmup_steps", updates, *keys, note=note)
 
     def put_sources(self, paths: Iterable[str], key: str, split: str = "train") -> None:
         """Set the training or evaluation sources."""

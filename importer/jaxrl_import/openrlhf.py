@@ -36,7 +36,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
     )
     conv.copy("ppo_epochs", "train.max_epochs")
     _limit_rows(conv)
-    conv.put_steps("train.num_episodes", "")
+    conv.put_steps("train.num_episodes")
     _optimizer(conv, "actor.", "optim")
     if conv.algo == "ppo":
         _optimizer(conv, "critic.", "critic.optim")
@@ -195,7 +195,7 @@ def _rules_of_examples(conv: Conversion) -> None:
         conv.put("algo.loss", "ipo", "model.ipo_enable")
     conv.put_lengths(conv.get("data.max_len"), "data.max_len")
     _limit_rows(conv)
-    conv.put_steps("train.max_epochs", "")
+    conv.put_steps("train.max_epochs")
     _optimizer(conv, "", "optim")
     conv.put_sources(map(source_path, conv.get("data.dataset") or ()), "data.dataset")
     if conv.get("data.apply_chat_template"):
@@ -229,9 +229,7 @@ def _common(conv: Conversion) -> None:
     if conv.get("train.dynamic_batch_enable") and conv.get("train.max_tokens_per_gpu"):
         conv.put_tokens_per_device(conv.get("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
     else:
-        size = conv.get("train.micro_batch_size") or 1
-        tokens = size * conv.row_tokens()
-        conv.put_tokens_per_device(tokens, "train.micro_batch_size", note="x the tokens of a row")
+        conv.put_rows_per_device(conv.get("train.micro_batch_size") or 1, "train.micro_batch_size")
     # Data, adapters and loggers.
     probs = conv.get("data.prompt_probs") or conv.get("data.dataset_probs") or ()
     conv.put_weights(probs, *({"data.prompt_probs", "data.dataset_probs"} & set(conv.table)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxrl_import.algorithm_names import NO_ALGORITHM
-from jaxrl_import.python_values import ScriptValues, TakenBranches, name_of
+from jaxrl_import.python_values import ScriptValues, TakenBranches, name_of, root_of
 from jaxrl_import.values import NotHereError, Setting, unknown, unknown_names
 from jaxrl_llm.errors import UserError
 
@@ -358,9 +358,7 @@ class _Reader(ScriptValues):
 
     def _is_dataset(self, call: ast.Call) -> bool:
         """Return whether a method is called on rows that load_dataset gave."""
-        root = call.func
-        while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
-            root = root.func if isinstance(root, ast.Call) else root.value
+        root = root_of(call)
         return isinstance(root, ast.Name) and (
             "dataset" in root.id or self.call_named(root, DATASETS)[0] is not None
         )

@@ -26,6 +26,13 @@ def name_of(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
+def root_of(node: ast.expr) -> ast.expr:
+    """Return the expression at the root of a.b, a[b] or a.b(...)."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node
+
+
 class TakenBranches(ast.NodeTransformer):
     """Leaves out the branches of `if` that constants of the file decide against."""
 

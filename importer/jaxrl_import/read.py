@@ -151,7 +151,7 @@ def _read_shell(
 
 
 def _of_keys(words: list[Word], file: Path) -> tuple[str, str] | None:
-    """Return system and trainer, by its keys, of a command that is wholly in a variable from elsewhere."""
+    """Return system and trainer, by the keys of a command that is wholly in a variable from elsewhere."""
     is_whole = UNKNOWN.fullmatch(words[0].text) and all("=" in word.text for word in words[1:2])
     system = _system_of(settings := hydra_overrides(words, str(file)) if is_whole else {})
     return (system, _trainer_of_yaml(system, settings, "")) if system else None

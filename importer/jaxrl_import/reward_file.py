@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from jaxrl_import.python_file import FUNCTION
+from jaxrl_import.python_values import root_of
 
 IMPORT = ast.Import | ast.ImportFrom
 STARTS = re.compile(r"Trainer$|\.train$|parse_(known_)?args|\bmain$")
@@ -88,9 +89,7 @@ def _made(node: ast.stmt) -> Iterator[str]:
 
 def _base(node: ast.expr) -> str:
     """Return the name at the root of a.b, a[b] or a.b(...); "" = of another expression."""
-    root = node
-    while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
-        root = root.func if isinstance(root, ast.Call) else root.value
+    root = root_of(node)
     return root.id if isinstance(root, ast.Name) and root is not node else ""
 
 

@@ -7,7 +7,6 @@ from jaxrl_import.tables import load_system
 from jaxrl_import.values import source_path
 
 SAMPLING = "sampling_params"
-LEVELS = {"token": "token", "sequence": "sequence"}
 
 
 def _filtering(conv: Conversion, n: int) -> None:
@@ -28,8 +27,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
     n = conv.get("rollout.train.responses_per_prompt")
     if not is_gae:
         _reinforce(conv, n)
-    level = LEVELS.get(str(conv.get("actor.avg_level")), "token")
-    conv.put("algo.aggregation", level, "actor.avg_level")
+    _aggregation(conv)
     for side in ("low", "high"):
         conv.copy(f"algo.clip_{side}", "actor.clip")
     _kl(conv)
@@ -70,6 +68,12 @@ def _rules_of_ppo(conv: Conversion) -> None:
     _common(conv, "actor")
     memory = conv.get("rollout.server_args.mem_fraction_static")
     conv.put_engine("", "SGLang (RL2)", conv.get("rollout.server_args.tp_size"), memory)
+
+
+def _aggregation(conv: Conversion) -> None:
+    """Set the aggregation of the loss: a mean over tokens, unless the file says "sequence"."""
+    level = "sequence" if conv.get("actor.avg_level") == "sequence" else "token"
+    conv.put("algo.aggregation", level, "actor.avg_level")
 
 
 def _reinforce(conv: Conversion, n: int) -> None:
@@ -137,8 +141,7 @@ def _rules_of_examples(conv: Conversion) -> None:
     conv.algo = {"sft": "sft", "dpo": "dpo", "rm": "reward_model"}[conv.trainer]
     model = "critic" if conv.trainer == "rm" else "actor"
     if conv.trainer == "sft":
-        level = LEVELS.get(str(conv.get("actor.avg_level")), "token")
-        conv.put("algo.aggregation", level, "actor.avg_level")
+        _aggregation(conv)
     elif conv.trainer == "rm":
         conv.put("algo.margin", False, note="RL2's loss has no margin")
     length = conv.get("data.train.max_length")
@@ -146,7 +149,7 @@ def _rules_of_examples(conv: Conversion) -> None:
         conv.put_lengths(length, "data.train.max_length")
         conv.put("data.overlong", "cut", "data.train.max_length", note="RL2 cuts the end")
         conv.put("data.cut_side", "right", "data.train.max_length", note="RL2 cuts the end")
-    conv.put_steps("trainer.n_epochs", "")
+    conv.put_steps("trainer.n_epochs")
     _optimizer(conv, model, "optim")
     _data(conv, "data")
     _common(conv, model)

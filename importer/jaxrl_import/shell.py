@@ -65,7 +65,7 @@ class Script:
         self._is_open = True
         self.branches: dict[str, int] = {}
         """Variables that a branch of an `if` assigns once more -> the line; the first value counts."""
-        self.array_branches: dict[str, int] = {}  # the same of arrays
+        self.array_branches: dict[str, int] = {}  # as `branches`, of arrays
         self.commands: list[list[Word]] = []
         self._read()
 

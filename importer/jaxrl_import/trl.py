@@ -78,11 +78,19 @@ def _sequences_per_update(conv: Conversion) -> int:
     return conv.get(BATCH) * conv.devices * conv.get(ACCUMULATION)
 
 
+def _step_of_update(conv: Conversion) -> int:
+    """Set the prompts of a step to the sequences of an update, and return their number."""
+    count = _sequences_per_update(conv)
+    note = f"{BATCH} {conv.get(BATCH)} x {conv.devices} processes x {ACCUMULATION} {conv.get(ACCUMULATION)}"
+    conv.put("prompts_per_step", count, note=note)
+    return count
+
+
 def _rules_of_rollouts(conv: Conversion) -> None:
     conv.algo = OF_ROLLOUTS.get(conv.trainer, "grpo")
     LOSSES_OF[conv.trainer](conv)
     updates = _rollout_batch(conv)
-    conv.put_tokens_per_device(conv.get(BATCH) * conv.row_tokens(), BATCH, note="x the tokens of a row")
+    conv.put_rows_per_device(conv.get(BATCH), BATCH)
     if not conv.is_set("max_prompt_length"):
         conv.notes.append(NO_LIMIT)
     if conv.trainer != "distillation":
@@ -106,14 +114,12 @@ def _rules_of_rollouts(conv: Conversion) -> None:
 def _rules_of_ppo(conv: Conversion) -> None:
     """Set PPO: a step has one response to each prompt of a batch, and num_ppo_epochs passes over them."""
     conv.algo = "ppo"
-    batch, episodes = _sequences_per_update(conv), conv.get(EPISODES)
+    batch, episodes = _step_of_update(conv), conv.get(EPISODES)
     set_ppo(conv)
     updates = ppo_updates(conv)
-    note = f"{BATCH} {conv.get(BATCH)} x {conv.devices} processes x {ACCUMULATION} {conv.get(ACCUMULATION)}"
-    conv.put("prompts_per_step", batch, note=note)
     conv.put("responses_per_prompt", 1, note="TRL's PPO")
     conv.put_minibatches(batch, -(-batch // updates), ACCUMULATION)
-    conv.put_tokens_per_device(conv.get(BATCH) * conv.row_tokens(), BATCH, note="x the tokens of a row")
+    conv.put_rows_per_device(conv.get(BATCH), BATCH)
     conv.notes.append(NO_LIMIT)
     put_models(conv)
     conv.put(
@@ -173,10 +179,8 @@ def _rules_of_examples(conv: Conversion) -> None:
         conv.put("data.overlong", "cut", "truncation_mode")
         side = "left" if conv.get("truncation_mode") == "keep_end" else "right"
         conv.put("data.cut_side", side, "truncation_mode")
-    per_update = _sequences_per_update(conv)
-    note = f"{BATCH} {conv.get(BATCH)} x {conv.devices} processes x {ACCUMULATION} {conv.get(ACCUMULATION)}"
-    conv.put("prompts_per_step", per_update, note=note)
-    conv.put_tokens_per_device(conv.get(BATCH) * conv.row_tokens(), BATCH, note="x the tokens of a row")
+    _step_of_update(conv)
+    conv.put_rows_per_device(conv.get(BATCH), BATCH)
     _common(conv, 1, conv.get("max_steps"))
 
 
@@ -201,7 +205,7 @@ def _common(conv: Conversion, updates: int, total: int | None) -> None:
         note = f"/ {updates} updates a step" if updates > 1 else ""
         conv.put("steps", max(-(-total // updates), 1), "max_steps", note=note, stated=True)
     else:
-        conv.put_steps("num_train_epochs", "")
+        conv.put_steps("num_train_epochs")
     conv.put_schedule("lr_scheduler_type")
     _end_of_schedule(conv)
     _warmup(conv, total)
@@ -246,7 +250,8 @@ def _warmup(conv: Conversion, total: int | None) -> None:
         conv.put("optim.warmup_steps", value, key)
     elif value:
         note = f"of {total} updates, rounded up" if value < 1 else ""
-        conv.put_warmup(math.ceil(total * value) if value < 1 else int(value), key, note=note)
+        updates = math.ceil(total * value) if value < 1 else int(value)
+        conv.put("optim.warmup_steps", updates, key, note=note)
 
 
 def _optimizer(conv: Conversion) -> None:

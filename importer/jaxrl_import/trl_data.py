@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_import.fields import Conversion
+from jaxrl_import.python_file import FILE_FORMATS
 from jaxrl_import.values import items, printable, source_path
 
 OF_MATH = (
@@ -24,7 +25,6 @@ SHAPING = {"think_format_reward": "format", "get_soft_overlong_punishment": "ove
 
 SLICE = re.compile(r"(\w+)\[.*\]")
 """Split of load_dataset that is a part of one: train[:5%]."""
-FORMATS = ("json", "csv", "parquet", "text", "arrow")
 OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}
 """Arguments of TRL's get_soft_overlong_punishment, with the values in its script."""
 
@@ -72,7 +72,7 @@ def put_rewards(conv: Conversion) -> None:
 
 
 def _reward(conv: Conversion, name: str, short: str) -> str:
-    """Return the reward here of one of TRL's or of the user's."""
+    """Return the reward here for a function of TRL or of the user."""
     if short not in REWARDS:
         return _function(name)
     text = OF_MATH.format(short, short)
@@ -148,7 +148,7 @@ def _put_mixture(conv: Conversion) -> None:
         conv.refuse(key, "it must be a list of mappings with path")
     for i, entry in enumerate(entries):
         path, files = entry.get("path", ""), entry.get("data_files") or entry.get("data_dir")
-        if path in FORMATS and files:
+        if path in FILE_FORMATS and files:
             path, *more = _paths_of(files)[0] or [""]
             if more:
                 conv.lose(

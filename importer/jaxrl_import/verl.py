@@ -10,16 +10,7 @@ from jaxrl_import.fields import OTHER_MUON, Conversion
 from jaxrl_import.tables import load_system
 from jaxrl_import.values import source_path
 from jaxrl_import.verl_losses import distillation, set_algorithm, set_correction, set_kl, set_loss, sum_note
-from jaxrl_import.verl_names import (
-    ACTOR,
-    CRITIC_DEFAULTS,
-    MANAGER,
-    MODEL,
-    OPTIMIZERS,
-    READERS,
-    REF,
-    ROLLOUT,
-)
+from jaxrl_import.verl_names import ACTOR, CRITIC_DEFAULTS, MANAGER, MODEL, OPTIMIZERS, READERS, REF, ROLLOUT
 
 UNEVEN = re.compile(
     r"pipeline_model_parallel_layout|num_layers_in_(first|last)_pipeline_stage|"
@@ -72,8 +63,8 @@ def _rules_of_ppo(conv: Conversion) -> None:
 
 
 def _prompts(conv: Conversion) -> int:
-    """Return the prompts of a step. Of asynchronous training the trainer counts mini-batches, its rollout
-    prompts."""
+    """Return the prompts of a step. In asynchronous training the trainer counts mini-batches, and the rollout
+    counts prompts."""
     prompts = conv.get("data.train_batch_size")
     if prompts:
         return prompts
@@ -167,7 +158,7 @@ def _micro_batches(conv: Conversion) -> None:
         size = (
             conv.get(micro) or (conv.get(f"{ACTOR}.ppo_micro_batch_size") or 8) // max(conv.devices, 1) or 1
         )
-        conv.put_tokens_per_device(size * conv.row_tokens(), micro, note="x the tokens of a row")
+        conv.put_rows_per_device(size, micro)
 
 
 def _optimizer_rules(conv: Conversion, group: str, ours: str, updates: int) -> None:
@@ -206,7 +197,7 @@ def _warmup(conv: Conversion, group: str, ours: str, *, updates: int) -> None:
     if steps <= 0 and share:
         key, steps = ratio, int(total * share)
     if steps > 0:
-        conv.put_warmup(steps * updates, key, note=f"x {updates} updates a step", prefix=ours)
+        conv.put(f"{ours}.warmup_steps", steps * updates, key, note=f"x {updates} updates a step")
 
 
 def _optimizer_name(conv: Conversion, group: str, ours: str) -> None:
@@ -371,7 +362,7 @@ def _rules_of_sft(conv: Conversion) -> None:
         conv.put_tokens_per_device(limit, "data.max_token_len_per_gpu")
     else:
         key, size = conv.first("data.micro_batch_size", "data.micro_batch_size_per_gpu")
-        conv.put_tokens_per_device(size * conv.row_tokens(), key, note="x the tokens of a row")
+        conv.put_rows_per_device(size, key)
     conv.put_steps("trainer.total_epochs", "trainer.total_training_steps")
     _optimizer_rules(conv, "optim", "optim", 1)
     for name in ("prompt", "response"):

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_import.values import (
-    choice,
-    count_or_never,
-    items,
-    lora_targets,
-    number,
-)
+from jaxrl_import.values import choice, count_or_never, items, lora_targets, number
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL, REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"

@@ -114,11 +114,11 @@ def batch_moments(
 
 
 def batch_advantages(
-    rewards: Float[Array, "N"], valid: Float[Array, "N"], scale: Scale = "none", eps: float = 1e-6
+    rewards: Float[Array, "N"], valid: Float[Array, "N"], scale: Scale = "none"
 ) -> Float[Array, "N"]:
     """Return reward - batch mean (REINFORCE), over the batch's std unless `scale` is "none"."""
     mean, variance = batch_moments(rewards, valid)
-    divisor = 1.0 if scale == "none" else jnp.sqrt(variance) + eps
+    divisor = 1.0 if scale == "none" else jnp.sqrt(variance) + 1e-6
     return jnp.where(valid > 0, (rewards - mean) / divisor, 0.0)
 
 

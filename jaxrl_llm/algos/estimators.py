@@ -232,12 +232,7 @@ def decoupled(
 
 
 def compare_turns(
-    rewards: Float[Array, "N R"],
-    rollouts: Rollouts,
-    group: Int[Array, "N R"],
-    *,
-    gamma: float,
-    scale: Scale,
+    rewards: Float[Array, "N R"], rollouts: Rollouts, group: Int[Array, "N R"], *, gamma: float, scale: Scale
 ) -> Float[Array, "N R"]:
     """Return (G - group mean) / (spread + eps) of each turn, on all of its tokens, G_k = r_k + gamma G_(k+1).
 

@@ -12,15 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.config import VALUE, PolicyConfig, ValueConfig
 from jaxrl_llm.algos.contract import Algorithm, Requirements
-from jaxrl_llm.algos.estimators import (
-    PER_RESPONSE,
-    PER_TOKEN,
-    PER_TURN,
-    WHITENED,
-    gae,
-    on_last_token,
-    whiten,
-)
+from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, PER_TURN, WHITENED, gae, on_last_token, whiten
 from jaxrl_llm.algos.kl import clamp, kl
 from jaxrl_llm.algos.reduce import aggregate, token_mean
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts

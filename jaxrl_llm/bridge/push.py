@@ -214,10 +214,7 @@ class Push:
         self._sent: list[Part] = []  # where parts last
 
     def start(
-        self,
-        update: Callable[[ServerLike], Awaitable[Any]],
-        label: str,
-        receivers: Sequence[ServerLike],
+        self, update: Callable[[ServerLike], Awaitable[Any]], label: str, receivers: Sequence[ServerLike]
     ) -> None:
         """Begin to update all servers of the pool.
 

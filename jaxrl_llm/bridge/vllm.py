@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl_llm.bridge.servers import (
     SHORT_TIMEOUT,
@@ -19,6 +18,7 @@ from jaxrl_llm.bridge.servers import (
     parsing_reply,
 )
 from jaxrl_llm.errors import NoRouteError, ServerError, UnreachableError
+from jaxrl_llm.hf.export import safetensors_head
 from jaxrl_llm.hf.names import HFTensor
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ ID = "generate-tokens-"  # before the ids of requests
 MODES = {"abort": "abort", "retract": "keep"}
 """Our words -> vLLM's. It computes the kept responses' keys again, as SGLang's "retract" does."""
 NO_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 class VLLM:
@@ -259,15 +258,11 @@ def check_plugin(receiver: Receiver) -> None:
 
 def safetensors_of(bucket: Bucket) -> tuple[list[bytes | memoryview], dict[str, str]]:
     """Return a safetensors file in parts, and the SHA-256 of each tensor by its name."""
-    hashes, header, end = {}, {}, 0
-    for tensor, content in zip(bucket.tensors, contents := bucket.bytes(), strict=True):
-        start, end = end, end + len(content)
-        kind: dict[str, Any] = {"dtype": DTYPES[bucket.dtype], "shape": list(tensor.shape)}
-        header[tensor.name] = kind | {"data_offsets": [start, end]}
-        hashes[tensor.name] = hashlib.sha256(content).hexdigest()
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    return [struct.pack("<Q", len(head)), head, *contents], hashes
+    contents = bucket.bytes()
+    hashes = [hashlib.sha256(content).hexdigest() for content in contents]
+    names = [tensor.name for tensor in bucket.tensors]
+    head = safetensors_head(bucket.tensors, bucket.dtype)
+    return [head, *contents], dict(zip(names, hashes, strict=True))
 
 
 def announce_piece(piece: bytes) -> Announced:
@@ -276,7 +271,7 @@ def announce_piece(piece: bytes) -> Announced:
 
 
 def pair_of(token: int) -> list[int]:
-    """Return a token and another one: of n, replies leave out the last if they have the sampled one, too."""
+    """Return a token and another token: if a reply has the sampled token, too, it leaves out the last."""
     return [token, int(token == 0)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shlex
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from jaxrl_llm.models.lora import rank_of_experts, trained_state
 from jaxrl_llm.models.quantize import SCALE
 from jaxrl_llm.report.log import PROMPTS
 from jaxrl_llm.report.samples import sample_rows
+from jaxrl_llm.rollout.engine import raw_text
 from jaxrl_llm.sharding.placement import format_placement, number_of_slices, placement_of
 from jaxrl_llm.structs import Trajectory
 
@@ -131,7 +133,7 @@ def first_prompt_line(run: Run) -> Iterator[str]:
     except UserError:  # rows for supervised training may have no prompt, or one that is too long for it
         return
     form = "plain text" if prompt_messages(prompt.example, chat) is None else "chat template"
-    text = run.tokenizer.decode(prompt.ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = raw_text(run.tokenizer, prompt.ids)
     shown = repr(text) if len(text) <= 2 * ends else f"{text[:ends]!r} ... {text[-ends:]!r}"
     yield (
         f"first prompt ({prompt.example.where}): {form} (--data.chat.render {chat.render}), "
@@ -210,15 +212,20 @@ def filter_line(config: TrainConfig) -> str:
     )
 
 
-def prompts_to_try(run: Run, count: int = 64) -> list[dict[str, Any]]:
+MAX_PROMPTS = 64  # rows of prompts.jsonl
+
+
+def prompts_to_try(run: Run) -> list[dict[str, Any]]:
     """Return rows of prompts.jsonl: held-out prompts, or training prompts of a run without evaluation.
 
     Returns: `data.chat.prompt_row` with "answer" if the row has one. [] for a dataset without prompts.
     """
     config, loader = run.config, run.loaders.get("eval", run.loaders["train"])
     try:
-        count = min(count, config.eval.prompts, loader.stats()["rows"]) if config.eval.every else count
-        prompts = loader.eval_set(count) if config.eval.every else loader.batch(0, count)
+        if config.eval.every:
+            prompts = loader.eval_set(min(MAX_PROMPTS, config.eval.prompts, loader.stats()["rows"]))
+        else:
+            prompts = loader.batch(0, MAX_PROMPTS)
     except UserError:  # rows for supervised training may be too long for a prompt
         return []
     answers = [{"answer": p.example.answer} if p.example.answer is not None else {} for p in prompts]
@@ -371,9 +378,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     A character of several tokens is the text of its last token. Tokens are decoded alone if this gives the
     same text, else each with the tokens since the last complete character.
     """
-    decode = lambda part: tokenizer.decode(
-        part, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    decode = functools.partial(raw_text, tokenizer)
     texts = [decode([i]) for i in ids]
     if "".join(texts) == decode(ids):
         return texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -17,9 +18,11 @@ from jaxrl_llm.checkpoint import folder as checkpoint_folder
 from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.config import HubConfig, TrainConfig
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.hf.config import WHOLE
 from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.hf.folder import read_predictors
-from jaxrl_llm.hf.hub import PushError, parse_hub_name, push_folder
+from jaxrl_llm.hf.hub import PushError, hub_model, push_folder
+from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
 from jaxrl_llm.hf.predictors import Predictors, no_predictors
 from jaxrl_llm.hf.resolve import resolve_model
@@ -30,7 +33,6 @@ from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.report.jsonl import Row, read_rows
 from jaxrl_llm.sharding.rules import on_device
 from jaxrl_llm.structs import Params, TrainState
-from jaxrl_llm.user_file import expand_home
 
 EXPORTS = "exports"
 EMA = "_ema"  # after the names of folders with averaged weights
@@ -109,7 +111,8 @@ def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, *
     hf = folder / f"hf{suffix}"
     save_model(params, base, hf, tokenizer, dtype=config.model.dtype, predictors=predictors)
     if params.config.lora:
-        save_adapter(params, folder / f"adapter{suffix}", config.model.path)
+        is_part = on_first(lambda: _sees_images(config.model.path))
+        save_adapter(params, folder / f"adapter{suffix}", config.model.path, is_part=is_part)
         if config.model.yarn_factor:
             print_on_first(
                 f"{folder / f'adapter{suffix}'}: trained with YaRN, which PEFT's files lack: load it on "
@@ -117,6 +120,13 @@ def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, *
             )
         if unread := unread_by_peft(params.config):
             print_on_first(f"{folder / f'adapter{suffix}'}: {unread}")
+
+
+def _sees_images(path: str) -> bool:
+    """Return whether PEFT loads a run's base model with its vision tower; no if the base cannot be read."""
+    with contextlib.suppress(UserError):
+        return bool(path) and read_json(resolve_model(path) / "config.json").get("model_type") in WHOLE
+    return False
 
 
 def base_predictors(path: str, config: TransformerConfig) -> Predictors:
@@ -187,7 +197,8 @@ def model_card(run_dir: Path, repo: str) -> str:
     config, recipe = described.get("config", {}), Path(str(described.get("recipe") or "")).name
     algorithm = str(config.get("algo", {}).get("name", ""))
     algorithm = Path(algorithm).stem
-    base = _hub_repository(str(config.get("model", {}).get("path", "")))
+    hub = hub_model(str(config.get("model", {}).get("path", "")))
+    base = hub.repo if hub else ""
     header = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     header |= {"base_model": base} if base else {}
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items())]
@@ -227,12 +238,6 @@ def _metrics(rows: list[Row]) -> dict[str, tuple[float, float]]:
             if name.startswith(SHOWN) and isinstance(value, int | float):
                 values.setdefault(name, []).append(value)
     return {name: (column[0], column[-1]) for name, column in sorted(values.items())}
-
-
-def _hub_repository(path: str) -> str:
-    """Return the repository of a hub name; "" = it is a local folder or file."""
-    hub = parse_hub_name(path) if path and not expand_home(path).exists() else None
-    return hub.repo if hub else ""
 
 
 def _read_description(file: Path) -> dict[str, Any]:

@@ -5,9 +5,7 @@ Orbax alone loads a flipped bit as a wrong weight and a deleted item as nothing,
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.extensions import package_version
 from jaxrl_llm.host.files import write_json
 
 MANIFEST = "manifest.json"
@@ -50,7 +49,7 @@ def write_manifest(folder: Path, step: int, arrays: dict[str, str], meta: dict, 
         files={str(p.relative_to(folder)): (p.stat().st_size, c) for p, c in zip(paths, sums, strict=True)},
         metrics=metrics,
         config=fingerprint(meta.get("config", {})),
-        versions=_versions(),
+        versions={name: version for name in LIBRARIES if (version := package_version(name))},
     )
     body = dataclasses.asdict(manifest)
     write_json(folder / MANIFEST, {"crc32": fingerprint(body), **body})
@@ -162,15 +161,6 @@ def array_type(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
 def fingerprint(tree: Any) -> str:
     """Return the crc32 of a JSON-able tree, the same for any order of keys; hexadecimal."""
     return f"{zlib.crc32(json.dumps(tree, sort_keys=True).encode()):08x}"
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of the libraries that are installed; this project may be on the path alone."""
-    versions = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def _crc32(path: Path) -> int:

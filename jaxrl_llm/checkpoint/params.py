@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,24 +13,8 @@ from jaxrl_llm.checkpoint import folder as folders
 from jaxrl_llm.checkpoint.manifest import read_manifest, read_meta
 from jaxrl_llm.checkpoint.state import load_arrays
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import (
-    AdaptedConfig,
-    LoraConfig,
-    RopeConfig,
-    TransformerConfig,
-    abstract,
-    lora,
-    named_leaves,
-)
-from jaxrl_llm.models.config import MoEConfig
-from jaxrl_llm.models.global_heads import GlobalHeads
-from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
+from jaxrl_llm.models import AdaptedConfig, TransformerConfig, abstract, lora, named_leaves
 from jaxrl_llm.structs import Params
-
-PARTS = {"rope": RopeConfig, "local_rope": RopeConfig, "lora": LoraConfig}
-PARTS |= {"moe": MoEConfig, "mla": MLAConfig, "index": IndexConfig, "global_heads": GlobalHeads}
-PARTS |= {"delta": DeltaConfig, "conv": ConvConfig, "mamba": MambaConfig}
-"""Fields of a TransformerConfig that are Configs, or None."""
 
 
 class SavedParams(NamedTuple):
@@ -106,13 +91,19 @@ def transformer_config(fields: dict[str, Any], where: str = "model") -> Transfor
         UserError: a field that this version does not have.
     """
     cls = AdaptedConfig if "lora" in fields else TransformerConfig
-    parts = {name: part for name, part in PARTS.items() if fields.get(name)}
+    parts = {name: part for name, part in _parts(cls).items() if fields.get(name)}
     unknown = _unknown(cls, fields)
     unknown += [f"{name}.{key}" for name, part in parts.items() for key in _unknown(part, fields[name])]
     if unknown:
         raise UserError(f"{where}: its model is of another version of this program: {', '.join(unknown)}")
     as_tuples = lambda values: {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     return cls(**as_tuples(fields) | {name: part(**as_tuples(fields[name])) for name, part in parts.items()})
+
+
+def _parts(cls: type) -> dict[str, type]:
+    """Return the fields that are Configs, or None, with the class of each."""
+    classes = {name: (hint, *typing.get_args(hint)) for name, hint in typing.get_type_hints(cls).items()}
+    return {name: part for name, found in classes.items() for part in filter(dataclasses.is_dataclass, found)}
 
 
 def _unknown(cls: type, fields: dict[str, Any]) -> list[str]:

@@ -18,21 +18,9 @@ from jaxrl_llm.removed import removed_key
 MAX_SHOWN = 20  # lines of a difference that are printed
 
 FIXED = (
-    "seed",
-    "model.path",
-    "model.adapter",
-    "model.architecture",
-    "model.yarn_factor",
-    "model.yarn_original",
-    "model.tokenizer",
-    "model.dtype",
-    "reference.path",
-    "lora",
-    "optim.name",
-    "optim.moments",
-    "optim.store_param_remainders",
-    "optim.ema",
-    "data",
+    *("seed", "model.path", "model.adapter", "model.architecture", "model.yarn_factor"),
+    *("model.yarn_original", "model.tokenizer", "model.dtype", "reference.path", "lora", "data"),
+    *("optim.name", "optim.moments", "optim.store_param_remainders", "optim.ema"),
     "max_prompt_tokens",  # decides which prompts are filtered, and so all that follow
     "rollout.sampling.kept_sets",  # unfinished responses of a checkpoint have sets or none
     "rollout.oversample",  # the draws of a checkpoint are single prompts, or the prompts of a step

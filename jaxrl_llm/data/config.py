@@ -14,13 +14,8 @@ from jaxrl_llm.ranges import Range
 GENERATED = ("task:", "gym:")
 """Prefixes of the sources that are generated here."""
 RESERVED_OPTIONS = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversations",
-    "messages",
-    "return_assistant_tokens_mask",
-    "tools",
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversations", "messages"),
+    *("return_assistant_tokens_mask", "tools"),
 }
 """Arguments of a chat template that options may not set."""
 BadRows = Literal["skip", "fail"]
@@ -75,9 +70,9 @@ class SourceConfig:
         if self.options:
             if not self.is_generated:
                 yield "options", f"is {self.options!r}: only task: and gym: sources have options."
-            elif problem := _object_problem(self.options):
+            elif problem := object_problem(self.options):
                 yield "options", problem
-        if self.distinct and not self.path.startswith(GENERATED):
+        if self.distinct and not self.is_generated:
             yield (
                 "distinct",
                 "is true: only task: and gym: sources draw problems; rows of files are as they are.",
@@ -205,13 +200,13 @@ def is_date(text: str) -> bool:
 
 def template_options_problem(text: str) -> str:
     """Return the problem with `ChatConfig.template_options`, or ""."""
-    if problem := _object_problem(text):
+    if problem := object_problem(text):
         return problem
     reserved = ", ".join(sorted(RESERVED_OPTIONS & json.loads(text or "{}").keys()))
     return f"is {text!r}: it may not set {reserved}." if reserved else ""
 
 
-def _object_problem(text: str) -> str:
+def object_problem(text: str) -> str:
     """Return why a text is not a JSON object; "" if it is one, or empty."""
     try:
         value = json.loads(text or "{}")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.data.config import SourceConfig
+from jaxrl_llm.data.config import GENERATED, SourceConfig
 from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Damage, RowError, RowFile, distinct, no_rows
 from jaxrl_llm.data.tables import arrow_file, hub_rows, parquet_file, saved_rows
 from jaxrl_llm.errors import UserError
@@ -27,30 +27,30 @@ from jaxrl_llm.user_file import did_you_mean, expand_home
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # files that `datasets` writes beside the data
-SCHEMES = ("hub:", "task:", "gym:")
+SCHEMES = ("hub:", *GENERATED)
 MAX_LINE_BYTES = 4 * MAX_CHARACTERS  # bytes of one row of text
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BLANK = b" \t\r\n" + codecs.BOM_UTF8
 NOT_UTF8 = "not UTF-8"
 
 
-def open_rows(config: SourceConfig) -> list[RowFile]:
-    """Return the rows of each file of a source.
+def open_rows(config: SourceConfig) -> RowFile:
+    """Return the rows of all files of a source.
 
     Raises:
         UserError: nothing to read; the message names the kinds of sources.
     """
     if config.path.startswith("hub:"):
-        return [hub_rows(config)]
+        return hub_rows(config)
     try:
         path = expand_home(config.path)
         if path.is_file():
-            return [read_file(path)]
+            return read_file(path)
         if not path.exists():
             raise UserError(_no_such_path(path, config.path))
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             return saved_rows(path, config.split)
-        return [read_file(file) for file in folder_files(path, config)]
+        return RowFile.join([read_file(file) for file in folder_files(path, config)])
     except OSError as error:  # permissions, a name that is too long
         raise UserError(f"{config.path:.300} cannot be opened: {error!s:.300}") from error
 

@@ -20,13 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl_llm.data.chat import (
-    Encoded,
-    encode_prompt,
-    encode_steps,
-    encode_supervised,
-    plain_text_warning,
-)
+from jaxrl_llm.data.chat import Encoded, encode_prompt, encode_steps, encode_supervised, plain_text_warning
 from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.preference import label_of, mismatched
 from jaxrl_llm.data.rows import Example, RowError, template_columns

@@ -35,7 +35,13 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")  # of a key such as loss_mask or lossM
 
 
 def read_turns(value: list, where: str) -> tuple[Message, ...]:
+    """Return messages of any roles."""
     return tuple(_message(item, f"{where}[{i}]") for i, item in enumerate(value))
+
+
+def checked_turns(value: list, where: str) -> tuple[Message, ...]:
+    """Return messages of any roles, with valid tool calls (`with_checked_calls`)."""
+    return with_checked_calls(read_turns(value, where), where)
 
 
 def read_messages(value: list, where: str) -> tuple[Message, ...]:

@@ -22,6 +22,35 @@ class RewrittenHistory(UserError):
     """The chat template renders earlier turns in another way once more messages follow."""
 
 
+def observe(
+    tokenizer: Any,
+    example: Example,
+    messages: list[Message],
+    turn: int,
+    *,
+    config: ChatConfig,
+    history: str,
+    context: Sequence[int],
+    end: str,
+) -> tuple[list[int], int | None]:
+    """Return (ids that the policy reads after a turn, tokens of the context that they follow; None = all).
+
+    Args:
+      history: `EnvConfig.history`.
+      The others are as in `encode_observation` and `rewritten_context`.
+
+    Raises:
+      RewrittenHistory: the template changes earlier turns, and `history` is "strict".
+    """
+    about = tokenizer, example, messages, turn
+    try:
+        return encode_observation(*about, config=config, end=end, strict=history != "keep"), None
+    except RewrittenHistory:
+        if history == "strict":
+            raise
+        return rewritten_context(*about, config=config, context=context)
+
+
 def rewritten_context(
     tokenizer: Any,
     example: Example,

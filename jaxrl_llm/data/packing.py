@@ -24,9 +24,7 @@ class PackItem:
 
     tokens: np.ndarray  # int32 [t]
     mask: np.ndarray  # [t], 1 = this token is trained on
-    signals: dict[str, np.ndarray] = field(
-        default_factory=dict
-    )  # by the name in structs.SIGNALS, float32 [t]
+    signals: dict[str, np.ndarray] = field(default_factory=dict)  # by name in structs.SIGNALS, float32 [t]
     routes: np.ndarray | None = None  # as in a Trajectory, [t, L, K]
     kept: np.ndarray | None = None  # kept sets as in a Trajectory, [t, K], -1 on the prompt
     prompt: int | None = None  # `prompt_index` of its Trajectory; None = a document
@@ -329,10 +327,7 @@ def context_tokens(item: PackItem) -> int:
 
 
 def trees(
-    branches: Sequence[Branch],
-    groups: Sequence[Sequence[int]],
-    row_length: int,
-    share: Sharing = True,
+    branches: Sequence[Branch], groups: Sequence[Sequence[int]], row_length: int, share: Sharing = True
 ) -> list[list[int]]:
     """Join the groups to trees that fit a row; return the indices of each tree's branches.
 

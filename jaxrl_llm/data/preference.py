@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.config import SourceConfig
-from jaxrl_llm.data.messages import message_text, read_turns, with_checked_calls
+from jaxrl_llm.data.messages import checked_turns, message_text
 from jaxrl_llm.data.prompt_rows import check_beside, check_chats, check_responses, read_prompt_row
 from jaxrl_llm.data.rows import (
     PROMPT_KEYS,
@@ -139,7 +139,7 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
 
 def _check_prompts(row: dict, chosen: list, shared: int, *, where: str, config: SourceConfig) -> None:
     """Refuse a row whose other columns hold another prompt than the first `shared` messages of chosen."""
-    turns = with_checked_calls(read_turns(chosen, f"{where}: chosen"), f"{where}: chosen")
+    turns = checked_turns(chosen, f"{where}: chosen")
     if not config.prompt_key:
         check_chats(row, [turns[:shared], turns], where)
     elif (named := lookup(row, config.prompt_key)) is not None:
@@ -184,10 +184,9 @@ def to_label(value: Any, where: str, soft: bool = False) -> float:
     """Return 1.0 or 0.0 for true, false, 1, 0, "+", "-"; any number in between if `soft`."""
     value = SIGNS.get(value, value) if isinstance(value, str) else value
     expected = "a number from 0 to 1" if soft else "true or false, 1 or 0"
-    if not isinstance(value, bool | int | float | np.bool_) or not 0 <= value <= 1:
+    is_number = isinstance(value, bool | int | float | np.bool_)
+    if not is_number or not (0 <= value <= 1 if soft else value in (0, 1)):
         raise RowError(f"{where}: a label must be {expected}, got {value!r:.100}")
-    if not soft and value not in (0, 1):
-        raise RowError(f"{where}: a label must be {expected}, got {value!r}")
     return float(value)
 
 
@@ -269,9 +268,8 @@ def _with_score(example: Example, row: dict, config: SourceConfig) -> Example:
             f"{lookup(row, config.score_key)!r:.100}; the columns are {column_names(row)}"
         )
     suffix = score_text(score)
-    sides = [example, *([example.rejected] if example.rejected else [])]
-    sides = [with_suffix(side, suffix) for side in sides]
-    return dataclasses.replace(sides[0], rejected=sides[1] if len(sides) > 1 else None)
+    rejected = example.rejected and with_suffix(example.rejected, suffix)
+    return dataclasses.replace(with_suffix(example, suffix), rejected=rejected)
 
 
 def score_text(score: float) -> str:

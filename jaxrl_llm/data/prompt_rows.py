@@ -23,11 +23,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxrl_llm.data.config import GENERATED, SourceConfig
+from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.messages import (
     LOSS_KEYS,
     LOSS_LIKE,
     OFF,
+    checked_turns,
     has_word,
     read_messages,
     read_turns,
@@ -129,7 +130,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         text=text,
         response=response or worked or None,
         answer=answer,
-        source=source or config.name or _source_name(config.path),
+        source=source or config.name or _source_name(config),
         columns={name: value for name, value in row.items() if name != key},
         where=where,
         teacher=config.teacher,
@@ -241,7 +242,7 @@ def _history(row: dict, where: str) -> list[Message]:
     if not history or not isinstance(history, list):
         return []
     if all(isinstance(item, dict) for item in history):
-        return list(with_checked_calls(read_turns(history, f"{where}: history"), f"{where}: history"))
+        return list(checked_turns(history, f"{where}: history"))
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError(f"{where}: history must be a list of messages or of pairs of question and answer")
     texts = [text for pair in history for text in pair]
@@ -359,7 +360,7 @@ def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, 
         if value is not None and not config.response_key:
             check_responses(row, value, where, f"Keep one, or name it {NAMED_RESPONSE}")
         if isinstance(value, list):
-            turns = with_checked_calls(read_turns(value, f"{where}: {key}"), f"{where}: {key}")
+            turns = checked_turns(value, f"{where}: {key}")
             single = len(turns) == 1 and turns[0].keys() == {"role", "content"}
             single = single and turns[0]["role"] == "assistant"
             return (turns[0]["content"], ()) if single else (None, turns)
@@ -380,7 +381,7 @@ def _beside_answer(response: str | None, last: str, where: str) -> None:
         )
 
 
-def _source_name(path: str) -> str:
-    if path.startswith(GENERATED):
-        return path
-    return path.removeprefix("hub:") if path.startswith("hub:") else ""
+def _source_name(config: SourceConfig) -> str:
+    if config.is_generated:
+        return config.path
+    return config.path.removeprefix("hub:") if config.path.startswith("hub:") else ""

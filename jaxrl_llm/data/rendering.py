@@ -25,16 +25,12 @@ from typing import Any, BinaryIO
 
 from jaxrl_llm.data.rows import MAX_CHARACTERS, RowError
 from jaxrl_llm.errors import RunError, UserError
-from jaxrl_llm.user_file import limit_memory
+from jaxrl_llm.user_file import limit_memory, python_command
 
 CPU_SECONDS = 3.0  # of the processor, for one chat; a millisecond is usual
 MAX_MEMORY = 2 << 30  # bytes of address space in addition to the idle process
 MAX_RENDERED = 2 * MAX_CHARACTERS  # of one chat
 MAX_ERROR_CHARACTERS = 500  # characters of a template's own error message
-START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from jaxrl_llm.data.rendering import serve_renderer; serve_renderer(float(sys.argv[2]))"
-)
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
 HEADER = struct.Struct("!Q")
 Rendered = tuple[str, list[tuple[int, int]]]
@@ -120,11 +116,10 @@ class TemplateProcess:
     def _start(self) -> None:
         kept = {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by close
-        path = json.dumps([entry or os.getcwd() for entry in sys.path])
         # One thread, as the buffers of many count as memory. No secrets, no accelerators.
         settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", START, path, str(self._seconds)],
+            python_command("jaxrl_llm.data.rendering", "serve_renderer", self._seconds),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

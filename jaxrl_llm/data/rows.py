@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import difflib
+import itertools
 import json
 import math
 import re
@@ -77,6 +79,26 @@ class RowFile:
     where: Callable[[int], str]  # "file.jsonl:12"
     damage: tuple[Damage, ...] = ()
 
+    @staticmethod
+    def join(files: Sequence[RowFile]) -> RowFile:
+        """Return the rows of several files, one file after the other."""
+        starts = [0, *itertools.accumulate(file.size for file in files)]
+
+        def find(i: int) -> tuple[RowFile, int]:
+            which = bisect.bisect_right(starts, i) - 1
+            return files[which], i - starts[which]
+
+        def get(i: int) -> Any:
+            file, row = find(i)
+            return file.get(row)
+
+        def where(i: int) -> str:
+            file, row = find(i)
+            return file.where(row)
+
+        damage = itertools.chain.from_iterable(file.damage for file in files)
+        return RowFile(starts[-1], get, where, tuple(damage))
+
 
 @dataclass(frozen=True)
 class Example:
@@ -103,9 +125,9 @@ class Example:
         assert (self.messages is None) != (self.text is None), self.where
 
 
-def no_rows(path: Path, reason: str) -> RowFile:
+def no_rows(path: Path, reason: str, lost: int = 1) -> RowFile:
     """Return a file without readable rows."""
-    return RowFile(0, lambda i: None, lambda i: str(path), (Damage(reason),))
+    return RowFile(0, lambda i: None, lambda i: str(path), (Damage(reason, lost),))
 
 
 def check_row(row: Any, where: str) -> None:

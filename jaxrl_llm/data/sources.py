@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
 import json
 import logging
 import random
@@ -14,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.config import BadRows, DataConfig, SourceConfig
+from jaxrl_llm.data.config import BadRows, DataConfig, SourceConfig, object_problem
 from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.preference import judgement, read_example
-from jaxrl_llm.data.rows import Damage, Example, RowError, RowFile
+from jaxrl_llm.data.rows import Damage, Example, RowError
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.extensions import import_extra
 from jaxrl_llm.ranges import LARGEST
@@ -75,24 +73,21 @@ class FileSource:
 
     def __init__(self, config: SourceConfig, bad_rows: BadRows):
         self._config = config
-        self._files = open_rows(config)
+        self._rows = open_rows(config)
         self._good = array("q")  # row numbers over all files, bad rows left out
         self.unanswered = array("q")  # indices of rows without an answer
-        self._starts = [0, *itertools.accumulate(file.size for file in self._files)]
         self.num_bad = self._scan(bad_rows)
 
     def __len__(self) -> int:
         return len(self._good)
 
     def __getitem__(self, index: int) -> Example:
-        number = self._good[index]
-        which = bisect.bisect_right(self._starts, number) - 1
-        return self._read(self._files[which], number - self._starts[which])
+        return self._read(self._good[index])
 
-    def _read(self, file: RowFile, row: int) -> Example:
-        where = file.where(row)
+    def _read(self, row: int) -> Example:
+        where = self._rows.where(row)
         try:
-            value = file.get(row)
+            value = self._rows.get(row)
         except RowError:
             raise
         except Exception as error:  # pyarrow or datasets, of a damaged row or one that it cannot decode
@@ -133,26 +128,37 @@ class FileSource:
 
     def _bad_rows(self) -> Iterator[Damage]:
         """Read every row once; yield the damage of files and bad rows, add good ones to `_good`."""
-        for file in self._files:
-            yield from file.damage
-        for file, start in zip(self._files, self._starts, strict=False):
-            for row in range(file.size):
-                try:
-                    example = self._read(file, row)
-                    self.unanswered.extend([len(self._good)] if _is_blank(example.answer) else [])
-                    self._good.append(start + row)
-                except RowError as error:
-                    yield Damage(str(error))
+        yield from self._rows.damage
+        for row in range(self._rows.size):
+            try:
+                example = self._read(row)
+                self.unanswered.extend([len(self._good)] if _is_blank(example.answer) else [])
+                self._good.append(row)
+            except RowError as error:
+                yield Damage(str(error))
 
 
-class TaskSource:
+class _GeneratedSource:
+    """Problems that are made on demand; `_rows` are the numbers of those in the source."""
+
+    num_bad, unanswered = 0, ()
+    _rows: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _row(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._rows[index]
+
+
+class TaskSource(_GeneratedSource):
     """Problems of a built-in task, generated on demand; a tenth of all problems is held out of split train.
 
     Each problem is also a pair: the demonstration against the mistake, swapped for a share `noise`. With
     `distinct`, equivalent problems (1+2 and 2+1) count as the same.
     """
-
-    num_bad, unanswered = 0, ()
 
     def __init__(self, config: SourceConfig, seed: int):
         self._name = config.path.removeprefix("task:")
@@ -164,13 +170,8 @@ class TaskSource:
         keys = (self._problem(i)[0].key for i in range(self._options.size))
         self._rows = _first_rows(keys) if config.distinct else range(self._options.size)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        problem, rng = self._problem(self._rows[index])
+        problem, rng = self._problem(self._row(index))
         wrong = rng.random() < self._options.noise
         better, worse = (problem.response, problem.mistake)[:: -1 if wrong else 1]
         other = Example(
@@ -199,15 +200,13 @@ class TaskSource:
         raise UserError(f"{self._config.path} has no problem of split {self._config.split!r}: make it larger")
 
 
-class GymSource:
+class GymSource(_GeneratedSource):
     """A reasoning-gym task; `columns` holds its unchanged entries, for the task's scorer.
 
     Many tasks have several right answers and give none (answer None). A tenth of the questions is held out of
     split train; an index whose question belongs to another split stands for a later question. With
     `distinct`, each question occurs once.
     """
-
-    num_bad, unanswered = 0, ()
 
     def __init__(self, config: SourceConfig, seed: int):
         gym = import_extra("reasoning_gym", "tasks", needed_by=config.path)
@@ -228,13 +227,8 @@ class GymSource:
         questions = (self._entry(i)["question"] for i in range(self._size))
         self._rows = _first_rows(questions) if config.distinct else range(self._size)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        entry, where = self._entry(self._rows[index]), f"{self._config.path}:{index}"
+        entry = self._entry(self._row(index))
         answer = entry["answer"]
         return Example(
             messages=({"role": "user", "content": entry["question"]},),
@@ -243,7 +237,7 @@ class GymSource:
             answer=answer,
             source=self._config.name or self._config.path,
             columns=dict(entry),
-            where=where,
+            where=f"{self._config.path}:{index}",
             teacher=self._config.teacher,
         )
 
@@ -278,10 +272,6 @@ def _first_rows(keys: Iterable[str]) -> array:
 
 def _options(config: SourceConfig) -> dict[str, Any]:
     """Return `options` as a dict. Raises UserError if it is not a JSON object."""
-    try:
-        options = json.loads(config.options or "{}")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"options of {config.path} are not JSON: {config.options!r}: {error}") from error
-    if not isinstance(options, dict):
-        raise UserError(f"options of {config.path} must be a JSON object, got {config.options!r}")
-    return options
+    if problem := object_problem(config.options):
+        raise UserError(f"{config.path}: options {problem}")
+    return json.loads(config.options or "{}")

@@ -5,8 +5,6 @@ A file is read by row groups or record batches: damaged ones are skipped, the ot
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,35 +94,29 @@ def _table_rows(path: Path, parts: Sequence[Any]) -> RowFile:
     names = intact[0].schema.names if intact else []
     if twice := next((name for name in names if names.count(name) > 1), None):
         return no_rows(path, f"{path}:1: two columns are named {twice!r}: rename one of them")
-    # Row numbers, and how a row is found.
-    starts = [0, *itertools.accumulate(part.num_rows for part in intact)]
-    first, firsts, damage = 1, [], []  # row numbers in the file also count lost rows
+    files, first = [], 1  # row numbers in the file also count lost rows
     for part in parts:
         if isinstance(part, Damage):
-            damage.append(Damage(f"{path}:{first}: {part.reason}", part.rows))
+            files.append(no_rows(path, f"{path}:{first}: {part.reason}", part.rows))
             first += part.rows
         else:
-            firsts.append(first)
+            files.append(_part_rows(path, part, first))
             first += part.num_rows
+    return RowFile.join(files)
 
-    def find(i: int) -> tuple[int, int]:
-        which = bisect.bisect_right(starts, i) - 1
-        return which, i - starts[which]
+
+def _part_rows(path: Path, part: Any, first: int) -> RowFile:
+    """Return the rows of a table or batch; `first` is the number in the file of its first row."""
 
     def get(i: int) -> dict[str, Any]:
-        which, row = find(i)
-        table = intact[which].slice(row, 1)
+        table = part.slice(i, 1)
         table.validate(full=True)  # offsets of a damaged file may point anywhere
         return _table_row(table)
 
-    def where(i: int) -> str:
-        which, row = find(i)
-        return f"{path}:{firsts[which] + row}"
-
-    return RowFile(starts[-1], get, where, tuple(damage))
+    return RowFile(part.num_rows, get, lambda i: f"{path}:{first + i}")
 
 
-def saved_rows(path: Path, split: str) -> list[RowFile]:
+def saved_rows(path: Path, split: str) -> RowFile:
     """Return the rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
     datasets = import_extra("datasets", EXTRA, needed_by=str(path))
     try:
@@ -135,10 +127,10 @@ def saved_rows(path: Path, split: str) -> list[RowFile]:
         if split not in loaded:
             raise UserError(f"{path} has no split {split!r}; it has {', '.join(loaded)}")
         loaded = loaded[split]
-    return [_dataset_rows(loaded, str(path))]
+    return _dataset_rows(loaded, str(path))
 
 
-def _damaged_dataset(path: Path, split: str, error: Exception) -> list[RowFile]:
+def _damaged_dataset(path: Path, split: str, error: Exception) -> RowFile:
     """Return the rows of the Arrow files of a saved dataset that the datasets library cannot load."""
     folder = path / split if (path / "dataset_dict.json").exists() else path
     files = [arrow_file(file) for file in sorted(folder.glob("data-*.arrow"))]
@@ -146,7 +138,7 @@ def _damaged_dataset(path: Path, split: str, error: Exception) -> list[RowFile]:
         raise UserError(f"{path} cannot be loaded as a saved dataset: {error!s:.300}") from error
     if not any(file.damage for file in files):
         files.append(no_rows(path, f"{path} is damaged, its Arrow files are read: {error!s:.300}"))
-    return files
+    return RowFile.join(files)
 
 
 def hub_rows(config: SourceConfig) -> RowFile:

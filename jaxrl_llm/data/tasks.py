@@ -10,7 +10,6 @@ has something to improve.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import json
@@ -21,6 +20,7 @@ from typing import Annotated, Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import Count, Fraction, Range, problems
+from jaxrl_llm.user_file import did_you_mean
 
 HELD_OUT_EVERY = 10  # one problem in so many is held out
 Digits = Annotated[int, Range(1, 18)]
@@ -279,9 +279,8 @@ def parse_options(options_class: type, given: dict[str, Any], where: str) -> Any
     known = {f.name: f.default for f in dataclasses.fields(options_class)}
     for key, value in given.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"{where} has no option {key!r}{hint} Its options: {', '.join(known)}")
+            near = did_you_mean(key, known)
+            raise UserError(f"{where} has no option {key!r}.{near} Its options: {', '.join(known)}")
         allowed = (int, float) if isinstance(known[key], float) else type(known[key])
         if not isinstance(value, allowed) or isinstance(value, bool):
             raise UserError(f"{where}: option {key} must be {type(known[key]).__name__}, got {value!r:.100}")

@@ -14,14 +14,7 @@ from jaxrl_llm.data.config import ChatConfig, template_options_problem
 from jaxrl_llm.data.messages import accepted_forms, argument_forms, in_parts, with_null
 from jaxrl_llm.data.parts import ChatPart, Rendered, find_parts, map_strings, mark_parts, strings_of
 from jaxrl_llm.data.rendering import TemplateProcess
-from jaxrl_llm.data.rows import (
-    MAX_CHARACTERS,
-    SURROGATE,
-    Example,
-    Message,
-    RowError,
-    template_columns,
-)
+from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Example, Message, RowError, template_columns
 from jaxrl_llm.errors import UserError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

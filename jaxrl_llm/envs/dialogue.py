@@ -14,13 +14,13 @@ from typing import Any
 from jaxrl_llm.data.chat import chat_messages, prompt_messages
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
-from jaxrl_llm.data.observation import RewrittenHistory, encode_observation, rewritten_context
+from jaxrl_llm.data.observation import observe
 from jaxrl_llm.data.rows import Example, without_reference
 from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn, state_key
 from jaxrl_llm.forks import TurnRecord
-from jaxrl_llm.rollout.engine import DialogueError, Reply
+from jaxrl_llm.rollout.engine import DialogueError, Reply, raw_text
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.user_file import describe_error
 
@@ -77,9 +77,9 @@ class EnvDialogue:
     ) -> Reply:
         prompt = self.prompts[p]
         context = conversation.context if conversation else prompt.ids.tolist()
-        end = self._decode(ids[-1:]) if ids[-1] in self._controls else ""
+        end = raw_text(self.tokenizer, ids[-1:]) if ids[-1] in self._controls else ""
         # The policy's text; the environment's state is made on the first turn.
-        text = self._decode(ids[start : len(ids) - bool(end)])
+        text = raw_text(self.tokenizer, ids[start : len(ids) - bool(end)])
         try:
             async with asyncio.timeout(self.limit):
                 if conversation is None:
@@ -89,7 +89,7 @@ class EnvDialogue:
                     conversation = Conversation(messages, state, Episode(), context)
                 messages = [*conversation.messages, {"role": "assistant", "content": text}]
                 number = conversation.episode.turns + 1
-                read = functools.partial(self._decode, context)
+                read = functools.partial(raw_text, self.tokenizer, context)
                 turn = Turn(text, messages, number, number >= self.config.max_turns, read=read)
                 step = check_step(await self.env.step(conversation.state, turn))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
@@ -121,51 +121,31 @@ class EnvDialogue:
         new = [self._cut(message, len(new)) for message in new]
         turn = talk.messages[-1]
         episode = dataclasses.replace(talk.episode, messages=(*talk.episode.messages, turn, *new))
-        messages, keep = [*talk.messages, *new], len(talk.context)
+        messages, keep = [*talk.messages, *new], None
         # Their ids, and what the policy still reads of the conversation so far.
         if step.raw:
             ids = token_ids(self.tokenizer, new[0]["content"], "an observation", after=turn["content"])
         else:
+            about = self.tokenizer, prompt.example, messages, len(talk.messages) - 1
+            settings = {"config": self.chat, "history": self.config.history, "end": end}
             try:
-                ids, keep = self._encode(
-                    prompt.example, messages, len(talk.messages) - 1, talk.context, end=end
-                )
+                ids, keep = observe(*about, context=talk.context, **settings)
             except ValueError as error:
                 raise DialogueError(str(error)) from error
+        keep = len(talk.context) if keep is None else keep
         conversation = Conversation(messages, talk.state, episode, [*talk.context[:keep], *ids])
         return Reply(ids, False, episode, conversation, keep=keep)
-
-    def _encode(
-        self, example: Example, messages: list[Message], turn: int, context: list[int], *, end: str
-    ) -> tuple[list[int], int]:
-        """Return (ids after the turn, tokens of the context that they follow)."""
-        about, history = (self.tokenizer, example, messages, turn), self.config.history
-        try:
-            ids = encode_observation(*about, config=self.chat, end=end, strict=history != "keep")
-        except RewrittenHistory:
-            if history == "strict":
-                raise
-            return rewritten_context(*about, config=self.chat, context=context)
-        return ids, len(context)
 
     def _cut(self, message: Message, count: int) -> Message:
         """Return the message cut to its share of `max_observation_tokens`; a note tells the policy."""
         limit = max(self.config.max_observation_tokens // count, 1)
         text = message["content"].encode(errors="replace").decode()  # no tokenizer takes lone surrogates
         message = {**message, "content": text}
-        ids = self._ids(text[: 64 * limit])
+        ids = token_ids(self.tokenizer, text[: 64 * limit], "an observation")
         if len(ids) <= limit and len(text) <= 64 * limit:
             return message
-        kept = self._decode(ids[:limit])
+        kept = raw_text(self.tokenizer, ids[:limit])
         return {**message, "content": f"{kept}\n[cut off: {len(kept)} of {len(text)} characters are shown]"}
-
-    def _ids(self, text: str) -> list[int]:
-        return (
-            list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
-        )
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def check_template(
@@ -185,20 +165,14 @@ def check_template(
     example = Example(({"role": "user", "content": "question"},), None, columns=columns)
     if chat_messages(example, chat) is None:
         return False
-    strict, rewrites = {"strict": history != "keep"}, False
+    settings, rewrites = {"config": chat, "history": history, "end": tokenizer.eos_token}, False
     for content in ("turn", "<think>\nthought\n</think>\n\nturn"):
         messages = prompt_messages(example, chat)
         for _ in range(min(rounds, 2)):
             turn = [{"role": "assistant", "content": content}, {"role": role, "content": "answer"}]
             messages = [*messages, *turn]
-            about = tokenizer, example, messages, len(messages) - 2
-            try:
-                encode_observation(*about, config=chat, end=tokenizer.eos_token, **strict)
-            except RewrittenHistory:
-                if history == "strict":
-                    raise
-                rewritten_context(*about, config=chat, context=())
-                rewrites = True
+            _, keep = observe(tokenizer, example, messages, len(messages) - 2, context=(), **settings)
+            rewrites |= keep is not None
     return rewrites
 
 

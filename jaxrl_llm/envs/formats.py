@@ -248,9 +248,7 @@ def _render_pythonic(call: ToolCall) -> str:
 
 FORMATS = {
     "xml": CallFormat(
-        lambda text: _each(text, FUNCTION, _xml),
-        _render_xml,
-        "<function=example_function_name>",
+        lambda text: _each(text, FUNCTION, _xml), _render_xml, "<function=example_function_name>"
     ),
     "hermes": CallFormat(
         lambda text: _each(text, re.compile("<tool_call>"), _hermes),
@@ -259,9 +257,7 @@ FORMATS = {
     ),
     "pythonic": CallFormat(_pythonic, _render_pythonic, "[func_name1("),
     "llama": CallFormat(
-        _llama,
-        lambda call: _render_json(call, "parameters"),
-        '{"name": function name, "parameters"',
+        _llama, lambda call: _render_json(call, "parameters"), '{"name": function name, "parameters"'
     ),
 }
 """Name -> format."""

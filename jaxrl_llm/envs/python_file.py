@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
 import os
 import pickle
 import signal
@@ -36,6 +35,8 @@ from jaxrl_llm.user_file import (
     explain,
     get_attribute,
     import_user_file,
+    kill_group,
+    python_command,
     split_name,
 )
 
@@ -239,10 +240,6 @@ async def call_user(function: Callable, *arguments: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from jaxrl_llm.envs.python_file import main; main(int(sys.argv[2]), int(sys.argv[3]))"
-)
 CHECKED_ROWS = 4
 MAX_MESSAGE = 1 << 14  # bytes
 
@@ -271,7 +268,8 @@ def check_env(config: EnvConfig, examples: Sequence[Example] = (), seconds: floa
                 f"{what}: loading it, and reset for the first rows, took over {seconds:g} s"
             ) from None
         finally:
-            _kill(process)
+            kill_group(process.pid)
+            process.wait()
         message = replies.read(MAX_MESSAGE).decode(errors="replace")
         output.seek(-min(output.tell(), 200), os.SEEK_END)
         printed = " ".join(output.read().decode(errors="replace").split())
@@ -281,11 +279,9 @@ def check_env(config: EnvConfig, examples: Sequence[Example] = (), seconds: floa
 
 def _start(writer: int, output: BinaryIO) -> subprocess.Popen:
     """Start the process; it alone keeps `writer` open."""
-    path = json.dumps([entry or os.getcwd() for entry in sys.path])
-    command = [sys.executable, "-P", "-c", BOOT, path, str(writer), str(os.getpid())]
     try:
         return subprocess.Popen(
-            command,
+            python_command("jaxrl_llm.envs.python_file", "main", writer, os.getpid()),
             stdin=subprocess.PIPE,
             stdout=output,  # no pipe: processes that the user's code starts could hold it open
             stderr=subprocess.STDOUT,
@@ -295,13 +291,6 @@ def _start(writer: int, output: BinaryIO) -> subprocess.Popen:
         )
     finally:
         os.close(writer)
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """Kill the process and its group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def main(fd: int, parent: int) -> None:

@@ -18,7 +18,7 @@ from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.envs.load import DialogueSource
 from jaxrl_llm.experience.reward_models import add_scores
 from jaxrl_llm.experience.rewards import Rewarder, verify
-from jaxrl_llm.experience.rollouts import generate_responses
+from jaxrl_llm.experience.rollouts import start_responses
 from jaxrl_llm.experience.win_rate import WinRate, eval_rows, source_name, win_rate_metrics
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.rewards.extract import answer_key
@@ -60,7 +60,7 @@ class HeldOutResponses:
     def __call__(self, state: TrainState, reference: ReferenceParams, step: int) -> Evaluation:
         """Return metrics eval/..., metrics of a data source as eval/NAME/SOURCE, and samples."""
         self.engine.publish(state.params, int(state.version))
-        trajectories = generate_responses(
+        pending = start_responses(
             self.engine,
             self.prompts,
             self.samples,
@@ -69,6 +69,7 @@ class HeldOutResponses:
             key=self.key,
             env=self.env,
         )
+        trajectories = pending.result()
         self.engine.release_memory()
         scores = self._score(trajectories)
         wins = np.full(len(trajectories), np.nan)

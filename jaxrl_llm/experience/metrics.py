@@ -57,17 +57,12 @@ def _conversation_statistics(trajectories: Sequence[Trajectory]) -> Metrics:
         return {}
     calls = sum(e.tool_calls for e in episodes)
     return {
-        "env/turns_mean": np.mean([turns(t) for t in trajectories]),
+        "env/turns_mean": np.mean([t.num_turns for t in trajectories]),
         "env/tool_calls": calls / len(trajectories),
         "env/tool_errors": sum(e.tool_errors for e in episodes) / max(calls, 1),
         "env/timeouts": sum(e.timeouts for e in episodes),
         "env/failed_fraction": sum(bool(e.failure) for e in episodes) / len(trajectories),
     }
-
-
-def turns(trajectory: Trajectory) -> int:
-    """Return the number of turns that the policy generated."""
-    return int((np.diff(trajectory.mask, prepend=0) > 0).sum())
 
 
 def staleness(trajectories: Sequence[Trajectory], version: int) -> Metrics:

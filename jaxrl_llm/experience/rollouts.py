@@ -25,7 +25,7 @@ from jaxrl_llm.experience.rewards import Rewarder
 from jaxrl_llm.learn.stage import Experience, Timer
 from jaxrl_llm.models.params import perturbed
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending
+from jaxrl_llm.rollout.engine import Engine, GenerationCall, PartialResponse, Pending
 from jaxrl_llm.rollout.keys import weight_noise_key
 from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
 from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
@@ -236,21 +236,6 @@ class RolloutSource:
         return Experience(items, metrics, sum(t.num_tokens for t in kept), prompts, kept or last)
 
 
-def generate_responses(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    responses: int,
-    max_tokens: int,
-    *,
-    sampling: SamplingConfig,
-    key: jax.Array,
-    env: DialogueSource | None = None,
-) -> list[Trajectory]:
-    """Return `responses` to each prompt, in order; prompt_index is the position in `prompts`."""
-    settings = {"sampling": sampling, "key": key, "env": env}
-    return start_responses(engine, prompts, responses, max_tokens, **settings).result()
-
-
 def start_responses(
     engine: Engine,
     prompts: Sequence[Prompt],
@@ -262,6 +247,11 @@ def start_responses(
     env: DialogueSource | None = None,
     partial: Sequence[PartialResponse] = (),
 ) -> Pending:
-    """Start `responses` to each prompt; `partial` ones, if any, are continued."""
+    """Start `responses` to each prompt, in order; prompt_index is the position in `prompts`.
+
+    Args:
+        partial: responses that are continued.
+    """
     requests = make_requests(env, prompts, responses, max_tokens)
-    return engine.start(requests, sampling, key, env and env.dialogue(prompts, key), partial=partial)
+    dialogue = env and env.dialogue(prompts, key)
+    return engine.start(GenerationCall(requests, sampling, key, dialogue, partial))

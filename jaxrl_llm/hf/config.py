@@ -76,6 +76,8 @@ WITHOUT_EFFECT = {
 """Keys of every family that do not describe its decoder."""
 WRAPPERS = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Model types of a language model with a vision tower; `text_config` describes the language model."""
+WHOLE = ("gemma3", "gemma4", "mistral3")
+"""Types that transformers loads only as a whole: their classes of language models find no weights."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
@@ -164,7 +166,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
 
 def _read_sizes(keys: JsonKeys, family: str) -> dict[str, int]:
     """Return the sizes that every config has."""
-    sizes = {ours: keys.integer(hf, LARGEST[hf]) for ours, hf in SAME.items() if ours != "mlp_size"}
+    sizes = {ours: keys.integer(hf) for ours, hf in SAME.items() if ours != "mlp_size"}
     return {**sizes, "mlp_size": read_mlp_size(keys, family)}
 
 
@@ -189,12 +191,15 @@ def _unknown_family(raw: dict[str, Any], file: str) -> UserError:
 
 
 def language_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of the language model if `raw` is of a model that also sees images, else `raw`."""
+    """Return the config of the language model if `raw` is of a model that also sees images, else `raw`.
+
+    Keys that both have count as they are outside, as in transformers.
+    """
     text = raw.get("text_config")
     if raw.get("model_type") not in WRAPPERS or not isinstance(text, dict):
         return raw
-    inherited = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
-    return {"tie_word_embeddings": True, **inherited, **text}
+    outer = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+    return {**text, **outer}
 
 
 def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str, Any]:

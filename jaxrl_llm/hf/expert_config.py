@@ -8,16 +8,6 @@ from jaxrl_llm.hf.json_file import JsonKeys
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
 from jaxrl_llm.models.mixer_config import IndexConfig, MLAConfig
 
-LARGEST = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), 2**16),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 10**6),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim"), 2**12),
-    **{"index_n_heads": 2**16, "index_topk": 2**24},
-    **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "n_shared_experts"), 2**8),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"), 10**7),
-    "shared_intermediate_size": 10**7,
-}
-"""Upper limits of sizes, above any model."""
 SHARED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
 """Families with a shared expert behind a gate."""
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
@@ -58,14 +48,13 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
         return _read_nemotron(keys) if isinstance(types, list) and "moe" in types else None
     if family not in (*SHARED, "qwen3_moe", "olmoe"):
         return None
-    integer = lambda key: keys.integer(key, LARGEST[key])
     keys.require({"decoder_sparse_step": 1, "mlp_only_layers": []})  # every layer is sparse
     count = "num_local_experts" if "num_local_experts" in keys.raw else "num_experts"  # transformers 5
-    shared = integer("shared_expert_intermediate_size") if family in SHARED else 0
+    shared = keys.integer("shared_expert_intermediate_size") if family in SHARED else 0
     return MoEConfig(
-        integer(count),
-        integer("num_experts_per_tok"),
-        integer("intermediate_size" if family == "olmoe" else "moe_intermediate_size"),
+        keys.integer(count),
+        keys.integer("num_experts_per_tok"),
+        keys.integer("intermediate_size" if family == "olmoe" else "moe_intermediate_size"),
         shared,
         normalize=keys.flag("norm_topk_prob"),
     )
@@ -74,9 +63,9 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
 def _read_local(keys: JsonKeys, family: str) -> MoEConfig:
     """Return the experts of Mixtral, gpt-oss, MiniMax-M2 or Granite 4."""
     names = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
-    sizes = [keys.integer(key, LARGEST[key]) for key in names]
+    sizes = [*map(keys.integer, names)]
     if family == "granitemoehybrid":
-        shared = keys.integer("shared_intermediate_size", LARGEST["shared_intermediate_size"])
+        shared = keys.integer("shared_intermediate_size")
         return MoEConfig(*sizes, shared, shared_gate=False, score="softmax_of_chosen")
     if family == "minimax_m2":
         return MoEConfig(*sizes, score="sigmoid", selection_bias=True, added_to_sum=0.0)
@@ -87,7 +76,7 @@ def _read_gemma4(keys: JsonKeys) -> MoEConfig:
     """Return the experts of Gemma 4, beside which each layer has a dense feed-forward."""
     sizes = ("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
     return MoEConfig(
-        *(keys.integer(key, LARGEST[key]) for key in sizes),
+        *map(keys.integer, sizes),
         added_to_sum=0.0,
         shared_gate=False,
         branches=True,
@@ -98,29 +87,29 @@ def _read_lfm2(keys: JsonKeys) -> MoEConfig:
     """Return the experts of LFM2, which are chosen as DeepSeek-V3's are, without groups."""
     sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     return MoEConfig(
-        *(keys.integer(key, LARGEST[key]) for key in sizes),
+        *map(keys.integer, sizes),
         normalize=keys.flag("norm_topk_prob"),
         added_to_sum=1e-6,
         score="sigmoid",
         scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
         selection_bias=keys.flag("use_expert_bias"),
-        dense_layers=keys.integer("num_dense_layers", 10_000, low=0),
+        dense_layers=keys.integer("num_dense_layers", low=0),
     )
 
 
 def _read_nemotron(keys: JsonKeys) -> MoEConfig:
     """Return the experts of Nemotron-H, which are chosen as DeepSeek-V3's are."""
     sizes = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-    groups = keys.integer("n_group", LARGEST["n_group"])
+    groups = keys.integer("n_group")
     return MoEConfig(
-        *(keys.integer(key, LARGEST[key]) for key in sizes),
-        shared_size=keys.integer("moe_shared_expert_intermediate_size", LARGEST["moe_intermediate_size"]),
+        *map(keys.integer, sizes),
+        shared_size=keys.integer("moe_shared_expert_intermediate_size"),
         normalize=keys.flag("norm_topk_prob"),
         shared_gate=False,
         score="sigmoid",
         scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
         groups=groups,
-        groups_kept=keys.integer("topk_group", LARGEST["topk_group"]) if groups > 1 else 1,
+        groups_kept=keys.integer("topk_group") if groups > 1 else 1,
         selection_bias=True,
     )
 
@@ -131,20 +120,19 @@ def _read_grouped(keys: JsonKeys, family: str) -> MoEConfig:
     Raises:
         UserError: experts are chosen in another way, or dense layers follow sparse ones.
     """
-    integer = lambda key: keys.integer(key, LARGEST[key])
     keys.require({} if family == "mistral4" else FIXED)
-    size, groups = integer("moe_intermediate_size"), integer("n_group")
+    size, groups = keys.integer("moe_intermediate_size"), keys.integer("n_group")
     return MoEConfig(
-        integer("n_routed_experts"),
-        integer("num_experts_per_tok"),
+        keys.integer("n_routed_experts"),
+        keys.integer("num_experts_per_tok"),
         size,
-        shared_size=size * integer("n_shared_experts"),
+        shared_size=size * keys.integer("n_shared_experts"),
         normalize=keys.flag("norm_topk_prob"),
         shared_gate=False,
         score="softmax" if family == "mistral4" else "sigmoid",
         scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
         groups=groups,
-        groups_kept=integer("topk_group") if groups > 1 else 1,
+        groups_kept=keys.integer("topk_group") if groups > 1 else 1,
         selection_bias=family != "mistral4",
         dense_layers=_read_dense_layers(keys, family),
     )
@@ -158,8 +146,8 @@ def _read_dense_layers(keys: JsonKeys, family: str) -> int:
     """
     types = keys.get("mlp_layer_types") if family in TYPED else None
     if types is None:
-        return keys.integer("first_k_dense_replace", 10_000, low=0)
-    layers = keys.integer("num_hidden_layers", 10_000)
+        return keys.integer("first_k_dense_replace", low=0)
+    layers = keys.integer("num_hidden_layers")
     dense = types.count("dense") if isinstance(types, list) else 0
     if types != _mlp_layer_types(dense, layers):
         order = f"a list of {layers} entries, dense ones before sparse ones"
@@ -189,13 +177,12 @@ def read_latent_attention(keys: JsonKeys, family: str, heads: int) -> MLAConfig 
     if keys.get("num_key_value_heads") not in (None, heads):
         requirement = f"is not supported; supported: num_attention_heads, {heads}"
         raise keys.wrong("num_key_value_heads", keys.get("num_key_value_heads"), requirement)
-    integer = lambda key: keys.integer(key, LARGEST[key])
     return MLAConfig(
-        integer("kv_lora_rank"),
-        keys.optional("q_lora_rank", LARGEST["q_lora_rank"]) or 0,
-        integer("qk_nope_head_dim"),
-        integer("qk_rope_head_dim"),
-        value_dim=integer("v_head_dim"),
+        keys.integer("kv_lora_rank"),
+        keys.optional("q_lora_rank") or 0,
+        keys.integer("qk_nope_head_dim"),
+        keys.integer("qk_rope_head_dim"),
+        value_dim=keys.integer("v_head_dim"),
         interleaved=keys.flag("rope_interleave", True),
     )
 
@@ -213,7 +200,7 @@ def read_indexer(keys: JsonKeys, family: str, num_layers: int) -> dict[str, Any]
     fixed = {"indexer_rope_interleave": is_glm, "rope_interleave": True, "index_kpool": None}
     fixed |= {"layer_types": ["indexed_attention"] * num_layers, "mla_use_nope": False}
     keys.require(fixed)
-    sizes = (keys.integer(key, LARGEST[key]) for key in ("index_topk", "index_n_heads", "index_head_dim"))
+    sizes = map(keys.integer, ("index_topk", "index_n_heads", "index_head_dim"))
     found = {"index": IndexConfig(*sizes, interleaved=is_glm)}
     types = _indexer_types(keys, num_layers) if is_glm else []
     return {**found, "index_layers": tuple(kind == "full" for kind in types)} if "shared" in types else found
@@ -234,8 +221,8 @@ def _indexer_types(keys: JsonKeys, num_layers: int) -> list[str]:
             else pattern
         )
     elif types is None:
-        period = keys.integer("index_topk_freq", 10_000, low=0) or 1
-        first = keys.integer("index_skip_topk_offset", 10_000, low=0)
+        period = keys.integer("index_topk_freq", low=0) or 1
+        first = keys.integer("index_skip_topk_offset", low=0)
         types = ["shared" if max(i - first + 1, 0) % period else "full" for i in range(num_layers)]
     is_list = isinstance(types, list) and len(types) == num_layers
     if not is_list or {*map(str, types)} - {"full", "shared"} or types[0] != "full":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 import shutil
@@ -182,7 +181,10 @@ def export_tensors(config: TransformerConfig, encode: Encode | None = None) -> l
 def _raw(config: TransformerConfig, dtype: str, tokenizer: Any) -> dict[str, Any]:
     """Return the content of config.json, of a model without layers of multi-token prediction."""
     keys = to_hf_config(config, dtype) | dict(no_predictors(config).keys)
-    return keys | (special_ids(tokenizer) if tokenizer else {})
+    if not tokenizer:
+        return keys
+    # Without the key transformers takes a padding id of the family, which may be another token or none.
+    return keys | {"pad_token_id": None} | special_ids(tokenizer)
 
 
 def _copied(name: str, tensor: StoredTensor, dtype: str) -> HFTensor:
@@ -301,18 +303,23 @@ def write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[np.n
     Args:
         arrays: the tensors, or their rows, in the order of the file.
     """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for tensor in tensors:
-        own = stored_dtype(tensor, dtype)
-        start, end = end, end + jnp.dtype(own).itemsize * math.prod(tensor.shape)
-        header[tensor.name] = {"dtype": _STORED[own], "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(safetensors_head(tensors, dtype))
         for array in arrays:
             file.write(np.asarray(array).reshape(-1).view(np.uint8))
         sync_to_disk(file)
+
+
+def safetensors_head(tensors: list[HFTensor], dtype: str) -> bytes:
+    """Return the bytes of a safetensors file before its tensors: their names, types, shapes and places."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for tensor in tensors:
+        start, end = end, end + tensor_bytes(tensor, dtype)
+        own = _STORED[stored_dtype(tensor, dtype)]
+        header[tensor.name] = {"dtype": own, "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _raise(error: Exception | None) -> None:

@@ -74,14 +74,8 @@ class Family:
 CLASS_KEYS = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers"),
-    *(
-        "hidden_activation",
-        "query_pre_attn_scalar",
-        "rms_norm_eps",
-        "norm_eps",
-        "layer_norm_epsilon",
-        "mlp_hidden_act",
-    ),
+    *("hidden_activation", "query_pre_attn_scalar", "rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    "mlp_hidden_act",
     # Latent attention and its indexer.
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("index_topk", "index_n_heads", "index_head_dim"),
@@ -287,12 +281,7 @@ FAMILIES: dict[str, Family] = {
         {"head_dim": 128},
         {"one_branch": True, "mlp_gate": False},
         mlp_bias=True,
-        kinds={
-            "linear_attention": "mamba",
-            "full_attention": "attention",
-            "moe": "experts",
-            "mlp": "mlp",
-        },
+        kinds={"linear_attention": "mamba", "full_attention": "attention", "moe": "experts", "mlp": "mlp"},
         has_rope=False,
         activation="mlp_hidden_act",
         fixed=_NEMOTRON_FIXED,

@@ -26,9 +26,9 @@ EMBEDDING, HEAD, SCORE = (TABLE[ours][0] for ours in ("embed", "lm_head", "value
 
 _KEYS = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.[kv]_(?:proj|norm)\.")
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old checkpoints
-_PREFIX = re.compile(r"^(?:language_model\.|(model\.)language_model\.)")
+_PREFIX = re.compile(r"^(base_model\.model\.)?(?:language_model\.|(model\.)language_model\.)")
 _OTHER_MODEL = re.compile(
-    r"(model\.)?(?P<module>(vision|audio)_tower|embed_(vision|audio)|multi_modal_projector|vision_model|visual)\."
+    r"(base_model\.model\.)?(model\.)?(?P<module>(vision|audio)_tower|embed_(vision|audio)|multi_modal_projector|vision_model|visual)\."
 )
 FUSED_EXPERTS = {
     "layers.router": ("gate.weight", 0, 1),
@@ -52,7 +52,7 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
         UserError: see `_weight_files`, `read_header`, `_check_tied_head`; or tensors are missing, unexpected,
             of another shape or type: one message lists all of them.
     """
-    stored = _language_model(folder, _read_tensors(folder))
+    stored = language_model(folder, _read_tensors(folder))
     unused = predictor_names(config, _language_config(folder), stored)
     stored = _split_convolutions(_original_names(_split_experts(stored, config), config), config)
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
@@ -112,18 +112,21 @@ def _language_config(folder: Path) -> dict[str, Any]:
     return language_config(read_json(folder / "config.json"))
 
 
-def _language_model(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def language_model(source: Path, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the language model's weights under the names of a folder without other models.
 
     In a model that also sees images they have a prefix, in one of two places (transformers 4 and 5).
+
+    Args:
+        source: folder or file of PEFT, for a line about the others.
     """
     if not any(_PREFIX.match(name) for name in stored):
         return stored
     found = {name: entry for name, entry in stored.items() if not _OTHER_MODEL.match(name)}
     if left := [match for name in stored if (match := _OTHER_MODEL.match(name))]:
         modules = " and ".join(sorted({match["module"] for match in left}))
-        print_on_first(f"{folder}: left out of the model and of exports: {modules} ({len(left)} weights)")
-    return {_PREFIX.sub(r"\1", name): entry for name, entry in found.items()}
+        print_on_first(f"{source}: left out of the model and of exports: {modules} ({len(left)} weights)")
+    return {_PREFIX.sub(r"\1\2", name): entry for name, entry in found.items()}
 
 
 def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:

@@ -67,10 +67,7 @@ def gather_tensors(
 
 
 def gather_checked(
-    params: Params,
-    groups: Sequence[Sequence[HFTensor]],
-    dtype: str,
-    replicated: bool = False,
+    params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
 ) -> Iterator[list[tuple[Any, Any]]]:
     """Yield each tensor of `gather_tensors` with a bool: all its numbers are finite."""
     leaves = dict(named_leaves(params))

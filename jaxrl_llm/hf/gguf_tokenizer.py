@@ -131,10 +131,7 @@ def make_gguf_tokenizer(read: Read) -> Any:
     backend, add_bos = _byte_level(read, tokens) if kind == "gpt2" else _sentencepiece(read, tokens)
     special = {name: number for name, number in _special_ids(read, tokens).items() if number is not None}
     _add_whole_tokens(backend, read, tokens)
-    adds = {
-        "bos_token": read("ggml.add_bos_token", add_bos),
-        "eos_token": read("ggml.add_eos_token", False),
-    }
+    adds = {"bos_token": read("ggml.add_bos_token", add_bos), "eos_token": read("ggml.add_eos_token", False)}
     backend.post_processor = _around_texts(
         {name: (tokens[special[name]], special[name]) for name in adds if adds[name] and name in special}
     )

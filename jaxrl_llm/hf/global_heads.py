@@ -38,7 +38,7 @@ def read_global_heads(
     if shared and keys.get("num_global_key_value_heads") is not None:
         dims["num_key_value_heads"] = keys.integer("num_global_key_value_heads", HEADS["num_key_value_heads"])
     if keys.get(OVERRIDES) is not None:
-        no_windows = (False,) * keys.integer("num_hidden_layers", LARGEST["num_hidden_layers"])
+        no_windows = (False,) * keys.integer("num_hidden_layers")
         dims = _read_overrides(keys, window_layers or no_windows)
     kv_heads, head_dim = (dims.get(key) or keys.integer(key, HEADS[key]) for key in reversed(HEADS))
     heads = GlobalHeads(kv_heads, head_dim, shared)
@@ -83,7 +83,7 @@ def read_layer_inputs(keys: JsonKeys, family: str, vocab_size: int) -> dict[str,
     if not FAMILIES[family].global_heads:
         return {}
     size = keys.integer(INPUTS, 2**16, low=0)
-    shared = keys.integer("num_kv_shared_layers", LARGEST["num_hidden_layers"], low=0)
+    shared = keys.integer("num_kv_shared_layers", low=0)
     is_wide = keys.flag("use_double_wide_mlp") and shared > 0
     if size and (rows := keys.integer(INPUT_VOCABULARY, LARGEST["vocab_size"])) != vocab_size:
         raise keys.wrong(INPUT_VOCABULARY, rows, f"is not supported; supported: vocab_size, {vocab_size}")

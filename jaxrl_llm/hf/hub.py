@@ -5,6 +5,7 @@ The token of an upload comes from HF_TOKEN, or `hf auth login`.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.user_file import expand_home
 
 SUFFIX = ".gguf"
 MAX_NAME = 400  # characters; the hub allows 96 for a name and 255 for a revision
@@ -44,6 +46,24 @@ def parse_hub_name(name: str) -> HubName | None:
     if match is None or match["repo"].endswith(SUFFIX):  # a missing local GGUF file
         return None
     return HubName(match["repo"], match["revision"], match["file"] and match["file"][1:])
+
+
+def hub_model(name: str) -> HubName | None:
+    """Return the repository that the name of a model means; None = it is a local path, or no hub name."""
+    is_local = os.path.exists(expand_home(name))  # unlike Path.exists, accepts overlong names
+    return None if is_local else parse_hub_name(name)
+
+
+def hub_name_problem(name: str) -> str:
+    """Return why the hub can have no repository of a hub name; "" = it may have one, or the name is local."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id  # slow, and seldom needed
+
+    if hub := parse_hub_name(name):
+        try:
+            validate_repo_id(hub.repo)
+        except HFValidationError as error:
+            return f"{hub.repo:.100}: the hub has no such names: {error!s:.150}"
+    return ""
 
 
 def hub_spelling(name: str) -> str:

@@ -55,6 +55,13 @@ FLAGS = ("conv_bias", "use_conv_bias", "use_bias", "mamba_conv_bias", "mamba_pro
 CONFIGS = {"delta": DeltaConfig, "conv": ConvConfig, "mamba": MambaConfig}
 PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 """Letters of `hybrid_override_pattern` of Nemotron-H -> names in `layers_block_type`."""
+OLD_MAMBA = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_min": "time_step_min",
+}
+"""Older keys of Nemotron-H, which count before the newer ones, as in transformers."""
 OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 """Older names in `layers_block_type`."""
 QWEN = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
@@ -116,6 +123,7 @@ def with_layer_types(raw: dict[str, Any]) -> dict[str, Any]:
         return {**raw, "layer_types": types}
     if raw.get("model_type") != "nemotron_h":
         return raw
+    raw = raw | {new: raw[old] for old, new in OLD_MAMBA.items() if old in raw}
     types, letters = raw.get("layers_block_type", raw.get("layer_types")), raw.get("hybrid_override_pattern")
     if types is None:
         letters = "ME*-" if letters is None else letters
@@ -141,7 +149,7 @@ def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[s
         if not isinstance(attends, list) or any(i not in layers for i in attends):
             raise keys.wrong("full_attn_idxs", attends, f"must be a list of layers, 0 to {num_layers - 1}")
         return [names[ATTENTION if i in attends else recurrent] for i in layers]
-    every = keys.integer("full_attention_interval", LARGEST["num_hidden_layers"])
+    every = keys.integer("full_attention_interval")
     types = [names[recurrent if (i + 1) % every else ATTENTION] for i in layers]
     if family == "olmo_hybrid" and num_layers < every:
         types[-1] = names[ATTENTION]
@@ -151,10 +159,10 @@ def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[s
 def _with_default_sizes(keys: JsonKeys) -> JsonKeys:
     """Return the keys with defaults of absent and null sizes, which follow from other sizes (OLMo-hybrid)."""
     sizes = KEYS["delta"]
-    heads, raw = keys.integer("num_attention_heads", LARGEST["num_attention_heads"]), dict(keys.raw)
+    heads, raw = keys.integer("num_attention_heads"), dict(keys.raw)
     for key in (sizes["key_heads"], sizes["value_heads"]):
         raw[key] = keys.optional(key, 2**16) or heads
-    size = int(0.75 * keys.integer("hidden_size", LARGEST["hidden_size"]) / raw[sizes["key_heads"]])
+    size = int(0.75 * keys.integer("hidden_size") / raw[sizes["key_heads"]])
     raw[sizes["key_dim"]] = keys.optional(sizes["key_dim"], 2**16) or size
     raw[sizes["value_dim"]] = keys.optional(sizes["value_dim"], 2**16) or 2 * raw[sizes["key_dim"]]
     return JsonKeys(raw, keys.file, keys.defaults)
@@ -168,7 +176,7 @@ def _with_head_size(keys: JsonKeys) -> JsonKeys:
             bounds.
     """
     sizes, heads = keys.integer("mamba_expand", 2**16), keys.integer("mamba_n_heads", 2**16)
-    inner = sizes * keys.integer("hidden_size", LARGEST["hidden_size"])
+    inner = sizes * keys.integer("hidden_size")
     own = keys.get("mamba_d_head")
     size = inner // heads if own == "auto" else keys.integer("mamba_d_head", 2**13)
     if size * heads != inner:

@@ -19,7 +19,20 @@ LARGEST = {
     "intermediate_size": 10**7,
     "num_hidden_layers": 10**4,
     "num_attention_heads": 10**5,
-    "max_position_embeddings": 2**31 - 1,
+    **dict.fromkeys(("max_position_embeddings", "sliding_window"), 2**31 - 1),
+    # Layers that differ from others.
+    **dict.fromkeys(("full_attention_interval", "sliding_window_pattern", "no_rope_layer_interval"), 10**4),
+    **dict.fromkeys(("max_window_layers", "num_kv_shared_layers"), 10**4),
+    # Experts, and latent attention with its indexer.
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), 2**16),
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "n_shared_experts"), 2**8),
+    **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 10**7),
+    **dict.fromkeys(("shared_intermediate_size", "shared_expert_intermediate_size"), 10**7),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 10**4),
+    **dict.fromkeys(("index_topk_freq", "index_skip_topk_offset"), 10**4),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 10**6),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim"), 2**12),
+    **{"index_n_heads": 2**16, "index_topk": 2**24},
 }
 """Upper limits of sizes, above any model: a nonsensical size would take hours to list its weights."""
 
@@ -69,14 +82,14 @@ class JsonKeys:
         self.seen.add(name)
         return self.raw[name] if name in self.raw else self.defaults.get(key)
 
-    def integer(self, key: str, high: int, low: int = 1) -> int:
-        """Return a whole number in [low, high]."""
-        value = self.get(key)
+    def integer(self, key: str, high: int | None = None, low: int = 1) -> int:
+        """Return a whole number in [low, high]; None = the limit of the key in LARGEST."""
+        value, high = self.get(key), high or LARGEST[key]
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.wrong(key, value, f"must be a whole number from {low} to {high:,}")
         return value
 
-    def optional(self, key: str, high: int) -> int | None:
+    def optional(self, key: str, high: int | None = None) -> int | None:
         """Return a whole number in [1, high], or None for null."""
         return None if self.get(key) is None else self.integer(key, high)
 

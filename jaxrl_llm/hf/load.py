@@ -28,11 +28,7 @@ from jaxrl_llm.structs import Params
 
 _MAX_READ = 16 * 2**20  # bytes of a file that are mapped at once
 _MIN_READ = 2**20
-_EXPONENT = {
-    "float32": np.uint32(0x7F800000),
-    "float16": np.uint16(0x7C00),
-    "bfloat16": np.uint16(0x7F80),
-}
+_EXPONENT = {"float32": np.uint32(0x7F800000), "float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 """Bits of the exponent, which are all set in NaN and Inf."""
 
 

@@ -126,7 +126,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "layers.attention_norm": "model.layers.{}.input_layernorm.weight",
         "layers.mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
         "layers.attention_out_norm": "model.layers.{}.feedforward_layer_norm.weight",
-    },
+    }
 }
 """HF names that folders saved by transformers have, too: it renames in layers of both kinds."""
 FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
@@ -157,7 +157,7 @@ INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt_oss": {
         "model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up"),
         "model.layers.{}.mlp.experts.gate_up_proj_bias": ("layers.expert_gate_bias", "layers.expert_up_bias"),
-    },
+    }
 }
 """HF tensors that interleave several of our weights along the last dim."""
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import export_config, write_folder
-from jaxrl_llm.hf.folder import file_inside, list_mismatches
+from jaxrl_llm.hf.folder import file_inside, language_model, list_mismatches
 from jaxrl_llm.hf.layouts import from_hf, hf_shape
 from jaxrl_llm.hf.load import read_slice
 from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, is_stacked
@@ -45,7 +45,7 @@ UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe_text", "lfm2_moe", "nemotron_h")
 """Families whose experts' adapters peft ignores."""
 
 
-def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
+def save_adapter(params: Params, folder: Path | str, base_name: str, *, is_part: bool = False) -> Path:
     """Write the model's adapters, float32, as a folder that PEFT and this project load.
 
     Replaces an earlier export. The folder is written under another name and then renamed, so it is never
@@ -55,6 +55,7 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
     Args:
         params: with adapters; of any sharding.
         base_name: hub name or folder of the base model, whose weights are not written.
+        is_part: PEFT loads the base as a model that also sees images, in which names are longer.
 
     Raises:
         UserError: no space on the disk, or a folder that holds anything but an earlier export.
@@ -64,7 +65,11 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
     folder, config = Path(folder).absolute(), export_config(params.config)
     raw = peft_config(config, base_name)
     params = scale_b(params, file_factors(config))
-    files = {WEIGHTS: adapter_tensors(config)}
+    tensors = adapter_tensors(config)
+    if is_part:
+        inner, outer = f"{PREFIX}model.", f"{PREFIX}model.language_model."
+        tensors = [tensor._replace(name=tensor.name.replace(inner, outer, 1)) for tensor in tensors]
+    files = {WEIGHTS: tensors}
     write_folder(
         params,
         folder,
@@ -120,7 +125,10 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
     factors = {target: modules[target].scale / scale for target, scale in scales.items()}
     if trains:
         check_trainable(keys, config, factors, saved)
-    stored, is_joined = read_header(file), stacks and not has_stacked(config)
+    stored, is_joined = language_model(file, read_header(file)), stacks and not has_stacked(config)
+    if config.family == "nemotron_h":  # in transformers 5 its decoder, "backbone" in files, is "model"
+        old, new = f"{PREFIX}model.", f"{PREFIX}backbone."
+        stored = {name.replace(old, new, 1): entry for name, entry in stored.items()}
     experts = expert_parts(tensors, config, modules) if is_joined else {}
     names = {tensor.name: _stored_name(tensor.name, modules) for tensor in tensors}
     found = [(names[t.name], _stored_shape(t, modules.get(targets[t.name]), config)) for t in tensors]
@@ -154,8 +162,8 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
 
 
 def _stored_name(name: str, modules: Collection[str]) -> str:
-    """Return the name of a tensor in the file: the adapter of gate and up of all experts is inside the one of
-    down, if there is one."""
+    """Return the name of a tensor in the file. The adapter of all experts' gate and up is inside the adapter
+    of down, if down has an adapter."""
     outer = module_of(name).removesuffix(".base_layer")
     return name if f"{outer}.down_proj" in modules else name.replace(".base_layer.", ".")
 

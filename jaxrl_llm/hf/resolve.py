@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.gguf import convert_gguf
-from jaxrl_llm.hf.hub import SUFFIX, HubName, hub_spelling, parse_hub_name
+from jaxrl_llm.hf.hub import SUFFIX, HubName, hub_model, hub_spelling, parse_hub_name
 from jaxrl_llm.host.command import working
 from jaxrl_llm.user_file import expand_home
 
@@ -88,8 +87,8 @@ def pin_revision(name: str) -> str:
 
     A run keeps the pinned name, so that it continues with the same weights if the hub's change.
     """
-    hub = parse_hub_name(name)
-    if hub is None or os.path.exists(expand_home(name)):  # unlike Path.exists, accepts overlong names
+    hub = hub_model(name)
+    if hub is None:
         return name
     if _COMMIT.fullmatch(hub.revision or ""):
         return str(hub)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.families import FAMILIES, Defaults
-from jaxrl_llm.hf.json_file import LARGEST, JsonKeys
+from jaxrl_llm.hf.json_file import JsonKeys
 from jaxrl_llm.models.config import TransformerConfig
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -27,7 +27,7 @@ def read_windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | No
         if names_windows:  # transformers cannot run it either
             raise keys.wrong("layer_types", kinds, "has windows, which need use_sliding_window: true")
         return None, None
-    window = keys.optional("sliding_window", LARGEST["max_position_embeddings"])
+    window = keys.optional("sliding_window")
     if window is None and names_windows:
         raise keys.wrong("layer_types", kinds, "has windows, which need sliding_window, their size")
     if window is None or not is_typed:
@@ -64,9 +64,9 @@ def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[s
         ]
     if period := FAMILIES[family].full_every:
         if family == "gemma3_text":
-            period = keys.optional("sliding_window_pattern", LARGEST["num_hidden_layers"]) or period
+            period = keys.optional("sliding_window_pattern") or period
         return [LAYER_TYPES[bool((i + 1) % period)] for i in layers]
-    first = keys.integer("max_window_layers", LARGEST["num_hidden_layers"], low=0)
+    first = keys.integer("max_window_layers", low=0)
     if family == "qwen2_moe":
         return [LAYER_TYPES[i % 2 == 0 and i < first] for i in layers]
     return [LAYER_TYPES[i >= first] for i in layers]
@@ -109,7 +109,7 @@ def read_rope_layers(keys: JsonKeys, family: str, num_layers: int) -> tuple[bool
         parameters = keys.get("rope_parameters")
         given = parameters if isinstance(parameters, dict) and "rope_theta" in parameters else keys.raw
         return None if given.get("rope_theta", 0) is not None else (False,) * num_layers
-    every = keys.optional("no_rope_layer_interval", LARGEST["num_hidden_layers"])
+    every = keys.optional("no_rope_layer_interval")
     if every is None:
         return None
     rotates = keys.get("no_rope_layers")

@@ -63,9 +63,9 @@ def replace_json(path: Path, tree: Any) -> None:
     replace_text(path, json.dumps(tree, indent=2) + "\n")
 
 
-def replace_lines(path: Path, rows: Sequence[Any]) -> None:
+def replace_lines(path: Path, rows: Sequence[Any], sync: bool = True) -> None:
     """Write lines of JSON by one rename."""
-    replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    replace_text(path, "".join(json.dumps(row) + "\n" for row in rows), sync)
 
 
 def replace_text(path: Path, text: str, sync: bool = True) -> None:

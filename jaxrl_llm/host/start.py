@@ -10,10 +10,7 @@ import warnings
 from typing import NamedTuple
 
 import jax
-from jax._src import (
-    clusters,  # jax has no public function that detects a cluster without joining it
-    lru_cache,  # nor a setting of how compiled programs are written
-)
+from jax._src import clusters, lru_cache  # no public function detects a cluster, or sets the cache's files
 
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.command import quiet_transformers

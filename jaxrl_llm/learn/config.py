@@ -53,7 +53,7 @@ class OptimConfig:
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the gradients between the micro-batches of an update, and until it is applied."""
     offload: bool = False
-    """Keep the moments in host memory except during an update, which waits for the transfer both ways."""
+    """Keep the moments in host memory; an update copies them to the devices and back, and waits for it."""
     max_grad_norm: Annotated[float, Range(0, 1e9)] = 1.0
     """Global norm that gradients are clipped to; 0 = no clipping."""
     max_nonfinite: Count = 5

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_kernels.dispatch import device
 from jaxrl_llm.errors import RunError
 from jaxrl_llm.learn.optim_states import is_moment
+from jaxrl_llm.sharding.rules import fetch
 from jaxrl_llm.structs import Metrics, Params, TrainState
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Applied(NamedTuple):
 
 def update_if_finite(step: Callable[..., UpdateStep], inputs: Inputs, finite: Bool[Array, ""]) -> Applied:
     """Return the state after `step(*inputs)` if that and `finite` are so, else the state before."""
+    inputs = _on_devices(inputs)
     new = step(*inputs)
     norms = {"update_norm": optax.tree.norm(new.updates), "param_norm": optax.tree.norm(new.masters)}
     finite = finite & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
@@ -68,25 +70,44 @@ def update_by_leaf(
 ) -> Applied:
     """Return the same as `update_if_finite`, one weight after the other; a CPU writes all at once.
 
+    Moments in host memory are on the devices for their own weight's turn only, on a CPU all at once.
+
     Args:
         step: treats every weight by itself.
     """
+    at_once = device()[0] == "cpu"  # XLA drops the barriers below there, so it would copy all moments
+    inputs = _on_devices(inputs) if at_once else inputs
 
+    # Compute the norms of the update, and keep none of it.
     def squares(*leaf):
-        new = step(*leaf)
+        new = step(*_on_devices(leaf))
         return jnp.stack([optax.tree.norm(x, squared=True) for x in (new.updates, new.masters)])
 
     update_norm, param_norm = jnp.sqrt(sum(_each_leaf(optimizer, squares, inputs)))
     finite = finite & jnp.isfinite(update_norm) & jnp.isfinite(param_norm)
     norms = {"update_norm": update_norm, "param_norm": param_norm}
-    if device()[0] == "cpu":  # XLA drops the barriers below there, so it would copy all moments
+    if at_once:
         update, keep = lambda *old: step(*old)[2:], lambda *old: old[:2]
         return Applied(*jax.lax.cond(finite, update, keep, *inputs), finite, norms)
-    finite, inputs = jax.lax.optimization_barrier((finite, inputs))  # or the compiler keeps the first results
-    results = _each_leaf(optimizer, lambda *leaf: _select(finite, step(*leaf), leaf), inputs)
+    # Compute it again, and write it; without the barrier the compiler keeps the first results.
+    finite, inputs = jax.lax.optimization_barrier((finite, inputs))
+
+    def written(*leaf):
+        own = _on_devices(leaf)
+        params, state = _select(finite, step(*own), own)
+        back = lambda x, old: jax.device_put(x, jax.typeof(old).memory_space)
+        return params, jax.tree.map(back, state, leaf[1])
+
+    results = _each_leaf(optimizer, written, inputs)
     first = lambda *leaves: next((x for x in leaves if x is not None), None)
     joined = jax.tree.map(first, *results, is_leaf=lambda x: x is None or is_moment(x))
     return Applied(*joined, finite, norms)
+
+
+def _on_devices(inputs: Inputs) -> Inputs:
+    """Return the inputs with a copy of moments that are in host memory."""
+    params, opt_state, grads = inputs
+    return params, jax.tree.map(fetch, opt_state), grads
 
 
 def _select(finite: Bool[Array, ""], new: UpdateStep, old: Inputs) -> tuple[Params, Any]:
@@ -148,7 +169,12 @@ def next_loss_scale(
 
 
 def new_gradients(
-    backward: Callable, loss: Float[Array, ""], loss_scale: Float[Array, ""] | None, dtype: DTypeLike
+    backward: Callable,
+    loss: Float[Array, ""],
+    trained: Params,
+    *,
+    loss_scale: Float[Array, ""] | None,
+    dtype: DTypeLike,
 ) -> Params:
     """Return the gradients of a loss, in `dtype`, or in the type of their weight if it is narrower.
 
@@ -157,7 +183,7 @@ def new_gradients(
     """
     dtype = jnp.dtype(dtype)
     narrow = lambda g: g if g.dtype.itemsize <= dtype.itemsize else g.astype(dtype)
-    (new,) = backward(jnp.ones_like(loss))
+    new = _added(backward, loss, jax.tree.map(jnp.zeros_like, trained))
     return jax.tree.map(narrow, unscale(new, loss_scale))
 
 
@@ -178,11 +204,18 @@ def add_gradients(
         backward: see `new_gradients`.
     """
     if any(g.dtype != w.dtype for g, w in zip(*map(jax.tree.leaves, (grads, trained)), strict=True)):
-        (new,) = backward(jnp.ones_like(loss))
-        return jax.tree.map(lambda g, n: (g + n).astype(g.dtype), grads, unscale(new, loss_scale))
-    buffers = jax.tree.map(lambda g: jax.new_ref(scale_loss(g, loss_scale)), grads)
+        new = unscale(_added(backward, loss, jax.tree.map(jnp.zeros_like, trained)), loss_scale)
+        return jax.tree.map(lambda g, n: (g + n).astype(g.dtype), grads, new)
+    scaled = jax.tree.map(lambda g: scale_loss(g, loss_scale), grads)
+    return unscale(_added(backward, loss, scaled), loss_scale)
+
+
+def _added(backward: Callable, loss: Float[Array, ""], grads: Params) -> Params:
+    """Return `grads` plus the gradients of the loss, added in buffers. Without buffers a scan that reads its
+    layers from a stack would add an array like the whole stack for each layer (`stacks.scan_layers`)."""
+    buffers = jax.tree.map(jax.new_ref, grads)
     backward.with_refs(buffers)(jnp.ones_like(loss))
-    return unscale(jax.tree.map(jax.freeze, buffers), loss_scale)
+    return jax.tree.map(jax.freeze, buffers)
 
 
 class NonFiniteError(RunError):

@@ -19,7 +19,7 @@ from jaxrl_llm.algos.reduce import average, combine
 from jaxrl_llm.data.packing import PackItem, counts
 from jaxrl_llm.learn.finite import initial_loss_scale
 from jaxrl_llm.learn.moe_losses import balance_weights, routing_metrics
-from jaxrl_llm.learn.optim_states import moments_on_devices, state_shardings, stored_weights
+from jaxrl_llm.learn.optim_states import state_shardings, stored_weights
 from jaxrl_llm.learn.reference import PlacedTeachers, Teachers, teachers_of
 from jaxrl_llm.learn.replicas import Replicas
 from jaxrl_llm.learn.scoring import Scorer, run_on_rows
@@ -71,7 +71,7 @@ class Learner:
         step = dict(max_grad_norm=config.max_grad_norm, by_leaf=config.update_by_leaf)
         update = self.replicas.apply(functools.partial(apply, algo=algo, optimizer=optimizer, **step))
         self._apply = jax.jit(
-            moments_on_devices(update, self.state_shardings) if config.offload else update,
+            update,
             donate_argnames=("state",),
             out_shardings=(lora.trained_state(self.state_shardings), self.replicated),
         )

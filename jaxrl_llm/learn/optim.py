@@ -111,6 +111,6 @@ def _scale_to_rms(updates: Params, params: Any) -> Params:
 def decayed(params: Any) -> Any:
     """Return a tree of bools: True for the weights that decay; norms, biases and the like do not, nor do
     frozen weights."""
-    kept = ("norm", "bias", "sinks", "a_log", "skip", "layer_scalar", "index_")
+    kept = ("norm", "bias", "sinks", "a_log", "skip", "layer_scalar", "router_gain", "index_")
     exempt = lambda path: any(word in jax.tree_util.keystr(path) for word in kept)
     return jax.tree_util.tree_map_with_path(lambda path, _: not exempt(path), params)

@@ -6,7 +6,6 @@ resumed run is bit-equal, and blocks are parts of whole rows, so every mesh has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -204,11 +203,7 @@ def dequantize(moment: Quantized) -> Float[Array, "*dims"]:
 
 
 def state_shardings(
-    state: TrainState,
-    optimizer: optax.GradientTransformation,
-    params: Params,
-    *,
-    offload: bool = False,
+    state: TrainState, optimizer: optax.GradientTransformation, params: Params, *, offload: bool = False
 ) -> TrainState:
     """Return shardings of the state: moments are sharded as their weights, counters are replicated.
 
@@ -234,16 +229,6 @@ def state_shardings(
         is_leaf=is_moment,
     )
     return replace(jax.tree.map(lambda _: replicated, state), params=params, opt_state=opt)
-
-
-def moments_on_devices(update: Callable, shardings: TrainState) -> Callable:
-    """Return `update`, a function of a TrainState, with offloaded moments moved to the devices first."""
-    on_devices = jax.tree.map(on_device, shardings.opt_state)
-
-    def moved(state: TrainState, *args):
-        return update(replace(state, opt_state=jax.device_put(state.opt_state, on_devices)), *args)
-
-    return moved
 
 
 def moment_shardings(moment: Any, shape: tuple[int, ...], like: NamedSharding, other: NamedSharding) -> Any:

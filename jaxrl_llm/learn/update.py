@@ -195,9 +195,11 @@ def accumulate(
         return scale_loss(loss, totals.loss_scale), outputs
 
     loss, backward, (metrics, logprobs) = jax.vjp(loss_fn, trained, has_aux=True)
+    scale = totals.loss_scale
     if grads is None:
-        return new_gradients(backward, loss, totals.loss_scale, config.grad_dtype), metrics, logprobs
-    return add_gradients(backward, loss, trained, grads, loss_scale=totals.loss_scale), metrics, logprobs
+        new = new_gradients(backward, loss, trained, loss_scale=scale, dtype=config.grad_dtype)
+        return new, metrics, logprobs
+    return add_gradients(backward, loss, trained, grads, loss_scale=scale), metrics, logprobs
 
 
 def baseline(batch: Batch, totals: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:

@@ -35,7 +35,7 @@ from jaxrl_llm.models.experts.router import join_routes
 from jaxrl_llm.models.indexer import choose_exactly, choose_keys, pack_keys, read_choice, unpack_keys
 from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mixer_config import ATTENTION
-from jaxrl_llm.models.mla import DecodeLatents, cache_dims
+from jaxrl_llm.models.mla import DecodeLatents, ring_array
 from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.per_layer import NAMES, PerLayerWeights, per_layer_inputs
 from jaxrl_llm.models.recurrent import RECURRENT, State, with_paths
@@ -70,19 +70,20 @@ class RingCache(NamedTuple):
     """Keys and values of S slots in ring buffers with one shared write index.
 
     The newest token of every slot is at `cursor` - 1, the one before at `cursor` - 2, and so on modulo C: a
-    step writes one column for all slots, of any lengths, instead of scattering. A cache of latents has them
-    in k, one head of E = kv_rank + rope_dim, and no v.
+    step writes one column for all slots, of any lengths, instead of scattering. C is the longest sequence,
+    or for arrays of layers with a window the window (`ring_array`). A cache of latents has them in k, one
+    head of E = kv_rank + rope_dim, and no v.
     """
 
-    k: tuple[Float[Array, "*L S K E C"], ...]  # per layer, or [L, ...] per size of heads; C last suits q k^T
+    k: tuple[Float[Array, "*L S K E C"], ...]  # per layer, or [L, ...] per `ring_array`; C last suits q k^T
     v: tuple[Float[Array, "*L S K C E"], ...]
-    cursor: Int[Array, ""]  # write index of the next token
+    cursor: Int[Array, ""]  # write index of the next token, modulo the C of each array
     states: tuple[State, ...] = ()  # of layers with a state: a tree per layer, or one [L, ...]
 
     @property
     def length(self) -> int:
         """Return the capacity of a slot in tokens."""
-        return self.k[0].shape[-1]
+        return max(k.shape[-1] for k in self.k)
 
 
 def is_unrolled(c: TransformerConfig) -> bool:
@@ -137,10 +138,11 @@ def init_ring_cache(
     c: TransformerConfig, slots: int, length: int, dtype: DTypeLike, strict: bool = False
 ) -> RingCache:
     """Return zeros for `slots` sequences of `length` tokens; a strict cache holds no latents."""
-    dims = [cache_dims(stack, strict) for stack in _stack_of_layers(c) if stack.has_kv]
-    arrays = [((), of) for of in dims] if is_unrolled(c) else [((n,), of) for of, n in Counter(dims).items()]
-    k = tuple(jnp.zeros((*n, slots, heads, size, length), dtype) for n, (heads, size) in arrays)
-    v = tuple(jnp.zeros((*n, slots, heads, length, size), dtype) for n, (heads, size) in arrays)
+    each = [ring_array(c, stack, strict) for stack in _stack_of_layers(c) if stack.has_kv]
+    arrays = [((), of) for of in each] if is_unrolled(c) else [((n,), of) for of, n in Counter(each).items()]
+    sizes = [((*n, slots, heads), size, min(length, most)) for n, (heads, size, most) in arrays]
+    k = tuple(jnp.zeros((*dims, size, columns), dtype) for dims, size, columns in sizes)
+    v = tuple(jnp.zeros((*dims, columns, size), dtype) for dims, size, columns in sizes)
     return RingCache(k, () if c.mla and not strict else v, jnp.int32(0), empty_states(c, slots, dtype))
 
 
@@ -253,7 +255,8 @@ def decode_ring(
             return (x, ks, vs, states, chosen), None, routing
         kv, sinks = (ks[array], vs[array] if vs else None), sinks_of(w)
         masks = {"window": numbers.window, "sinks": sinks, "chosen": chosen}
-        attend = _attend_ring(c, kv, index, cache.cursor, positions=positions, strict=strict, **masks)
+        column = jnp.mod(cache.cursor, kv[0].shape[-1])
+        attend = _attend_ring(c, kv, index, column, positions=positions, strict=strict, **masks)
         x, (k, v, chosen), routing = run(attention_fn=attend)
         return (x, put(ks, k), put(vs, v) if vs else (), states, chosen), None, routing
 
@@ -262,7 +265,7 @@ def decode_ring(
     carry = x, cache.k, cache.v, cache.states, chosen
     (x, ks, vs, states, _), _, routes = apply_layers(c, weights.layers, layer, carry, inputs=inputs)
     hidden = by_row(final_norm_fn(c), weights.norm, x)[:, 0]
-    return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length), states), routes
+    return hidden, RingCache(ks, vs, cache.cursor + 1, states), routes
 
 
 def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry, *, inputs=None):
@@ -270,7 +273,7 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry,
 
     The cache of a layer is `arrays[array][index]`, in the arrays of its kind (keys and values, or states):
     array = 0, 1, ... and index () for unrolled layers. Scanned layers share an array and have index (i,);
-    keys of each size have one (`cache_dims`). A layer without keys has the place of the layer whose keys it
+    keys of each kind have one (`ring_array`). A layer without keys has the place of the layer whose keys it
     reads. `config` is the config of the layer's stack.
 
     Args:
@@ -300,7 +303,7 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry,
 
     def step(config, carry, weights, numbers):
         numbers, index = numbers
-        carry, out, routing = layer(config, carry, weights, numbers, arrays[config], (index,))
+        carry, out, routing = layer(config, carry, weights(), numbers, arrays[config], (index,))
         return carry, (out, routing and routing.chosen)
 
     def numbers_of(run):
@@ -316,16 +319,16 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry,
 
 
 def _scanned_arrays(c: TransformerConfig) -> dict[TransformerConfig, int]:
-    """Return stack -> the array of its scanned layers: keys of each size have one, all states have one."""
-    stacks = list(layer_stacks(c).values())
-    dims = list(dict.fromkeys(cache_dims(stack) for stack in stacks if stack.kind == ATTENTION))
-    return {stack: dims.index(cache_dims(stack)) if stack.kind == ATTENTION else 0 for stack in stacks}
+    """Return stack -> the array of its scanned layers: keys of each kind have one, all states have one."""
+    kinds = {stack: ring_array(c, stack) for stack in layer_stacks(c).values() if stack.kind == ATTENTION}
+    order = list(dict.fromkeys(kinds.values()))
+    return {stack: order.index(kinds[stack]) if stack in kinds else 0 for stack in layer_stacks(c).values()}
 
 
 def _cache_indices(c: TransformerConfig) -> list[int]:
     """Return the index of each layer, or of the layer whose keys it reads, among the layers of its kind, or,
     if scanned, of its array."""
-    shared = lambda stack: (stack.kind, None if is_unrolled(c) else cache_dims(stack))
+    shared = lambda stack: (stack.kind, None if is_unrolled(c) else ring_array(c, stack))
     groups = [shared(stack) for stack in _stack_of_layers(c)]
     return [groups[:i].count(groups[i]) for i in kv_sources(c)]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.attention import RopeTables, apply_rope, grow_queries, key_dim
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.indexer import IndexInputs, add_index_weights, key_room, pack_keys, project_index
@@ -41,6 +42,16 @@ def cache_dims(c: TransformerConfig, strict: bool = False) -> tuple[int, int]:
     if c.mla and not strict:
         return 1, c.mla.kv_rank + c.mla.rope_dim + key_room(c, 1)
     return c.num_kv_heads, key_dim(c) + key_room(c, c.num_kv_heads)
+
+
+def ring_array(c: TransformerConfig, stack: TransformerConfig, strict: bool = False) -> tuple[int, int, int]:
+    """Return (heads, size of a head, most columns) of the ring's arrays for the layers of a stack.
+
+    Layers with a window have a stack of their own, and arrays as short as the window, if their heads differ
+    from the other layers'. In strict mode they have all columns, which it reads in the order of scoring.
+    """
+    is_short = c.global_heads and stack.window_layers[0] and not strict
+    return *cache_dims(stack, strict), c.sliding_window if is_short else NO_WINDOW
 
 
 def add_latent_weights(layers: Layers, c: TransformerConfig, init: Initializer) -> None:

@@ -3,7 +3,7 @@
 A quantized weight is two leaves of the model: "layers.q" [L, D, H, E] holds codes, int8 or uint4, and
 "layers.q_scale" [L, D / 64, H, E] a float32 scale for each tile of 64 inputs. An int8 code is a multiple of
 the scale; an nf4 code (NormalFloat, appendix E of the paper) is the index of a level between -1 and 1, which
-the scale multiplies.
+the scale multiplies. Two uint4 codes share a byte on TPU and GPU, but not on a CPU.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from jaxrl_kernels.batch_invariant import rounded
 
 SCALE = "_scale"  # ends the names of scales
 TILE = 64
-CODES = {"int8": jnp.int8, "nf4": jnp.uint4}
-"""`--lora.quantize` -> type of the codes; two uint4 share a byte on TPU and GPU, but not on a CPU."""
 QWIX = {"int8": (jnp.int8, f"absmax,{127.5 / 127}"), "nf4": ("nf4", "absmax")}
 """`--lora.quantize` -> qwix's type and calibration. qwix's default for int8 makes the largest weight 127.5
 scales, and rounding this tie depends on the last bit of a division."""
@@ -39,7 +37,7 @@ def quantize_weight(
     """Return (codes, scales) of a weight. Compiled, so that all callers get the same bits.
 
     Args:
-        kind: key of CODES.
+        kind: key of QWIX.
         axis: dim that is divided into tiles, an input of the matrix.
 
     Quantizes tiles under `vmap`: qwix flattens its argument, which would gather a sharded weight.

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
+from jaxtyping import Array, Int
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.global_heads import config_of_layers
@@ -143,6 +145,9 @@ def scan_layers(
 ) -> tuple[Any, list[tuple[LayerRun, tuple]]]:
     """Apply `step(stack config, carry, weights, numbers) -> (carry, out)` to layers, a scan for each run.
 
+    The weights that `step` gets are a function without arguments, and a tree. A step that is checkpointed
+    calls it inside, so that no weights are kept: they may be a slice of the weights of the stack.
+
     Args:
         weights: stack -> its weights, with a leading dim for the layers of the stack.
         numbers: run -> tree of other inputs, with a leading dim for the layers of the run.
@@ -153,18 +158,18 @@ def scan_layers(
     stacks, names, outs = layer_stacks(c), stack_names(c) if names is None else names, []
     for run in layer_runs(names):
         split = lambda x, run=run: x.reshape(run.count, len(run.pattern), *x.shape[1:])
+        scanned, weights_of = _weights_of(names, run, weights)
 
-        def repetition(carry, inputs, run=run):
+        def repetition(carry, inputs, run=run, weights_of=weights_of):
             layers, others = inputs
             out = []
-            for i, (name, layer) in enumerate(zip(run.pattern, layers, strict=True)):
+            for i, name in enumerate(run.pattern):
                 own = jax.tree.map(lambda x, i=i: x[i], others)
-                carry, one = step(stacks[name], carry, layer, own)
+                carry, one = step(stacks[name], carry, weights_of(i, layers), own)
                 out.append(one)
             return carry, tuple(out)
 
-        inputs = _weights_of(names, run, weights), jax.tree.map(split, numbers(run))
-        carry, out = jax.lax.scan(repetition, carry, inputs)
+        carry, out = jax.lax.scan(repetition, carry, (scanned, jax.tree.map(split, numbers(run))))
         outs.append((run, out))
     return carry, outs
 
@@ -214,26 +219,37 @@ def cut_layers(
     return own, cut(routes, lambda name: bool(stacks[name].moe))
 
 
-def _weights_of(names: Sequence[str], run: LayerRun, weights: dict[str, Any]) -> tuple:
-    """Return the weights of each layer of the pattern, with a leading dim `count`.
+def _weights_of(
+    names: Sequence[str], run: LayerRun, weights: dict[str, Any]
+) -> tuple[Any, Callable[[int, Any], Callable[[], Any]]]:
+    """Return what a scan divides among the repetitions, and a function (place in the pattern, part of one
+    repetition) -> the weights of the layer, as `step` of `scan_layers` gets them.
 
-    All are slices if one is: a scan of JAX 0.10 cannot add the gradients of some weights to buffers and
-    return those of others. No slice has a stride: the compiler for TPUs (libtpu 0.0.50.1) may end the
-    process where it fuses several of one stack.
+    A scan divides the stacks themselves if each layer of the pattern has its own. Other stacks stay whole,
+    and each layer reads its place: slices of the stacks for the scan would be a copy of all weights in each
+    call, and their gradients another array beside the buffer to which they are added. Not all stacks are read
+    so, as weights that are read are kept, in a copy, where the backward pass recomputes nothing.
     """
-    places, sizes, counts = _places(names), Counter(names), Counter(run.pattern)
-    is_whole = all(n == 1 and run.count == sizes[name] for name, n in counts.items())
-    out, firsts = [], {}
-    for name, start in places[run.first : run.first + len(run.pattern)]:
-        first, n = firsts.setdefault(name, start), counts[name]
+    sizes, counts = Counter(names), Counter(run.pattern)
+    if all(n == 1 and run.count == sizes[name] for name, n in counts.items()):
+        scanned = tuple(weights[name] for name in run.pattern)
+        return scanned, lambda i, layers: Partial(_same, layers[i])
+    places = _places(names)[run.first : run.first + len(run.pattern)]
 
-        def pick(x, first=first, n=n, k=start - firsts[name]):
-            own = jax.lax.slice_in_dim(x, first, first + run.count * n)
-            split = own.reshape(run.count, n, *x.shape[1:])
-            return own if n == 1 else jax.lax.index_in_dim(split, k, axis=1, keepdims=False)
+    def of_place(i: int, repetition: Int[Array, ""]) -> Callable[[], Any]:
+        name, first = places[i]
+        return Partial(_read_layer, weights[name], first + counts[name] * repetition)
 
-        out.append(weights[name] if is_whole else jax.tree.map(pick, weights[name]))
-    return tuple(out)
+    return jnp.arange(run.count), of_place
+
+
+def _same(layer: Any) -> Any:
+    return layer
+
+
+def _read_layer(stack: Any, index: Int[Array, ""]) -> Any:
+    """Return the weights of one layer of a stack."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stack)
 
 
 def _reach(names: Sequence[str], size: int) -> int:

@@ -309,7 +309,7 @@ class Transformer(nnx.Module):
         """Return the inputs of all layers, if they have any, from scaled embeddings x and tokens."""
         if (w := self.per_layer) is None:
             return None
-        rows = look_up(w.embed, tokens, dtype)
+        rows = look_up(w.embed, tokens, dtype, is_wide=True)
         w = jax.tree.map(lambda x: rounded(x, dtype), w._replace(embed=None))
         return per_layer_inputs(self.config, w, x, rows, strict=strict)
 
@@ -353,12 +353,13 @@ def _layer_fn(
     strict,
 ):
     """Return a layer's function for `Transformer.forward`: (stack, (x, keys and values of another layer),
-    weights, (numbers, routes)) -> (x, keys and values if others read them, (sums of the routing, routes))."""
+    weights of `scan_layers`, (numbers, routes)) -> (x, keys and values if others read them, (sums of the
+    routing, routes))."""
     keeps_kv = c.shared_kv_layers > 0 or c.index_layers is not None
 
-    def layer(c, carry, layer, numbers):
+    def layer(c, carry, weights, numbers):
         (x, shared), (numbers, routes) = carry, numbers
-        x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(layer, dtype)
+        x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(weights(), dtype)
         of_kind = in_order if c.kind in RECURRENT else rows
         how = {"window": numbers.window, "method": method, "strict": strict, "shared": shared}
         settings = {"strict": strict, "valid": rows.segments > 0, "routes": routes}

@@ -33,6 +33,7 @@ from jaxrl_llm.plan.hlo import (
 )
 from jaxrl_llm.plan.topology import Topology
 from jaxrl_llm.plan.work import NO_WORK, ProgramWork, computes, count_work
+from jaxrl_llm.rollout.servers.launch import gpu_mem_fraction
 from jaxrl_llm.sharding.compile import Program
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 
@@ -333,12 +334,6 @@ def bytes_needed(message: str) -> float | None:
     return None
 
 
-GPU_MEM_FRACTION = 0.75
-"""Share of a GPU's memory that XLA preallocates by default."""
-MEM_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""Environment variables that set another share; the second is the old name."""
-
-
 class CompileTarget(NamedTuple):
     """Target devices of a compilation."""
 
@@ -374,24 +369,6 @@ def open_target(topology: Topology) -> CompileTarget:
         return CompileTarget(topology, devices, memory, chip, compiler=_version("jax-cuda13-plugin"))
     devices = tpu_devices(topology.kind, topology.shape, slices=topology.slices)
     return CompileTarget(topology, devices, chip.memory, chip, compiler=_version("libtpu"))
-
-
-def gpu_mem_fraction(environment: Mapping[str, str]) -> float:
-    """Return the share of a GPU's memory that XLA preallocates.
-
-    Raises:
-        ConfigError: a variable is not a number above 0 and at most 1.
-    """
-    for name in MEM_FRACTION_VARIABLES:
-        if text := environment.get(name):
-            try:
-                fraction = float(text)
-            except ValueError:
-                fraction = math.nan
-            if not 0 < fraction <= 1:
-                raise ConfigError(f"{name} is {text!r}: it must be a number above 0 and at most 1.")
-            return fraction
-    return GPU_MEM_FRACTION
 
 
 def _version(package: str) -> str:

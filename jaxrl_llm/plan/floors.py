@@ -5,10 +5,11 @@
   and values and writes its output; everything else is fused into them. Weights are read once a pass, in the
   type of the products, and their gradient is written once. Logits are never in memory.
 - Links: weights of the layers are gathered once per pass, embedding and head once per call, and gradients
-  scattered once. Tensor parallelism gathers and scatters tokens before and after attention and MLP (arXiv
-  2205.05198), context parallelism sends keys and values around the ring or heads all to all, and experts get
-  a token once a device that it chooses, and return it. A pipeline sends each token to all following stages,
-  and before to the first and afterwards back to its own.
+  scattered once; of the table of per-layer inputs, rows of tokens are sent. Tensor parallelism gathers and
+  scatters tokens before and after attention and MLP (arXiv 2205.05198), context parallelism sends keys and
+  values around the ring or heads all to all, and experts get a token once a device that it chooses, and
+  return it. A pipeline sends each token to all following stages, and before to the first and afterwards back
+  to its own.
 - The bubble of a pipeline is in no floor.
 """
 
@@ -26,6 +27,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.models import TransformerConfig, abstract, flops, layer_matrices, named_leaves, shardings
 from jaxrl_llm.models.delta import STATE
 from jaxrl_llm.models.lora import MARK
+from jaxrl_llm.models.per_layer import NAMES
 from jaxrl_llm.models.quantize import SCALE
 from jaxrl_llm.models.stacks import layer_stacks, layers_outside, stack_names
 from jaxrl_llm.plan.work import ATTENTION, ProgramWork
@@ -36,6 +38,7 @@ from jaxrl_llm.structs import Params
 
 Sizes = Mapping[str, float]
 """Name of a weight -> its bytes on one device."""
+TABLE = NAMES[0]  # of per-layer inputs
 
 
 class Rows(NamedTuple):
@@ -256,7 +259,8 @@ def _bytes_read(c: TransformerConfig, held: Sizes, rows: Rows) -> float:
 
 def _gathers(held: Sizes, stored: Sizes, passes: int) -> float:
     """Return the bytes of gathering each weight: of the layers in every pass, the others once."""
-    return sum((held[name] - stored[name]) * (passes if _is_of_layer(name) else 1) for name in held)
+    calls = lambda name: 0 if name == TABLE else passes if _is_of_layer(name) else 1
+    return sum((held[name] - stored[name]) * calls(name) for name in held)
 
 
 def _local_tokens(mesh: Mesh, rows: Rows) -> float:
@@ -288,6 +292,8 @@ def _activation_links(
         width += stack.num_attention_layers * min(around, all_to_all) / tensor
     stages = num_shards("layers", mesh.shape, rules)
     width += passes * 2 * (stages - 1) * c.hidden_size / tensor
+    table_parts = num_shards("table_embed", mesh.shape, ROLLOUT if rules is ROLLOUT else TRAIN)
+    width += passes * sent(table_parts) * c.num_layers * c.per_layer_inputs
     if c.moe:
         chosen = min(c.moe.experts_per_token, owners) * sent(owners)
         width += passes * c.num_sparse_layers * 2 * chosen * c.hidden_size

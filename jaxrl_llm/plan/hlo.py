@@ -165,11 +165,6 @@ def arrays_of(shape: str) -> list[Array]:
     ]
 
 
-def shape_bytes(shape: str) -> float:
-    """Return the bytes of an HLO shape, without padding."""
-    return sum(array.bytes for array in arrays_of(shape))
-
-
 def operand_arrays(line: Instruction, computation: Computation) -> list[list[Array]]:
     """Return the arrays of each operand."""
     text = line.operand_text

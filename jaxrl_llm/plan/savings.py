@@ -47,7 +47,7 @@ class MemorySetting(NamedTuple):
 
 
 def _moments(config: TrainConfig, phase: PhaseCost) -> float:
-    """Return the bytes of the moments that `apply` alone needs on the device."""
+    """Return the bytes of the moments outside `apply`, which still reads them, weight by weight."""
     return 0 if config.optim.offload or phase.name.endswith("apply") else phase.memory["optimizer"]
 
 

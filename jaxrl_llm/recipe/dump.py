@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import math
 import os
 import platform
@@ -14,17 +13,11 @@ from typing import Any
 from jaxrl_llm.addresses import MASKED, SECRET_NAME, mask_text, secrets_of
 from jaxrl_llm.algos.config import AlgorithmName
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.extensions import package_version
 
 PACKAGES = (
-    "jaxrl-llm",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "transformers",
-    "numpy",
+    *("jaxrl-llm", "jax", "jaxlib", "flax", "optax"),
+    *("orbax-checkpoint", "grain", "transformers", "numpy"),
 )
 
 
@@ -49,8 +42,7 @@ def describe_run(
     Args:
         pins: hub name as the recipe has it -> name with its commit.
     """
-    installed = {dist.name for dist in importlib.metadata.distributions()}
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
+    versions = {name: version for name in PACKAGES if (version := package_version(name))}
     described = {
         "command": list(argv),
         "recipe": recipe,

@@ -25,32 +25,11 @@ WIDTH = 100  # columns
 INDENT = " " * 4
 RUN = "run"  # the group of the keys without one
 COMMON = (
-    "run_dir",
-    "steps",
-    "epochs",
-    "seed",
-    "model.path",
-    "data.path",
-    "data.eval_path",
-    "data.holdout",
-    "reward.name",
-    "prompts_per_step",
-    "responses_per_prompt",
-    "minibatches_per_step",
-    "max_prompt_tokens",
-    "max_response_tokens",
-    "tokens_per_device",
-    "optim.learning_rate",
-    "lora.rank",
-    "algo.kl_coef",
-    "rollout.engine",
-    "rollout.sampling.temperature",
-    "mesh.fsdp",
-    "mesh.tensor",
-    "warm_start.steps",
-    "eval.every",
-    "checkpoint.every",
-    "log.wandb",
+    *("run_dir", "steps", "epochs", "seed", "model.path", "data.path", "data.eval_path", "data.holdout"),
+    *("reward.name", "prompts_per_step", "responses_per_prompt", "minibatches_per_step"),
+    *("max_prompt_tokens", "max_response_tokens", "tokens_per_device"),
+    *("optim.learning_rate", "lora.rank", "algo.kl_coef", "rollout.engine", "rollout.sampling.temperature"),
+    *("mesh.fsdp", "mesh.tensor", "warm_start.steps", "eval.every", "checkpoint.every", "log.wandb"),
 )
 """Keys that the overview shows."""
 
@@ -218,9 +197,10 @@ def field_docs(config_class: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass, from its source; {} without the source."""
     docs: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
-        for field, doc in itertools.pairwise(_class_bodies(base.__module__).get(base.__name__, ())):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(doc):
-                docs[field.target.id] = " ".join(doc.value.value.split())
+        for pair in itertools.pairwise(_class_bodies(base.__module__).get(base.__name__, ())):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    docs[name] = " ".join(doc.split())
     return docs
 
 
@@ -232,11 +212,3 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
     except (KeyError, OSError, TypeError):  # defined in a notebook or by exec
         return {}
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )

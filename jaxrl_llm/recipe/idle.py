@@ -7,11 +7,11 @@ alpha of its adapters with --lora.rank 0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos.config import AlgoConfig, PolicyConfig
+from jaxrl_llm.algos.config import PolicyConfig
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.recipe.keys import iter_fields
 
@@ -28,20 +28,8 @@ class Idle(NamedTuple):
     """Keys, with a space between."""
     reason: str
     """Settings that keep them from being read."""
-    is_idle: Callable[[TrainConfig], bool]
-
-
-def _policy(config: TrainConfig, is_idle: Callable[[Any], bool]) -> bool:
-    """Return is_idle(settings of the policy gradient); False for others, and for a user's loss."""
-    algo = config.algo
-    return isinstance(algo, PolicyConfig) and algo.algorithm in algos.ALGOS and is_idle(algo)
-
-
-def _dpo(config: TrainConfig, is_idle: Callable[[Any], bool]) -> bool:
-    """Return is_idle(settings of DPO's loss); False for other algorithms."""
-    algo: Any = config.algo
-    pairs: dict[str, AlgoConfig] = {"dpo": algo, "online_dpo": getattr(algo, "dpo", algo)}
-    return algo.algorithm in pairs and is_idle(pairs[algo.algorithm])
+    is_idle: Callable[[Any], bool]
+    """Says of the config, or of the algorithm's settings, that they are not read."""
 
 
 IDLE = (
@@ -56,61 +44,6 @@ IDLE = (
         "reference.path reference.offload",
         "no reference model is used with these settings",
         lambda c: not algos.requirements(c.algo).ref_logprobs,
-    ),
-    Idle(
-        "algo.kl algo.kl_in algo.kl_target algo.kl_importance",
-        "--algo.kl_coef is 0",
-        lambda c: _policy(c, lambda algo: not algo.kl_coef),
-    ),
-    Idle(
-        "algo.kl_importance",
-        "--algo.kl_in is not loss",
-        lambda c: _policy(c, lambda algo: algo.kl_coef and algo.kl_in != "loss" and algo.kl_target is None),
-    ),
-    Idle(
-        "algo.omega", "--algo.advantage is not gigpo", lambda c: _policy(c, lambda a: a.advantage != "gigpo")
-    ),
-    Idle(
-        "algo.constant",
-        "--algo.aggregation is not constant",
-        lambda c: _policy(c, lambda algo: algo.aggregation != "constant"),
-    ),
-    Idle(
-        "algo.max_draws",
-        "--algo.dynamic_sampling is False",
-        lambda c: _policy(c, lambda algo: not algo.dynamic_sampling),
-    ),
-    Idle(
-        "algo.correction.cap",
-        "--algo.correction.weight is none",
-        lambda c: _policy(
-            c, lambda algo: algo.correction.weight == "none" and algo.algorithm not in READ_CAP
-        ),
-    ),
-    Idle(
-        "algo.correction.floor algo.correction.outside",
-        "--algo.correction.weight is none",
-        lambda c: _policy(c, lambda algo: algo.correction.weight == "none"),
-    ),
-    Idle(
-        "algo.correction.reject_only",
-        "--algo.correction.reject is empty",
-        lambda c: _policy(c, lambda algo: not algo.correction.reject),
-    ),
-    Idle(
-        "algo.correction.of",
-        "--algo.correction.weight is none, and --algo.correction.reject is empty",
-        lambda c: _policy(c, lambda algo: not algo.correction.active),
-    ),
-    Idle(
-        "algo.tau algo.dpo.tau",
-        "it is read by the loss discopop only",
-        lambda c: _dpo(c, lambda dpo: dpo.loss != "discopop"),
-    ),
-    Idle(
-        "algo.alpha algo.dpo.alpha",
-        "it is read by the divergence alpha only",
-        lambda c: _dpo(c, lambda dpo: dpo.divergence != "alpha"),
     ),
     Idle(
         "env.tool_timeout env.max_calls env.max_observation_tokens",
@@ -159,6 +92,52 @@ IDLE = (
         lambda c: not c.lora.rank,
     ),
 )
+"""Rows about a TrainConfig."""
+OF_POLICY = (
+    Idle(
+        "algo.kl algo.kl_in algo.kl_target algo.kl_importance",
+        "--algo.kl_coef is 0",
+        lambda algo: not algo.kl_coef,
+    ),
+    Idle(
+        "algo.kl_importance",
+        "--algo.kl_in is not loss",
+        lambda algo: algo.kl_coef and algo.kl_in != "loss" and algo.kl_target is None,
+    ),
+    Idle("algo.omega", "--algo.advantage is not gigpo", lambda algo: algo.advantage != "gigpo"),
+    Idle("algo.constant", "--algo.aggregation is not constant", lambda algo: algo.aggregation != "constant"),
+    Idle("algo.max_draws", "--algo.dynamic_sampling is False", lambda algo: not algo.dynamic_sampling),
+    Idle(
+        "algo.correction.cap",
+        "--algo.correction.weight is none",
+        lambda algo: algo.correction.weight == "none" and algo.algorithm not in READ_CAP,
+    ),
+    Idle(
+        "algo.correction.floor algo.correction.outside",
+        "--algo.correction.weight is none",
+        lambda algo: algo.correction.weight == "none",
+    ),
+    Idle(
+        "algo.correction.reject_only",
+        "--algo.correction.reject is empty",
+        lambda algo: not algo.correction.reject,
+    ),
+    Idle(
+        "algo.correction.of",
+        "--algo.correction.weight is none, and --algo.correction.reject is empty",
+        lambda algo: not algo.correction.active,
+    ),
+)
+"""Rows about the settings of a policy gradient of the library."""
+OF_PAIRS = (
+    Idle("algo.tau algo.dpo.tau", "it is read by the loss discopop only", lambda dpo: dpo.loss != "discopop"),
+    Idle(
+        "algo.alpha algo.dpo.alpha",
+        "it is read by the divergence alpha only",
+        lambda dpo: dpo.divergence != "alpha",
+    ),
+)
+"""Rows about the settings of DPO's loss."""
 
 
 def without_effect(config: TrainConfig) -> list[str]:
@@ -167,13 +146,24 @@ def without_effect(config: TrainConfig) -> list[str]:
     at_defaults = dataclasses.replace(TrainConfig(), algo=algos.of(config.algo).config)
     defaults = dict(iter_fields(at_defaults))
     notes = []
-    for row in IDLE:
+    for row in _idle_rows(config):
         keys = [
             f"--{key}"
             for key in row.keys.split()
             if key in known and key in defaults and known[key].value != defaults[key].value
         ]
-        if keys and row.is_idle(config):
+        if keys:
             has = "has" if len(keys) == 1 else "have"
             notes.append(f"{', '.join(keys)} {has} no effect: {row.reason}")
     return notes
+
+
+def _idle_rows(config: TrainConfig) -> Iterator[Idle]:
+    """Yield the rows whose settings this run does not read."""
+    algo: Any = config.algo
+    yield from (row for row in IDLE if row.is_idle(config))
+    if isinstance(algo, PolicyConfig) and algo.algorithm in algos.ALGOS:
+        yield from (row for row in OF_POLICY if row.is_idle(algo))
+    if algo.algorithm in ("dpo", "online_dpo"):
+        pairs = getattr(algo, "dpo", algo)
+        yield from (row for row in OF_PAIRS if row.is_idle(pairs))

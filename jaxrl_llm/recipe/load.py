@@ -54,12 +54,7 @@ class ResolvedRecipe(NamedTuple):
 
 
 def from_command_line(
-    argv: list[str],
-    prog: str = PROG,
-    *,
-    writes: bool = True,
-    checks: bool = True,
-    flags: Sequence[str] = (),
+    argv: list[str], prog: str = PROG, *, writes: bool = True, checks: bool = True, flags: Sequence[str] = ()
 ) -> ResolvedRecipe:
     """Return the checked config of `--config RECIPE [--algo A] [--a.b value ...]`. Starts no jax backend.
 

@@ -291,11 +291,7 @@ MODEL = (
     Rule("model", "mesh.stage", _stages_are_equal, sized=True),
     Rule("model", "mesh.stage model.remat", _stages_keep_inputs, sized=True),
     Rule("model", "mesh.sequence mesh.stage", _indexers_fit, sized=True),
-    Rule(
-        "model",
-        "rollout.cache rollout.cache_dtype rollout.draft_tokens",
-        _recurrent_layers_fit,
-    ),
+    Rule("model", "rollout.cache rollout.cache_dtype rollout.draft_tokens", _recurrent_layers_fit),
     Rule("model", "rollout.sampling.stop_tokens eval.sampling.stop_tokens", _stop_tokens_exist),
     Rule("model", "routing.balance_coef routing.bias_rate routing.replay lora.rank", _experts_are_routed),
     Rule("model", "routing.replay rollout.engine", _routes_are_reported),

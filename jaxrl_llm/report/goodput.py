@@ -88,7 +88,9 @@ class PhaseClock:
     def _on_span(self, event: str, start: float, end: float, **_: Any) -> None:
         """Collect a span of compilation; it replaces shorter spans inside it."""
         if event.startswith(COMPILE_EVENTS) and threading.get_ident() == self._thread:
-            self._compiling = [span for span in self._compiling if span[0] < start] + [(start, end)]
+            while self._compiling and self._compiling[-1][0] >= start:
+                self._compiling.pop()
+            self._compiling.append((start, end))
 
 
 class Goodput:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.host.files import load_json, replace_text
+from jaxrl_llm.host.files import load_json, replace_lines
 
 Row = dict[str, Any]
 
@@ -47,9 +47,4 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 def truncate_after(path: Path, step: int) -> None:
     """Delete the lines of steps after `step`, and partial lines."""
     if path.exists():
-        replace_rows(path, [row for row in read_rows(path) if row["step"] <= step])
-
-
-def replace_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Replace the rows of the file."""
-    replace_text(path, "".join(json.dumps(row) + "\n" for row in rows), sync=False)
+        replace_lines(path, [row for row in read_rows(path) if row["step"] <= step], sync=False)

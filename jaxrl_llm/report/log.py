@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxrl_kernels.chips import peak_flops
-from jaxrl_llm.host.files import inode, replace_text
+from jaxrl_llm.host.files import inode, replace_lines, replace_text
 from jaxrl_llm.report import curve, jsonl, loggers
 from jaxrl_llm.report.config import LogConfig
 from jaxrl_llm.report.goodput import FILE as GOODPUT_FILE
@@ -113,7 +113,7 @@ class RunLog:
             self._try(name, lambda logger=logger: logger.config(tree))
 
     def attach(self, name: str, logger: loggers.Logger | None) -> None:
-        """Send the following steps to an open logger of this start alone; None = there is none."""
+        """Send the following steps to an open logger; None = there is none."""
         if logger is not None:
             self.loggers[name] = logger
             self.runs.opened(name, logger)
@@ -180,7 +180,7 @@ class RunLog:
         values = {k: json_value(v) for k, v in metrics.items()}
         self.restored |= values
         path = self.run_dir / METRICS
-        replace_last = lambda: jsonl.replace_rows(path, [*jsonl.read_rows(path)[:-1], self.restored])
+        replace_last = lambda: replace_lines(path, [*jsonl.read_rows(path)[:-1], self.restored], sync=False)
         self._try(METRICS, replace_last)
         for name, logger in list(self.loggers.items()):
             step = lambda logger=logger: logger.step(self.last_step, values, self.shown)
@@ -199,8 +199,7 @@ class RunLog:
 
     def prompts(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write prompts.jsonl: prompts to try the trained model on."""
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        self._try(PROMPTS, lambda: replace_text(self.run_dir / PROMPTS, text, sync=False))
+        self._try(PROMPTS, lambda: replace_lines(self.run_dir / PROMPTS, rows, sync=False))
 
     def message(self, text: str) -> None:
         """Print text, above the live panel."""
@@ -287,10 +286,7 @@ class RunLog:
             "trackio": lambda run_id: loggers.Trackio(config, self.run_dir, run_id),
         }
         for name in [name for name in make if getattr(config, name)]:
-            logger = self._try(name, lambda name=name: make[name](self.runs.id(name)))
-            if logger is not None:
-                self.loggers[name] = logger
-                self.runs.opened(name, logger)
+            self.attach(name, self._try(name, lambda name=name: make[name](self.runs.id(name))))
         self._try(loggers.RUNS_FILE, self.runs.write)
 
     def _send_missing(self, rows: Sequence[dict[str, Any]]) -> None:

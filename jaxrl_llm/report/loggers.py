@@ -29,17 +29,8 @@ FLUSH_INTERVAL = 30.0  # seconds between the writes of TensorBoard's events to t
 EXTRAS = ("wandb", "mlflow", "swanlab", "trackio")
 """Loggers whose packages come with the extras of these names."""
 SAMPLE_COLUMNS = (
-    "step",
-    "eval",
-    "data_source",
-    "prompt",
-    "response",
-    "reward",
-    "outcome",
-    "score",
-    "win",
-    "finish",
-    "response_tokens",
+    *("step", "eval", "data_source", "prompt", "response"),
+    *("reward", "outcome", "score", "win", "finish", "response_tokens"),
 )
 """Columns of the tables of samples; eval, data_source, score and win are set for evaluations only.
 samples.jsonl has all fields."""
@@ -164,10 +155,7 @@ class Wandb:
         settings = _run_settings(config, run_dir, run_id, "WANDB_RUN_ID", name_variable="WANDB_NAME")
         self.id = settings["id"]
         self.run = wandb.init(
-            entity=entity or None,
-            project=project,
-            dir=_setting("", "WANDB_DIR", str(run_dir)),
-            **settings,
+            entity=entity or None, project=project, dir=_setting("", "WANDB_DIR", str(run_dir)), **settings
         )
         self.last_step = None if self.run.offline else self.run.step - 1
 
@@ -206,11 +194,7 @@ class Mlflow:
         mlflow.set_experiment(config.mlflow)
         tags = {key: value or "true" for key, _, value in (tag.partition("=") for tag in config.tags)}
         tags |= {"group": config.group} if config.group else {}
-        run = mlflow.start_run(
-            run_id=run_id or None,
-            run_name=config.name or run_dir.name,
-            tags=tags or None,
-        )
+        run = mlflow.start_run(run_id=run_id or None, run_name=config.name or run_dir.name, tags=tags or None)
         self.id, self.params = run.info.run_id, dict(run.data.params)
         self.tables = json.loads(run.data.tags.get(MLFLOW_TABLES, "[]"))
 

@@ -92,16 +92,7 @@ def _number(row: Mapping[str, Any], name: str) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else ""
 
 
-PROGRESS_METRICS = (
-    "epoch",
-    "reward/mean",
-    "accuracy",
-    "loss",
-    "kl",
-    "entropy",
-    "response_tokens/mean",
-    "grad_norm",
-)
+PROGRESS_METRICS = ("epoch", *SHOWN, "grad_norm")
 WINDOW = 10  # last steps, from which the remaining time is estimated
 OCCASIONAL = ("time/evaluate", "time/checkpoint")  # not in every step
 ONCE = ("time/compile", "time/start", "time/profile")  # in few steps

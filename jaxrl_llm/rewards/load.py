@@ -18,21 +18,19 @@ from collections import ChainMap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import quote
 
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import TOKEN, URL, RewardConfig
 from jaxrl_llm.rewards.environment import torch_hint
+from jaxrl_llm.rewards.messages import strict_json
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
 from jaxrl_llm.rewards.signatures import AdaptedReward, adapt
 from jaxrl_llm.user_file import explain, get_attribute, import_user_file, split_name
 
-LIBRARIES = {  # slow: imported before any deadline
-    "math": "math_verify",
-    "gym": "reasoning_gym",
-}
+LIBRARIES = {"math": "math_verify", "gym": "reasoning_gym"}  # slow: imported before any deadline
 USUAL_NAMES = ("reward", "compute_score", "reward_func", "reward_fn", "env_step")
 SOURCES = {  # for "auto": the first key that the name of the data source contains
     "judgement": "verdict",
@@ -262,7 +260,7 @@ def parse_scores(url: str, body: bytes, count: int) -> list[Any]:
     if len(body) > MAX_REPLY:
         raise ServiceError(f"{url}: the reply is larger than {MAX_REPLY >> 20} MiB")
     try:
-        reply = json.loads(body, parse_constant=_refuse_constant)
+        reply = strict_json(body)
     except (ValueError, RecursionError) as error:  # nested too deeply
         raise ServiceError(f"{url}: the reply is not JSON: {error}") from None
     scores = reply.get("scores", reply.get("rewards")) if isinstance(reply, dict) else reply
@@ -292,7 +290,3 @@ def request_body(samples: list[RewardSample]) -> dict[str, Any]:
         "prompts": [s.prompt for s in samples],
         "labels": [s.answer for s in samples],
     }
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

@@ -124,7 +124,7 @@ def parse_reply(line: bytes, expected: ExpectedReply | None, config: RewardConfi
     if len(line) > MAX_LINE:
         raise InvalidWorkerReplyError(f"a reply of more than {MAX_LINE >> 20} MiB")
     try:
-        body = json.loads(line, parse_constant=_refuse_constant)
+        body = strict_json(line)
     except (ValueError, RecursionError):
         raise InvalidWorkerReplyError("a reply that is not JSON") from None
     # The reply must belong to the request, and its kind must fit the request's state.
@@ -198,6 +198,11 @@ def clean_text(text: str, limit: int = MAX_REASON) -> str:
     """Return text that can be printed and written as UTF-8: no control characters, no lone surrogates."""
     text = text[:limit]
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def strict_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError for NaN and infinities, too."""
+    return json.loads(text, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -6,25 +6,20 @@ would import the training script (and so jax) again in every worker.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.rewards.environment import worker_environment
 from jaxrl_llm.rewards.messages import MAX_LINE
+from jaxrl_llm.user_file import kill_group, python_command
 
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from jaxrl_llm.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
-)
 READ_BYTES = 1 << 16
 MAX_READS = 16  # in a row, of one file: a flood must not keep the trainer from everything else
 TAIL = 2000  # bytes of output kept for error messages
@@ -38,8 +33,7 @@ class Worker:
         # The process: a socket for messages and a pipe for output, without secrets in its environment.
         ours, theirs = socket.socketpair()
         self.output, write_end = os.pipe()
-        path = json.dumps([entry or os.getcwd() for entry in sys.path])
-        command = [sys.executable, "-P", "-c", BOOT, path, str(theirs.fileno()), str(os.getpid())]
+        command = python_command("jaxrl_llm.rewards.worker", "main", theirs.fileno(), os.getpid())
         with theirs:
             self.process = subprocess.Popen(
                 command,
@@ -147,20 +141,14 @@ class Worker:
         if self.process.poll() is None:
             if time.monotonic() < self.kill_at:
                 return False
-            self._kill_group()
+            kill_group(self.process.pid)
             self.process.wait()
-        self._kill_group()  # on systems without a supervisor
+        kill_group(self.process.pid)  # on systems without a supervisor
         self.socket.close()
         if self.output >= 0:
             os.close(self.output)
             self.output = -1
         return True
-
-    def _kill_group(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # gone already (EPERM for a zombie on macOS)
-            return
 
 
 def wait_for(process: subprocess.Popen, seconds: float) -> int | None:

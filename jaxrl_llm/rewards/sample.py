@@ -30,9 +30,7 @@ class RewardSample:
     columns: dict[str, Any] = field(default_factory=dict)  # all columns of the row
     other: str | None = None  # for a pairwise judge: the response that `response` is compared with
     text: str = ""  # the response with all its marks: thoughts, channels, calls; "" = `response`
-    opens_thought: bool | None = (
-        None  # the prompt opens the thought that the response begins in; None = unknown
-    )
+    opens_thought: bool | None = None  # the prompt opens the response's thought; None = unknown
     where: str = ""  # the row: "file.jsonl:12"
 
     @property

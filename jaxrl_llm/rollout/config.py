@@ -65,10 +65,7 @@ class SamplingConfig:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem)."""
         if self.kept_sets and not 1 <= self.top_k <= MAX_KEPT:
-            yield (
-                "kept_sets",
-                f"is True with top_k {self.top_k}: it must have a top_k of 1 to {MAX_KEPT}.",
-            )
+            yield ("kept_sets", f"is True with top_k {self.top_k}: it must have a top_k of 1 to {MAX_KEPT}.")
         if self.kept_sets and not self.temperature:
             yield "kept_sets", "is True: it must have a temperature above 0, greedy tokens have no choice."
         if 0 < self.temperature < MIN_TEMPERATURE:
@@ -192,7 +189,9 @@ class RolloutConfig(PlacementConfig):
         from_file = [url for url in self.servers if url.startswith("@")]
         if from_file and len(self.servers) > 1:
             yield "servers", f"is {' '.join(self.servers)}: it must be addresses, or one @file with them."
-        yield from _address_problems(() if from_file else self.servers, self.engine)
+        for url in () if from_file else self.servers:
+            if problem := auth.address_problem(url, self.engine):
+                yield "servers", f"is wrong: {problem}"
 
     def _asynchronous_problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem), for rules of asynchronous rollout."""
@@ -210,12 +209,6 @@ class RolloutConfig(PlacementConfig):
                 "--rollout.max_staleness, the steps that a response may be carried. Set them, or "
                 "--rollout.oversample 1.",
             )
-
-
-def _address_problems(urls: Sequence[str], engine: str) -> Iterator[tuple[str, str]]:
-    """Yield ("servers", problem) of addresses that may not be used."""
-    for problem in filter(None, (auth.address_problem(url, engine) for url in urls)):
-        yield "servers", f"is wrong: {problem}"
 
 
 @dataclass(frozen=True)

@@ -118,18 +118,8 @@ class PartialResponse:
 
     def copy(self) -> PartialResponse:
         """Return the response as it is now; the original may grow."""
-        names = [
-            "ids",
-            "logprobs",
-            "versions",
-            "observed",
-            "servers",
-            "routes",
-            "kept",
-            "forks",
-            "prompt_ids",
-        ]
-        return replace(self, **{name: [*getattr(self, name)] for name in names})
+        names = "ids logprobs versions observed servers routes kept forks prompt_ids"
+        return replace(self, **{name: [*getattr(self, name)] for name in names.split()})
 
     def restarted(self) -> PartialResponse:
         """Return an empty response to the same request."""
@@ -191,6 +181,18 @@ class Dialogue(Protocol):
         have reached `max_tokens`, or its reply was refused. Called for requests that `opens` alone."""
 
 
+class GenerationCall(NamedTuple):
+    """The arguments of `Engine.start`."""
+
+    requests: list[Request]  # prompts of different `prompt_index`
+    sampling: SamplingConfig
+    key: jax.Array  # of this call; scalar typed key
+    dialogue: Dialogue | None = None  # the environments, if responses have several turns
+    partial: Sequence[PartialResponse] = ()
+    """Responses to continue, one for each (request, response index) in order, or none. The turns of a
+    conversation are sent to the dialogue again; after a different reply, the rest is generated again."""
+
+
 class Engine(Protocol):
     """The interface of the native engine and of a pool of servers.
 
@@ -211,15 +213,7 @@ class Engine(Protocol):
             ServerError: no server could take the weights.
         """
 
-    def start(
-        self,
-        requests: list[Request],
-        sampling: SamplingConfig,
-        key: jax.Array,
-        dialogue: Dialogue | None = None,
-        *,
-        partial: Sequence[PartialResponse] = (),
-    ) -> Pending:
+    def start(self, call: GenerationCall) -> Pending:
         """Start to generate responses, and return immediately. A collective.
 
         Response g to prompt p is sampled with keys derived from fold_in(fold_in(key, p), g) (`keys.py`), so
@@ -229,14 +223,6 @@ class Engine(Protocol):
         until the dialogue is done or `max_tokens`, observations included, are used up (finish "length"). An
         observation's tokens have mask 0 and log-prob 0, also where it rewrites the history (`Reply.keep`). A
         slow reply delays its own conversation alone.
-
-        Args:
-            requests: prompts of different `prompt_index`.
-            key: of this call; scalar typed key.
-            dialogue: the environments, if responses have several turns.
-            partial: responses to continue, one for each (request, response index) in order, or none. The
-                turns of a conversation are sent to the dialogue again; after a different reply, the rest is
-                generated again.
 
         Raises:
             UserError: an impossible prompt or sampling setting.
@@ -259,7 +245,7 @@ class Engine(Protocol):
             DialogueError: no conversation can continue.
             ServerError: no server can be used any more.
         """
-        return self.start(requests, sampling, key, dialogue).result()
+        return self.start(GenerationCall(requests, sampling, key, dialogue)).result()
 
     def first_finished(
         self, groups: Sequence[Sequence[Pending]], count: int, required: Collection[int]
@@ -329,7 +315,12 @@ def text_of(tokenizer: Any, ids: Sequence[int], end_ids: Sequence[int] = ()) -> 
     kept = [i for i in ids if i not in borders]
     if kept and kept[-1] in end_ids and _is_control(tokenizer, kept[-1]):
         kept.pop()
-    return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return raw_text(tokenizer, kept)
+
+
+def raw_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of ids, with control tokens."""
+    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _is_control(tokenizer: Any, token: int) -> bool:

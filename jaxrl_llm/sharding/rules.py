@@ -185,24 +185,32 @@ gather_tokens.defvjp(lambda x: (gather_tokens(x), None), _scatter_backward)
 scatter_gradient.defvjp(lambda x: (x, None), _scatter_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def look_up(
+    table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: DTypeLike, is_wide: bool = False
+) -> Float[Array, "B T D"]:
     """Return the embeddings of the tokens, rounded to `dtype`.
 
     Gradients of equal tokens are added in float32: in bfloat16, the sum of a frequent token stops growing at
     about 256 times one gradient. The sum has the sharding of the weight: devices exchange the gradients of
     tokens, in `dtype`, instead of an all-reduce of whole tables. Without the first constraint, XLA may cast
     to `dtype` only after the gather, and gather the wider type.
+
+    Args:
+        is_wide: devices exchange the embeddings of tokens, too, and none gathers the table.
     """
     table = constrain(rounded(table, dtype), "vocab", "table_embed")
-    return constrain(table, "vocab", "hidden")[tokens]
+    if not is_wide:
+        return constrain(table, "vocab", "hidden")[tokens]
+    rows = constrain(table[constrain(tokens, "copies", None)], "copies", None, "table_embed")
+    return constrain(rows, "batch", "sequence", "hidden")
 
 
-def _look_up_forward(table, tokens, dtype):
-    return look_up(table, tokens, dtype), (table, tokens)
+def _look_up_forward(table, tokens, dtype, is_wide):
+    return look_up(table, tokens, dtype, is_wide), (table, tokens)
 
 
-def _look_up_backward(dtype, residuals, gradient):
+def _look_up_backward(dtype, is_wide, residuals, gradient):
     table, tokens = residuals
     rows = current_spec(("copies", None, "table_embed"), gradient.shape)
     if rows is None:

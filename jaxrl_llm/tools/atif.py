@@ -6,13 +6,12 @@ in `subagent_trajectories`; the answer to the turn that it follows refers to it.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.thoughts import split_thought
-from jaxrl_llm.tools.conversation import Message, SampleTurn, Span, sample_turns
+from jaxrl_llm.tools.conversation import Message, SampleTurn, Span, as_text, sample_turns
 
 VERSION = "ATIF-v1.8"
 Document = dict[str, Any]
@@ -153,13 +152,9 @@ class DocumentWriter:
         return counts | known | ({"extra": extra} if extra else {})
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def _add_input(steps: list[Document], message: Message, mark: Document) -> None:
     """Add a message that the policy read: an answer to the step before, or a step."""
-    role, content = _text(message.get("role", "user")), _text(message.get("content") or "")
+    role, content = as_text(message.get("role", "user")), as_text(message.get("content") or "")
     if role == "tool" and steps and steps[-1]["source"] == "agent":
         calls = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
         name = message.get("tool_call_id")
@@ -181,7 +176,7 @@ def _add_result(step: Document, result: Document) -> None:
 
 def _agent_step(turn: SampleTurn, answered: bool) -> Document:
     """Return a turn as a step, with its tool calls and, if `answered`, their answers."""
-    thought, message = split_thought(_text((turn.text or {}).get("content") or ""))
+    thought, message = split_thought(as_text((turn.text or {}).get("content") or ""))
     step = {"step_id": 0, "source": "agent", "message": message, "llm_call_count": 1}
     step |= {"reasoning_content": thought} if thought else {}
     extra = {"reward": turn.reward, "history_rewritten": turn.rewritten or None}
@@ -189,14 +184,14 @@ def _agent_step(turn: SampleTurn, answered: bool) -> Document:
         answer, result = call.get("answer") if answered else None, {}
         shown = {key: value for key, value in call.items() if key != "answer"}
         if call.get("name"):
-            name, arguments = _text(call.get("id") or f"call_{turn.number}_{number}"), call.get("arguments")
+            name, arguments = as_text(call.get("id") or f"call_{turn.number}_{number}"), call.get("arguments")
             arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-            shown = {"tool_call_id": name, "function_name": _text(call["name"]), "arguments": arguments}
+            shown = {"tool_call_id": name, "function_name": as_text(call["name"]), "arguments": arguments}
             step.setdefault("tool_calls", []).append(shown)
             result = {"source_call_id": name}
         else:
             extra.setdefault("invalid_calls", []).append(shown)
         if answer:
-            _add_result(step, result | {"content": _text(answer.get("content") or "")})
+            _add_result(step, result | {"content": as_text(answer.get("content") or "")})
     extra = {key: value for key, value in extra.items() if value is not None}
     return step | ({"extra": extra} if extra else {})

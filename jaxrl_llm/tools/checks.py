@@ -32,7 +32,7 @@ from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.gguf import converted_folder, gguf_cache, read_gguf_config
-from jaxrl_llm.hf.hub import SUFFIX, parse_hub_name
+from jaxrl_llm.hf.hub import SUFFIX, hub_model, hub_name_problem, parse_hub_name
 from jaxrl_llm.host.devices import available_bytes
 from jaxrl_llm.host.files import cache_folder
 from jaxrl_llm.host.start import COMPILED, find_cluster
@@ -98,10 +98,10 @@ def report_host_memory() -> Finding:
     return Finding("memory", "ok", text)
 
 
-def check_shared_memory(needed: bool, folder: str = "/dev/shm") -> Finding:
+def check_shared_memory(needed: bool) -> Finding:
     """Check the size of /dev/shm, which containers limit to 64 MB by default."""
     try:
-        size = shutil.disk_usage(folder).total
+        size = shutil.disk_usage("/dev/shm").total
     except OSError:
         return Finding("/dev/shm", "note", "absent: NCCL and servers exchange data there")
     if size < MIN_SHM:
@@ -240,21 +240,22 @@ def model_names(config: TrainConfig) -> list[str]:
 
 def hub_names(config: TrainConfig) -> list[str]:
     """Return the recipe's models and data sets of the hub, each once: "org/model", "hub:org/data"."""
-    sources = (*config.data.sources("train"), *config.data.sources("eval"), *config.warm_start.sources)
-    models_ = [
-        name for name in model_names(config) if not expand_home(name).exists() and parse_hub_name(name)
-    ]
-    data = [source.path for source in sources if source.path.startswith("hub:")]
+    models_ = [name for name in model_names(config) if hub_model(name)]
+    data = [source.path for source in config.all_sources if source.path.startswith("hub:")]
     return list(dict.fromkeys([*models_, *data]))
 
 
 def check_hub(names: Sequence[str]) -> Iterator[Finding]:
     """Check that models and data sets of the hub can be had: from its cache, or else from the network."""
+    if wrong := "; ".join(filter(None, map(hub_name_problem, names))):
+        yield Finding("hub", "fix", wrong)
+        return
     absent = [name for name in names if not is_cached(name)]
     problem = hub_problem() if absent else ""
     if problem:
-        repositories = [parse_hub_name(name.removeprefix("hub:")).repo for name in absent]
-        fix = f"fetch it on a machine with one (hf download {repositories[0]}), or give a folder or file"
+        hub = parse_hub_name(absent[0].removeprefix("hub:"))
+        fix = f"fetch it on a machine with one (hf download {hub.repo if hub else absent[0]}), "
+        fix += "or give a folder or file"
         text = f"{', '.join(absent)}: not in the cache, and the hub cannot be reached ({problem}): {fix}"
         # the cache of data sets has its own form, which `datasets` reads without a network
         only_data = all(name.startswith("hub:") for name in absent)
@@ -290,7 +291,7 @@ def hub_problem() -> str:
 
 def needed_packages(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     """Yield (module, extra that brings it, setting that needs it) of the packages that a recipe needs."""
-    sources = (*config.data.sources("train"), *config.data.sources("eval"), *config.warm_start.sources)
+    sources = config.all_sources
     gym = [source.path for source in sources if source.path.startswith("gym:")]
     yield from (("reasoning_gym", "tasks", path) for path in gym[:1])
     libraries = {source.path: library_of(source.path) for source in sources}

@@ -18,9 +18,7 @@ class SampleTurn:
 
     number: int  # 0, 1, ... in the order in which turns were sampled
     after: int  # number of the turn that its conversation continues; -1 = it begins one
-    under: int | None = (
-        None  # the turn that it branches off, or during whose answer it begins; None = neither
-    )
+    under: int | None = None  # turn that it branches off, or begins during the answer of; None = neither
     inputs: list[Message] = field(default_factory=list)  # that the policy read since `after`
     text: Message | None = None  # the turn; None = not known as a message
     calls: list[dict[str, Any]] = field(default_factory=list)  # as `report.samples`, with "answer", a Message
@@ -50,6 +48,11 @@ def as_messages(chat: Any) -> list[Message]:
     """Return messages as dicts; other values become their content."""
     chat = chat if isinstance(chat, list) else [chat]
     return [message if isinstance(message, dict) else {"content": message} for message in chat]
+
+
+def as_text(value: Any) -> str:
+    """Return a text as it is, any other value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _turns_of_tree(
@@ -112,9 +115,8 @@ def _place_branches(turns: list[SampleTurn]) -> None:
         if after >= 0:
             turn.under = after if after in continued else None
             continued.add(after)
-        elif (
-            number
-        ):  # started by the program after it had got the answer of the first conversation's newest turn
+        elif number:
+            # The program started it when it had the answer of the first conversation's newest turn.
             turn.under = max(i for i in range(number) if conversation[i] == 0)
 
 

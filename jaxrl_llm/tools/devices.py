@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from jaxrl_llm.extensions import package_version
 from jaxrl_llm.host import huge_pages
 from jaxrl_llm.host.huge_pages import TPU_DEVICES, has_devices
 
@@ -198,10 +199,3 @@ def run_command_line(command: list[str]) -> subprocess.CompletedProcess | str:
         return f"no answer within {TIMEOUT:g} s"
     except OSError as error:
         return str(error)
-
-
-def package_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
-from jaxrl_llm.tools.config import (
-    GenerateArguments,
-    check_selection,
-    gives_rewards,
-)
+from jaxrl_llm.tools.config import GenerateArguments, check_selection, gives_rewards
 
 
 def main(argv: list[str]) -> int:

@@ -127,10 +127,7 @@ class Generator:
 
 
 def open_rewarder(
-    args: GenerateArguments,
-    generator: Generator,
-    examples: Sequence[Example],
-    closing: contextlib.ExitStack,
+    args: GenerateArguments, generator: Generator, examples: Sequence[Example], closing: contextlib.ExitStack
 ) -> ResponseRewarder | None:
     """Return the rewards of a command, tried on the first rows, or None."""
     if not gives_rewards(args.reward):

@@ -33,12 +33,9 @@ def main(argv: list[str]) -> int:
     config = from_command_line(
         rest, "python -m jaxrl_llm plan", writes=False, flags=[f.name for f in fields(PlanArguments)]
     ).config
-    from jaxrl_llm.plan.compiled import open_target
+    from jaxrl_llm.plan.compiled import open_target  # these import jax: --help and bad flags end before
     from jaxrl_llm.plan.plan import make_plan
-    from jaxrl_llm.plan.report import (
-        advise,  # these import jax: --help and bad flags end before
-        print_plan,
-    )
+    from jaxrl_llm.plan.report import advise, print_plan
 
     log = lambda line: print(line, file=sys.stderr, flush=True)
     with working("planning"):

@@ -83,9 +83,8 @@ class ResponseRewarder:
         step = StepConfig(row_tokens=SHORTEST_ROW, rows=1, dtype=self.dtype, share_prefixes=True)
         model = load_reward_model(config, step, mesh, self.policy_tokenizer, chat=self.chat)
         scorer, max_tokens = BucketedScorer(model.scorer.config, mesh, self.batch_tokens), sys.maxsize
-        if (
-            model.params.config.rope.scaling == "longrope"
-        ):  # texts come later, and one set of frequencies serves them all
+        if model.params.config.rope.scaling == "longrope":
+            # Texts come later, and one set of frequencies serves them all.
             max_tokens = original_length(model.params.config)
             print_on_first(f"reward model {config.path}: reads the last {max_tokens:,} tokens (longrope)")
         return replace(model, scorer=scorer, max_tokens=max_tokens)

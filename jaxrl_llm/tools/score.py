@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
-from jaxrl_llm.tools.config import (
-    ScoreArguments,
-    check_selection,
-    gives_rewards,
-)
+from jaxrl_llm.tools.config import ScoreArguments, check_selection, gives_rewards
 
 
 def main(argv: list[str]) -> int:

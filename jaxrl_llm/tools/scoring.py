@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,21 +78,18 @@ class RawRows:
     """
 
     def __init__(self, path: Path):
-        self.files = open_rows(SourceConfig(path=str(path)))
-        for damage in itertools.chain.from_iterable(file.damage for file in self.files):
-            raise UserError(damage.reason)
-        self.starts = [0, *itertools.accumulate(file.size for file in self.files)]
+        self.file = open_rows(SourceConfig(path=str(path)))
+        if self.file.damage:
+            raise UserError(self.file.damage[0].reason)
         if not len(self):
             raise UserError(f"{path} has no rows")
 
     def __len__(self) -> int:
-        return self.starts[-1]
+        return self.file.size
 
     def __getitem__(self, number: int) -> tuple[dict[str, Any], str]:
         """Return (row, its place)."""
-        which = bisect.bisect_right(self.starts, number) - 1
-        file, i = self.files[which], number - self.starts[which]
-        row, where = file.get(i), file.where(i)
+        row, where = self.file.get(number), self.file.where(number)
         check_row(row, where)
         return row, where
 

@@ -15,16 +15,9 @@ from jaxrl_llm.thoughts import as_message, has_channels, visible_response
 from jaxrl_llm.tools.config import SelectConfig
 
 OWN_KEYS = {
-    *PROMPT_KEYS,
-    *RESPONSE_KEYS,
-    "responses",
-    "chosen",
-    "rejected",
-    "margin",
-    "completions",
-    "labels",
+    *(*PROMPT_KEYS, *RESPONSE_KEYS, "responses", "chosen", "rejected", "margin", "completions", "labels"),
+    *("reward", "rewards", "outcome", "failure", "finish", "steps", "response_tokens", "turns"),
 }
-OWN_KEYS |= {"reward", "rewards", "outcome", "failure", "finish", "steps", "response_tokens", "turns"}
 """Columns of an input row that output rows drop, since they have other prompts and responses."""
 
 

@@ -30,37 +30,16 @@ from jaxrl_llm.thoughts import readable
 from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
 from jaxrl_llm.tools.atif import AtifSource, atif_document
 from jaxrl_llm.tools.config import ViewArguments
-from jaxrl_llm.tools.conversation import SampleTurn, sample_turns
+from jaxrl_llm.tools.conversation import SampleTurn, as_messages, as_text, sample_turns
 
 METRICS, SAMPLES, CONFIG, PAGE = "metrics.jsonl", "samples.jsonl", "config.json", "view.html"
-SCRIPTS = [
-    "base",
-    "plot",
-    "curves",
-    "evaluation",
-    "tokens",
-    "tree",
-    "detail",
-    "samples",
-    "config",
-    "page",
-]  # in this order
+# In this order.
+SCRIPTS = ["base", "plot", "curves", "evaluation", "tokens", "tree", "detail", "samples", "config", "page"]
 CHUNK = 100  # samples whose values of tokens are decompressed together, when one of them is opened
 MAX_POINTS = 20_000  # rows of metrics.jsonl in the page; more are thinned evenly
 SHOWN = {
-    *(
-        "step",
-        "eval",
-        "data_source",
-        "prompt",
-        "messages",
-        "response",
-        "turns",
-        "reward",
-        "outcome",
-        "finish",
-    ),
-    *("response_tokens", "per_token", "token_ids", "tree"),
+    *("step", "eval", "data_source", "prompt", "messages", "response", "turns", "reward", "outcome"),
+    *("finish", "response_tokens", "per_token", "token_ids", "tree"),
 }
 """Keys of samples.jsonl that the page has a place for; all others are shown by their names."""
 
@@ -145,17 +124,10 @@ def run_names(paths: Sequence[Path]) -> list[str]:
         raise UserError(f"{twice[0]}: the same run twice; give each run once")
     names = []
     for own in parts:
-        shared = [sum(1 for _ in common_tail(own, other)) for other in parts if other is not own]
-        names.append("/".join(own[-1 - max(shared, default=0) :]))
+        lengths = range(1, len(own) + 1)
+        shortest = next(n for n in lengths if sum(other[-n:] == own[-n:] for other in parts) == 1)
+        names.append("/".join(own[-shortest:]))
     return names
-
-
-def common_tail(a: Sequence[str], b: Sequence[str]) -> Iterable[str]:
-    """Yield the equal parts of two paths, from the last."""
-    for x, y in zip(reversed(a), reversed(b), strict=False):
-        if x != y:
-            return
-        yield x
 
 
 def read_run(path: Path, name: str) -> RunData:
@@ -232,14 +204,14 @@ def to_sample(row: jsonl.Row) -> dict[str, Any]:
     return {
         "step": row["step"],
         "split": "eval" if row.get("eval") else "train",
-        "source": shown(row.get("data_source", "")),
-        "prompt": messages(prompt) or [["prompt", shown(row.get("prompt", ""))]],
-        "response": messages(turns) or [["assistant", readable(shown(row.get("response", "")))]],
+        "source": as_text(row.get("data_source", "")),
+        "prompt": messages(prompt) or [["prompt", as_text(row.get("prompt", ""))]],
+        "response": messages(turns) or [["assistant", readable(as_text(row.get("response", "")))]],
         "reward": finite(row.get("reward")),
-        "outcome": shown(row.get("outcome", "")),
-        "finish": shown(row.get("finish", "")),
+        "outcome": as_text(row.get("outcome", "")),
+        "finish": as_text(row.get("finish", "")),
         "tokens": finite(row.get("response_tokens")),
-        "other": {key: shown(value) for key, value in other.items()},
+        "other": {key: as_text(value) for key, value in other.items()},
         "per_token": token_columns(row.get("per_token")),
         "tree": list(map(turn_data, sample_turns(row))) if row.get("tree") and turns else None,
     }
@@ -253,7 +225,7 @@ def turn_data(turn: SampleTurn) -> dict[str, Any]:
         "inputs": messages(turn.inputs),
         "text": messages([turn.text])[0] if turn.text else None,
         "calls": list(map(call_data, turn.calls)),
-        "tools": [shown(tool) for tool in turn.tools],
+        "tools": [as_text(tool) for tool in turn.tools],
         "tokens": turn.tokens,
         "read": turn.read,
         "rewritten": turn.rewritten,
@@ -267,30 +239,23 @@ def call_data(call: dict[str, Any]) -> dict[str, Any]:
     arguments = call.get("arguments", {})
     named = arguments if isinstance(arguments, dict) else {"arguments": arguments}
     return {
-        "name": shown(call.get("name") or call.get("text") or "?"),
-        "arguments": [[shown(name), shown(value)] for name, value in named.items()],
-        "error": shown(call.get("error") or ""),
+        "name": as_text(call.get("name") or call.get("text") or "?"),
+        "arguments": [[as_text(name), as_text(value)] for name, value in named.items()],
+        "error": as_text(call.get("error") or ""),
         "answer": content_of(call["answer"]) if call.get("answer") else None,
     }
 
 
 def messages(chat: Any) -> list[list[str]]:
     """Return [role, content] of each message; [] without a chat."""
-    if not isinstance(chat, list):
-        return []
-    rows = [message if isinstance(message, dict) else {"content": message} for message in chat]
-    return [[shown(row.get("role", "?")), content_of(row)] for row in rows]
+    rows = as_messages(chat) if isinstance(chat, list) else []
+    return [[as_text(row.get("role", "?")), content_of(row)] for row in rows]
 
 
 def content_of(message: dict[str, Any]) -> str:
     """Return the content of a message, with its tool calls as JSON."""
-    content = shown(message.get("content") or "")
-    return "\n".join([content, shown(message["tool_calls"])] if message.get("tool_calls") else [content])
-
-
-def shown(value: Any) -> str:
-    """Return a text as it is, any other value as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    content = as_text(message.get("content") or "")
+    return "\n".join([content, as_text(message["tool_calls"])] if message.get("tool_calls") else [content])
 
 
 def finite(value: Any) -> float | None:
@@ -367,7 +332,7 @@ def run_summary(run: RunData) -> dict[str, Any]:
         "notes": run.notes,
         "config": run.config,
         "steps": [row["step"] for row in run.metrics],
-        "kinds": [shown(row.get("kind", "train")) for row in run.metrics],
+        "kinds": [as_text(row.get("kind", "train")) for row in run.metrics],
         "metrics": metric_columns(run.metrics),
         "samples": len(run.samples),
         "chunk": CHUNK,

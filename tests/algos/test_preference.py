@@ -283,7 +283,7 @@ CASES = [
 @pytest.mark.parametrize(
     "layout",
     [
-        [[[2, 3, 0, 1]]],  # pairs in another order
+        pytest.param([[[2, 3, 0, 1]]], marks=pytest.mark.slow),  # pairs in another order
         [[[0, 1], [2, 3], []]],  # a row each, and one of padding
         [[[0, 1]], [[2, 3]]],  # a micro-batch each
     ],

@@ -34,6 +34,7 @@ from jaxrl_llm.models import LoraConfig, named_leaves
 from jaxrl_llm.models.lora import add_adapters, with_lora
 from jaxrl_llm.models.lora import base as adapter_base
 from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
+from jaxrl_llm.rollout.engine import GenerationCall
 from jaxrl_llm.rollout.servers import auth
 from jaxrl_llm.rollout.servers.commands import server_command
 from jaxrl_llm.rollout.servers.health import run_health_checks
@@ -195,7 +196,7 @@ def test_what_sglang_can_read_of_adapters():
 def hold(engine, server):
     """Start responses of the first adapters, which wait after four tokens."""
     server.holds_after = 4
-    pending = engine.start(requests(2), GREEDY, KEY)
+    pending = engine.start(GenerationCall(requests(2), GREEDY, KEY))
     until(lambda: server.held == sum(len(response) > 4 for response in expected(adapted(1), 2)) > 1)
     return pending
 

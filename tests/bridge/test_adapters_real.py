@@ -17,7 +17,7 @@ from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.engine import Request
+from jaxrl_llm.rollout.engine import GenerationCall, Request
 from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.train import main
 
@@ -98,7 +98,7 @@ def test_requests_in_flight_keep_their_adapter_unless_they_are_aborted(make, pau
     rng = np.random.default_rng(1)
     todo = [Request(rng.integers(2, 120, 5).astype(np.int32), i, 1, 160) for i in range(3)]
     sampling = SamplingConfig(ignore_eos=True)
-    pending = engine.start(todo, sampling, KEY)
+    pending = engine.start(GenerationCall(todo, sampling, KEY))
     until(lambda: engine.pool.servers[0].inflight == 3)
     time.sleep(0.2)
     assert engine.publish(params[2], 2)["bridge/probe_mean_abs"] < 1e-5
@@ -113,7 +113,7 @@ def test_requests_in_flight_keep_their_adapter_unless_they_are_aborted(make, pau
             own = score(params[version], tokens)
             wrote = t.versions == version
             np.testing.assert_allclose(t.logprobs[wrote], own[4 : len(tokens) - 1][wrote], atol=1e-4)
-    cut_off = engine.start(todo, sampling, KEY)
+    cut_off = engine.start(GenerationCall(todo, sampling, KEY))
     until(lambda: engine.pool.servers[0].inflight == 3)
     cut_off.future.cancel()
     engine.pool.run(leave_out(engine.pool.servers[0]))

@@ -45,7 +45,7 @@ def sharded(config):
     [
         pytest.param(MODEL, "float32", marks=pytest.mark.slow),
         (EXPERTS, "bfloat16"),
-        (BIASED, "float32"),
+        pytest.param(BIASED, "float32", marks=pytest.mark.slow),
         (BAICHUAN, "bfloat16"),
     ],
     ids=["plain", "experts", "tied", "baichuan"],

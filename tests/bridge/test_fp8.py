@@ -13,6 +13,7 @@ import pytest
 from fake_sglang import FakeServer
 from fake_weights import dequantized
 from hf_tensors import tensors_of
+from random_weights import random_params
 from servers_shared import TOKENIZER, engine_for, one_device
 
 from jaxrl_llm import models
@@ -90,7 +91,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_does_not_pass_for_a_number():
 @functools.cache
 def sharded(config):
     mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2) if config.moe else MeshConfig(fsdp=4, tensor=2))
-    return jax.device_put(models.init(config, jax.random.key(0)), models.shardings(config, mesh, TRAIN))
+    return jax.device_put(random_params(config), models.shardings(config, mesh, TRAIN))
 
 
 def sent(config, limit=200_000):

@@ -209,7 +209,7 @@ def on_one_device(case):
         pytest.param(OTHER_DEVICES, id="devices"),
     ],
 )
-@pytest.mark.parametrize("case", with_slow(ROLES, {"adapters", "ppo", "gkd"}))
+@pytest.mark.parametrize("case", with_slow(ROLES, {"adapters", "ppo", "gkd", "gkd of one sample"}))
 def test_a_model_of_any_placement_gives_the_step_of_one_device(case, placement):
     stage, state, reference = built(case, ROLES[case], placement)
     metrics, params, frozen = steps(stage, state, reference)
@@ -270,7 +270,9 @@ def test_models_are_all_started_before_the_first_is_waited_for(monkeypatch):
     assert events[:2] == ["start", "start"] and set(events[2:]) == {"read"}
 
 
-@pytest.mark.parametrize("case, role", [("grpo", "reference"), ("gkd", "teacher")])
+@pytest.mark.parametrize(
+    "case, role", [pytest.param("grpo", "reference", marks=pytest.mark.slow), ("gkd", "teacher")]
+)
 def test_models_elsewhere_in_host_memory_give_the_same_bits(case, role):
     on_devices, in_host_memory = (
         steps(*built(case, role, OTHER_DEVICES, offload=offload), count=1) for offload in (False, True)

@@ -94,6 +94,7 @@ def shipped():
 RECENT = {
     *("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8", "gemma3", "gemma4_v5", "lfm2", "lfm2_v2"),
     *("nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning", "phi3", "phi3_5"),
+    *("glm4moe", "gptoss", "qwen3"),
 }
 """Templates of families of 2025 and 2026. TRL has no training template, with masks, of Gemma 4."""
 
@@ -316,6 +317,34 @@ def test_every_block_of_a_turn_is_learned():
     assert learned({"prompt": chat[:3], "completion": "No"}, make(BLOCKS)) == "No<E><E>"
     chat[1]["weight"] = 0
     assert learned({"messages": chat}, make(BLOCKS)) == last
+
+
+ROLE = "{{ m.role }}"
+FORMS = {  # how a turn begins, and its end of turn; SmolLM3 and OLMo 3 have CHATML
+    "granite": (f"<|start_of_role|>{ROLE}<|end_of_role|>", "<|end_of_text|>"),
+    "minimax": (f"]~b]{ROLE}\n", "[e~["),
+    "phi-4": (f"<|im_start|>{ROLE}<|im_sep|>", "<|im_end|>"),
+    "ministral": ("{{ '[INST]' if m.role == 'user' }}", "</s>"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_turns_of_other_families_are_rendered_as_transformers_does_and_learned(form):
+    begin, end = FORMS[form]
+    ends = "{{ '[/INST]' if m.role == 'user' else '</s>' }}" if form == "ministral" else end
+    ask = begin.replace(ROLE, "assistant") if ROLE in begin else ""
+    template = (
+        f"{{% for m in messages %}}{begin}{{{{ m.content }}}}{ends}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{ask}{{% endif %}}"
+    )
+    tokenizer = make(template, [*re.findall(r"<[^>]+>|]~b]|\[/?INST]", begin + ends), end])
+    chat = [user("q"), assistant("A"), user("p"), assistant("B")]
+    ids, _ = encode_supervised(tokenizer, read({"messages": chat}), ChatConfig())
+    assert ids.tolist() == tokenizer.apply_chat_template(chat)["input_ids"]
+    assert learned({"messages": chat}, tokenizer) == f"A{end}|B{end}".replace("<|im_end|>", "<E>")
+    prompt = encode_prompt(tokenizer, read({"messages": chat[:3]}), ChatConfig())
+    expected = tokenizer.apply_chat_template(chat[:3], add_generation_prompt=True)["input_ids"]
+    assert prompt.tolist() == expected
 
 
 def test_the_role_that_ends_a_turn_is_learned_where_it_ends_a_response(tmp_path):

@@ -39,7 +39,7 @@ def render(process, text, **arguments):
     [
         LOOP,
         WRITES,
-        DOUBLED,
+        pytest.param(DOUBLED, marks=pytest.mark.slow),
         "{{ 'x' * 10**10 }}",
         pytest.param("{{ 'x'.ljust(10**11) }}", marks=pytest.mark.slow),
         pytest.param("{{ lipsum(n=10**7) }}", marks=pytest.mark.slow),
@@ -125,7 +125,8 @@ def test_a_process_that_was_killed_is_started_again(process, monkeypatch):
     process._process.wait()
     monkeypatch.setattr(process._process, "poll", lambda: None)  # as if it dies just after this
     assert render(process, GOOD) == [("<user>hi", [])]
-    monkeypatch.setattr(rendering, "START", "import sys; sys.exit('no room')")
+    dies = [sys.executable, "-c", "import sys; sys.exit('no room')"]
+    monkeypatch.setattr(rendering, "python_command", lambda *_: dies)
     with pytest.raises(RunError, match=r"renders chat templates ended with code 1: no room"):
         render(TemplateProcess(), GOOD)
 

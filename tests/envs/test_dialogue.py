@@ -442,7 +442,7 @@ def test_conversations_of_one_key_have_the_same_seeds_and_others_have_not():
 
 
 class Slow:
-    """A tool of which one call runs at a time, for half a second."""
+    """A tool of which one call runs at a time, for 0.3 seconds."""
 
     schema: ClassVar = {"name": "slow", "parameters": {"type": "object", "properties": {}}}
 
@@ -450,15 +450,15 @@ class Slow:
         self.turn = asyncio.Semaphore(1)
 
     async def call(self, arguments):
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         return "done"
 
 
 def test_waiting_for_a_turn_costs_a_call_no_time(say, monkeypatch):
     monkeypatch.setattr("jaxrl_llm.envs.dialogue.GRACE", 0.0)
     call = '<tool_call>{"name": "slow", "arguments": {}}</tool_call>'
-    env = ToolEnv({"slow": Slow()}, "hermes", timeout=1.9, max_calls=4)  # four calls take 2 s at least
-    (reply,) = say(env, call * 5 + "<|im_end|>", tool_timeout=1.9)
+    env = ToolEnv({"slow": Slow()}, "hermes", timeout=1.1, max_calls=4)  # four calls take 1.2 s at least
+    (reply,) = say(env, call * 5 + "<|im_end|>", tool_timeout=1.1)
     assert not reply.episode.failure and reply.episode.tool_calls == 5
     assert (reply.episode.tool_errors, reply.episode.timeouts) == (1, 0)
     (text,) = texts([reply])

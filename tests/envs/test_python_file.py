@@ -144,7 +144,7 @@ def test_an_exception_ends_the_conversation(talk):
         (CLASS.replace("(self, example, seed)", "(self, example, seed, key)"), "", "missing .* 'key'"),
         (CLASS + "\n    def __init__(self):\n        print(nam)", "", r"mine.py:\d+: NameError"),
         ("import os; os._exit(5)", "", "its process ended with code 5"),
-        ("while True: pass", "", "took over 2 s"),
+        pytest.param("while True: pass", "", "took over 2 s", marks=pytest.mark.slow),
         ("print('hello'); import sys; sys.exit(1)", "", "mine.py:1: SystemExit: 1"),
     ],
 )

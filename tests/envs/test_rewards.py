@@ -11,7 +11,7 @@ from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import counts, from_trajectory, pack
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.experience.metrics import statistics, turns
+from jaxrl_llm.experience.metrics import statistics
 from jaxrl_llm.experience.rewards import _apply_episodes, reward_sample
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.update import StepConfig, loss_and_metrics
@@ -80,7 +80,7 @@ def test_metrics_of_conversations():
     first = trajectory([1, 0, 0, 1, 1, 0, 1], 1.0, Episode(3, tool_calls=2, tool_errors=1, timeouts=1))
     second = trajectory([1, 1], 0.0, Episode(1, failure="OSError"))
     third = trajectory([1, 1], 0.0)  # cut off in its first turn
-    assert [turns(t) for t in (first, second, third)] == [3, 1, 1]
+    assert [t.num_turns for t in (first, second, third)] == [3, 1, 1]
     found = statistics([first, second, third])
     assert found["env/turns_mean"] == pytest.approx(5 / 3)
     assert found["env/tool_calls"] == pytest.approx(2 / 3) and found["env/tool_errors"] == 0.5

@@ -46,7 +46,7 @@ class ScriptedEngine:
     def release_memory(self):
         pass
 
-    def start(self, requests, sampling, key, dialogue=None, *, partial=()):
+    def start(self, call):
         return DeferredGeneration(
             lambda: [
                 Trajectory(
@@ -54,7 +54,7 @@ class ScriptedEngine:
                     mask=np.ones(len(text) + 1), versions=np.zeros(1), prompt_index=r.prompt_index,
                     response_index=g, finish="length" if len(text) > 4 else "stop", text=text,
                 )
-                for r in requests
+                for r in call.requests
                 for g, text in enumerate(self.texts[r.prompt_index])
             ]
         )  # fmt: skip

@@ -54,9 +54,9 @@ class FakeEngine:
         self.params = params
         return {}
 
-    def start(self, requests, sampling, key, dialogue=None, *, partial=()):
-        self.key = key
-        return DeferredGeneration(lambda: self.generate(requests, sampling, key))
+    def start(self, call):
+        self.key = call.key
+        return DeferredGeneration(lambda: self.generate(call.requests, call.sampling, call.key))
 
     def usage(self):
         return {}

@@ -44,9 +44,9 @@ class ClockedEngine:
         self.version = version
         return {}
 
-    def start(self, requests, sampling, key, dialogue=None, *, partial=()):
-        responses = new_responses(requests, key, partial)
-        started = Started(future=Future(), responses=responses, greedy=not sampling.temperature)
+    def start(self, call):
+        responses = new_responses(call.requests, call.key, call.partial)
+        started = Started(future=Future(), responses=responses, greedy=not call.sampling.temperature)
         self.open.append(started)
         return started
 

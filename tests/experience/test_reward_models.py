@@ -67,11 +67,14 @@ def trajectory(text, prompt="1+2=", reward=1.0):
     )  # fmt: skip
 
 
+@jax.jit
+def values_of(weights, tokens):
+    return weights.values(weights(tokens, jnp.arange(tokens.shape[1])[None]))
+
+
 def values(weights, t):
     """The value after each token, from the model alone."""
-    tokens = jnp.concatenate([t.prompt_ids, t.response_ids])[None]
-    hidden = weights(tokens, jnp.arange(tokens.shape[1])[None])
-    return np.asarray(weights.values(hidden))[0]
+    return np.asarray(values_of(weights, np.concatenate([t.prompt_ids, t.response_ids])[None]))[0]
 
 
 def judge(folder, **fields):

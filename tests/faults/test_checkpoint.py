@@ -96,7 +96,7 @@ saver.wait()
     [
         ("while Orbax writes", 1),
         pytest.param("before the manifest", 1, marks=pytest.mark.slow),
-        ("before the rename", 1),
+        pytest.param("before the rename", 1, marks=pytest.mark.slow),
         ("while the old one is deleted", 2),
     ],
 )

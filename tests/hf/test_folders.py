@@ -89,10 +89,14 @@ def assert_same_bytes(theirs, ours):
     "extra, dtype, in_memory",
     [
         ({}, "bfloat16", "bfloat16"),
-        ({}, "bfloat16", "float32"),
+        pytest.param({}, "bfloat16", "float32", marks=pytest.mark.slow),
         ({"tie_word_embeddings": True, "attention_bias": True}, "float32", "float32"),
         ({"model_type": "qwen2"}, "float16", "float32"),
-        ({"model_type": "llama", "attention_bias": True, "mlp_bias": True}, "bfloat16", "float32"),
+        pytest.param(
+            {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+            *("bfloat16", "float32"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"model_type": "mistral"}, "float16", "float16", marks=pytest.mark.slow),
     ],
 )
@@ -107,8 +111,12 @@ def test_every_byte_survives_import_and_export(tmp_path, extra, dtype, in_memory
 
 @pytest.mark.parametrize(
     "mesh",
-    [dict(fsdp=8), dict(data=2, fsdp=2, tensor=2), dict(fsdp=1, tensor=8), dict(expert=2, fsdp=2, tensor=2)],
-    ids=["fsdp8", "2x2x2", "tensor8", "experts"],  # tensor=8 divides neither the 4 heads nor the 2 kv heads
+    [
+        pytest.param(dict(fsdp=8), id="fsdp8", marks=pytest.mark.slow),
+        pytest.param(dict(data=2, fsdp=2, tensor=2), id="2x2x2", marks=pytest.mark.slow),
+        pytest.param(dict(fsdp=1, tensor=8), id="tensor8"),  # divides neither the 4 heads nor the 2 kv heads
+        pytest.param(dict(expert=2, fsdp=2, tensor=2), id="experts"),
+    ],
 )
 def test_every_mesh_gets_the_same_weights_in_the_layout_asked_for(tmp_path, mesh):
     config = tiny(**(EXPERTS if "expert" in mesh else {}))

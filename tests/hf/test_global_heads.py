@@ -61,6 +61,20 @@ def test_layers_read_keys_of_the_last_one_of_their_kind():
     assert size(alone) == 2 * size(config) - 1  # and the cursor
 
 
+def test_layers_with_a_window_have_rings_as_short_as_it():
+    """The window is 8 tokens; strict mode reads all of them in the order of scoring."""
+    config = read_config(RAW)
+    columns = lambda length, **strict: [
+        (k.shape[-1], v.shape[-2])
+        for cache in [jax.eval_shape(lambda: init_ring_cache(config, 5, length, jnp.bfloat16, **strict))]
+        for k, v in zip(cache.k, cache.v, strict=True)
+    ]
+    assert columns(20) == [(8, 8), (8, 8), (20, 20)]
+    assert columns(7) == [(7, 7)] * 3
+    assert columns(20, strict=True) == [(20, 20)] * 3
+    assert jax.eval_shape(lambda: init_ring_cache(config, 5, 20, jnp.bfloat16)).length == 20
+
+
 def test_both_spellings_of_the_global_heads_of_gemma4():
     raw = RAW
     by_layer = {"per_layer_config": {"02": {"head_dim": 32, "num_key_value_heads": 1}}}

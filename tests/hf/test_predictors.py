@@ -119,7 +119,13 @@ def read_folder(folder):
     return json.loads((folder / "config.json").read_text()), tensors
 
 
-@pytest.mark.parametrize("write", [write_qwen, write_glm], ids=["qwen3.5", "glm-4.5 in fp8"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(write_qwen, id="qwen3.5"),
+        pytest.param(write_glm, id="glm-4.5 in fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_an_export_has_the_predictors_of_its_base(tmp_path, monkeypatch, capfd, write):
     expected, keys = write(tmp_path / "base")
     monkeypatch.setattr(stored, "_MAX_READ", 300)

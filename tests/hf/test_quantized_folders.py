@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
+from hf_tensors import params_from_tensors
 from load_memory import run_measurement
 from safetensors.numpy import load_file
+from slow_cases import with_slow
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf import load
@@ -104,6 +106,49 @@ def test_fp8_in_blocks_gives_the_bytes_of_transformers(tmp_path, extra, scale):
     for name, value in theirs.items():
         assert written[name].dtype == value.dtype == jnp.bfloat16, name
         np.testing.assert_array_equal(written[name], value, err_msg=name)
+
+
+LATENTS = {
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1},
+    **{"num_key_value_heads": 4, "first_k_dense_replace": 1, "topk_group": 1},
+}
+PUBLISHED = {
+    "deepseek_v3": LATENTS,
+    "deepseek_v32": {**LATENTS, "index_n_heads": 2, "index_head_dim": 16},
+    "glm_moe_dsa": {**LATENTS, "index_n_heads": 2, "index_head_dim": 16, "indexer_types": ["full", "shared"]},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4},
+}
+
+
+@pytest.mark.parametrize("family", with_slow(PUBLISHED, PUBLISHED.keys() - {"minimax_m2"}))
+def test_fp8_of_families_is_the_product_of_codes_and_scales(family, tmp_path):
+    """Of every tensor by the names of the family; the last blocks are cut."""
+    raw = TINY | PUBLISHED[family] | {"model_type": family}
+    config = read_config(raw)
+    tensors, exact = fp8_tensors(config, (20, 24)), {}
+    for name, value in tensors.items():
+        scale = tensors.get(f"{name}_scale_inv")
+        if scale is not None:
+            for dim, size in ((-2, 20), (-1, 24)):
+                scale = scale.repeat_interleave(size, dim).narrow(dim, 0, value.shape[dim])
+            exact[name] = (value.float() * scale).numpy()
+        elif not name.endswith("_scale_inv"):
+            exact[name] = value.float().numpy()
+    folder = write_quantized(tmp_path, raw, tensors, FP8 | {"weight_block_size": [20, 24]})
+    expected = params_from_tensors(config, exact)
+    for (name, one), (_, other) in zip(
+        named_leaves(load_params(folder, config)), named_leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(one, other, err_msg=name)
 
 
 def test_blocks_at_the_edge_are_cut_and_scales_multiply(tmp_path):

@@ -3,8 +3,13 @@
 import json
 
 import pytest
+import transformers
+from family_cases import BASE
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.hf.tokenizer import load_tokenizer, save_tokenizer
 
 WORD = "\u2581"
@@ -115,3 +120,13 @@ def test_a_sentencepiece_model_alone_is_read_as_sentencepiece_reads_it(name, tmp
     ours = load_tokenizer(tmp_path)
     for text in ("hello", " hello", "  the  fox ", "a\n\n1 23", "\u00e9\U0001f642", ""):
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
+
+
+@pytest.mark.parametrize("family", ["phi3", "smollm3", "olmo3"])
+def test_a_tokenizer_without_padding_has_none_in_transformers(tmp_path, family):
+    """Not the family's: 32000 and 128004 are no tokens here, and 1 is another one."""
+    config, tokenizer = read_config({"model_type": family, **BASE}), make_tokenizer()
+    tokenizer.pad_token = None
+    save_description(config, tmp_path / "out", tokenizer)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (theirs.pad_token_id, theirs.eos_token_id) == (None, tokenizer.eos_token_id)

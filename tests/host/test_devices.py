@@ -44,9 +44,14 @@ def test_open_devices_are_those_of_jax(error, monkeypatch):
     "words",
     [
         "train --config grpo_tiny.py --run_dir run",
-        "generate --model m --prompts p.jsonl --out o.jsonl",
-        "score --model m --data p.jsonl --out o.jsonl",
-        pytest.param("plan --config grpo_tiny.py --topology cpu", marks=pytest.mark.slow),
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                "generate --model m --prompts p.jsonl --out o.jsonl",
+                "score --model m --data p.jsonl --out o.jsonl",
+                "plan --config grpo_tiny.py --topology cpu",
+            )
+        ),
     ],
 )
 def test_a_platform_that_is_not_here_is_no_traceback(words, tmp_path):

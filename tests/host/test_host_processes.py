@@ -111,7 +111,9 @@ def test_alone_the_first_process_is_this_one():
         on_first(lambda: (_ for _ in ()).throw(UserError("bad")))
 
 
-@pytest.mark.parametrize(("victim", "late"), [(0, ""), (1, ""), (0, "introduce")])
+@pytest.mark.parametrize(
+    ("victim", "late"), [(0, ""), (1, ""), pytest.param(0, "introduce", marks=pytest.mark.slow)]
+)
 def test_process_0_works_for_all_and_a_lost_process_is_named(victim, late):
     """Two processes; `work` runs in the first alone, its errors are raised in both, then one is killed.
 
@@ -155,6 +157,7 @@ def test_an_error_of_one_process_ends_the_other(when, victim):
     assert "Traceback" not in other.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", ["connected", "_receive", "introduce"])
 def test_processes_that_finish_before_they_know_each_other_end_too(late):
     """A run that is over at once, where the thread of process 0 has no core."""

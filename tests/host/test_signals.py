@@ -272,7 +272,7 @@ def command(argv):
         send()
         {more}
     print("goes on", flush=True)
-    time.sleep(2)
+    time.sleep({rest})  # the thread of a signal is late by half a second
 run_command(command, [])
 """
 
@@ -280,8 +280,8 @@ run_command(command, [])
 @pytest.mark.parametrize(
     ("script", "end"),
     [
-        (CHAT.format(more=""), (0, "stopped\ngoes on\n")),
-        (CHAT.format(more="threading.Timer(0.2, send).start()"), (130, "stopped\n")),
+        (CHAT.format(more="", rest=0.7), (0, "stopped\ngoes on\n")),
+        (CHAT.format(more="threading.Timer(0.2, send).start()", rest=20), (130, "stopped\n")),
         ("send()\nprint('goes on')", (130, "")),
     ],
     ids=["handled by an action", "just after an action", "imports"],

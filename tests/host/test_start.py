@@ -10,6 +10,7 @@ import pytest
 from distributed import Running, free_port
 from jax._src.clusters import cloud_tpu_cluster
 from jax._src.lru_cache import LRUCache
+from slow_cases import with_slow
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import start
@@ -182,7 +183,7 @@ start.start_host()
 """
 
 
-@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("process", with_slow([0, 1], {0}))
 def test_a_process_whose_others_do_not_come_says_so(process):
     """One of two processes is started."""
     address = f"localhost:{free_port()}"

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from distributed import start_processes
+from slow_cases import with_slow
 
 from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 
@@ -85,7 +86,7 @@ for step in range(100_000):
 """
 
 
-@pytest.mark.parametrize("cause", ["SIGTERM", "wall clock"])
+@pytest.mark.parametrize("cause", with_slow(["SIGTERM", "wall clock"], {"wall clock"}))
 def test_processes_stop_at_the_same_step(cause):
     """One of two gets the signal, or runs out of time first: both say the same, at the same step."""
     running = start_processes(LOOP, 2, ["0" if cause == "SIGTERM" else "1.5"], devices=1)

@@ -99,7 +99,11 @@ def check(spec, segments, window, *, with_lse=False, sinks=None):
 
 
 @pytest.mark.parametrize(
-    ("window", "sinks"), [(NO_WINDOW, None), (40, np.linspace(-1, 4, HEADS, dtype=np.float32))]
+    ("window", "sinks"),
+    [
+        pytest.param(NO_WINDOW, None, marks=pytest.mark.slow),
+        (40, np.linspace(-1, 4, HEADS, dtype=np.float32)),
+    ],
 )
 def test_packed_rows_are_those_of_the_oracle(window, sinks, emulator):
     """Values and gradients of every class of lengths, without `blockwise`; one program for both windows.
@@ -112,7 +116,7 @@ def test_packed_rows_are_those_of_the_oracle(window, sinks, emulator):
 @pytest.mark.parametrize(
     ("segments", "window", "windows", "with_lse"),
     [
-        (SEGMENTS, 40, None, False),  # no window was compiled
+        pytest.param(SEGMENTS, 40, None, False, marks=pytest.mark.slow),  # no window was compiled
         (SEGMENTS, 30, (40,), False),  # another one was
         (np.tile(np.arange(1, LENGTH + 1, dtype=np.int32), (2, 1)), NO_WINDOW, None, False),  # too many
     ],

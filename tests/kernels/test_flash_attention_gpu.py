@@ -174,7 +174,13 @@ def program(dim, dtype=jnp.bfloat16, softcap=None, branches=False, *, sharding=N
     return both, (q, kv, kv, array((2, 1024), jnp.int32), array((3,), jnp.int32), q)
 
 
-@pytest.mark.parametrize("case", [(96, jnp.float16, None, True), (256, jnp.bfloat16, 30.0, False)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (96, jnp.float16, None, True),
+        pytest.param((256, jnp.bfloat16, 30.0, False), marks=pytest.mark.slow),
+    ],
+)
 def test_lowers_for_cuda_without_one(case):
     (dim, *_), (both, args) = case, program(*case)
     text = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import with_slow
 
 from jaxrl_kernels.gated_delta import bench
 from jaxrl_kernels.gated_delta.reference import SAVED, delta_step, gated_delta, recurrent_delta
@@ -106,7 +107,7 @@ def test_sequences_equal_transformers(name, chunk):
     assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("chunk", [*CHUNKS, None])
+@pytest.mark.parametrize("chunk", with_slow([*CHUNKS, None], {64}))
 @pytest.mark.parametrize("parts", [PACKED, GROUP, TREE, TURNS], ids=["packed", "group", "tree", "turns"])
 def test_rows_equal_their_sequences(parts, chunk):
     """Packed rows and trees of segments, out and gradients; None = token by token."""
@@ -157,7 +158,9 @@ def test_too_few_levels_are_nan():
     np.testing.assert_allclose(out[~lost], np.asarray(expected)[~lost], atol=1e-6)
 
 
-@pytest.mark.parametrize("before, after", [(13, 0), (70, 0), (0, 40), (5, 9)])
+@pytest.mark.parametrize(
+    "before, after", [(13, 0), pytest.param(70, 0, marks=pytest.mark.slow), (0, 40), (5, 9)]
+)
 def test_padding_changes_nothing(before, after):
     """Left padding of a prefill and trailing padding, whatever its numbers: out 0, the final state kept."""
     length = 50
@@ -189,7 +192,7 @@ def test_rows_in_parts_equal_the_row():
 
 
 @pytest.mark.parametrize("beta", [0.99, 1.9])
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("chunk", with_slow(CHUNKS, {64}))
 def test_alike_keys(chunk, beta):
     """Repeated text has equal keys, for which powers of A overflow. Against the recurrence in float64."""
     q, k, v, g, _ = make_tokens((1, 128))
@@ -256,6 +259,7 @@ def test_bfloat16_is_rounded_once():
     np.testing.assert_array_equal(final, state)
 
 
+@pytest.mark.slow
 def test_bench_measures_ours_and_names_what_the_peer_lacks(monkeypatch):
     shape = bench.DeltaShape(1, 24, HK, HV, key_dim=K, value_dim=V, dtype="float32")
     inputs = shape.inputs()
@@ -265,10 +269,11 @@ def test_bench_measures_ours_and_names_what_the_peer_lacks(monkeypatch):
     # Both passes against the definition, a token at a time.
     *tokens, d_out = map(jnp.asarray, inputs.values())
     segments = jnp.ones((1, 24), jnp.int32)
-    out, pull = jax.vjp(lambda *x: recurrent_delta(*x, segments=segments)[0], *tokens)
+    definition = lambda *x: recurrent_delta(*x, segments=segments)[0]
+    out, gradients = jax.jit(lambda x, d: (definition(*x), jax.vjp(definition, *x)[1](d)))(tokens, d_out)
     forward, both = bench.our_passes(shape)
     np.testing.assert_allclose(forward(*tokens, d_out), out, atol=1e-5)
-    for ours, gradient in zip(both(*tokens, d_out), pull(d_out), strict=True):
+    for ours, gradient in zip(both(*tokens, d_out), gradients, strict=True):
         np.testing.assert_allclose(ours, gradient, atol=1e-4)
     find_spec = bench.importlib.util.find_spec
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name != "fla" and find_spec(name))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from slow_cases import with_slow
 from test_gated_delta_kernels import assert_close, make_inputs, make_row, run
 
 from jaxrl_kernels import dispatch, topology
@@ -46,7 +47,7 @@ def plain_scan(scan, added=None):
     return *(np.stack([x[n] for n in range(count)], axis=2) for x in (us, states)), state
 
 
-@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("levels", with_slow([1, 2], {1}))
 def test_the_kernel_equals_float64_and_does_not_race(levels, compile_once):
     """Forward, and from the last chunk on with gradients that are added: exact to float32."""
     scan, added = make_scan(levels)
@@ -84,7 +85,9 @@ GROUP = [(1, 3, 145), (1, 1, 70), (2, 2, 17), (3, 3, 50), (4, 4, 20), (0, 0, 3)]
 
 
 @pytest.mark.parametrize("together", [64, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("parts", [PACKED, GROUP], ids=["packed", "group"])
+@pytest.mark.parametrize(
+    "parts", [pytest.param(PACKED, id="packed", marks=pytest.mark.slow), pytest.param(GROUP, id="group")]
+)
 def test_the_rule_around_the_kernel_equals_the_definition(parts, together, scanned, monkeypatch):
     """Out, final state and all gradients; groups of chunks, and several of them."""
     monkeypatch.setattr(pallas_gpu, "TOGETHER", together)
@@ -99,6 +102,7 @@ def test_the_rule_around_the_kernel_equals_the_definition(parts, together, scann
     assert_close(got[1][0][:2], expected[1][0][:2], 2**-8)
 
 
+@pytest.mark.slow
 def test_devices_compute_their_rows_and_heads(scanned):
     """Two key heads on four devices; the scan is the kernel's part."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))

@@ -141,6 +141,7 @@ def test_strong_decays_and_rows_of_a_batch(interpreted):
     assert_close(run(pallas_tpu.gated_delta, *given), run(reference.gated_delta, *given), 1e-5)
 
 
+@pytest.mark.slow
 def test_too_few_levels_are_nan(interpreted):
     """TREE has paths of three levels: no token that reads a lost state gets a wrong number."""
     segments, last = map(jnp.asarray, make_row(TREE))
@@ -156,18 +157,23 @@ def test_too_few_levels_are_nan(interpreted):
 
 def test_paths_of_all_chunks_equal_the_paths_one_by_one():
     """The stack before each chunk, found at once, is the stack that the chunks before it leave."""
-    segments, last = (jnp.asarray(x[:, :448]) for x in make_row(TREE))
-    found = all_chunk_paths(segments, last, chunk=16, levels=3)
-    before = jnp.pad(last[:, :1], ((0, 0), (0, 2)))
+    segments, last = (x[:, :448] for x in make_row(TREE))
+    find = jax.jit(all_chunk_paths, static_argnames=("chunk", "levels"))
+    found = jax.device_get(find(segments, last, chunk=16, levels=3))
+    before, follow = np.pad(last[:, :1], ((0, 0), (0, 2))), jax.jit(follow_paths)
     for n in range(28):
-        paths = follow_paths(before, *(x[:, 16 * n : 16 * n + 16] for x in (segments, last)))
+        paths = follow(before, *(x[:, 16 * n : 16 * n + 16] for x in (segments, last)))
         jax.tree.map(np.testing.assert_array_equal, [x[:, n] for x in found], list(paths))
         before = paths.last
     assert found.fit.all()
 
 
 @pytest.mark.parametrize(
-    "shape", [(2, 4, 1), (2, 2, 2)], ids=["2 key heads on 4 devices", "2 key heads on 2"]
+    "shape",
+    [
+        pytest.param((2, 4, 1), id="2 key heads on 4 devices"),
+        pytest.param((2, 2, 2), id="2 key heads on 2", marks=pytest.mark.slow),
+    ],
 )
 def test_devices_compute_their_rows_and_heads(shape, interpreted):
     rows, heads, _ = shape

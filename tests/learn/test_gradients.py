@@ -14,6 +14,7 @@ import optax
 import pytest
 import transformers
 from family_cases import BASE, CASES, SPECIAL
+from slow_cases import with_slow
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
@@ -68,7 +69,7 @@ def test_gradients_of_all_layers_exist_once():
     assert several - one <= 0.55 * gradients
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", with_slow([1, 2], {1}))
 def test_bfloat16_gradients_take_half(microbatches):
     full, _, _ = compiled_bytes(microbatches)
     half, _, _ = compiled_bytes(microbatches, grad_dtype="bfloat16")

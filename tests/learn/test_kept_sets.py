@@ -49,10 +49,13 @@ def generated(strict, **settings):
     return engine.generate(requests, SAMPLING, jax.random.key(1))
 
 
+hidden_of = jax.jit(lambda params, *rows: params(*rows))
+
+
 def full_logits(model, params, tokens):
     """Logits of each token's prediction, float64, at temperature 0.7."""
     rows = jnp.asarray(np.pad(tokens, (0, 24 - len(tokens))))[None], jnp.arange(24)[None]
-    products = np.asarray(params(*rows)[0] @ params.head.T, np.float64)
+    products = np.asarray(hidden_of(params, *rows)[0], np.float64) @ np.asarray(params.head, np.float64).T
     cap = model.logit_softcap
     return (cap * np.tanh(products / cap) if cap else products) / 0.7
 
@@ -151,7 +154,7 @@ def test_value_and_gradient_are_those_of_the_whole_softmax_without_the_rest(mode
     with jax.set_mesh(built.mesh):
         placed = jax.device_put(params, built.param_shardings)
         (_, found), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(placed)
-    (_, expected), wanted = jax.value_and_grad(right, has_aux=True)(jax.tree.map(jnp.asarray, params))
+    (_, expected), wanted = jax.jit(jax.value_and_grad(right, has_aux=True))(params)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     for got, want in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5 * max(float(np.abs(want).max()), 1e-3), rtol=1e-4)

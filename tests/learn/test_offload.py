@@ -1,9 +1,12 @@
 """Moments and frozen models in host memory: the numbers of the plain run, also from a checkpoint."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
+from jaxrl_kernels.topology import gpu_devices
 from jaxrl_llm import models
 from jaxrl_llm.algos import gkd, sft
 from jaxrl_llm.checkpoint.config import CheckpointConfig
@@ -94,6 +97,21 @@ def test_moments_count_as_host_memory():
     assert moments == 2 * bytes_per_device(off.params)
     assert bytes_per_device(off.opt_state) == bytes_per_device(on.opt_state) - moments == 8
     assert bytes_per_device(on, "pinned_host") == 0
+
+
+@pytest.mark.compilers
+def test_an_update_does_not_hold_all_moments_at_once():
+    """Compiled for an H100: all at once would take their bytes, and new ones as many again."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    wide = replace(MODEL, hidden_size=1024, mlp_size=4096, num_layers=4, head_dim=64)
+    mesh, step = make_mesh(MeshConfig(), gpu_devices("h100")), StepConfig(row_tokens=16, rows=8, offload=True)
+    built = Learner(sft.Config(), wide, make_optimizer(OptimConfig(), 10), step, mesh=mesh)
+    apply = built.update_programs([])["apply"]
+    with jax.set_mesh(mesh):
+        memory = apply.fn.lower(*apply.args).compile().memory_analysis()
+    moments = bytes_per_device(apply.args[0].opt_state, HOST)
+    assert memory.host_alias_size_in_bytes == moments
+    assert memory.temp_size_in_bytes < 0.8 * moments
 
 
 @pytest.mark.parametrize("mesh", [REPLICAS, pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)

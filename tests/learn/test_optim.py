@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from family_cases import BASE, CASES
 from random_weights import random_params
+from slow_cases import with_slow
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo, sft
-from jaxrl_llm.hf.layouts import parse_layout
-from jaxrl_llm.hf.names import MARK, tensor_layout
+from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.layouts import hf_shape, parse_layout
+from jaxrl_llm.hf.names import MARK, hf_tensors, tensor_layout
 from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import decayed, make_optimizer, make_schedule
@@ -225,6 +228,23 @@ def test_decay_spares_norms_biases_and_sinks():
     assert moved == {"embed", *(f"layers.{w}" for w in ("q", "k", "v", "o", "gate", "up", "down"))}
 
 
+@pytest.mark.parametrize("case", with_slow(CASES, CASES.keys() - {"gemma4 moe", "gemma4 small", "nemotron"}))
+def test_matrices_and_convolutions_of_every_family_decay_and_vectors_do_not(case):
+    """By the shapes of Hugging Face's files; the indexer is frozen."""
+    family, changes = CASES[case]
+    raw = {"model_type": family, **BASE, **changes}
+    raw.pop("num_hidden_layers" if family == "nemotron_h" else "", None)  # it lists its layers
+    config = read_config(raw)
+    shapes = {name: x.shape for name, x in models.named_leaves(models.abstract(config))}
+    expected = set()
+    for tensor in hf_tensors(config):
+        for (ours, index), layout in zip(tensor.parts, tensor.layouts, strict=True):
+            if len(hf_shape(shapes[ours][len(index) :], layout)) > 1 and "index_" not in ours:
+                expected.add(ours)
+    mask = zip(shapes, jax.tree.leaves(decayed(models.abstract(config))), strict=True)
+    assert {name for name, decays in mask if decays} == expected
+
+
 INDEXED = dataclasses.replace(
     TINY, num_kv_heads=2, head_dim=6, qk_norm=False, mla=MLAConfig(6, 5, 4, 2, 4), index=IndexConfig(2, 3, 4)
 )
@@ -399,7 +419,9 @@ def test_inputs_and_outputs_of_a_matrix_are_those_of_hugging_face():
         assert found[name] == (inputs, outputs), name
 
 
-@pytest.mark.parametrize("model", [MUON, ADAPTED], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(MUON, id="full"), pytest.param(ADAPTED, id="adapters", marks=pytest.mark.slow)]
+)
 def test_muon_on_a_mesh(model):
     """Moments have the shardings of their weights, and updates are those of one device."""
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from random_weights import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
@@ -219,7 +220,7 @@ def test_remainders_are_of_the_weights_that_the_forward_pass_rounds():
     experts = MoEConfig(num_experts=4, experts_per_token=2, expert_size=8, selection_bias=True)
     sizes = dict(vocab_size=32, hidden_size=16, mlp_size=32, num_layers=2, num_heads=4, head_dim=8)
     model = TransformerConfig(**sizes, num_kv_heads=2, moe=experts, attention_sinks=True, value_head=True)
-    params = models.init(model, jax.random.key(0))
+    params = random_params(model)
     stored = stored_weights(params, store_remainders(optax.identity()).init(params))
     read = {name: x.dtype for name, x in models.named_leaves(cast_weights(params, jnp.bfloat16))}
     assert {name: x.dtype for name, x in models.named_leaves(stored)} == read

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from random_weights import weights_for
 
 from jaxrl_kernels.topology import gpu_devices, missing_compiler, tpu_devices
-from jaxrl_llm import algos, models
+from jaxrl_llm import algos
 from jaxrl_llm.algos import grpo, requirements, sft
 from jaxrl_llm.algos.contract import choose_old_logprobs
 from jaxrl_llm.algos.reduce import combine
@@ -73,8 +74,7 @@ def one_update(built, items=None, minibatches=1):
     """(loss, gradient) of one update from the same initial weights."""
     items = items or trajectories()
     with jax.set_mesh(built.mesh):
-        make = jax.jit(models.init, static_argnums=0, out_shardings=built.param_shardings)
-        params = make(built.model, jax.random.key(0))
+        params = weights_for(built)
         before = jax.tree.map(np.asarray, params)
         reference = before if requirements(built.algo).ref_logprobs else None
         state, metrics = full_step(built, built.init_state(params), [items] * minibatches, reference)
@@ -217,7 +217,13 @@ def test_accelerators_send_hidden_states_to_other_stages(platform):
 
 @pytest.mark.parametrize(
     ("rows", "row_tokens"),
-    [(1, 24), (2, 32), pytest.param(16, 32, marks=pytest.mark.slow), (3, 64), (1, 512)],
+    [
+        (1, 24),
+        pytest.param(2, 32, marks=pytest.mark.slow),
+        pytest.param(16, 32, marks=pytest.mark.slow),
+        (3, 64),
+        pytest.param(1, 512, marks=pytest.mark.slow),
+    ],
     ids=lambda x: str(x),
 )
 def test_microbatches_packing_and_padding_change_nothing(rows, row_tokens, reference_update):
@@ -258,7 +264,8 @@ def test_aggregations_keep_the_promise_too(aggregation):
 @pytest.mark.parametrize(
     "mesh",
     [
-        MeshConfig(fsdp=4, tensor=2),
+        MeshConfig(fsdp=2),
+        pytest.param(MeshConfig(fsdp=4, tensor=2), marks=pytest.mark.slow),
         pytest.param(MeshConfig(data=2, stage=2, tensor=2), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -293,7 +300,7 @@ def test_mismatch_is_measured_on_trained_tokens():
     items = trajectories(4)
     (batch,) = pack(items, 32, 4)
     with jax.set_mesh(built.mesh):
-        params = models.init(MODEL, jax.random.key(0))
+        params = weights_for(built)
         exact = np.array(
             model_outputs(params, put_rows(built.mesh, batch), built.config, ("logprobs",))["logprobs"]
         )
@@ -309,18 +316,19 @@ def test_mismatch_is_measured_on_trained_tokens():
 
 
 def test_padding_under_the_mask_reaches_no_gradient():
-    (batch,) = jax.tree.map(jnp.asarray, pack(trajectories(3), 32, 4))
+    (batch,) = pack(trajectories(3), 32, 4)
     spoilt = dataclasses.replace(
-        batch, rollout_logprobs=jnp.where(batch.mask > 0, batch.rollout_logprobs, jnp.nan)
+        batch, rollout_logprobs=np.where(batch.mask > 0, batch.rollout_logprobs, np.float32(np.nan))
     )
-    policy = jnp.where(batch.mask > 0, -1.0, jnp.nan)
+    policy = np.where(batch.mask > 0, np.float32(-1.0), np.float32(np.nan))
 
     def loss(policy):
         whole = BatchTotals(jnp.float32(9), jnp.float32(3), jnp.float32(0))
-        inputs = loss_inputs(spoilt, {"logprobs": policy, "entropy": policy}, whole)
+        rows = jax.tree.map(jnp.asarray, spoilt)
+        inputs = loss_inputs(rows, {"logprobs": policy, "entropy": policy}, whole)
         return grpo.loss(inputs, grpo.Config(kl_coef=0.0))[0]
 
-    assert jnp.isfinite(jax.grad(loss)(policy)).all()
+    assert np.isfinite(jax.jit(jax.grad(loss))(policy)).all()
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -329,7 +337,7 @@ def test_a_nonfinite_step_is_skipped_and_counted(poison):
     bad = trajectories()
     bad[3].signals["advantages"][:] = poison
     with jax.set_mesh(built.mesh):
-        state = built.init_state(models.init(MODEL, jax.random.key(0)))
+        state = built.init_state(weights_for(built))
         before = jax.tree.map(np.asarray, (state.params, state.opt_state))
         for skipped in (1, 2):
             state, metrics = built.update(state, [bad])
@@ -353,7 +361,7 @@ def test_nothing_compiles_after_the_first_step():
     """Lengths, counts and the number of micro-batches vary; shapes do not."""
     built = learner(rows=2, algo=grpo.Config(kl_coef=0.1))
     with jax.set_mesh(built.mesh):
-        params = models.init(MODEL, jax.random.key(0))
+        params = weights_for(built)
         frozen = jax.tree.map(jnp.copy, params)
         start = built.init_state(params)
         state, _ = full_step(built, start, [trajectories(12), trajectories(12, 1)], frozen)
@@ -369,14 +377,14 @@ def test_nothing_compiles_after_the_first_step():
 def test_one_microbatch_needs_no_buffer_of_zeros(monkeypatch):
     built = learner(rows=8)
     monkeypatch.setattr(built, "_zeros", None)
-    _, metrics = built.update(built.init_state(models.init(MODEL, jax.random.key(0))), [trajectories()])
+    _, metrics = built.update(built.init_state(weights_for(built)), [trajectories()])
     assert metrics["grad_norm"] > 0.1
 
 
 def test_state_is_donated():
     built = learner()
     with jax.set_mesh(built.mesh):
-        state = built.init_state(models.init(MODEL, jax.random.key(0)))
+        state = built.init_state(weights_for(built))
         built.update(state, [trajectories()])
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
 
@@ -393,7 +401,7 @@ def test_sft_learns_a_short_text_by_heart():
     built = learner(algo=sft.Config(), optimizer=make_optimizer(OptimConfig(learning_rate=1e-2), 10))
     items = trajectories(4)
     with jax.set_mesh(built.mesh):
-        state = built.init_state(models.init(MODEL, jax.random.key(0)))
+        state = built.init_state(weights_for(built))
         losses = []
         for _ in range(30):
             state, metrics = built.update(state, [items])
@@ -447,6 +455,6 @@ def test_programs_of_several_cpus_run_one_after_the_other(monkeypatch):
     monkeypatch.setattr(built.scorer, "run", record(built.scorer.run))
     one_update(built, trajectories(60))
     with jax.set_mesh(built.mesh):
-        params = models.init(MODEL, jax.random.key(0))
+        params = weights_for(built)
     built.scorer.start(params, trajectories(60))()
     assert len(results) > 8

@@ -118,7 +118,6 @@ def stepper(config, weights):
 QUICK = {
     "qwen3",
     "window, sinks, biases, untied",
-    "shared keys, per-layer inputs, scanned",
     "short convolution, dense layers first, scanned",
     "delta rule",
     "soft caps",
@@ -148,7 +147,7 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     for t in range(7):
         logits, cache = step(cache, tokens[:, t], np.full(2, t))
         np.testing.assert_allclose(logits, expected[:, t], atol=atol)
-    assert int(cache.cursor) == (5 + 7) % 8
+    assert int(cache.cursor) == 5 + 7
     if variant in ("soft caps", "dynamic rope"):
         return  # of which the keys and values know nothing, or nothing else than the forward
     prompts = tokens[:, :6]
@@ -161,11 +160,13 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
         np.testing.assert_allclose(np.moveaxis(x, -4, 0)[0], np.moveaxis(expected, -4, 0)[0], atol=atol)
     recurrent = config.layer_kinds is not None  # whose states also hold what came before the second prompt
     for row, start in ((0, 0), (1, 4))[: 1 if recurrent else 2]:
-        own = slice(start, 6)
-        for k, expected in zip(ks, cache.k, strict=True):
-            np.testing.assert_allclose(k[..., row, :, :, own], expected[..., row, :, :, own], atol=atol)
-        for v, expected in zip(vs, cache.v, strict=True):
-            np.testing.assert_allclose(v[..., row, :, own, :], expected[..., row, :, own, :], atol=atol)
+        for arrays, rings, axis in ((ks, cache.k, -1), (vs, cache.v, -2)):
+            for x, ring in zip(arrays, rings, strict=True):
+                columns = ring.shape[axis]  # a window's keep the newest tokens
+                own = np.arange(max(start, 6 - columns), 6)
+                got, expected = (np.moveaxis(one, -4, 0)[row] for one in (x, ring))
+                expected = np.take(expected, own % columns, axis)
+                np.testing.assert_allclose(np.take(got, own, axis), expected, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     [
         pytest.param(LATENTS, 1, marks=pytest.mark.slow),
         pytest.param(ADAPTED, 1, marks=pytest.mark.slow),
-        (INDEXED, 1),
+        pytest.param(INDEXED, 1, marks=pytest.mark.slow),
         (WINDOWED, 128),
         (GEMMA, 1),
         (SHARED_KV, 1),

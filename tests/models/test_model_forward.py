@@ -12,6 +12,7 @@ from tiny_models import random_params
 from jaxrl_kernels import dispatch
 from jaxrl_llm import models
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learn.finite import add_gradients
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.kernels import describe_kernels
@@ -46,6 +47,12 @@ HYBRID = dataclasses.replace(
     layer_kinds=("delta", "attention") * 2,
     attention_gate=True,
     delta=DeltaConfig(2, 4, 8, 8, conv_width=3),
+)
+SEPARATE = dataclasses.replace(
+    HYBRID,
+    norms="after",
+    initializer_range=0.1,  # rounding of states that turn round is 2e-5 with larger weights
+    delta=DeltaConfig(2, 4, 8, 8, projections="separate", negative_eigenvalues=True),
 )
 SHORT_CONV = dataclasses.replace(
     CONFIG,
@@ -86,10 +93,10 @@ CONFIGS = pytest.mark.parametrize(
     "config",
     [
         pytest.param(CONFIG, id="full"),
-        pytest.param(WINDOWED, id="window in one layer"),
-        pytest.param(DYNAMIC, id="dynamic rope"),
+        pytest.param(WINDOWED, id="window in one layer", marks=pytest.mark.slow),
+        pytest.param(DYNAMIC, id="dynamic rope", marks=pytest.mark.slow),
         pytest.param(MIXED, id="mixed layers"),
-        pytest.param(GEMMA4, id="heads of two sizes"),
+        pytest.param(GEMMA4, id="heads of two sizes", marks=pytest.mark.slow),
         pytest.param(GEMMA4_SMALL, id="shared keys, per-layer inputs"),
         pytest.param(HYBRID, id="delta rule"),
         pytest.param(SHORT_CONV, id="short convolution"),
@@ -143,7 +150,15 @@ def test_packed_row_equals_separate_rows(config):
     np.testing.assert_allclose(together[: len(joined)], joined, atol=atol)
 
 
-@pytest.mark.parametrize("config", [SHORT_CONV, MAMBA], ids=["short convolution", "mamba"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(SHORT_CONV, id="short convolution"),
+        pytest.param(HYBRID, id="delta rule", marks=pytest.mark.slow),
+        pytest.param(SEPARATE, id="delta rule, betas up to 2", marks=pytest.mark.slow),
+        pytest.param(MAMBA, id="mamba", marks=pytest.mark.slow),
+    ],
+)
 def test_a_packed_row_has_the_gradient_of_separate_rows(config):
     """Of all weights, for random gradients of the hidden states: nothing passes a border or is lost there."""
     row = packed()
@@ -256,14 +271,23 @@ def test_the_gradient_program_does_not_grow_with_depth(config):
     assert size(16) == size(32)
 
 
-def test_no_slice_of_a_stack_has_a_stride():
-    """The compiler for TPUs may end the process at several of one stack: here of two layers of a pattern."""
-    kinds, delta = ("delta", "delta", "attention") * 2, DeltaConfig(2, 4, 8, 8, 4)
-    hybrid = dataclasses.replace(CONFIG, num_layers=6, layer_kinds=kinds, delta=delta)
-    jaxpr = jax.make_jaxpr(lambda p, *row: p(*row))(models.abstract(hybrid), *packed())
-    slices = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "slice"]
-    assert any(e.invars[0].aval.shape[0] == 4 for e in slices)
-    assert not [e for e in slices if any(stride > 1 for stride in e.params["strides"] or ())]
+def test_layers_of_a_pattern_are_read_from_their_stack_and_not_copied():
+    """A forward pass holds the weights of one repetition at most (of four), the gradients of a second
+    micro-batch besides their buffer, too; the same program with slices of the stack held all."""
+    kinds, delta = ("delta", "delta", "attention") * 4, DeltaConfig(2, 4, 8, 8, 4)
+    hybrid = dataclasses.replace(CONFIG, num_layers=12, layer_kinds=kinds, delta=delta, mlp_size=4096)
+    weights = models.abstract(hybrid)
+    stacked = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+
+    def add(weights, sums, *row):
+        loss, backward = jax.vjp(lambda p: p(*row, remat="full").sum(), weights)
+        return add_gradients(backward, loss, weights, sums, loss_scale=None)
+
+    def temporary(function, *args):
+        return jax.jit(function).lower(*args, *packed()).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(lambda p, *row: p(*row), weights) < 0.4 * stacked
+    assert temporary(add, weights, weights) < 0.7 * stacked
 
 
 def equations(jaxpr):

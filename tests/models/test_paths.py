@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import with_slow
 
 from jaxrl_llm.models.paths import Paths, causal_conv, conv_state, conv_window, convolve, find_paths
 
@@ -64,7 +65,7 @@ def test_rows_without_prefixes_need_no_columns():
     np.testing.assert_array_equal(exists[0].sum(-1)[:10], [0, 1, 2, 3, 3, 3, 3, 0, 0, 1])
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("width", with_slow([2, 3, 4], {3}))
 @pytest.mark.parametrize("parts, share", [(PACKED, False), (PACKED, True), (TREE, True)])
 def test_rows_equal_torch_on_each_path(parts, share, width):
     """Outputs and the gradients of x, weight and bias against conv1d of the path of each segment's end."""

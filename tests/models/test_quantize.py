@@ -11,6 +11,7 @@ import optax
 import pytest
 import qwix
 from lora_models import merged, with_quantized_base, with_random_adapters
+from slow_cases import with_slow
 from tiny_models import random_params
 
 from jaxrl_llm import models
@@ -22,7 +23,7 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig, decode, lora
 from jaxrl_llm.models.config import GlobalHeads, MoEConfig
-from jaxrl_llm.models.mixer_config import DeltaConfig, MLAConfig
+from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, MambaConfig, MLAConfig
 from jaxrl_llm.models.quantize import dequantize_weight, quantize_weight, tile_size
 from jaxrl_llm.models.stacks import layer_stacks
 from jaxrl_llm.ranges import problems
@@ -140,7 +141,7 @@ def test_linear_layers_alone_are_quantized(kind):
     assert axes["layers.down_scale"] == axes["layers.down"] == ("layers", "mlp", "embed")
 
 
-@KINDS
+@pytest.mark.parametrize("kind", with_slow(["int8", "nf4"], {"int8"}))
 def test_random_weights_are_those_of_the_plain_model_quantized(kind):
     init = jax.jit(models.init, static_argnums=0)
     plain = dict(models.named_leaves(init(BASE, jax.random.key(1))))
@@ -197,15 +198,25 @@ def test_gradients_are_those_of_the_dequantized_model(on_one_device):
     check_equal(on_one_device, gradients(dequantized(quantized("nf4"))))
 
 
+RECURRENT = {
+    "delta": ({"delta": DeltaConfig(2, 4, 8, 8), "attention_gate": True}, {"qkv", "z", "b", "a", "o"}),
+    "conv": ({"conv": ConvConfig()}, {"in", "out"}),
+    "mamba": ({"mamba": MambaConfig(4, 8, 8, 2)}, {"in"}),
+}
+"""Kind -> its sizes, and its linear layers; peft refuses adapters of Mamba's `out_proj`."""
+
+
 @pytest.mark.slow
-def test_all_linear_layers_of_the_delta_rule_are_quantized_and_adapted():
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_all_linear_layers_of_recurrent_layers_are_quantized_and_adapted(kind):
     """The gradients of all adapters are those of the dequantized model."""
-    kinds = {"layer_kinds": ("delta", "attention"), "attention_gate": True, "delta": DeltaConfig(2, 4, 8, 8)}
-    base = dataclasses.replace(BASE, **kinds)
+    sizes, layers = RECURRENT[kind]
+    base = dataclasses.replace(BASE, layer_kinds=(kind, "attention"), **sizes)
     params = quantized("nf4", base)
     loss, changes = gradients(params)
-    projections = {name.split("_lora_")[0] for name in changes if "delta_layers.delta_" in name}
-    assert projections == {f"delta_layers.delta_{name}" for name in ("qkv", "z", "b", "a", "o")}
+    stack = f"{kind}_layers.{kind}_"
+    projections = {name.split("_lora_")[0] for name in changes if stack in name}
+    assert projections == {f"{stack}{name}" for name in layers}
     assert all(x.any() for x in changes.values())
     check_equal((loss, changes), gradients(dequantized(params, base)))
 
@@ -273,7 +284,7 @@ def test_trained_weights_are_not_quantized():
 # --- files
 
 
-@KINDS
+@pytest.mark.parametrize("kind", with_slow(["int8", "nf4"], {"nf4"}))
 def test_loading_quantizes_what_is_in_the_folder(kind, tmp_path):
     base = random_params(BASE)
     save_model(base, BASE, tmp_path / "hf", dtype="float32")
@@ -351,7 +362,7 @@ def learner_of(kind, mesh, remat="full", layers=6):
     return Learner(grpo.Config(kl_coef=0.0), model, optax.sgd(1.0), step, mesh=mesh)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", with_slow(["int8", "nf4"], {"int8"}))
 def test_live_bytes_are_those_of_the_plan(kind):
     """Of 46,080 weights in a layer: a byte each on a CPU, and 4 for every 64 (32 in `o`) of them."""
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
@@ -389,7 +400,7 @@ FLOAT_STACK = re.compile(r"\b(?:f32|bf16)\[6,(?:64,4,32|64,2,32|4,32,64|64,256|2
     [
         pytest.param("nf4", "none", marks=pytest.mark.slow),
         ("nf4", "dots"),
-        ("int8", "full"),
+        pytest.param("int8", "full", marks=pytest.mark.slow),
         ("none", "full"),
     ],
 )

@@ -10,15 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from family_cases import BASE, CASES, SPECIAL
 from tiny_models import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.config import DataConfig, ModelConfig, TrainConfig
 from jaxrl_llm.data.packing import from_trajectory
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
+from jaxrl_llm.models.attention import for_length
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.kernels import prefix_sharing
@@ -89,6 +92,16 @@ NO_ROPE = dataclasses.replace(
 ALIBI = dataclasses.replace(
     QWEN, alibi=True, rope_layers=(False, False), normalize_head=True, tie_embeddings=False
 )
+SHARED_PROJECTIONS = dataclasses.replace(HYBRID, delta=DeltaConfig(2, 4, 8, 8, projections="qkvz"))
+
+
+def of_family(case):
+    """A model of tests/family_cases.py with the vocabulary of the prompts here."""
+    family, changes = CASES[case]
+    config = read_config({"model_type": family, **BASE, **SPECIAL, **changes})
+    return dataclasses.replace(for_length(config, 64), vocab_size=100, initializer_range=0.2)
+
+
 ADAPTED = lora.with_lora(dataclasses.replace(QWEN, attention_sinks=True), models.LoraConfig(rank=4))
 ADAPTED_LATENTS = lora.with_lora(LATENTS, models.LoraConfig(rank=4))
 ADAPTED_GPT_OSS = lora.with_lora(GPT_OSS, models.LoraConfig(rank=4))
@@ -146,6 +159,9 @@ def one_update(config, dtype, strict=True, share=True):
         pytest.param(GEMMA4_SMALL, "float32", marks=pytest.mark.slow),
         pytest.param(HYBRID, "float32", marks=pytest.mark.slow),
         pytest.param(NEGATIVE, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(NEGATIVE, "float32", marks=pytest.mark.slow),
+        pytest.param(SHARED_PROJECTIONS, "float32", marks=pytest.mark.slow),
+        pytest.param(SHARED_PROJECTIONS, "bfloat16", marks=pytest.mark.slow),
         pytest.param(LFM2, "float32", marks=pytest.mark.slow),
         pytest.param(MAMBA, "float32", marks=pytest.mark.slow),
         pytest.param(MAMBA, "bfloat16", marks=pytest.mark.slow),
@@ -175,6 +191,9 @@ def one_update(config, dtype, strict=True, share=True):
         "shared keys, per-layer inputs",
         "delta rule",
         "delta rule, betas up to 2, bfloat16",
+        "delta rule, betas up to 2",
+        "delta rule, projections of key heads",
+        "delta rule, projections of key heads bfloat16",
         "short convolution",
         "mamba",
         "mamba bfloat16",
@@ -207,6 +226,19 @@ def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
     metrics, _ = one_update(config, dtype)
     assert metrics["mismatch/max_abs"] == 0.0 and metrics["mismatch/mean_abs"] == 0.0
     assert metrics["packing/shared_fraction"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("granite", "granite-4", "phi-4-mini", "mistral4", "minimax-m2", "ministral3, grown queries"),
+        *("glm-4.7", "smollm3, odd", "olmo3, yarn"),
+    ],
+)
+def test_families_are_strict(case):
+    """Of which the models above lack a part: multipliers, longrope, other routers, queries that grow."""
+    test_scored_and_trained_log_probs_are_those_of_the_rollout(of_family(case), "bfloat16")
 
 
 def test_prompts_that_rows_repeat_have_the_same_bits():

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from hf_oracle import TOLERANCE, hf_logits, hf_model, our_logits, random_tokens, raw_config, state_dict
 from hf_tensors import params_from_tensors
+from slow_cases import with_slow
 
 from jaxrl_llm import models
 from jaxrl_llm.builders.describe import frequencies_line
@@ -37,7 +38,7 @@ MODEL = TransformerConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", with_slow(["llama", "qwen2", "qwen3"], {"llama", "qwen2"}))
 @pytest.mark.parametrize(
     ("stored", "original"),
     [

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos.surrogates import reinforce_loss
-from jaxrl_llm.recipe.idle import IDLE, READ_CAP, without_effect
+from jaxrl_llm.recipe.idle import IDLE, OF_PAIRS, OF_POLICY, READ_CAP, without_effect
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.recipe.load import from_command_line, load_recipe, packaged_recipes
 from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
@@ -144,7 +144,7 @@ def test_a_setting_that_is_read_is_not_noted(config, algo, line):
 def test_every_key_of_the_table_exists_and_no_packaged_recipe_has_an_idle_one(config):
     configs = [replace(config, algo=algorithm.config) for algorithm in algos.ALGOS.values()]
     known = {key for one in configs for key, _ in iter_fields(one)}
-    assert {key for row in IDLE for key in row.keys.split()} <= known
+    assert {key for row in (*IDLE, *OF_POLICY, *OF_PAIRS) for key in row.keys.split()} <= known
     recipes = packaged_recipes()
     assert {path.name: without_effect(load_recipe(path)) for path in recipes} == {p.name: [] for p in recipes}
 

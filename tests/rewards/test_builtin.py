@@ -8,6 +8,7 @@ import re
 import time
 
 import pytest
+from slow_cases import with_slow
 
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
@@ -478,7 +479,7 @@ ROWS = {"countdown": {"numbers": [3, 8, 5], "target": 29}}
 LIMITS = RewardConfig(timeout=3.0, overlong_from=1, overlong_to=2)
 
 
-@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"gym", "math"}))
+@pytest.mark.parametrize("name", with_slow(sorted(REWARDS.keys() - {"gym", "math"}), {"arithmetic", "gsm8k"}))
 def test_no_response_raises_or_takes_long(name):
     reward = adapt(REWARDS[name], name, LIMITS)
     rng = random.Random(0)

@@ -56,7 +56,10 @@ def write(tmp_path):
         ("def reward(s): return {'score': 1.0, 'acc': 'yes'}", "", "tried .4.*returned str instead"),
         ("import sys\ndef reward(s): sys.exit(3)", "", r"tried .4.*SystemExit: 3 \(.*rewards.py:2\)"),
         ("import os\ndef reward(s): os._exit(3)", "", "exited with code 3"),
-        ("def reward(s):\n    while True: pass", "", r"took longer than 0.5 s \(reward.timeout\)"),
+        pytest.param(
+            *("def reward(s):\n    while True: pass", "", r"took longer than 0.5 s \(reward.timeout\)"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_reward_file_is_named(write, text, name, message):

@@ -220,7 +220,7 @@ BATCHED = """
         ("raise", "bad batch"),
         ("short", "returned 2 scores for 1 samples"),
         ("nan", "nan"),
-        ("hang", "longer than 1 s"),
+        pytest.param("hang", "longer than 1 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_list_that_fails_is_taken_apart(write, fault, reason):

@@ -39,7 +39,7 @@ def serve():
 
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()  # s until it stops
         return f"http://127.0.0.1:{server.server_port}/score", asked
 
     yield start

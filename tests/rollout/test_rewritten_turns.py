@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from fake_sglang import FakeServer
 from servers_shared import TOKENIZER, engine_for
+from slow_cases import with_slow
 from small_engine import KEY, MODEL, VERSION, expected_logprobs, params
 from small_engine import engine as native
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.forks import Fork, contexts
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
+from jaxrl_llm.rollout.engine import GenerationCall, PartialResponse, Reply, Request
 from jaxrl_llm.rollout.native import kept
 from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
 from jaxrl_llm.rollout.turns import append_reply, read_reply
@@ -57,7 +58,7 @@ ENGINES = {
 }
 
 
-@pytest.fixture(params=[*ENGINES, "sglang"])
+@pytest.fixture(params=with_slow([*ENGINES, "sglang"], {"ring", "pages"}))
 def engine(request, monkeypatch):
     if request.param == "sglang":
         return request.getfixturevalue("sglang")
@@ -68,7 +69,7 @@ def engine(request, monkeypatch):
 
 def talk(engine, partial=()):
     requests = [Request(ids, i, 1, TOKENS) for i, ids in enumerate(PROMPTS)]
-    return engine.start(requests, GREEDY, KEY, Rewrites(), partial=partial).result()
+    return engine.start(GenerationCall(requests, GREEDY, KEY, Rewrites(), partial=partial)).result()
 
 
 def turns_of(trajectory):

@@ -25,7 +25,7 @@ from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.engine import DialogueError, PartialResponse, Reply, Request, text_of
+from jaxrl_llm.rollout.engine import DialogueError, GenerationCall, PartialResponse, Reply, Request, text_of
 from jaxrl_llm.rollout.turns import read_reply
 from jaxrl_llm.structs import Episode
 
@@ -97,7 +97,7 @@ def talk():
         dialogue = opened[-1].dialogue(prompts, KEY)
         dialogue.patience = patience
         requests = [Request(p.ids, i, responses, tokens) for i, p in enumerate(prompts)]
-        return engine.start(requests, sampling, KEY, dialogue, partial=partial).result()
+        return engine.start(GenerationCall(requests, sampling, KEY, dialogue, partial=partial)).result()
 
     yield run
     for conversations in opened:
@@ -313,7 +313,7 @@ def test_a_reply_that_is_nonsense_ends_its_own_conversation(reply, failure):
 def test_nonsense_is_masked_and_other_conversations_go_on(engine):
     requests = [Request(p.ids, i, 1, TOKENS) for i, p in enumerate(PROMPTS[:2])]
     dialogue = Nonsense(Reply([128], False, Episode()))
-    fine, lost = engine.start(requests, GREEDY, KEY, dialogue).result()
+    fine, lost = engine.start(GenerationCall(requests, GREEDY, KEY, dialogue)).result()
     assert (fine.mask == 0).sum() == 6 and not fine.episode.failure
     assert lost.episode.failure == "the reply's token id 128 is outside the vocabulary of 128"
     assert lost.mask.all() and lost.finish == "stop"
@@ -321,7 +321,9 @@ def test_nonsense_is_masked_and_other_conversations_go_on(engine):
 
 def test_a_reply_beyond_the_budget_ends_the_response(engine):
     requests = [Request(p.ids, i, 1, TOKENS) for i, p in enumerate(PROMPTS[:2])]
-    _, long = engine.start(requests, GREEDY, KEY, Nonsense(Reply([5] * TOKENS, False, Episode()))).result()
+    _, long = engine.start(
+        GenerationCall(requests, GREEDY, KEY, Nonsense(Reply([5] * TOKENS, False, Episode())))
+    ).result()
     assert long.finish == "length" and long.mask.all() and not long.episode.failure
 
 

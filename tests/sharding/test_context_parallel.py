@@ -130,7 +130,13 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("of_sequences", [False, True], ids=["window of the row", "window of each sequence"])
+@pytest.mark.parametrize(
+    "of_sequences",
+    [
+        pytest.param(False, id="window of the row", marks=pytest.mark.slow),
+        pytest.param(True, id="window of each sequence"),
+    ],
+)
 @pytest.mark.parametrize(("method", "config"), ATTENTION.values(), ids=ATTENTION)
 def test_attention_of_sharded_rows_is_that_of_whole_ones(method, config, of_sequences):
     """Packed rows, one with branches, a sliding window, sinks; fewer kv heads than shards of heads."""

@@ -31,7 +31,11 @@ def layers(x, weights, of_both, of_rows):
 
 @pytest.mark.parametrize(
     ("mesh", "rows"),
-    [(MeshConfig(stage=2, fsdp=1), 2), (MeshConfig(stage=4, fsdp=1), 12), (MeshConfig(data=2, stage=2), 8)],
+    [
+        (MeshConfig(stage=2, fsdp=1), 2),
+        pytest.param(MeshConfig(stage=4, fsdp=1), 12, marks=pytest.mark.slow),
+        (MeshConfig(data=2, stage=2), 8),
+    ],
     ids=str,
 )
 def test_stages_compute_what_the_layers_compute(mesh, rows):

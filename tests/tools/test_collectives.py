@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl_llm.plan.compiled import count_collectives, replica_groups
-from jaxrl_llm.plan.hlo import parse, shape_bytes
+from jaxrl_llm.plan.hlo import arrays_of, parse
 
 HLO = """\
 HloModule jit_step
@@ -141,7 +141,5 @@ def test_a_loop_that_the_compiler_has_counted_and_one_of_unknown_length():
 
 
 def test_sizes_of_shapes():
-    assert (
-        shape_bytes("(f32[2,3]{1,0:T(8,128)}, bf16[4], pred[], s8[16]{0}, u32[]{:S(2)})")
-        == 24 + 8 + 1 + 16 + 4
-    )
+    arrays = arrays_of("(f32[2,3]{1,0:T(8,128)}, bf16[4], pred[], s8[16]{0}, u32[]{:S(2)})")
+    assert sum(array.bytes for array in arrays) == 24 + 8 + 1 + 16 + 4

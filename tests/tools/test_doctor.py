@@ -268,6 +268,18 @@ def test_models_of_the_hub_without_a_network(quick, tmp_path, monkeypatch):
     assert [f.text for f in checks.check_hub(["org/there"])] == ["org/there: in the cache"]
 
 
+@pytest.mark.parametrize("name", ["org/a--b", "org/a.git", f"org/{'a' * 97}", "a" * 300])
+def test_names_that_the_hub_does_not_take(name):
+    (finding,) = checks.check_hub(checks.hub_names(recipe("--model.path", name)))
+    assert finding.status == "fix" and finding.text.startswith(f"{name[:100]}: the hub has no such names: ")
+
+
+def test_data_of_the_hub_with_another_name(monkeypatch):
+    monkeypatch.setattr(checks, "hub_problem", lambda: "no route to host")
+    (finding,) = checks.check_hub(["hub:-data"])
+    assert "(hf download hub:-data)" in finding.text
+
+
 def test_why_the_hub_cannot_be_reached(monkeypatch):
     with socket.socket() as sock:  # bound, without a listener
         sock.bind(("127.0.0.1", 0))

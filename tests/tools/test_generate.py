@@ -57,6 +57,7 @@ def test_responses_and_their_scores(model, tmp_path, capsys):
         np.testing.assert_allclose(found, response["logprobs"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_their_neighbours(model, tmp_path):
     prompts = [{"prompt": "a"}, {"prompt": "bcd"}, {"prompt": "ef"}]
     texts = []

@@ -469,6 +469,21 @@ def test_ratios_and_synchronous_collectives_are_printed():
     ]
 
 
+def test_a_wide_table_is_not_gathered():
+    """8 devices exchange 8 x 4 rows of 128 numbers, not tables of 1024 x 128, with one device's values."""
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    tokens = jax.random.randint(jax.random.key(0), (8, 4), 0, 1024)
+    table = jax.random.normal(jax.random.key(1), (1024, 128))
+    place, rows = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in (("tensor", "fsdp"), ("fsdp",)))
+    look = jax.jit(lambda *args: look_up(*args, jnp.float32, True), in_shardings=(place, rows))
+    with jax.set_mesh(mesh):
+        compiled = look.lower(table, tokens).compile()
+        found = compiled(jax.device_put(table, place), jax.device_put(tokens, rows))
+    sent = sum(stats.bytes for stats in count_collectives(parse(compiled.as_text()), 8).values())
+    assert sent < 2 * 4 * tokens.size * 128 < 4 * table.size / 8
+    assert jnp.array_equal(found, table[tokens])
+
+
 @pytest.mark.slow
 def test_the_gradient_of_a_lookup_is_no_all_reduce_of_tables():
     """8 devices exchange the gradients of tokens, 8 x 4 x 128 numbers, not tables of 1024 x 128; the values

@@ -185,8 +185,10 @@ def test_layers_that_read_the_keys_of_others_have_no_cache_in_a_plan():
     steps = {phase.name: phase for phase in phases(config, make_meshes(config, jax.devices()[:1]))}
     prompts, width = steps["rollout: prefill"].program.args[1].shape
     decode = steps["rollout: decode"]
-    tokens = 4 * decode.program.args[1].length + prompts * width
-    assert bytes_per_device(decode.resident["KV cache"]) == 2 * tokens * 2 * (2 * 2 * 8 + 16) + 4
+    of_windows, of_others = 2 * 2 * 8, 16
+    ring = 4 * (4 * of_windows + decode.program.args[1].length * of_others)  # 4 slots, windows of 4 tokens
+    cached = ring + prompts * width * (of_windows + of_others)
+    assert bytes_per_device(decode.resident["KV cache"]) == 2 * cached * 2 + 4
     # The second embedding is 64 rows of 5 x 6 numbers, and a token is multiplied with all other matrices.
     weights = dict(models.named_leaves(models.abstract(small)))
     assert weights["per_layer_embed"].shape == (64, 30)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.bridge.buckets import Bucket, WeightSource
-from jaxrl_llm.bridge.push import Part
+from jaxrl_llm.bridge.push import Part, WeightTransport
 from jaxrl_llm.bridge.servers import Json, Receiver
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.structs import Params
@@ -26,7 +26,7 @@ DEVICE = 6  # among the arguments of torch.multiprocessing.reductions.rebuild_cu
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class IpcTransport:
+class IpcTransport(WeightTransport):
     """Sends a few kilobytes of handles in a request; the weights stay on the GPUs.
 
     Args:
@@ -54,9 +54,6 @@ class IpcTransport:
             devices = jax.local_devices()
             memory = {device.local_hardware_id: copy_to_torch(part.content, device) for device in devices}
             yield part._replace(content=memory)
-
-    async def connect(self, receiver: Receiver) -> None:
-        pass
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
         """Send the handles; the part keeps the memory until the server has replied."""

@@ -14,13 +14,13 @@ import numpy as np
 
 from jaxrl_llm.bridge.buckets import Bucket, WeightSource
 from jaxrl_llm.bridge.delta import Entry, Piece, as_bits, encode, sha256_of, write_piece
-from jaxrl_llm.bridge.push import Part
+from jaxrl_llm.bridge.push import Part, WeightTransport
 from jaxrl_llm.bridge.servers import Json, Receiver, ServerKind
 from jaxrl_llm.errors import ServerError
+from jaxrl_llm.hf.export import DTYPES
 from jaxrl_llm.hf.names import HFTensor
 from jaxrl_llm.structs import Params
 
-DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 CACHED = 2  # whole buckets that are packed: servers take the same one at about the same time
 
 
@@ -47,7 +47,7 @@ class DeltaBucket:
     changes: Any
 
 
-class DeltaTransport:
+class DeltaTransport(WeightTransport):
     """Sends changed bits to servers that hold the version of the push before, and whole tensors to others.
 
     The host keeps a copy of the tensors as they were sent last. A push that breaks off has no successor: the
@@ -112,9 +112,6 @@ class DeltaTransport:
         delta_bytes = sum(entry.size for entry in entries)
         content = DeltaBucket(self._push, piece, whole, payload)
         return part._replace(content=content, base=piece.base, delta_bytes=delta_bytes)
-
-    async def connect(self, receiver: Receiver) -> None:
-        pass
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
         payload = await self.payload(receiver, part)

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import jax
 
 from jaxrl_llm import models
-from jaxrl_llm.bridge.push import Part
+from jaxrl_llm.bridge.push import Part, WeightTransport
 from jaxrl_llm.bridge.servers import Json, Receiver
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.hf.export import export_tensors, save_model
@@ -28,7 +28,7 @@ PREFIX = "jaxrl_llm_"
 LOCK = ".lock"  # in a folder in memory; held for the life of the run
 
 
-class DiskTransport:
+class DiskTransport(WeightTransport):
     """Writes to a temporary name and renames, so that no server reads half a push; keeps the last two.
 
     Args:
@@ -65,9 +65,6 @@ class DiskTransport:
                 shutil.rmtree(old, ignore_errors=True)
         tensors = export_tensors(params.config, self.encode)
         yield Part(path, sum(tensor_bytes(tensor, self.dtype) for tensor in tensors), last=True)
-
-    async def connect(self, receiver: Receiver) -> None:
-        pass
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
         await receiver.pool.kind.send_folder(receiver, part.content, options)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from jaxrl_llm.bridge.buckets import Bucket, WeightSource
-from jaxrl_llm.bridge.push import Part
+from jaxrl_llm.bridge.push import Part, WeightTransport
 from jaxrl_llm.bridge.servers import Json, Receiver, ServerKind
 from jaxrl_llm.structs import Params
 
@@ -86,7 +86,7 @@ def _value(value: Any) -> bytes:
 WRITE_BYTES = 2**20  # given to the socket at once
 
 
-class HttpTransport:
+class HttpTransport(WeightTransport):
     """Sends one payload to all servers; to SGLang once for each rank of tensor parallelism."""
 
     session = True
@@ -98,9 +98,6 @@ class HttpTransport:
     def parts(self, params: Params, label: str) -> Iterator[Part]:
         for part in self.source.parts(params):
             yield part._replace(content=part.content and self.kind.pack(part.content))
-
-    async def connect(self, receiver: Receiver) -> None:
-        pass
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
         await self.kind.send_bucket(receiver, part.content, last=part.last, options=options)

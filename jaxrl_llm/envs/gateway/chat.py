@@ -95,9 +95,4 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 
 def _head(call: Call, answer: Answer, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{answer.id}",
-        "object": kind,
-        "created": answer.created,
-        "model": model_of(call),
-    }
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": model_of(call)}

@@ -23,6 +23,7 @@ from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
 from jaxrl_llm.envs.gateway.programs import KILL_SECONDS, Finished, ProgramRunner
 from jaxrl_llm.envs.gateway.server import GatewayServer
 from jaxrl_llm.envs.gateway.session import AgentSession, End, Limits, Renderer
+from jaxrl_llm.envs.python_file import call_user
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Reply, Request
@@ -226,26 +227,17 @@ class Gateway:
 
     async def _reward_of(self, session: AgentSession, finished: Finished) -> End:
         """Return the reward of the user's function, which has as long as a program."""
-        done, messages = Future(), list(session.episode.messages)
-
-        def call() -> None:
-            done.set_running_or_notify_cancel()
-            try:
-                done.set_result(self._reward(session.row, messages, finished.code))
-            except (Exception, SystemExit) as error:
-                done.set_exception(error)
-
-        # A thread of its own: one that hangs neither takes a worker of the loop, nor holds up the end.
-        threading.Thread(target=call, daemon=True).start()
-        value = asyncio.wrap_future(done)
-        if not (await asyncio.wait({value}, timeout=self.config.gateway.seconds))[0]:
+        messages = list(session.episode.messages)
+        call = asyncio.create_task(call_user(self._reward, session.row, messages, finished.code))
+        if not (await asyncio.wait({call}, timeout=self.config.gateway.seconds))[0]:
+            call.cancel()
             limit = f"{self.config.gateway.seconds:g} s (--env.gateway.seconds)"
             return End(failure=f"--{REWARD_KEY} took longer than {limit}")
         try:
-            value = value.result()
+            value = call.result()
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"the reward is {value!r:.80}, not a finite number")
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             return End(failure=f"--{REWARD_KEY}: {describe_error(error)}")
         return End(reward=float(value))
 

@@ -7,12 +7,12 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from typing import Any, NamedTuple
 
 from jaxrl_llm.addresses import withheld_names
+from jaxrl_llm.user_file import kill_group
 
 MAX_SHOWN = 2000  # characters of a program's output that a failure shows
 POLL_SECONDS = 0.05
@@ -91,13 +91,13 @@ class ProgramRunner:
             while process.returncode is None and not reading.done():
                 await asyncio.wait({reading}, timeout=POLL_SECONDS)
             code = await process.wait()
-            _kill_group(process.pid)
+            kill_group(process.pid)
             await asyncio.wait({reading}, timeout=1.0)
             return Finished(code, tail.decode(errors="replace").strip())
         finally:
             writing.cancel()
             reading.cancel()
-            _kill_group(process.pid)
+            kill_group(process.pid)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KILL_SECONDS):
                     await process.wait()
@@ -126,8 +126,3 @@ async def _read_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
     while chunk := await stream.read(1 << 16):
         tail += chunk
         del tail[:-MAX_SHOWN]
-
-
-def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)

@@ -23,7 +23,7 @@ from jaxrl_llm.envs.formats import ToolCall
 from jaxrl_llm.envs.gateway.call import Answer, Call, CallError, ToolUse, check_size, too_long
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.forks import TurnRecord, common_length
-from jaxrl_llm.rollout.engine import Reply, reads_thought
+from jaxrl_llm.rollout.engine import Reply, raw_text, reads_thought
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.thoughts import split_thought
 
@@ -79,7 +79,7 @@ class Renderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with control tokens."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return raw_text(self.tokenizer, ids)
 
     def end_of(self, ids: Sequence[int]) -> str:
         """Return the control token that ends a turn, or ""."""

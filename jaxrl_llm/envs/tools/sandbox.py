@@ -22,6 +22,7 @@ from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
 from jaxrl_llm.envs.env import ToolError
 from jaxrl_llm.envs.tools.syscalls import refuse_filter
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.user_file import kill_group
 
 BOOT = """
 import ctypes, json, os, resource, signal, sys
@@ -256,8 +257,7 @@ class _Program(asyncio.SubprocessProtocol):
         self._transport.close()
 
     def _stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._transport.get_pid(), signal.SIGKILL)
+        kill_group(self._transport.get_pid())
 
     def _why(self) -> str:
         """Return why the program failed, or ""."""
@@ -323,11 +323,7 @@ def _interpreter() -> str:
 
 
 def _environment(home: str) -> dict[str, str]:
-    return {
-        "PATH": "/usr/bin:/bin",
-        "HOME": home,
-        "LANG": "C.UTF-8",
-    }
+    return {"PATH": "/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8"}
 
 
 def _limits(config: SandboxConfig) -> dict[str, tuple[int, int]]:

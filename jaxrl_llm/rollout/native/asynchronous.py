@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,8 +22,8 @@ import jax
 from jaxrl_llm.errors import RunError
 from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.rollout.checks import check_requests
-from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.engine import Dialogue, Engine, PartialResponse, Request
+from jaxrl_llm.rollout.engine import Engine, GenerationCall, PartialResponse
+from jaxrl_llm.rollout.meter import Meter
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.partial import is_complete, new_responses, trajectory_of
 from jaxrl_llm.structs import Metrics, Params, Trajectory
@@ -38,8 +37,7 @@ class QueuedGeneration:
 
     engine: AsynchronousEngine
     responses: list[PartialResponse]
-    sampling: SamplingConfig
-    dialogue: Dialogue | None
+    call: GenerationCall
     weights: DecodeWeights | None
     version: int
     metrics: Future[Metrics] = field(default_factory=Future)
@@ -51,7 +49,7 @@ class QueuedGeneration:
             Exception: the one that ended the thread.
         """
         self.engine.metrics = self.metrics.result()
-        ends = self.sampling.stop_ids(self.engine.engine.eos_ids)
+        ends = self.call.sampling.stop_ids(self.engine.engine.eos_ids)
         return [trajectory_of(response, self.engine.tokenizer, ends) for response in self.responses]
 
 
@@ -70,7 +68,7 @@ class AsynchronousEngine(Engine):
         self._error: BaseException | None = None  # that ended the thread
         self._queue: queue.SimpleQueue[QueuedGeneration | None] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._clock = BusyClock()
+        self._meter = Meter()
         self._thread = threading.Thread(target=self._serve, name="rollout", daemon=True)
         self._thread.start()
 
@@ -82,33 +80,24 @@ class AsynchronousEngine(Engine):
         self._raise_error()
         return self.engine.publish(params, version)
 
-    def start(
-        self,
-        requests: list[Request],
-        sampling: SamplingConfig,
-        key: jax.Array,
-        dialogue: Dialogue | None = None,
-        *,
-        partial: Sequence[PartialResponse] = (),
-    ) -> QueuedGeneration:
+    def start(self, call: GenerationCall) -> QueuedGeneration:
         """Queue the generation of responses with the weights that are published now.
 
-        Args:
-            partial: complete responses are kept; the others are generated again.
+        Complete responses among `call.partial` are kept; the others are generated again.
 
         Raises:
             UserError: an impossible prompt or sampling setting.
             ValueError: no weights are published. Exception: the error that ended the thread.
         """
         self._raise_error()
-        check_requests(requests, sampling, self.model, self.tokenizer)
+        check_requests(call.requests, call.sampling, self.model, self.tokenizer)
         if self.engine.published is None:
             raise ValueError("rollout: no weights; call publish(params, version) before start")
         responses = [
-            replace(r, servers=[]) if is_complete(r, turns=dialogue is not None) else r.restarted()
-            for r in new_responses(requests, key, partial)
+            replace(r, servers=[]) if is_complete(r, turns=call.dialogue is not None) else r.restarted()
+            for r in new_responses(call.requests, call.key, call.partial)
         ]
-        queued = QueuedGeneration(self, responses, sampling, dialogue, *self.engine.published)
+        queued = QueuedGeneration(self, responses, call, *self.engine.published)
         self._queue.put(queued)
         return queued
 
@@ -120,7 +109,7 @@ class AsynchronousEngine(Engine):
 
     def usage(self) -> Metrics:
         """Return the metrics of the last result, and the idle share of the time since the last call."""
-        return self.metrics | {"rollout/idle_fraction": self._clock.idle_fraction()}
+        return self.metrics | {"rollout/idle_fraction": self._meter.read()[1]}
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:
         """Call `NativeEngine.warm_up`, before anything is started."""
@@ -150,7 +139,7 @@ class AsynchronousEngine(Engine):
         while (queued := self._queue.get()) is not None:
             if self._error is None:
                 try:
-                    with self._clock:
+                    with self._meter:
                         queued.metrics.set_result(self._generate(queued))
                 except BaseException as error:  # raised in the trainer's thread
                     self._error = error
@@ -168,39 +157,7 @@ class AsynchronousEngine(Engine):
             empty,
             queued.weights,
             queued.version,
-            queued.sampling,
-            dialogue=queued.dialogue,
+            queued.call.sampling,
+            dialogue=queued.call.dialogue,
             before_chunk=self._raise_if_closed,
         )
-
-
-class BusyClock:
-    """A context manager that adds up the time inside; entered by one thread, read by another.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self.clock, self._lock = clock, threading.Lock()
-        self._start, self._busy, self._entered = clock(), 0.0, None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._entered = self.clock()
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._busy += self.clock() - self._entered
-            self._entered = None
-
-    def idle_fraction(self) -> float:
-        """Return the share of the time outside since the last call, or since the start."""
-        with self._lock:
-            now = self.clock()
-            if self._entered is not None:
-                self._busy += now - self._entered
-                self._entered = now
-            elapsed, busy = now - self._start, self._busy
-            self._start, self._busy = now, 0.0
-        return 1.0 - busy / max(elapsed, 1e-9)

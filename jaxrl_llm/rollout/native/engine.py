@@ -19,7 +19,15 @@ from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.models.paged import NULL_PAGE
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
-from jaxrl_llm.rollout.engine import Dialogue, Engine, PartialResponse, Request, eos_ids_of, text_of
+from jaxrl_llm.rollout.engine import (
+    Dialogue,
+    Engine,
+    GenerationCall,
+    PartialResponse,
+    Request,
+    eos_ids_of,
+    text_of,
+)
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.native.compile import CompiledCalls, call_all, largest_calls
 from jaxrl_llm.rollout.native.conversations import TurnQueue
@@ -39,7 +47,7 @@ from jaxrl_llm.structs import Metrics, Params, Trajectory
 
 
 class DeferredGeneration(NamedTuple):
-    """A call of `generate` that runs when its result is requested."""
+    """A generation that runs when its result is requested."""
 
     result: Callable[[], list[Trajectory]]
 
@@ -106,39 +114,18 @@ class NativeEngine(Engine):
         """Return the weights that are used from now on, and their version."""
         return self._published
 
-    def start(
-        self,
-        requests: list[Request],
-        sampling: SamplingConfig,
-        key: jax.Array,
-        dialogue: Dialogue | None = None,
-        *,
-        partial: Sequence[PartialResponse] = (),
-    ) -> DeferredGeneration:
-        """Return the call of `generate`, to be run when its result is requested: the same devices train."""
-        assert not partial, "the native engine leaves no partial responses"
-        return DeferredGeneration(lambda: self.generate(requests, sampling, key, dialogue))
+    def start(self, call: GenerationCall) -> DeferredGeneration:
+        """Return the generation, to be run when its result is requested: the same devices train."""
+        assert not call.partial, "the native engine leaves no partial responses"
+        return DeferredGeneration(lambda: self._generate(call))
 
-    def generate(
-        self,
-        requests: list[Request],
-        sampling: SamplingConfig,
-        key: jax.Array,
-        dialogue: Dialogue | None = None,
-    ) -> list[Trajectory]:
-        """Generate responses, in order (request, response index). `self.metrics` describes the last call.
-
-        Raises:
-            UserError: an impossible prompt or sampling setting.
-            ValueError: nothing is published.
-            DialogueError: no conversation can continue.
-        """
-        check_requests(requests, sampling, self.model, self.tokenizer)
+    def _generate(self, call: GenerationCall) -> list[Trajectory]:
+        check_requests(call.requests, call.sampling, self.model, self.tokenizer)
         if self._published is None:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
-        responses = new_responses(requests, key)
-        self.metrics = self.finish(responses, *self._published, sampling, dialogue=dialogue)
-        ends = sampling.stop_ids(self.eos_ids)
+        responses = new_responses(call.requests, call.key)
+        self.metrics = self.finish(responses, *self._published, call.sampling, dialogue=call.dialogue)
+        ends = call.sampling.stop_ids(self.eos_ids)
         return [trajectory_of(response, self.tokenizer, ends) for response in responses]
 
     def finish(

@@ -236,10 +236,10 @@ class Programs:
         choose = lambda old, new: jnp.where(chosen[:, None, None, None], new, old)
 
         def put(old, new, axis):
-            width = new.shape[axis]
-            new = jax.lax.slice_in_dim(new, max(0, width - cache.length), width, axis=axis % new.ndim)
-            new = jnp.pad(new, pad_widths(new, axis, (cache.length - new.shape[axis], 0)))
-            return choose(old, roll(new, cache.cursor, axis))
+            width, columns = new.shape[axis], old.shape[axis]
+            new = jax.lax.slice_in_dim(new, max(0, width - columns), width, axis=axis % new.ndim)
+            new = jnp.pad(new, pad_widths(new, axis, (columns - new.shape[axis], 0)))
+            return choose(old, roll(new, jnp.mod(cache.cursor, columns), axis))
 
         k = tuple(put(old, new, -1) for old, new in zip(cache.k, prompts[0], strict=True))
         v = tuple(put(old, new, -2) for old, new in zip(cache.v, prompts[1], strict=True))
@@ -249,13 +249,17 @@ class Programs:
         """Return a longer cache, or one of fewer slots: slot s was old_slots[s] of its shard."""
         self.compile_count += 1
 
-        def move(x, axis):
-            x = take_rows(x, old_slots, self.num_shards)
-            x = roll(x, cache.length - cache.cursor, axis)  # newest token at the old end
-            return jnp.pad(x, pad_widths(x, axis, (0, length - cache.length)))
+        new = jax.eval_shape(lambda: self._init_ring(len(old_slots), length))
 
-        k, v = tuple(move(x, -1) for x in cache.k), tuple(move(x, -2) for x in cache.v)
-        return RingCache(k, v, jnp.int32(cache.length % length), self._take_states(cache.states, old_slots))
+        def move(old, new, axis):
+            columns = old.shape[axis]
+            x = take_rows(old, old_slots, self.num_shards)
+            x = roll(x, jnp.mod(cache.length - cache.cursor, columns), axis)  # newest token at the old end
+            return jnp.pad(x, pad_widths(x, axis, (0, new.shape[axis] - columns)))
+
+        k = tuple(move(old, of_new, -1) for old, of_new in zip(cache.k, new.k, strict=True))
+        v = tuple(move(old, of_new, -2) for old, of_new in zip(cache.v, new.v, strict=True))
+        return RingCache(k, v, jnp.int32(cache.length), self._take_states(cache.states, old_slots))
 
     def _uniforms(self, slots: SlotState) -> jax.Array:
         """Return the uniform numbers of a chunk, [chunk, S].

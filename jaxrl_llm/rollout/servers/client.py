@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterable, Mapping
-from types import MappingProxyType
+from typing import Any
 
 import aiohttp
 
@@ -15,7 +15,6 @@ from jaxrl_llm.rollout.servers.server import Server, error_from_status
 
 HEADERS = {"Accept-Encoding": "identity"}  # a compressed reply has no size that could be limited
 JSON = {"Content-Type": "application/json"}
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 KEEP_ALIVE = 2.0
 """Seconds after which an unused connection is closed. SGLang closes them after 5: a request sent just then
 would look like one to a server that is down."""
@@ -38,30 +37,14 @@ class Client:
     async def close(self) -> None:
         await self._session.close()
 
-    async def request(
-        self,
-        server: Server,
-        path: str,
-        body: Json | AsyncIterable[bytes | memoryview] | None = None,
-        timeout: float = 0.0,
-        *,
-        headers: Mapping[str, str] = NO_HEADERS,
-        max_bytes: int = MAX_REPLY_BYTES,
-    ) -> Json:
-        """Return the JSON object of the reply to a POST, or to a GET without a body.
-
-        Args:
-            body: a dict, or JSON in pieces if it is too large for memory.
-            max_bytes: of the reply; a longer one is not read to its end.
+    async def request(self, server: Server, path: str, *args: Any, **options: Any) -> Json:
+        """Return the JSON object of a reply. The arguments are those of `request_bytes`.
 
         Raises:
             InvalidReplyError: the reply is too long, or not a JSON object.
-            RefusedError: the request or the key is wrong.
-            BusyError: status 429 or 503.
-            LostError: the connection failed.
-            UnreachableError: no reply in time, or the reply reports a failure of the server.
+            ServerError: as `request_bytes`.
         """
-        reply = await self.request_bytes(server, path, body, timeout, headers=headers, max_bytes=max_bytes)
+        reply = await self.request_bytes(server, path, *args, **options)
         try:
             value = (json.loads(reply) if reply else None) or {}
         except (ValueError, RecursionError) as error:
@@ -78,24 +61,32 @@ class Client:
         body: Json | AsyncIterable[bytes | memoryview] | None = None,
         timeout: float = 0.0,
         *,
-        headers: Mapping[str, str] = NO_HEADERS,
+        headers: Mapping[str, str] | None = None,
         max_bytes: int = MAX_REPLY_BYTES,
     ) -> bytes:
-        """Return the unparsed reply; see `request`."""
+        """Return the reply to a POST, or to a GET without a body.
+
+        Args:
+            body: a dict, or JSON in pieces if it is too large for memory.
+            max_bytes: of the reply; a longer one is not read to its end.
+
+        Raises:
+            InvalidReplyError: the reply is too long.
+            RefusedError: the request or the key is wrong.
+            BusyError: status 429 or 503.
+            LostError: the connection failed.
+            UnreachableError: no reply in time, or the reply reports a failure of the server.
+        """
         # Keys go only to this server: redirects are not followed.
         limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
         content = {"json": body} if body is None or isinstance(body, dict) else {"data": body}
+        kind = JSON if "data" in content else {}
         request = self._session.request(
             "GET" if body is None else "POST",
             server.url + path,
             **content,
             timeout=limit,
-            headers={
-                **HEADERS,
-                **(JSON if "data" in content else {}),
-                **auth.request_headers(path),
-                **headers,
-            },
+            headers={**HEADERS, **kind, **auth.request_headers(path), **(headers or {})},
             allow_redirects=False,  # a key is for this server alone
         )
         try:

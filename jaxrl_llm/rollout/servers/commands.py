@@ -65,16 +65,8 @@ def server_command(
     words = make(config, servers, flags)
     place = ["--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype, "--load-format", "dummy"]
     model_flag = "--model" if config.engine == "vllm" else "--model-path"
-    server = [
-        servers.python,
-        *words[0],
-        model_flag,
-        str(model),
-        *place,
-        *words[1],
-        *shlex.split(servers.flags),
-    ]
-    return [sys.executable, "-I", "-c", START, str(os.getpid()), *server]
+    server = [servers.python, *words[0], model_flag, str(model), *place, *words[1]]
+    return [sys.executable, "-I", "-c", START, str(os.getpid()), *server, *shlex.split(servers.flags)]
 
 
 def _sglang_words(

@@ -19,8 +19,8 @@ from jaxrl_llm.forks import contexts
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.rollout.checks import check_requests
-from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
-from jaxrl_llm.rollout.engine import Dialogue, Engine, PartialResponse, Request, eos_ids_of
+from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig
+from jaxrl_llm.rollout.engine import Engine, GenerationCall, PartialResponse, eos_ids_of
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.rollout.servers import launch
 from jaxrl_llm.rollout.servers.generate import ResponseGenerator
@@ -34,8 +34,7 @@ class PendingResponses:
 
     engine: ServerEngine
     responses: list[PartialResponse]
-    sampling: SamplingConfig
-    dialogue: Dialogue | None
+    call: GenerationCall
     future: Future[None] | None  # in process 0
     rejected: set[int] = field(default_factory=set)  # places of responses with tokens of excluded servers
 
@@ -55,10 +54,10 @@ class PendingResponses:
             self.rejected.clear()
             for response in again:
                 vars(response).update(vars(response.restarted()))
-            generator = self.engine.generator
-            self.future = self.engine.pool.start(generator.finish_all(again, self.sampling, self.dialogue))
+            work = self.engine.generator.finish_all(again, self.call.sampling, self.call.dialogue)
+            self.future = self.engine.pool.start(work)
             result_of(self.future)
-        ends = self.sampling.stop_ids(self.engine.eos_ids)
+        ends = self.call.sampling.stop_ids(self.engine.eos_ids)
         return [trajectory_of(response, self.engine.tokenizer, ends) for response in self.responses]
 
 
@@ -114,35 +113,24 @@ class ServerEngine(Engine):
         self._leaf, self._version = leaf, version
         return metrics
 
-    def start(
-        self,
-        requests: list[Request],
-        sampling: SamplingConfig,
-        key: jax.Array,
-        dialogue: Dialogue | None = None,
-        *,
-        partial: Sequence[PartialResponse] = (),
-    ) -> PendingResponses:
+    def start(self, call: GenerationCall) -> PendingResponses:
         """Start to generate responses in order (request, response index); each sample (p, g) has a separate
         seed.
 
         A response that a server interrupts (because its weights change) continues at the same token; each
         token has the version that generated it.
 
-        Args:
-            partial: the response to continue for each; () = none.
-
         Raises:
             UserError: an impossible request or sampling setting.
         """
-        check_requests(requests, sampling, self.model, self.tokenizer)
+        check_requests(call.requests, call.sampling, self.model, self.tokenizer)
         if self._leaf is None:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
-        responses = new_responses(requests, key, partial)
+        responses = new_responses(call.requests, call.key, call.partial)
         future = None
         if self.pool:
-            future = self.pool.start(self.generator.finish_all(responses, sampling, dialogue))
-        started = PendingResponses(self, responses, sampling, dialogue, future=future)
+            future = self.pool.start(self.generator.finish_all(responses, call.sampling, call.dialogue))
+        started = PendingResponses(self, responses, call, future)
         self._pending.add(started)
         return started
 
@@ -266,7 +254,7 @@ class ServerEngine(Engine):
         """Return of each server the pending response with most tokens of the newest weights."""
         best: dict[str, tuple[int, Trajectory]] = {}
         for pending in self._pending:
-            if pending.sampling.temperature != self.config.sampling.temperature:
+            if pending.call.sampling.temperature != self.config.sampling.temperature:
                 continue
             for i, response in enumerate(pending.responses):
                 if len(response.servers) != 1 or i in pending.rejected:

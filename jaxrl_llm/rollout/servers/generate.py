@@ -7,7 +7,7 @@ import functools
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Reply, text_of
+from jaxrl_llm.rollout.meter import Meter
 from jaxrl_llm.rollout.servers.pool import ServerPool
 from jaxrl_llm.rollout.servers.server import Server
 from jaxrl_llm.rollout.servers.validate import read_generated
@@ -73,7 +74,7 @@ class ResponseGenerator:
         self._resumed.set()
 
     async def finish_all(
-        self, responses: Sequence[PartialResponse], sampling: SamplingConfig, dialogue: Dialogue | None = None
+        self, responses: Sequence[PartialResponse], sampling: SamplingConfig, dialogue: Dialogue | None
     ) -> None:
         """Generate the missing parts of the responses.
 
@@ -106,7 +107,8 @@ class ResponseGenerator:
 
     async def usage(self) -> Metrics:
         """Return how busy the servers were since the last call."""
-        return self.meter.read(self.pool.slots * len(self.pool.servers)) | self.pool.metrics()
+        occupancy, idle = self.meter.read(self.pool.slots * len(self.pool.servers))
+        return {"servers/occupancy": occupancy, "servers/idle_fraction": idle} | self.pool.metrics()
 
     async def _finish(
         self,
@@ -249,44 +251,3 @@ class ResponseGenerator:
 def turn_seed(response: PartialResponse) -> int:
     """Return a separate seed for each turn of each response, in [0, 2^31)."""
     return (int(response.key[1]) + 0x9E3779B1 * len(response.observed)) & 0x7FFFFFFF
-
-
-class Meter:
-    """Requests in flight, integrated over time. Entered for each request; all from one thread.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self.clock, self.running = clock, 0
-        self._since = self._last = clock()
-        self._busy = self._idle = 0.0
-
-    def __enter__(self) -> None:
-        self._advance(1)
-
-    def __exit__(self, *_: object) -> None:
-        self._advance(-1)
-
-    def read(self, slots: int) -> Metrics:
-        """Return the share of slots in use, and of time without any request, since the last reading.
-
-        Args:
-            slots: requests that could run at once.
-        """
-        self._advance(0)
-        elapsed = max(self._last - self._since, 1e-9)
-        metrics = {
-            "servers/occupancy": self._busy / elapsed / max(slots, 1),
-            "servers/idle_fraction": self._idle / elapsed,
-        }
-        self._since, self._busy, self._idle = self._last, 0.0, 0.0
-        return metrics
-
-    def _advance(self, change: int) -> None:
-        now = self.clock()
-        self._busy += self.running * (now - self._last)
-        self._idle += (self.running == 0) * (now - self._last)
-        self._last = now
-        self.running += change

@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 import shlex
-import signal
 import socket
 import subprocess
 import threading
@@ -22,20 +21,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json
-from jaxrl_llm.errors import ServerError
+from jaxrl_llm.bridge.transports.cuda_ipc import VISIBLE
+from jaxrl_llm.errors import ConfigError, ServerError
 from jaxrl_llm.rollout.config import RolloutConfig, ServersConfig, flag_value
 from jaxrl_llm.rollout.servers import auth
-from jaxrl_llm.rollout.servers.commands import (
-    ROUTES_FLAG,
-    server_command,
-    server_environment,
-    write_plugin,
-)
+from jaxrl_llm.rollout.servers.commands import ROUTES_FLAG, server_command, server_environment, write_plugin
 from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.pool import ServerPool
 from jaxrl_llm.rollout.servers.server import Server, print_line
+from jaxrl_llm.user_file import kill_group
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 PORTS = range(20_000, 32_768)  # below the ephemeral ports of Linux
 KILL_DELAY = 10.0  # seconds between SIGTERM and SIGKILL
 POLL_INTERVAL = 0.5
@@ -86,7 +81,7 @@ class ServerProcesses:
             code = self.processes[index].poll()
             if code is None or self.starts[index] > self.restarts:
                 return ""
-            kill_group(self.processes[index])  # its children may hold the port or the accelerator
+            kill_group(self.processes[index].pid)  # its children may hold the port or the accelerator
             message = f"the {self.kind.name} server at {url} ended with {code} ({self.logs[index]}) and"
             try:
                 self.processes[index] = self._start(index)
@@ -156,14 +151,8 @@ class ServerProcesses:
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0))
-            kill_group(process)
+            kill_group(process.pid)
             process.wait()
-
-
-def kill_group(process: subprocess.Popen) -> None:
-    """Kill a process and its children."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def routes_problem(info: Json) -> str:
@@ -201,11 +190,10 @@ def is_up(url: str, route: str) -> bool:
 
 IDLE_TIMEOUT = 30.0  # seconds until a server has no request left
 MAX_FRACTION = 0.92  # of a GPU's memory for both: the rest is for CUDA contexts, graphs and communication
-FRACTIONS = (
-    "XLA_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-)  # of jax; the second is its old name
-XLA_DEFAULT = 0.75
+MEM_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Names, now and earlier, of the share of a GPU's memory that XLA preallocates."""
+GPU_MEM_FRACTION = 0.75
+"""XLA's default."""
 
 
 async def release_memory(pool: ServerPool) -> None:
@@ -245,12 +233,14 @@ def colocated_problems(servers: ServersConfig, launch: int, environment: Mapping
         )
         return
     # Both shares of a GPU's memory.
-    name, own = next(((name, environment[name]) for name in FRACTIONS if environment.get(name)), ("", ""))
-    server, trainer = _fraction(given), _fraction(own) if own else XLA_DEFAULT
-    if server is None:
+    server, trainer = _fraction(given), None
+    if server in (None, 1.0):
         yield f"--servers.flags: --mem-fraction-static is {given!r}: it must be above 0 and below 1."
-    if trainer is None:
-        yield f"{name} is {own!r} in the environment: it must be above 0 and below 1."
+        server = None
+    try:
+        trainer = gpu_mem_fraction(environment)
+    except ConfigError as error:
+        yield str(error)
     if server is None or trainer is None or environment.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
         return  # with "platform" jax gives memory back as soon as an array is deleted
     if server + trainer > MAX_FRACTION:
@@ -261,10 +251,26 @@ def colocated_problems(servers: ServersConfig, launch: int, environment: Mapping
         )
 
 
+def gpu_mem_fraction(environment: Mapping[str, str]) -> float:
+    """Return the share of a GPU's memory that XLA preallocates.
+
+    Raises:
+        ConfigError: a variable is not a number above 0 and at most 1.
+    """
+    for name in MEM_FRACTION_VARIABLES:
+        if text := environment.get(name):
+            if (fraction := _fraction(text)) is None:
+                raise ConfigError(
+                    f"{name} is {text!r} in the environment: it must be a number above 0 and at most 1."
+                )
+            return fraction
+    return GPU_MEM_FRACTION
+
+
 def _fraction(text: str) -> float | None:
-    """Return a number in (0, 1), or None."""
+    """Return a number above 0 and at most 1, or None."""
     try:
         value = float(text)
     except ValueError:
         return None
-    return value if 0 < value < 1 else None
+    return value if 0 < value <= 1 else None

@@ -286,7 +286,8 @@ class ServerPool:
         self.servers = [server for server in self.servers if server.url != url]
 
     def _num_slots(self) -> int:
-        """Return how many requests may run: `slots` on each server in use, and the ones of departing servers.
+        """Return how many requests may run: `slots` on each server in use, and the requests that run on
+        departing servers.
 
         Without a server in use, a few wait for one. A router has servers that are not known here.
         """
@@ -319,11 +320,7 @@ class ServerPool:
                 return ServerResponse(generated, server.url)
 
     async def _pick(
-        self,
-        group_servers: dict[int, Server],
-        group: int,
-        refusals: Mapping[Server, str],
-        deadline: float,
+        self, group_servers: dict[int, Server], group: int, refusals: Mapping[Server, str], deadline: float
     ) -> Server:
         """Return the group's server if it has a free slot, else the least busy server.
 

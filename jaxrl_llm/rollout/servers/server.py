@@ -10,13 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxrl_llm.errors import (
-    BusyError,
-    NoRouteError,
-    RefusedError,
-    ServerError,
-    UnreachableError,
-)
+from jaxrl_llm.errors import BusyError, NoRouteError, RefusedError, ServerError, UnreachableError
 from jaxrl_llm.rollout.servers import auth
 
 FIRST_RETRY, LAST_RETRY = 1.0, 15.0  # seconds until a server that was left out is tried again

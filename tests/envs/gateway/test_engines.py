@@ -13,6 +13,7 @@ from fake_sglang import FakeServer
 from fake_vllm import FakeVLLM
 from scripted import ROW, SIZES, Program, open_gateway
 from servers_shared import KEY, MODEL, TOKENIZER, engine_for, score_of, until, weights
+from slow_cases import with_slow
 
 from jaxrl_llm.bridge import vllm
 from jaxrl_llm.bridge.transports.disk import DiskTransport
@@ -161,7 +162,7 @@ def vllm_pool(folder):
     return server.model, TIED, engine_for([server.url], transport, TIED, rollout=rollout)
 
 
-@pytest.mark.parametrize("pool", [sglang_pool, vllm_pool])
+@pytest.mark.parametrize("pool", with_slow([sglang_pool, vllm_pool], {vllm_pool}))
 def test_servers_write_each_turn_with_their_newest_weights(gateway, tmp_path, pool):
     server, model, engine = pool(tmp_path)
     engine.publish(weights(1, model), 1)

@@ -20,7 +20,7 @@ from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
 from jaxrl_llm.envs.env import state_key
 from jaxrl_llm.envs.gateway.programs import LIMITED, ProgramRunner
 from jaxrl_llm.envs.load import make_gateway
-from jaxrl_llm.experience.rollouts import generate_responses
+from jaxrl_llm.experience.rollouts import start_responses
 from jaxrl_llm.forks import contexts
 from jaxrl_llm.report.samples import turn_rows
 from jaxrl_llm.rollout.config import SamplingConfig
@@ -57,7 +57,8 @@ def run(gateway, texts=("3+4=", "hello"), responses=2, max_tokens=RESPONSE, **co
     made = engine()
     made.set_lengths(PROMPT, RESPONSE, turns=True)
     rows = prompts(*texts, **columns)
-    return generate_responses(made, rows, responses, max_tokens, sampling=SAMPLED, key=KEY, env=gateway)
+    pending = start_responses(made, rows, responses, max_tokens, sampling=SAMPLED, key=KEY, env=gateway)
+    return pending.result()
 
 
 def test_the_trainer_agrees_with_every_token_of_a_program(opened):
@@ -139,11 +140,12 @@ def test_a_call_that_is_refused_changes_nothing(opened):
         ("right", {"reward": "post"}, None, "the program posted no reward"),
         ("right", {"reward": f"{HERE}/rewards.py:number_of_turns"}, 1.0, ""),
         ("right", {"reward": f"{HERE}/rewards.py:fails"}, None, "gateway.reward: ValueError: no reward"),
-        (
+        pytest.param(
             "right",
             {"reward": f"{HERE}/rewards.py:hangs", "seconds": 6.0},
             None,
             "reward took longer than 6 s",
+            marks=pytest.mark.slow,
         ),
         ("greedy_of_memory", {"memory_mb": 1000}, None, "MemoryError"),
     ],

@@ -100,7 +100,10 @@ def theirs(family):
 
 
 SLOW = {"deepseek_v3", "deepseek_v3 without q_lora_rank", "glm4_moe"}
-QUICK_LOGITS = {"qwen3_moe", "deepseek_v3", "gpt_oss"}
+QUICK_LOGITS = {"qwen3_moe", "deepseek_v3"}
+quick_files = pytest.mark.parametrize(
+    "loaded", with_slow(FAMILIES, FAMILIES.keys() - {"qwen3_moe", "gpt_oss"}), indirect=True
+)
 
 
 @pytest.fixture(scope="module", params=with_slow(FAMILIES, SLOW))
@@ -137,6 +140,7 @@ def stored_tensors(folder):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+@quick_files
 def test_files_come_back_byte_for_byte(loaded, tmp_path):
     _, folder, params = loaded
     config = read_config(folder)
@@ -156,6 +160,7 @@ def test_files_come_back_byte_for_byte(loaded, tmp_path):
         np.testing.assert_array_equal(narrow.get_tensor(name), stored[name])
 
 
+@quick_files
 def test_fused_experts_of_transformers_5_are_read(loaded, tmp_path):
     """Files in which all experts of a layer are one tensor: the same weights, also in shards of a mesh."""
     model, _, params = loaded
@@ -211,6 +216,9 @@ def latent_gradients(model, layer):
     return {"kv_a": attention.kv_a_proj_with_mqa.weight.grad.numpy().T, "kv_b": kv_b}
 
 
+@pytest.mark.parametrize(
+    "loaded", with_slow(FAMILIES, FAMILIES.keys() - {"qwen2_moe", "gpt_oss"}), indirect=True
+)
 def test_gradients_of_router_and_experts(loaded, computed):
     """Of the sum of squared logits, through the router's weights and each expert; of sinks, too."""
     model = loaded[0]

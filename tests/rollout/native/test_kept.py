@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import with_slow
 from small_engine import MODEL, assert_same, engine, new_engine, params
 from test_paged_cache import Late, talk, talked
 from test_schedule import FakePrograms
@@ -46,7 +47,7 @@ def test_conversations_without_pages_are_read_again():
     assert few.metrics["rollout/prefill_tokens"] > talked()[1]["rollout/prefill_tokens"]
 
 
-@pytest.mark.parametrize("cache", ["auto", "paged"])
+@pytest.mark.parametrize("cache", with_slow(["auto", "paged"], {"paged"}))
 def test_more_pages_than_slots_need_keep_the_conversations_that_wait_for_a_slot(cache):
     """As above, with 13 pages (96 tokens, and one that is a copy) for each of the fifteen."""
     roomy = engine(cache=cache, page=8, slots=3, chunk=5, pages=15 * 13)

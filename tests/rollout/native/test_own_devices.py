@@ -14,8 +14,9 @@ from jaxrl_llm.errors import RunError
 from jaxrl_llm.forks import TurnRecord
 from jaxrl_llm.models import shardings
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
-from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
-from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine, BusyClock
+from jaxrl_llm.rollout.engine import GenerationCall, PartialResponse, Reply, Request
+from jaxrl_llm.rollout.meter import Meter
+from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.partial import is_complete, pack_responses, unpack_responses
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
@@ -70,7 +71,7 @@ def requests():
 def test_each_call_has_the_weights_that_were_published_when_it_was_made(engine, trainer, expected):
     """The thread is held until all is queued: every call but the last has weights that are not the newest."""
     with pytest.raises(ValueError, match="call publish"):
-        engine.start(requests(), SamplingConfig(), KEY)
+        engine.start(GenerationCall(requests(), SamplingConfig(), KEY))
     gate, finish = threading.Event(), engine.engine.finish
     engine.engine.finish = lambda *args, **settings: (gate.wait(), finish(*args, **settings))[1]
     pending = []
@@ -78,7 +79,9 @@ def test_each_call_has_the_weights_that_were_published_when_it_was_made(engine, 
         params = trained(seed, trainer)
         metrics = engine.publish(params, seed)
         assert metrics["rollout/publish_bytes"] == 4 * sum(w.size for w in jax.tree.leaves(params))
-        pending.append(engine.start(requests(), SamplingConfig(), jax.random.fold_in(KEY, seed)))
+        pending.append(
+            engine.start(GenerationCall(requests(), SamplingConfig(), jax.random.fold_in(KEY, seed)))
+        )
         jax.tree.map(lambda w: w.delete(), params)  # as an update does that donates them
         engine.release_memory()
     gate.set()
@@ -93,11 +96,11 @@ def test_each_call_has_the_weights_that_were_published_when_it_was_made(engine, 
 def test_a_snapshot_is_complete_and_is_not_generated_again(engine, trainer, expected):
     engine.publish(trained(0, trainer), 0)
     key = jax.random.fold_in(KEY, 0)
-    saved = engine.snapshot([engine.start(requests(), SamplingConfig(), key)])
+    saved = engine.snapshot([engine.start(GenerationCall(requests(), SamplingConfig(), key))])
     (again,) = unpack_responses(pack_responses({3: saved}))[3]
     engine.engine.finish = None  # it would raise
     engine.publish(trained(1, trainer), 1)
-    trajectories = engine.start(requests(), SamplingConfig(), key, partial=again).result()
+    trajectories = engine.start(GenerationCall(requests(), SamplingConfig(), key, partial=again)).result()
     assert_same(trajectories, expected[0], atol=0)
     assert all(set(t.versions) == {0} and t.server == "" for t in trajectories)
 
@@ -107,7 +110,7 @@ def test_unfinished_responses_of_another_engine_are_generated_anew(engine, train
     engine.publish(trained(0, trainer), 0)
     others = [PartialResponse([5], [-1.0], [9], "stop"), *(PartialResponse([5], [-1.0], [9]) for _ in "abc")]
     kept, *rest = engine.start(
-        requests(), SamplingConfig(), jax.random.fold_in(KEY, 0), partial=others
+        GenerationCall(requests(), SamplingConfig(), jax.random.fold_in(KEY, 0), partial=others)
     ).result()
     assert (kept.response_ids.tolist(), kept.versions.tolist()) == ([5], [9])
     assert_same(rest, expected[0][1:])
@@ -131,14 +134,14 @@ def test_an_error_ends_the_thread_and_is_raised_by_every_later_call(engine, trai
 
     engine.publish(trained(0, trainer), 0)
     engine.engine.finish = fail
-    first, second = (engine.start(requests(), SamplingConfig(), KEY) for _ in range(2))
+    first, second = (engine.start(GenerationCall(requests(), SamplingConfig(), KEY)) for _ in range(2))
     gate.set()
     for call in (
         first.result,
         second.result,
         lambda: engine.snapshot([second]),
         lambda: engine.publish(None, 1),
-        lambda: engine.start(requests(), SamplingConfig(), KEY),
+        lambda: engine.start(GenerationCall(requests(), SamplingConfig(), KEY)),
     ):
         with pytest.raises(RunError, match="no memory"):
             call()
@@ -156,7 +159,7 @@ def test_closing_ends_the_call_before_its_next_chunk(engine, trainer):
 
     engine.engine.finish = chunks
     engine.publish(trained(0, trainer), 0)
-    pending = engine.start(requests(), SamplingConfig(), KEY)
+    pending = engine.start(GenerationCall(requests(), SamplingConfig(), KEY))
     started.wait()
     threading.Thread(target=lambda: (engine._closed.wait(), gate.set())).start()
     engine.close()
@@ -187,11 +190,11 @@ class Twice:
 def test_conversations_are_kept_with_their_rewards_and_have_no_second_environment(engine, trainer):
     sampling, env = SamplingConfig(stop_tokens=tuple(range(2, 128))), Twice()
     engine.publish(trained(0, trainer), 0)
-    pending = engine.start(requests(), sampling, KEY, env)
+    pending = engine.start(GenerationCall(requests(), sampling, KEY, env))
     (saved,) = unpack_responses(pack_responses({0: engine.snapshot([pending])}))[0]
     first, count = pending.result(), env.replies
     assert count == 8 and all(t.mask.tolist() == [1, 0, 0, 1] for t in first)
-    again = engine.start(requests(), sampling, KEY, env, partial=saved).result()
+    again = engine.start(GenerationCall(requests(), sampling, KEY, env, partial=saved)).result()
     assert env.replies == count
     assert [t.episode for t in again] == [t.episode for t in first]
     assert {t.episode.reward for t in again} == {2.0} and {t.episode.turns for t in again} == {2}
@@ -219,13 +222,13 @@ def test_complete_responses(finish, observed, turns, with_env, *, without):
     assert is_complete(response, turns=False) is without
 
 
-def test_the_clock_counts_what_is_under_way():
+def test_the_meter_counts_what_is_under_way():
     now = 0.0
-    clock = BusyClock(lambda: now)
+    meter = Meter(lambda: now)
     now = 1.0
-    with clock:
+    with meter:
         now = 3.0
-        assert clock.idle_fraction() == pytest.approx(1 / 3)
+        assert meter.read()[1] == pytest.approx(1 / 3)
         now = 4.0
     now = 8.0
-    assert clock.idle_fraction() == pytest.approx(4 / 5)
+    assert meter.read()[1] == pytest.approx(4 / 5)

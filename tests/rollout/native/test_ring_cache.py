@@ -15,10 +15,11 @@ from jaxrl_llm.rollout.config import SamplingConfig
 
 @pytest.mark.slow
 def test_a_stack_of_layers_generates_what_separate_layers_do(monkeypatch):
+    separate = base()  # before the change, which the shared engine must not see
     monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
     scanned = new_engine(slots=2, chunk=8)
     scanned.publish(params(), 7)
-    assert_same(scanned.generate(requests(), SamplingConfig(), KEY), base())
+    assert_same(scanned.generate(requests(), SamplingConfig(), KEY), separate)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])

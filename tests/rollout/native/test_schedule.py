@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 import pytest
+from slow_cases import with_slow
 
 from jaxrl_llm.models.decode import RingCache
 from jaxrl_llm.models.paged import PagedCache
@@ -161,7 +162,7 @@ def random_requests(rng, max_prompt, max_response):
 
 
 @pytest.mark.parametrize("turns", [False, True], ids=["", "turns"])
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", with_slow([1, 2], {1}))
 @pytest.mark.parametrize(
     ("page_size", "kept", "draft_tokens"),
     [(0, 0, 0), (0, 8, 0), pytest.param(8, 0, 0, marks=pytest.mark.slow), (8, 0, 2)],

@@ -15,7 +15,7 @@ from test_paged_cache import Echo
 
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.models import LoraConfig, RopeConfig
+from jaxrl_llm.models import LoraConfig, RopeConfig, decode
 from jaxrl_llm.models.config import GlobalHeads, MoEConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
@@ -87,6 +87,13 @@ def test_the_text_is_that_of_four_slots_of_a_ring(model, settings):
     for least in (0.0, 0.5) if "draft_tokens" in settings else (0.0,):
         assert_same(reader.generate(requests(), SamplingConfig(), KEY), expected(model), atol=TOLERANCE)
         assert reader.metrics.get("rollout/draft_accepted", 1.0) >= least
+
+
+def test_scanned_layers_have_the_text_of_separate_ones(monkeypatch):
+    separate = expected(SMALL)
+    monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
+    scanned = engine(SMALL, cache="ring", slots=2)
+    assert_same(scanned.generate(requests(), SamplingConfig(), KEY), separate, atol=TOLERANCE)
 
 
 def talk(reader):

@@ -32,7 +32,7 @@ CASES = {
     "some of the policy's": ((1, 3), MeshConfig(), False),
     "more than the policy's": ((0, 8), MeshConfig(data=2, tensor=2), False),
 }
-SLOW = {"same devices", "some of the policy's"}
+SLOW = {"same devices", "some of the policy's", "more than the policy's"}
 
 
 def trainer_mesh():

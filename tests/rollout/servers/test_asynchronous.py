@@ -17,9 +17,10 @@ from servers_shared import GREEDY, KEY, MODEL, native, requests, until, weights
 from test_sglang import make, servers  # noqa: F401
 from test_sglang_train import ARGS, rows
 
-from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
+from jaxrl_llm.rollout.engine import GenerationCall, PartialResponse, Reply, Request
+from jaxrl_llm.rollout.meter import Meter
 from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
-from jaxrl_llm.rollout.servers.generate import Meter, ResponseGenerator
+from jaxrl_llm.rollout.servers.generate import ResponseGenerator
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.train import main
 
@@ -32,9 +33,9 @@ def test_the_meter_integrates_requests_over_time():
         now = 2.0
         with meter:
             now = 4.0
-    assert meter.read(4) == {"servers/occupancy": (1 + 2 * 2) / 4 / 4, "servers/idle_fraction": 1 / 4}
+    assert meter.read(4) == ((1 + 2 * 2) / 4 / 4, 1 / 4)
     now = 6.0
-    assert meter.read(4) == {"servers/occupancy": 0.0, "servers/idle_fraction": 1.0}
+    assert meter.read(4) == (0.0, 1.0)
 
 
 @pytest.mark.slow
@@ -43,7 +44,7 @@ def test_a_snapshot_has_what_is_written_and_the_writing_goes_on(make, servers):
     engine.publish(params, 3)
     theirs = native(params, GREEDY)
     servers[0].holds_after = 4
-    pending = engine.start(requests(), GREEDY, KEY)
+    pending = engine.start(GenerationCall(requests(), GREEDY, KEY))
     until(lambda: servers[0].held == sum(len(t.response_ids) > 4 for t in theirs))
     ((*found,),) = engine.snapshot([pending])
     for partial, t in zip(found, theirs, strict=True):
@@ -66,7 +67,7 @@ def test_written_responses_are_continued_and_never_written_again(make, servers):
         for t, more in zip(theirs, long, strict=True)
     ]
     half[0].finish = "stop"
-    mine = engine.start(requests(), GREEDY, KEY, partial=half).result()
+    mine = engine.start(GenerationCall(requests(), GREEDY, KEY, partial=half)).result()
     assert mine[0].response_ids.tolist() == theirs[0].response_ids[:3].tolist()
     for a, b in zip(mine[1:], theirs[1:], strict=True):
         assert a.response_ids.tolist() == b.response_ids.tolist()
@@ -78,7 +79,7 @@ def test_new_weights_reach_responses_in_the_middle_and_each_token_knows_its_own(
     engine = make(urls=[servers[0].url])
     engine.publish(weights(0), 1)
     servers[0].holds_after = 2
-    pending = engine.start(requests(prompts=1, responses=1), GREEDY, KEY)
+    pending = engine.start(GenerationCall(requests(prompts=1, responses=1), GREEDY, KEY))
     until(lambda: servers[0].held == 1)
     engine.publish(weights(1), 2)
     servers[0].holds_after = 0

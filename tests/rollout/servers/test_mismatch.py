@@ -11,6 +11,7 @@ from test_servers import pairs
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import GenerationCall
 from jaxrl_llm.rollout.servers import health
 from jaxrl_llm.rollout.servers.engine import MismatchTotals, choose_compared, logprob_differences
 from jaxrl_llm.rollout.servers.health import run_health_checks
@@ -131,7 +132,7 @@ def test_a_lie_in_asynchronous_rollout_is_found_in_what_is_pending_and_generated
     servers[0].spoil = COLDER
     for server in servers:
         server.holds_after = 26
-    pending = engine.start(todo, SAMPLED, KEY)
+    pending = engine.start(GenerationCall(todo, SAMPLED, KEY))
     until(lambda: all(server.held == 3 for server in servers))
     engine.snapshot([pending])
     until(lambda: all(server.held == 0 for server in servers))

@@ -22,6 +22,7 @@ from servers_shared import (
     until,
     weights,
 )
+from slow_cases import with_slow
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import InvalidReplyError, LostError, RefusedError, ServerError, UnreachableError
@@ -263,7 +264,7 @@ def test_an_idle_connection_is_not_used_again(monkeypatch):
     assert used[0] is used[1] and used[1] is not used[2]
 
 
-@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("status", with_slow([429, 503], {503}))
 def test_a_busy_server_is_asked_again_and_not_left_out(make, servers, status):
     engine = make(urls=[servers[0].url])
     engine.publish(weights(), 1)
@@ -353,7 +354,7 @@ def test_an_address_that_is_given_twice_is_one_server(make, servers):
     assert [route for route, _ in servers[0].calls].count("/update_weights_from_disk") == 1
 
 
-@pytest.mark.parametrize("publishes", [True, False])
+@pytest.mark.parametrize("publishes", with_slow([True, False], {True}))
 def test_a_wait_for_servers_that_stay_away_ends_and_says_why(make, servers, publishes):
     engine = make(patience=1.0)
     engine.publish(weights(), 1)
@@ -555,10 +556,16 @@ def test_a_server_that_rests_is_not_woken_by_those_who_care_for_it(make, servers
         ("--mem-fraction-static", {}, "--servers.flags: --mem-fraction-static is '': it must be above 0"),
         ("--mem-fraction-static lots", {}, "--servers.flags: --mem-fraction-static is 'lots': it must be"),
         ("--mem-fraction-static nan", {}, "--servers.flags: --mem-fraction-static is 'nan': it must be"),
+        ("--mem-fraction-static 1", {}, "--servers.flags: --mem-fraction-static is '1': it must be above 0"),
+        (
+            "--mem-fraction-static 0.4",
+            {"XLA_CLIENT_MEM_FRACTION": "1.0"},
+            "--servers.colocated: the servers' --mem-fraction",
+        ),
         (
             "--mem-fraction-static 0.4",
             {"XLA_CLIENT_MEM_FRACTION": "half"},
-            "XLA_CLIENT_MEM_FRACTION is 'half' in the environment: it must be above 0 and below 1.",
+            "XLA_CLIENT_MEM_FRACTION is 'half' in the environment: it must be a number above 0 and",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
-from jaxrl_llm.rollout.engine import Request
+from jaxrl_llm.rollout.engine import GenerationCall, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
@@ -74,7 +74,9 @@ def test_conversations_are_those_of_the_native_engine_and_go_on_in_a_later_run(e
 
         def talk(engine, partial=()):
             engine.publish(params, 4)
-            return engine.start(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY), partial=partial).result()
+            return engine.start(
+                GenerationCall(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY), partial=partial)
+            ).result()
 
         mine = talk(engine)
         for a, b in zip(mine, talk(theirs), strict=True):

@@ -15,6 +15,7 @@ from fake_vllm import FakeVLLM, cut
 from lora_models import with_random_adapters
 from safetensors.numpy import load
 from servers_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, ids, native, requests, until, weights
+from slow_cases import with_slow
 
 from jaxrl_llm.bridge import vllm
 from jaxrl_llm.bridge.adapters import PREFIX
@@ -30,6 +31,7 @@ from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.recipe.rules_recipe import RECIPE
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
+from jaxrl_llm.rollout.engine import GenerationCall
 from jaxrl_llm.rollout.servers import auth
 from jaxrl_llm.rollout.servers.commands import server_command, server_environment, write_plugin
 from jaxrl_llm.rollout.servers.kinds import KINDS
@@ -77,8 +79,10 @@ def make(both, tmp_path):
     ("transport", "plugin"),
     [
         ("http", True),
-        ("group", True),
-        *(pytest.param("disk", plugin, marks=pytest.mark.slow) for plugin in (True, False)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("group", True), ("disk", True), ("disk", False))
+        ),
     ],
 )
 def test_it_writes_what_the_native_engine_writes_after_each_push(make, both, transport, plugin):
@@ -160,7 +164,7 @@ def test_a_session_and_a_pause_that_a_killed_trainer_left_are_ended(make, both):
     assert not any(server.active or server.paused for server in both)
 
 
-@pytest.mark.parametrize("transport", ["http", "group"])
+@pytest.mark.parametrize("transport", with_slow(["http", "group"], {"group"}))
 def test_weights_in_requests_and_groups_need_the_plugin(make, both, transport):
     for server in both:
         server.plugin = False
@@ -238,7 +242,7 @@ def test_a_snapshot_aborts_all_requests_and_they_continue(make, both):
     engine.publish(params, 1)
     for server in both:
         server.held_back = 3
-    pending = engine.start(requests(), GREEDY, KEY)
+    pending = engine.start(GenerationCall(requests(), GREEDY, KEY))
     until(lambda: sum(server.waiting for server in both) == 6)
     for server in both:
         server.held_back = 0

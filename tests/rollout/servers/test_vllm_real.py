@@ -50,7 +50,7 @@ from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, ServersConfig
-from jaxrl_llm.rollout.engine import Request
+from jaxrl_llm.rollout.engine import GenerationCall, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.servers import auth
 from jaxrl_llm.rollout.servers.health import run_health_checks
@@ -177,7 +177,7 @@ def test_responses_in_flight_continue_under_new_weights(make, launched, monkeypa
     def parts_amid_responses(params, label):
         parts = list(gather(params, label))
         assert connected.wait(60.0)
-        started.append(engine.start(asked, sampling, KEY))
+        started.append(engine.start(GenerationCall(asked, sampling, KEY)))
         until(lambda: any(response.ids for response in started[0].responses), 60.0)
         yield from parts
 
@@ -204,7 +204,7 @@ def test_conversations_are_those_of_the_native_engine(make, launched):
             engine.publish(params, 6)
             if engine is theirs:
                 return engine.generate(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY))
-            return engine.start(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY)).result()
+            return engine.start(GenerationCall(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY))).result()
 
         for a, b in zip(talk(engine), talk(theirs), strict=True):
             assert a.response_ids.tolist() == b.response_ids.tolist() and a.episode == b.episode
