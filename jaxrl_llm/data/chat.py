@@ -7,6 +7,8 @@ has the ids of transformers, including control tokens; in other roles' text, con
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.messages import message_text
-from jaxrl_llm.data.parts import Rendered, messages_of_blocks, tool_name
+from jaxrl_llm.data.parts import TAG, Rendered, messages_of_blocks, tool_name
 from jaxrl_llm.data.preference import conversation_text
 from jaxrl_llm.data.rows import RESPONSE_KEYS, Example, Message, RowError, template_columns, without_reference
 from jaxrl_llm.data.template import ChatRenderer, end_tokens, read_options, token_ids
@@ -178,7 +180,7 @@ def _chat_pieces(
     if chat.marks_generation:
         spans = _marked_spans(whole, messages, learned, example)
     else:
-        spans = _spans(chat, whole.text, learned, example, ends=ends)
+        spans = _spans(chat, whole, learned, example, ends=ends)
     position = 0
     for start, end in _with_ends(whole.text, spans, chat.controls, ends):
         yield chat.tokenize(whole.text[position:start], whole.text[:position]), 0
@@ -233,22 +235,64 @@ def _marked_spans(
 
 
 def _spans(
-    chat: ChatRenderer, text: str, turns: list[int], example: Example, *, ends: tuple[str, ...]
+    chat: ChatRenderer, rendered: Rendered, turns: list[int], example: Example, *, ends: tuple[str, ...]
 ) -> list[tuple[int, int]]:
-    """Return the span of each of `turns`: the text that the turn adds to the rendered chat."""
+    """Return the span of each of `turns`: the text that the turn adds to the rendered chat.
+
+    Raises:
+        RowError: the template moves or changes a turn, so that its span is unknown.
+    """
+    text = rendered.text
     rest = chat.render_cuts([cut for turn in turns for cut in ((turn, True), (turn + 1, False))])
     spans = []
     for turn, before, after in zip(turns, rest[::2], rest[1::2], strict=True):
         if not text.startswith(after):  # Phi-3's ends a chat, not a turn, with the end token
             after = next((after.removesuffix(end) for end in ends if after.endswith(end)), after)
-        if not (text.startswith(after) and after.startswith(before)):
+        if text.startswith(after) and after.startswith(before):
+            spans.append((len(before), len(after)))
+        elif span := _span_without_thought(chat, rendered, turn, before=before, ends=ends):
+            spans.append(span)
+        else:
             raise RowError(
                 f"{example.where}: the chat template renders message {turn} in another way once its answer "
                 "or more turns follow, so the policy's text cannot be located. Mark it in the template "
                 "with {% generation %} (--data.chat.chat_template FILE), or try --data.chat.loss last"
             )
-        spans.append((len(before), len(after)))
     return spans
+
+
+def _span_without_thought(
+    chat: ChatRenderer, rendered: Rendered, turn: int, *, before: str, ends: tuple[str, ...]
+) -> tuple[int, int] | None:
+    """Return the span of a turn whose prompt begins a thought that the chat lacks; None = not found.
+
+    The span starts where chat and prompt begin to differ, before a tag or control token there. It ends with
+    the text that ends the turn if no message follows.
+
+    Args:
+        before: the prompt of the turn.
+    """
+    alone, text = chat.render_marked(turn + 1), rendered.text
+    earlier = [place for place, message in rendered.places or () if message < turn]
+    places, places_alone = (
+        [place for place, message in shown.places or () if message == turn] for shown in (rendered, alone)
+    )
+    if not places or not places_alone:
+        return None
+    same = (a == b for a, b in zip(before, text, strict=False))
+    start = len(list(itertools.takewhile(bool, same)))
+    tag = re.compile("|".join([*map(re.escape, chat.controls), TAG.pattern]))
+    for shown in (before, text):
+        spans = (match.span() for match in tag.finditer(shown))
+        start = min([start, *(begin for begin, end in spans if begin < start < end)])
+    tail = alone.text[places_alone[-1] :]
+    if not text.startswith(tail, places[-1]):  # as in `_spans`
+        tail = next((tail.removesuffix(end) for end in ends if tail.endswith(end)), tail)
+    if not max(earlier, default=0) <= start < places[0] or not text.startswith(tail, places[-1]):
+        return None
+    if opened := before[start:]:
+        chat.warn_of_prompt(opened)
+    return start, places[-1] + len(tail)
 
 
 def _with_ends(

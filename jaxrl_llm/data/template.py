@@ -121,7 +121,7 @@ class ChatRenderer:
             if form is not list and self._forms == given:
                 continue
             try:
-                chat = self._render_marked(None, generation_prompt)
+                chat = self.render_marked(None, generation_prompt)
             except RowError as refusal:
                 problems.append((len(given[0]), len(problems), refusal))
                 continue
@@ -146,7 +146,15 @@ class ChatRenderer:
             before = part
         return ids
 
-    def _render_marked(self, count: int | None, generation_prompt: bool) -> Rendered:
+    def warn_of_prompt(self, opened: str) -> None:
+        """Warn once that learned turns lack a text with which the template ends a prompt."""
+        _warn_once(
+            f"{self._name} ends a prompt with {opened!r} and leaves it out of turns without a thought, which "
+            "are learned so. A setting of the template, such as enable_thinking, may change this "
+            "(--data.chat.template_options)"
+        )
+
+    def render_marked(self, count: int | None, generation_prompt: bool = False) -> Rendered:
         """Render the first `count` messages, and locate their parts in the text."""
         options = {"add_generation_prompt": generation_prompt}
         tracked = {"return_assistant_tokens_mask": True} if self.marks_generation else {}
@@ -159,7 +167,7 @@ class ChatRenderer:
         except RowError:
             ((text, blocks),) = self._render([(count, options | tracked)])
             if messages != self._forms[0][:count]:
-                return self._render_marked(count, generation_prompt)
+                return self.render_marked(count, generation_prompt)
             shown = ""  # the template refuses the marks
         lost, places = find_parts(text, shown, parts)
         return Rendered(text, blocks, lost, places)
@@ -179,7 +187,7 @@ class ChatRenderer:
         answered = any(message["role"] == "user" for message in messages[number + 1 :])
         if part.kind == "thought" and answered and number not in learned:
             return False
-        if number == len(messages) - 1 or part in self._render_marked(number + 1, False).lost:
+        if number == len(messages) - 1 or part in self.render_marked(number + 1, False).lost:
             return True
         if number in learned:
             _warn_once(

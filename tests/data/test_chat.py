@@ -144,12 +144,19 @@ def test_template_without_end_token_gets_one(tokenizer):
 
 
 def test_template_that_rewrites_turns_is_refused_with_the_fix(tokenizer):
-    tokenizer.chat_template = FORGETS
-    example = chat(user("a"), assistant("b"), user("c"), assistant("d"))
+    example = chat(user("a"), assistant("be"), user("c"), assistant("d"))
+    tokenizer.chat_template = FORGETS.replace(
+        "m.content", "(m.content if loop.last or m.role == 'user' else m.content | upper)"
+    )
     with pytest.raises(ValueError, match=r"f.jsonl:12: .*message 1 .*% generation %.*loss last"):
         encode_supervised(tokenizer, example, ChatConfig())
     ids, mask = encode_supervised(tokenizer, example, ChatConfig(loss="last"))
     assert spell(tokenizer, ids, mask).endswith("assistant\n[<think>\nd<|im_end|>]")
+    tokenizer.chat_template = FORGETS
+    ids, mask = encode_supervised(tokenizer, example, ChatConfig())
+    assert spell(tokenizer, ids, mask).endswith(
+        "assistant\n[be<|im_end|>]\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[<think>\nd<|im_end|>]"
+    )
 
 
 def test_template_options_and_row_options_reach_the_template(tokenizer):
