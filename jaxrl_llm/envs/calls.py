@@ -1,7 +1,7 @@
 """Tool calls in responses: parse them, render them, check their arguments.
 
 A broken call becomes an `InvalidToolCall` with the reason, for the model to read; no text of a model raises.
-Calls inside a thought, up to </think>, do not count.
+Calls inside a thought, up to </think> or its like, do not count.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from urllib.parse import unquote
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.envs.env import Step, Tool, ToolError, Turn
 from jaxrl_llm.envs.formats import CANNOT_READ, DECODER, FORMATS, MAX_PYTHON, InvalidToolCall, ToolCall
+from jaxrl_llm.thoughts import MARKS
 
 MAX_REFERENCES = 32  # that lead from one to the next
 MAX_VISITS = 200_000  # of parts of a schema, for one call: options within options are exponentially many
@@ -26,9 +27,10 @@ MAX_CALLS = 32  # of one turn; each costs about one pass over the text at most, 
 
 def parse_calls(text: str, format: str) -> list[ToolCall | InvalidToolCall]:
     """Return the tool calls of one turn, in order. Raises only for an unknown format (KeyError)."""
-    thought, end, rest = text.partition("</think>")
+    opening = next((mark for mark in MARKS if text.lstrip().startswith(mark)), "")
+    _, end, rest = text.partition(MARKS.get(opening, "</think>"))  # a prompt may have opened the thought
     if not end:
-        rest = "" if thought.lstrip().startswith("<think>") else text
+        rest = "" if opening else text
     calls = list(itertools.islice(FORMATS[format].read(rest), MAX_CALLS + 1))
     if len(calls) > MAX_CALLS:
         calls[MAX_CALLS:] = [

@@ -2,7 +2,7 @@
 
 hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>         Hermes, Qwen 2.5 and 3
 llama     {"name": ..., "parameters": {...}}, maybe after <|python_tag|>   Llama 3.x
-xml       <function=name><parameter=x>value</parameter></function>         Qwen3-Coder, Qwen 3.5
+xml       <function=name><parameter=x>value</parameter></function>         Qwen3-Coder, Qwen 3.5, Seed-OSS
 pythonic  [name(x=value), ...]                                             Llama 3.2 and 4
 
 A reader yields tool calls in order and never raises; a stretch of text is read about once for each call.
@@ -169,7 +169,7 @@ def _llama(text: str) -> Iterator[ToolCall | InvalidToolCall]:
 
 
 NAME = re.compile(r"[^\s<>]+")
-FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^\s<>]*)|<tool_call>")
+FUNCTION = re.compile(r"(?:<(?:seed:)?tool_call>\s*)?<function=([^\s<>]*)|<(?:seed:)?tool_call>")
 PARAMETER = re.compile(r"\s*(?:<parameter=([^\s<>]+)>|</function>)")
 
 

@@ -362,6 +362,7 @@ ROLE = "{{ m.role }}"
 FORMS = {  # how a turn begins, and its end of turn; SmolLM3 and OLMo 3 have CHATML
     "granite": (f"<|start_of_role|>{ROLE}<|end_of_role|>", "<|end_of_text|>"),
     "minimax": (f"]~b]{ROLE}\n", "[e~["),
+    "seed-oss": (f"<seed:bos>{ROLE}\n", "<seed:eos>"),
     "phi-4": (f"<|im_start|>{ROLE}<|im_sep|>", "<|im_end|>"),
     "ministral": ("{{ '[INST]' if m.role == 'user' }}", "</s>"),
 }

@@ -18,6 +18,7 @@ from jaxrl_llm.envs.calls import (
     schema_problem,
 )
 from jaxrl_llm.envs.formats import MAX_SHOWN
+from jaxrl_llm.thoughts import MARKS
 
 ADD = ToolCall("add", {"a": 1, "b": {"c": [1.5, None, True]}})
 SAY = ToolCall("say", {"text": 'braces } { and "quotes" \\ </tool_call> \n <|python_tag|> </function>'})
@@ -133,6 +134,15 @@ def test_calls_in_a_thought_are_none():
     assert parse_calls(f"<think>maybe {call}</think>{call}", "hermes") == [ADD]
     assert parse_calls(f"maybe {call}</think> no", "hermes") == []  # the template opened the thought
     assert parse_calls(f"<think>maybe {call}", "hermes") == []
+    for opening, closing in MARKS.items():
+        assert parse_calls(f"\n{opening}maybe {call}{closing}\n{call}", "hermes") == [ADD]
+        assert parse_calls(f"{opening}maybe {call}", "hermes") == []
+
+
+def test_xml_calls_of_seed_oss_have_another_tag_around_them():
+    written = render_call(ADD, "xml").replace("tool_call>", "seed:tool_call>")
+    assert parse_calls(written, "xml") == parse_calls(render_call(ADD, "xml"), "xml")
+    assert "a call begins with <function=NAME>" in problem("<seed:tool_call>\nadd</seed:tool_call>", "xml")
 
 
 def test_too_many_calls_are_cut():

@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.engine import Reply, raw_text, reads_thought
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.thoughts import split_thought
 
-CALL_MARKS = ("<tool_call>", "<function=", "<|python_tag|>", "<|python_start|>")
+CALL_MARKS = ("<tool_call>", "<seed:tool_call>", "<function=", "<|python_tag|>", "<|python_start|>")
 MAX_CALLS = 10_000  # remembered for clients that repeat them
 
 

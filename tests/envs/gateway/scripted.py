@@ -71,12 +71,10 @@ class ScriptedEngine:
         return self.replies[name].episode, TOKENIZER.decode(self.read[name])
 
 
-def open_gateway(monkeypatch, *, history="strict", max_turns=50, sizes=SIZES, **settings):
+def open_gateway(monkeypatch, *, format="hermes", history="strict", max_turns=50, sizes=SIZES, **settings):
     """Return a gateway that programs elsewhere connect to."""
     monkeypatch.setenv(RUN_KEY, RUN)
-    config = EnvConfig(
-        gateway=GatewayConfig(**settings), format="hermes", history=history, max_turns=max_turns
-    )
+    config = EnvConfig(gateway=GatewayConfig(**settings), format=format, history=history, max_turns=max_turns)
     return make_gateway(config, TOKENIZER, ChatConfig(), **sizes)
 
 

@@ -52,6 +52,21 @@ def test_a_chat_with_thoughts_and_parallel_calls_continues_on_the_policys_own_to
     assert text == f"{shown}<think>hm</think>{TWO_CALLS}{observed}warm{END}"
 
 
+def test_thoughts_and_calls_of_seed_oss_are_no_content(monkeypatch):
+    call = "<function=weather>\n<parameter=city>%s</parameter>\n</function>\n</seed:tool_call>"
+    said = "<seed:think>or {}</seed:think>\nlook\n\n<seed:tool_call>\n{}{}".format(
+        call % "Rome", call % "Oslo", END
+    )
+    with open_gateway(monkeypatch, format="xml") as gateway:
+        engine, program = ScriptedEngine(gateway, said), Program(gateway)
+        reply = program.call("/chat/completions", messages=[HI], tools=[CHAT_TOOL])
+        program.done()
+        assert engine.result()[0].tool_calls == 1
+    message = reply["choices"][0]["message"]
+    assert message["content"] == "look" and "Rome" in message["reasoning_content"]
+    assert [one["function"]["arguments"] for one in message["tool_calls"]] == ['{"city": "Oslo"}']
+
+
 def test_equal_programs_leave_equal_records(gateway):
     """Ids of calls are not random: samples.jsonl has them, and a template may show them to the policy."""
     engine = ScriptedEngine(gateway, TWO_CALLS, f"{CALL % 'Bonn'}{END}", trajectories=2)
