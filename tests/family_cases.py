@@ -155,6 +155,29 @@ CASES = {
             },
         },
     ),
+    "seed-oss": ("seed_oss", {"head_dim": 16}),
+    "seed-oss, odd": (
+        "seed_oss",
+        {
+            **{"head_dim": 12, "num_key_value_heads": 1, "rope_parameters": YARN, "hidden_act": "gelu"},
+            **{"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 8}),
+    "exaone4, odd": (
+        "exaone4",
+        {
+            **{"sliding_window": 5, "num_hidden_layers": 5, "head_dim": 12, "num_key_value_heads": 1},
+            **{"rope_parameters": YARN, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+        },
+    ),
+    "exaone4, no windows": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": True},
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3, odd": (
         "smollm3",

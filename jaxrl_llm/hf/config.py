@@ -123,6 +123,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
     sizes = _read_sizes(keys, family)
     heads = sizes["num_heads"]
     biased = bool(facts.bias) and keys.flag(facts.bias, facts.bias == "qkv_bias")
+    out_biased = keys.flag(facts.out_bias) if isinstance(facts.out_bias, str) else biased and facts.out_bias
     window, window_layers = read_windows(keys, family, sizes["num_layers"])
     rope, local_rope = read_ropes(keys, family, sizes["max_position"])
     has_head = _has_value_head(keys)
@@ -145,7 +146,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         **read_indexer(keys, family, sizes["num_layers"]),
         **fields,
         qkv_bias=biased,
-        out_bias=biased and facts.out_bias,
+        out_bias=out_biased,
         mlp_bias=facts.mlp_bias and keys.flag("mlp_bias"),
         activation=ACTIVATIONS[keys.one_of(facts.activation, ACTIVATIONS, "silu")],
         norm_eps=keys.number(facts.norm_eps, 1e-6, high=1.0),
@@ -176,8 +177,9 @@ def _unknown_family(raw: dict[str, Any], file: str) -> UserError:
     problem = f"is not supported; supported: {', '.join(FAMILIES)}"
     known = [family for family in FAMILIES if family not in CODE]
     near = difflib.get_close_matches(name, known, 1, cutoff=0.1) if isinstance(name, str) else []
+    page = 'To add one: "A model family" in CONTRIBUTING.md'
     if not near:
-        return keys.wrong("model_type", name, problem)
+        return keys.wrong("model_type", name, f"{problem}. {page}" if name else problem)
     (nearest,) = near
     same = _family_keys({**raw, "model_type": nearest}, file)
     try:
@@ -186,7 +188,6 @@ def _unknown_family(raw: dict[str, Any], file: str) -> UserError:
         lacks = f"does not read {', '.join(unread)}" if unread else "reads all its keys"
     except UserError as error:
         lacks = f"refuses this file: {str(error).removeprefix(f'{file}: ')}"
-    page = 'To add one: "A model family" in CONTRIBUTING.md'
     return keys.wrong("model_type", name, f"{problem}. The nearest is {nearest}, which {lacks}. {page}")
 
 
@@ -239,6 +240,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
     # Keys of some families only: transformers would warn of others.
     raw |= facts.fixed
     raw |= {facts.bias: config.qkv_bias} if facts.bias and family != "qwen2" else {}
+    raw |= {facts.out_bias: config.out_bias} if isinstance(facts.out_bias, str) else {}
     raw |= {"use_qk_norm": config.qk_norm} if family == "glm4_moe" else {}
     raw |= write_mlp_size(config) | write_experts(config)
     raw |= write_latent_attention(config) | write_indexer(config)

@@ -27,8 +27,8 @@ class Family:
     """Fields of TransformerConfig that all models of the family have."""
     bias: str = ""
     """Key that gives attention biases; "" = none has them."""
-    out_bias: bool = True
-    """The key gives the output projection a bias, too."""
+    out_bias: bool | str = True
+    """The key gives the output projection a bias, too; a string = another key does."""
     mlp_bias: bool = False
     """The key `mlp_bias` gives the feed-forward biases."""
     windows: Windows = "none"
@@ -55,6 +55,8 @@ class Family:
     """Embeddings are multiplied by sqrt(hidden_size)."""
     multipliers: bool = False
     """Keys multiply embeddings, attention scores, and additions to the residual stream, and divide logits."""
+    rope_in_windows: bool = False
+    """In a model with windows only the layers with a window have a rotary position embedding."""
     rope_switch: str = ""
     """Key that is "rope" if layers have a rotary position embedding."""
     activation: str = "hidden_act"
@@ -195,6 +197,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama": Family("LlamaForCausalLM", bias="attention_bias", mlp_bias=True),
     "mistral": Family("MistralForCausalLM", windows="all or typed"),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        {"head_dim": 128, "attention_bias": True},
+        bias="attention_bias",
+        out_bias="attention_out_bias",
+        mlp_bias=True,
+    ),
     "baichuan": Family(
         "BaichuanForCausalLM", {"vocab_size": 64_000, "max_position_embeddings": None}, like="llama"
     ),
@@ -246,6 +255,13 @@ FAMILIES: dict[str, Family] = {
         windows="typed",
         full_every=4,
         rope_by_layer_type=True,
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        fields={**_HEAD_NORMS, "norms": "after"},
+        windows="typed",
+        full_every=4,
+        rope_in_windows=True,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",

@@ -63,7 +63,7 @@ def _default_layer_types(keys: JsonKeys, family: str, num_layers: int) -> list[s
             for rotates in read_rope_layers(keys, family, num_layers) or (True,) * num_layers
         ]
     if period := FAMILIES[family].full_every:
-        if family == "gemma3_text":
+        if family in ("gemma3_text", "exaone4"):
             period = keys.optional("sliding_window_pattern") or period
         return [LAYER_TYPES[bool((i + 1) % period)] for i in layers]
     first = keys.integer("max_window_layers", low=0)
@@ -83,7 +83,8 @@ def write_windows(config: TransformerConfig) -> dict[str, Any]:
     if config.sliding_window is None:
         slides = (False,) * config.num_layers
     window = config.sliding_window
-    if window is None and not facts.window_switch:  # Gemma 4 refuses null
+    means_rope = facts.rope_in_windows and config.rope_layers is None
+    if window is None and not facts.window_switch and not means_rope:  # Gemma 4 refuses null
         window = Defaults(config.family).get("sliding_window")
     both = {"sliding_window": window, "layer_types": [LAYER_TYPES[on] for on in slides]}
     if not facts.window_switch:
@@ -99,7 +100,8 @@ def read_rope_layers(keys: JsonKeys, family: str, num_layers: int) -> tuple[bool
 
     `no_rope_layers` of SmolLM3 has 1 for a layer with RoPE and 0 for a layer without, despite its name. No
     layer of OLMo-hybrid rotates them if `rope_theta` is null, which an absent key is not; none of Nemotron-H.
-    All layers of Granite 4 do if `position_embedding_type` is "rope", else none.
+    All layers of Granite 4 do if `position_embedding_type` is "rope", else none. All layers of EXAONE 4 do
+    if `sliding_window` is null, else the layers with a window.
     """
     if not FAMILIES[family].has_rope:
         return (False,) * num_layers
@@ -109,6 +111,10 @@ def read_rope_layers(keys: JsonKeys, family: str, num_layers: int) -> tuple[bool
         parameters = keys.get("rope_parameters")
         given = parameters if isinstance(parameters, dict) and "rope_theta" in parameters else keys.raw
         return None if given.get("rope_theta", 0) is not None else (False,) * num_layers
+    if FAMILIES[family].rope_in_windows:
+        window, slides = read_windows(keys, family, num_layers)
+        in_all = keys.get("sliding_window") is None or (window and not slides)
+        return None if in_all else slides or (False,) * num_layers
     every = keys.optional("no_rope_layer_interval")
     if every is None:
         return None

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -48,6 +49,8 @@ HF_CLASSES = {
     "gemma3_text": transformers.Gemma3TextConfig,
     "gemma4_text": transformers.Gemma4TextConfig,
     "olmo3": transformers.Olmo3Config,
+    "seed_oss": transformers.SeedOssConfig,
+    "exaone4": transformers.Exaone4Config,
     "smollm3": transformers.SmolLM3Config,
     "ministral3": transformers.Ministral3Config,
     "phi3": transformers.Phi3Config,
@@ -245,21 +248,20 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.rope == own.get(family, RopeConfig())
     own = {"gemma3_text": RopeConfig(1e4), "gemma4_text": RopeConfig(1e4), "olmo3": RopeConfig(5e5)}
     assert config.local_rope == own.get(family)
-    own = {
-        "qwen3": 128,
-        "glm4_moe": 128,
-        "minimax_m2": 128,
-        "gpt_oss": 64,
-        "deepseek_v3": 192,
-        "nemotron_h": 128,
-    }
-    own["deepseek_v32"] = 192
+    own = dict.fromkeys(("qwen3", "glm4_moe", "minimax_m2", "nemotron_h", "seed_oss"), 128)
+    own |= {"gpt_oss": 64, "deepseek_v3": 192, "deepseek_v32": 192}
     own |= dict.fromkeys(("gemma3_text", "gemma4_text", "glm4_moe_lite", "glm_moe_dsa", *QWEN35), 256)
     assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
-    own = dict(mistral=4096, gpt_oss=128, gemma3_text=4096, gemma4_text=512, olmo3=4096)
+    own = dict(mistral=4096, gpt_oss=128, gemma3_text=4096, gemma4_text=512, olmo3=4096, exaone4=4096)
     assert config.sliding_window == own.get(family)
     assert config.global_heads == {"gemma4_text": GlobalHeads(4, 512)}.get(family)
     assert config.tie_embeddings == (family in ("gemma3_text", "gemma4_text", "smollm3", *LFM2))
+
+
+def test_every_family_of_transformers_is_compared_with_its_class_and_counted():
+    assert HF_CLASSES.keys() == FAMILIES.keys() - {"baichuan", "qwen"}
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"float32 logits of {len(HF_CLASSES)} families beside transformers" in readme
 
 
 def test_an_absent_key_is_named_if_transformers_lacks_the_class(monkeypatch):
@@ -280,6 +282,8 @@ def test_an_absent_key_is_named_if_transformers_lacks_the_class(monkeypatch):
         ("qwen3", {"attention_bias": True}, (True, True, False, True)),
         ("llama", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
         ("mistral", {"attention_bias": True, "mlp_bias": True}, (False, False, False, False)),
+        ("seed_oss", {}, (True, False, False, False)),
+        ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, (False, True, False, False)),
     ],
 )
 def test_biases_and_qk_norm_of_each_family(family, extra, expected):
@@ -335,87 +339,6 @@ def test_yarn_and_llama3_fall_back_to_the_length_of_the_model():
     assert read_config(tiny(rope_scaling=YARN, **top)).rope.original_max_position == 200
 
 
-@pytest.mark.parametrize(
-    "extra, window, layers",
-    [
-        ({"sliding_window": 8}, None, None),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, None, None),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, 8, (False, True)),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, 8, None),
-        (
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
-            8,
-            (True, False),
-        ),
-    ],
-)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_sliding_windows_of_qwen(family, extra, window, layers):
-    config = read_config(tiny(family, **extra))
-    assert (config.sliding_window, config.window_layers) == (window, layers)
-    theirs = HF_CLASSES[family](**TINY, **extra)
-    kinds = ["sliding_attention" if on else "full_attention" for on in layers or (window is not None,) * 2]
-    assert theirs.layer_types == kinds
-
-
-WINDOW = {"use_sliding_window": True, "sliding_window": 8}
-
-
-@pytest.mark.parametrize(
-    "extra, window, layers",
-    [
-        ({**WINDOW, "max_window_layers": 0}, None, None),
-        ({**WINDOW, "max_window_layers": 1}, 8, (True, False)),
-        (WINDOW, 8, (True, False)),
-        ({**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}, 8, (False, True)),
-    ],
-)
-def test_sliding_windows_of_qwen2_moe_are_in_the_first_layers_but_every_other(extra, window, layers):
-    config = read_config(tiny("qwen2_moe", **extra))
-    assert (config.sliding_window, config.window_layers) == (window, layers)
-    kinds = ["sliding_attention" if on else "full_attention" for on in layers or (False, False)]
-    assert HF_CLASSES["qwen2_moe"](**TINY, **extra).layer_types == kinds
-    assert read_config(to_hf_config(config)) == config
-    with pytest.raises(ValueError, match=r"layer_types.*need use_sliding_window: true"):
-        read_config(tiny("qwen2_moe", layer_types=["full_attention", "sliding_attention"]))
-
-
-@pytest.mark.parametrize(
-    "extra", [{}, {"max_window_layers": 1}, {"layer_types": ["full_attention", "sliding_attention"]}]
-)
-def test_sliding_windows_of_qwen3_moe_are_in_every_layer(extra):
-    """transformers' attention of it reads `sliding_window` alone."""
-    config = read_config(tiny("qwen3_moe", **WINDOW, **extra))
-    assert (config.sliding_window, config.window_layers) == (8, None)
-    assert HF_CLASSES["qwen3_moe"](**TINY, **WINDOW, **extra).sliding_window == 8
-    assert read_config(to_hf_config(config)) == config
-    with pytest.raises(ValueError, match=r"a qwen3_moe config.json cannot express window_layers"):
-        to_hf_config(dataclasses.replace(config, window_layers=(True, False)))
-
-
-@pytest.mark.parametrize(
-    "kinds, window, layers",
-    [
-        (["sliding_attention", "full_attention"], 8, (True, False)),
-        (["sliding_attention"] * 2, 8, None),
-        (["full_attention"] * 2, None, None),
-    ],
-)
-def test_mistral_with_layer_types_is_ministral(kinds, window, layers, tmp_path):
-    """transformers' AutoConfig takes one for the other, too."""
-    config = read_config(tiny("mistral", sliding_window=8, layer_types=kinds))
-    assert (config.sliding_window, config.window_layers) == (window, layers)
-    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(config)))
-    assert read_config(tmp_path) == config
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert theirs.sliding_window == window
-    assert getattr(theirs, "layer_types", None) == (kinds if layers else None)
-
-
 def test_one_base_of_olmo3_is_that_of_all_layers():
     """As in transformers 4; transformers 5.24 gives it to the layers without a window alone."""
     config = read_config({"model_type": "olmo3", "rope_theta": 1e6})
@@ -469,6 +392,10 @@ CASES = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     ("llama", {"rope_scaling": LLAMA3, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}),
     ("mistral", {"sliding_window": None, "head_dim": 16, "initializer_range": 0.01}),
+    ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    ("exaone4", {"sliding_window": None}),
+    ("exaone4", {"layer_types": ["full_attention"] * 2}),
+    ("exaone4", {"layer_types": ["full_attention", "sliding_attention"], "rope_scaling": LLAMA3}),
     ("llama", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
 ]
 
@@ -497,6 +424,11 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
     [
         ({}, r"model_type=None is not supported; supported: qwen2, qwen3, qwen2_moe, "),
         (tiny("gpt2"), r"model_type='gpt2' is not supported"),
+        (tiny("!"), r"model_type='!' is not .*lfm2_moe. To add one: \"A model family\" in CONTRIBUTING.md"),
+        (
+            tiny("exaone5", mlp_scale=2.0),
+            r"exaone5' .* The nearest is exaone4, which does not read mlp_scale. To add one: \"A model fam",
+        ),
         (
             tiny("qwen4", clip_qkv=None, n_gram_size=3, use_cache=True),
             r"qwen4' .* The nearest is qwen\d, which does not read n_gram_size. To add one: \"A model fam",

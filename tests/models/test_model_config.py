@@ -88,6 +88,19 @@ def test_deepseek_v3_is_that_of_its_config_json():
     assert PRESETS["deepseek-ai/DeepSeek-V3.2"] == read_config({**raw, "model_type": "deepseek_v32"})
 
 
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("ByteDance-Seed/Seed-OSS-36B", "36.15"),
+        ("LGAI-EXAONE/EXAONE-4.0-32B", "32.00"),
+        ("LGAI-EXAONE/EXAONE-4.0-1.2B", "1.28"),
+    ],
+)
+def test_known_models_have_the_billions_of_their_cards(name, weights):
+    shapes = [leaf.shape for _, leaf in models.named_leaves(models.abstract(PRESETS[name]))]
+    assert f"{sum(map(math.prod, shapes)) / 1e9:.2f}" == weights
+
+
 def test_glm_5_is_that_of_its_config_json():
     """The keys of zai-org/GLM-5's file that differ from transformers' defaults."""
     raw = {"model_type": "glm_moe_dsa", "indexer_rope_interleave": True, "rope_interleave": True}
