@@ -18,13 +18,13 @@ from jaxrl_llm.checkpoint import folder as checkpoint_folder
 from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.config import HubConfig, TrainConfig
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.hf.carried import Carried, may_carry, nothing_carried
 from jaxrl_llm.hf.config import WHOLE
 from jaxrl_llm.hf.export import check_export_folder, save_model
-from jaxrl_llm.hf.folder import read_predictors
+from jaxrl_llm.hf.folder import read_carried
 from jaxrl_llm.hf.hub import PushError, hub_model, push_folder
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
-from jaxrl_llm.hf.predictors import Predictors, no_predictors
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.host.files import load_json
 from jaxrl_llm.host.processes import on_first, print_on_first
@@ -107,9 +107,9 @@ def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, *
     if algos.requirements(config.algo).logprobs:  # other models keep their value head
         params = models.without_value_head(params)
     base = lora.base_config(params.config)
-    predictors = base_predictors(config.model.path, base)
+    carried = carried_parts(config.model.path, base)
     hf = folder / f"hf{suffix}"
-    save_model(params, base, hf, tokenizer, dtype=config.model.dtype, predictors=predictors)
+    save_model(params, base, hf, tokenizer, dtype=config.model.dtype, carried=carried)
     if params.config.lora:
         is_part = on_first(lambda: _sees_images(config.model.path))
         save_adapter(params, folder / f"adapter{suffix}", config.model.path, is_part=is_part)
@@ -129,25 +129,25 @@ def _sees_images(path: str) -> bool:
     return False
 
 
-def base_predictors(path: str, config: TransformerConfig) -> Predictors:
-    """Return the layers of multi-token prediction of a run's base model, for its exports. A collective.
+def carried_parts(path: str, config: TransformerConfig) -> Carried:
+    """Return the parts of a run's base folder that its exports copy. A collective.
 
-    If process 0 can no longer read the base, a line says so, and exports have none.
+    If process 0 can no longer read the base, a line says so, and exports are the language model alone.
 
     Args:
         path: `model.path`; "" = random weights.
         config: of the exported model; a classifier has none.
     """
-    none = no_predictors(config)
-    if not path or config.value_head or not none.keys:
+    none = nothing_carried(config)
+    if not path or config.value_head or not may_carry(config.family):
         return none
 
-    def read() -> Predictors:
+    def read() -> Carried:
         try:
-            return read_predictors(resolve_model(path), config)
+            return read_carried(resolve_model(path), config)
         except UserError as error:
-            left_out = "layers of multi-token prediction, if the base has any, are left out of exports"
-            print_on_first(f"{left_out}: {error}")
+            parts = "a vision tower and layers of multi-token prediction"
+            print_on_first(f"{parts}, if the base has any, are left out of exports: {error}")
             return none
 
     return on_first(read)

@@ -74,8 +74,14 @@ WITHOUT_EFFECT = {
     *("torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
 """Keys of every family that do not describe its decoder."""
-WRAPPERS = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
-"""Model types of a language model with a vision tower; `text_config` describes the language model."""
+WRAPPERS = {
+    "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
+    "mistral3": ("mistral", "ministral3", "mistral4"),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+}
+"""Model types of a language model with a vision tower, which `text_config` describes -> its families."""
 WHOLE = ("gemma3", "gemma4", "mistral3")
 """Types that transformers loads only as a whole: their classes of language models find no weights."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
@@ -197,7 +203,7 @@ def language_config(raw: dict[str, Any]) -> dict[str, Any]:
     Keys that both have count as they are outside, as in transformers.
     """
     text = raw.get("text_config")
-    if raw.get("model_type") not in WRAPPERS or not isinstance(text, dict):
+    if str(raw.get("model_type")) not in WRAPPERS or not isinstance(text, dict):
         return raw
     outer = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
     return {**text, **outer}

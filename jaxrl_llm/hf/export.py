@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.errors import RunError, UserError
-from jaxrl_llm.hf.config import to_hf_config
+from jaxrl_llm.hf.carried import PROCESSOR_FILES, Carried, nothing_carried
+from jaxrl_llm.hf.config import check_round_trip, to_hf_config
 from jaxrl_llm.hf.folder import INDEX, SINGLE, shorten_names
 from jaxrl_llm.hf.gather import gather_checked, group_by_size, stacked_runs
 from jaxrl_llm.hf.names import Encode, Encoding, HFTensor, hf_tensors, stored_dtype, tensor_bytes
-from jaxrl_llm.hf.predictors import Predictors, no_predictors
-from jaxrl_llm.hf.stored import StoredTensor, read_row_blocks
+from jaxrl_llm.hf.stored import COPIED, StoredTensor, read_pieces
 from jaxrl_llm.hf.tokenizer import classifier_tokenizer, generation_config, save_tokenizer, special_ids
 from jaxrl_llm.host.files import sync_to_disk, write_json
 from jaxrl_llm.host.processes import on_first
@@ -31,7 +31,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_STORED = DTYPES | {"float8_e4m3fn": "F8_E4M3"}
+_STORED = {ours: stored for stored, ours in COPIED.items()}
 _MAX_STACK = 2**30
 """Bytes of a layer's experts that are gathered at once; a larger stack is gathered in pieces."""
 _OTHER_FILES = 2**20  # bytes of config and tokenizer, at most
@@ -40,6 +40,7 @@ _EXPORTED = {
         r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
         r"|tokenizer(_config)?\.json|special_tokens_map\.json|added_tokens\.json|chat_template\.(jinja|json)"
         r"|vocab\.(json|txt)|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+        rf"|{'|'.join(map(re.escape, PROCESSOR_FILES))}"
     ),
     "adapter_config.json": re.compile(r"adapter_config\.json|adapter_model\.safetensors"),
 }
@@ -56,7 +57,7 @@ def save_model(
     dtype: str = "bfloat16",
     max_shard_bytes: int = 4 * 2**30,
     encode: Encode | None = None,
-    predictors: Predictors | None = None,
+    carried: Carried | None = None,
 ) -> Path:
     """Write a folder that `transformers` and this project load; replaces an earlier export.
 
@@ -74,8 +75,8 @@ def save_model(
         dtype: of the weights in the files.
         max_shard_bytes: maximum size of a file; a larger tensor gets a separate file.
         encode: encoding of tensors that are not stored in `dtype`; None = all tensors are.
-        predictors: layers of multi-token prediction, copied byte for byte, or in `dtype` if they are
-            quantized; None = the folder has none.
+        carried: parts of the base folder, copied byte for byte, or in `dtype` if they are quantized; None =
+            the language model alone, as servers get it.
 
     Raises:
         UserError: unknown dtype, a config that the family cannot express, no space on the disk, or a folder
@@ -89,18 +90,29 @@ def save_model(
     config = export_config(config)
     if tokenizer is not None and config.value_head:
         tokenizer = classifier_tokenizer(tokenizer, config.vocab_size)
-    # Copied tensors have separate files.
-    predictors = predictors or no_predictors(config)
-    copies = [_copied(name, tensor, dtype) for name, tensor in predictors.tensors.items()]
-    shards = plan_files(export_tensors(config, encode), copies, dtype=dtype, limit=max_shard_bytes)
-    raw = _raw(config, dtype, tokenizer) | dict(predictors.keys)
+    # Copied tensors have separate files, in which each is at a multiple of its type's size, as in files of
+    # the safetensors library.
+    carried = carried or nothing_carried(config)
+    tensors = [tensor._replace(name=carried.name(tensor.name)) for tensor in export_tensors(config, encode)]
+    copies = [_copied(name, tensor, dtype) for name, tensor in carried.tensors.items()]
+    copies.sort(key=lambda tensor: jnp.dtype(stored_dtype(tensor, dtype)).itemsize, reverse=True)
+    shards = plan_files(tensors, copies, dtype=dtype, limit=max_shard_bytes)
+    raw = carried.complete(_raw(config, dtype, tokenizer))
+    if carried.outer:
+        check_round_trip(config, raw, "the base folder's config.json with the model's keys")
+
+    def write_rest(path: Path) -> None:
+        write_description(path, raw, shards, tokenizer)
+        for file in carried.outer.files if carried.outer else ():
+            shutil.copyfile(file, path / file.name)
+
     write_folder(
         params,
         folder,
         {name: tensors for name, tensors, _ in shards},
         dtype,
-        write_rest=lambda path: write_description(path, raw, shards, tokenizer),
-        copied=predictors.tensors,
+        write_rest=write_rest,
+        copied=carried.tensors,
     )
     return folder
 
@@ -179,8 +191,8 @@ def export_tensors(config: TransformerConfig, encode: Encode | None = None) -> l
 
 
 def _raw(config: TransformerConfig, dtype: str, tokenizer: Any) -> dict[str, Any]:
-    """Return the content of config.json, of a model without layers of multi-token prediction."""
-    keys = to_hf_config(config, dtype) | dict(no_predictors(config).keys)
+    """Return the content of config.json, of a language model alone."""
+    keys = to_hf_config(config, dtype) | dict(nothing_carried(config).keys)
     if not tokenizer:
         return keys
     # Without the key transformers takes a padding id of the family, which may be another token or none.
@@ -189,16 +201,16 @@ def _raw(config: TransformerConfig, dtype: str, tokenizer: Any) -> dict[str, Any
 
 def _copied(name: str, tensor: StoredTensor, dtype: str) -> HFTensor:
     """Return the description of a tensor that is copied, in its type; `dtype` if it is quantized."""
-    kept = next((ours for ours, stored in DTYPES.items() if stored == tensor.dtype), dtype)
+    kept = COPIED[tensor.dtype] if tensor.scale is None else dtype
     return HFTensor(name, tensor.shape, (), (), encoding=Encoding(kept, lambda values: values))
 
 
 def _copy_shard(
     path: Path, tensors: list[HFTensor], stored: Mapping[str, StoredTensor], *, dtype: str
 ) -> None:
-    """Write one file of tensors of another folder, a few rows at a time."""
-    rows = (rows for tensor in tensors for rows in read_row_blocks(stored[tensor.name], dtype))
-    write_safetensors(path, tensors, rows, dtype)
+    """Write one file of tensors of another folder, a few MiB at a time."""
+    pieces = (piece for tensor in tensors for piece in read_pieces(stored[tensor.name], dtype))
+    write_safetensors(path, tensors, pieces, dtype)
 
 
 def plan_files(*parts: list[HFTensor], dtype: str, limit: int) -> list[tuple[str, list[HFTensor], int]]:
@@ -301,7 +313,7 @@ def write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[np.n
     """Write a safetensors file tensor by tensor; the library's writer needs all tensors in memory.
 
     Args:
-        arrays: the tensors, or their rows, in the order of the file.
+        arrays: the tensors, or pieces of them, in the order of the file.
     """
     with path.open("wb") as file:
         file.write(safetensors_head(tensors, dtype))

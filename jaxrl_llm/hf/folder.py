@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.config import language_config
+from jaxrl_llm.hf.carried import (
+    PROCESSOR_FILES,
+    Carried,
+    Outer,
+    nothing_carried,
+    predictor_keys,
+    predictor_names,
+)
+from jaxrl_llm.hf.config import WRAPPERS, language_config
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.names import OTHER_NAMES, TABLE, HFTensor, hf_tensors
-from jaxrl_llm.hf.predictors import Predictors, no_predictors, predictor_keys, predictor_names
 from jaxrl_llm.hf.quantization import read_quantization
 from jaxrl_llm.hf.stored import FLOATS, StoredTensor, join_scales, read_header, read_values
 from jaxrl_llm.host.processes import print_on_first
@@ -52,8 +59,9 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
         UserError: see `_weight_files`, `read_header`, `_check_tied_head`; or tensors are missing, unexpected,
             of another shape or type: one message lists all of them.
     """
-    stored = language_model(folder, _read_tensors(folder))
-    unused = predictor_names(config, _language_config(folder), stored)
+    raw = read_json(folder / "config.json")
+    stored, others = language_model(_read_tensors(folder))
+    unused = predictor_names(config, language_config(raw), stored)
     stored = _split_convolutions(_original_names(_split_experts(stored, config), config), config)
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     ignored = {HEAD} if config.tie_embeddings else set()
@@ -64,6 +72,10 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
         raise UserError(f"{folder}: {what}; {problem}")
     if config.tie_embeddings and HEAD in stored and SCORE not in stored:  # a classifier does not use it
         _check_tied_head(stored[HEAD], stored[EMBEDDING])
+    if others and not _is_carried(config, raw):
+        print_on_first(f"{folder}: left out of the model and of exports: {list_modules(others)}")
+    elif others:
+        print_on_first(f"{folder}: {list_modules(others)} not used; exports copy them")
     if unused:
         line = f"{len(unused)} weights of multi-token prediction are not used; exports copy them"
         print_on_first(f"{folder}: {line}")
@@ -73,21 +85,38 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     return {name: stored[name] for name in expected}
 
 
-def read_predictors(folder: Path, config: TransformerConfig) -> Predictors:
-    """Return the folder's layers of multi-token prediction.
+def read_carried(folder: Path, config: TransformerConfig) -> Carried:
+    """Return the parts of the folder that exports of its language model copy.
 
     Args:
-        config: of the decoder.
+        config: of the language model.
 
     Raises:
-        UserError: see `_weight_files`, `read_header`; or tensors are quantized in a way that is not read.
+        UserError: see `_weight_files`, `read_header`; or tensors have a type that cannot be copied.
     """
-    raw, stored = _language_config(folder), _read_tensors(folder)
-    tensors = {name: stored[name] for name in sorted(predictor_names(config, raw, stored))}
+    raw = read_json(folder / "config.json")
+    inner, others = language_model(stored := _read_tensors(folder))
+    text = language_config(raw)
+    predictors = {name: inner[name] for name in predictor_names(config, text, inner)}
+    outer = None
+    if others and _is_carried(config, raw):
+        prefix = next(match[0] for name in stored if (match := _PREFIX.match(name)))
+        files = [file_inside(folder, name) for name in PROCESSOR_FILES if (folder / name).is_file()]
+        outer = Outer(raw, prefix, tuple(files))
+    # The outer model has all names as they are in the folder.
+    tensors = {x.source: x for x in predictors.values()} | others if outer else predictors
     for name, tensor in tensors.items():
-        if not tensor.is_readable or not tensor.shape:
-            raise UserError(f"{tensor.file}: {name} {list(tensor.shape)} has type {tensor.dtype}")
-    return Predictors(predictor_keys(config, raw), tensors) if tensors else no_predictors(config)
+        if not tensor.can_copy:
+            raise UserError(
+                f"{tensor.file}: {name} {list(tensor.shape)} has type {tensor.dtype}, which is not copied"
+            )
+    keys = predictor_keys(config, text) if predictors else nothing_carried(config).keys
+    return Carried(keys, dict(sorted(tensors.items())), outer)
+
+
+def _is_carried(config: TransformerConfig, raw: Mapping[str, Any]) -> bool:
+    """Return whether exports are folders of the outer model that config.json describes."""
+    return "text_config" in raw and config.family in WRAPPERS.get(str(raw.get("model_type")), ())
 
 
 def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -105,28 +134,28 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
                 )
             stored[name] = entry
     file = str(folder / "config.json")
-    return join_scales(stored, read_quantization(JsonKeys(_language_config(folder), file, {})))
+    raw = language_config(read_json(folder / "config.json"))
+    return join_scales(stored, read_quantization(JsonKeys(raw, file, {})))
 
 
-def _language_config(folder: Path) -> dict[str, Any]:
-    return language_config(read_json(folder / "config.json"))
-
-
-def language_model(source: Path, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the language model's weights under the names of a folder without other models.
+def language_model(
+    stored: Mapping[str, StoredTensor],
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Return the language model's tensors, under the names of a folder without other models, and the others.
 
     In a model that also sees images they have a prefix, in one of two places (transformers 4 and 5).
-
-    Args:
-        source: folder or file of PEFT, for a line about the others.
     """
     if not any(_PREFIX.match(name) for name in stored):
-        return stored
-    found = {name: entry for name, entry in stored.items() if not _OTHER_MODEL.match(name)}
-    if left := [match for name in stored if (match := _OTHER_MODEL.match(name))]:
-        modules = " and ".join(sorted({match["module"] for match in left}))
-        print_on_first(f"{source}: left out of the model and of exports: {modules} ({len(left)} weights)")
-    return {_PREFIX.sub(r"\1\2", name): entry for name, entry in found.items()}
+        return dict(stored), {}
+    others = {name: entry for name, entry in stored.items() if _OTHER_MODEL.match(name)}
+    inner = {_PREFIX.sub(r"\1\2", name): entry for name, entry in stored.items() if name not in others}
+    return inner, others
+
+
+def list_modules(others: Collection[str]) -> str:
+    """Return the modules of tensors that are not the language model's, and their number."""
+    found = {match["module"] for name in others if (match := _OTHER_MODEL.match(name))}
+    return f"{' and '.join(sorted(found))} ({len(others)} weights)"
 
 
 def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import export_config, write_folder
-from jaxrl_llm.hf.folder import file_inside, language_model, list_mismatches
+from jaxrl_llm.hf.folder import file_inside, language_model, list_mismatches, list_modules
 from jaxrl_llm.hf.layouts import from_hf, hf_shape
 from jaxrl_llm.hf.load import read_slice
 from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, is_stacked
@@ -36,6 +36,7 @@ from jaxrl_llm.hf.peft_modules import (
 )
 from jaxrl_llm.hf.stored import StoredTensor, read_header
 from jaxrl_llm.host.files import write_json
+from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.models import AdaptedConfig, abstract, named_leaves
 from jaxrl_llm.models.lora import MARK, named_adapters, scale_b
 from jaxrl_llm.structs import Params
@@ -125,10 +126,7 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
     factors = {target: modules[target].scale / scale for target, scale in scales.items()}
     if trains:
         check_trainable(keys, config, factors, saved)
-    stored, is_joined = language_model(file, read_header(file)), stacks and not has_stacked(config)
-    if config.family == "nemotron_h":  # in transformers 5 its decoder, "backbone" in files, is "model"
-        old, new = f"{PREFIX}model.", f"{PREFIX}backbone."
-        stored = {name.replace(old, new, 1): entry for name, entry in stored.items()}
+    stored, is_joined = _read_language_model(file, config.family), stacks and not has_stacked(config)
     experts = expert_parts(tensors, config, modules) if is_joined else {}
     names = {tensor.name: _stored_name(tensor.name, modules) for tensor in tensors}
     found = [(names[t.name], _stored_shape(t, modules.get(targets[t.name]), config)) for t in tensors]
@@ -159,6 +157,17 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
         for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
             adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])
     return adapter | {ours: read(name) for name, ours in saved.items()}
+
+
+def _read_language_model(file: Path, family: str) -> dict[str, StoredTensor]:
+    """Return the adapters of a language model, under the names of a folder without other models."""
+    stored, others = language_model(read_header(file))
+    if others:
+        print_on_first(f"{file}: left out of the model and of exports: {list_modules(others)}")
+    if family == "nemotron_h":  # in transformers 5 its decoder, "backbone" in files, is "model"
+        old, new = f"{PREFIX}model.", f"{PREFIX}backbone."
+        stored = {name.replace(old, new, 1): entry for name, entry in stored.items()}
+    return stored
 
 
 def _stored_name(name: str, modules: Collection[str]) -> str:

@@ -12,6 +12,7 @@ MX_BLOCK = 32  # numbers that share a scale, in each microscaling (MX) format
 
 
 _TENSOR = (0, 0)
+KEYS = ("quantization_config", "compression_config")
 
 
 class Quantization(NamedTuple):
@@ -30,7 +31,7 @@ def read_quantization(keys: JsonKeys) -> Quantization | None:
     Raises:
         UserError: a format that is not read, such as integers or 4 bits; has the fix.
     """
-    key = "quantization_config" if keys.get("quantization_config") else "compression_config"
+    key = next((key for key in KEYS if keys.get(key)), KEYS[-1])
     section = keys.section(key)
     if not keys.get(key):
         return None

@@ -18,6 +18,13 @@ from jaxrl_llm.hf.quantization import MX_BLOCK, Quantization
 
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Supported types of weights in the spelling of safetensors -> bytes per element."""
+COPIED = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+"""Types of tensors that are copied from file to file -> their names in NumPy."""
 FP8 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
 """Ends of the name of a scale, after the name of its fp8 weight. Both multiply the weight."""
@@ -35,7 +42,7 @@ _TYPES = {
 _NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)
 _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]], axis=-1)
 """Byte of MXFP4 -> its two numbers, the low half first."""
-_MAX_READ = 16 * 2**20  # bytes of values that `read_row_blocks` reads at once
+_MAX_READ = 16 * 2**20  # bytes of values that `read_pieces` reads at once
 LFS_POINTER = b"version https://git-lfs"
 
 Slices = tuple[int | slice, ...]
@@ -60,6 +67,11 @@ class StoredTensor(NamedTuple):
     def is_readable(self) -> bool:
         """True if `read_values` reads it."""
         return self.dtype in FLOATS or self.scale is not None
+
+    @property
+    def can_copy(self) -> bool:
+        """True if `read_pieces` reads it."""
+        return self.scale is not None or self.dtype in COPIED
 
     @property
     def value_bytes(self) -> int:
@@ -196,14 +208,29 @@ def _read_joined(tensors: Sequence[StoredTensor], rows: slice, others: Sequence[
     return np.concatenate(parts)
 
 
-def read_row_blocks(stored: StoredTensor, dtype: str) -> Iterator[np.ndarray]:
-    """Yield the values of a tensor, a few MiB of rows at a time; quantized weights are rounded to `dtype`."""
+def read_pieces(stored: StoredTensor, dtype: str) -> Iterator[np.ndarray]:
+    """Yield a tensor as its file has it, a few MiB at a time; quantized weights as rows, rounded to
+    `dtype`."""
+    if stored.scale is None:
+        yield from _read_bytes(stored)
+        return
     count, *others = stored.shape
     step = max(1, _MAX_READ // (stored.value_bytes * math.prod(others)))
     for start in range(0, count, step):
         rows = slice(start, min(start + step, count))
         values = read_values(stored, (rows, *(slice(0, size) for size in others)))
-        yield values if stored.scale is None else values.astype(jnp.dtype(dtype))
+        yield values.astype(jnp.dtype(dtype))
+
+
+def _read_bytes(stored: StoredTensor) -> Iterator[np.ndarray]:
+    left = jnp.dtype(COPIED[stored.dtype]).itemsize * math.prod(stored.held)
+    with stored.file.open("rb") as file:
+        file.seek(stored.offset)
+        while left:
+            piece = np.frombuffer(file.read(min(left, _MAX_READ)), np.uint8)
+            assert piece.size, f"{stored.file} has become shorter"  # its header was checked
+            left -= piece.size
+            yield piece
 
 
 def _read_held(stored: StoredTensor, place: Slices) -> np.ndarray:

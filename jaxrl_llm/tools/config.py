@@ -168,6 +168,9 @@ class ExportArguments:
     """Export the exponential moving average of the weights (--optim.ema)."""
     tokenizer: str = ""
     """Folder or hub name of the tokenizer, if the run's is missing; "" = the run's."""
+    carry: bool = True
+    """Copy the parts of the base folder that are not trained: a vision tower, layers of multi-token
+    prediction. False = write the language model alone, which servers that you start for a run need."""
     push: str = ""
     """Repository of the Hugging Face hub, ORG/NAME, that the folder is uploaded to, with a model card; the
     token comes from HF_TOKEN."""

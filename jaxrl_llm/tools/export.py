@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     as_gguf = args.out.suffix == SUFFIX
     _check_flags(args, as_gguf)
     # These import jax: --help and bad flags end before.
-    from jaxrl_llm.builders.exports import base_predictors, model_card
+    from jaxrl_llm.builders.exports import carried_parts, model_card
     from jaxrl_llm.checkpoint.params import restore_params
     from jaxrl_llm.hf.export import check_export_folder, save_model
     from jaxrl_llm.hf.gguf_export import check_gguf_file, save_gguf
@@ -50,8 +50,9 @@ def main(argv: list[str]) -> int:
         if as_gguf:
             folder = save_gguf(params, config, args.out, tokenizer, dtype=args.dtype)
         else:
-            predictors = base_predictors(run_settings(args.checkpoint)["model"]["path"], config)
-            folder = save_model(params, config, args.out, tokenizer, dtype=args.dtype, predictors=predictors)
+            base = run_settings(args.checkpoint)["model"]["path"]
+            carried = carried_parts(base, config) if args.carry else None
+            folder = save_model(params, config, args.out, tokenizer, dtype=args.dtype, carried=carried)
     size = sum(file.stat().st_size for file in (folder.iterdir() if folder.is_dir() else [folder]))
     print(f"step {saved.step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
     if as_gguf:

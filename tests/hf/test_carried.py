@@ -1,4 +1,5 @@
-"""Layers of multi-token prediction pass from the base folder to exports, byte for byte."""
+"""Layers of multi-token prediction, and modules beside a language model, pass from the base folder to
+exports, byte for byte."""
 
 import dataclasses
 import json
@@ -6,11 +7,9 @@ import shutil
 import types
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import transformers
 from distributed import run_processes
-from safetensors.numpy import load_file
 
 from jaxrl_llm.builders.exports import export_models
 from jaxrl_llm.checkpoint.config import CheckpointConfig
@@ -23,7 +22,7 @@ from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.tools import export
 
 torch = pytest.importorskip("torch")
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 SIZES = {
     "vocab_size": 128,
@@ -77,12 +76,26 @@ def write_qwen(folder):
         "mtp.norm.weight": torch.randn(32).half(),
     }
     keys = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
-    tower = {"model.visual.blocks.0.norm1.weight": torch.ones(8)}
-    rename = lambda name: name.replace("model.", "model.language_model.", 1)
-    write_base(folder, QWEN, keys, {**mtp, **tower}, rename=rename)
+    # In an order in which types of odd sizes would displace others.
+    tower = {
+        "model.visual.blocks.0.a": torch.tensor([True, False, True]),
+        "model.visual.blocks.0.b": torch.tensor(3, dtype=torch.int64),
+        "model.visual.blocks.0.c": torch.tensor(2.5),
+        "model.visual.blocks.0.d": torch.rand(3, 5).to(torch.float8_e5m2),
+        "model.visual.blocks.0.e": torch.rand(7, 3).bfloat16(),
+        "model.visual.blocks.0.f": torch.full((8,), torch.nan),
+    }
+    write_base(folder, QWEN, keys, {**mtp, **tower}, rename=in_outer)
     text = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
-    return mtp, keys
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": text, "quantization_config": FP8})
+    )
+    return {**mtp, **tower}, keys
+
+
+def in_outer(name):
+    """The name of a tensor of the language model in a Qwen3.5 that sees images."""
+    return name.replace("model.", "model.language_model.", 1)
 
 
 def write_glm(folder):
@@ -111,6 +124,10 @@ def export_run(base, folder):
     return folder / "hf"
 
 
+def itemsize(tensor):
+    return jnp.dtype(stored.COPIED[tensor.dtype]).itemsize
+
+
 def read_folder(folder):
     """(config.json, its tensors)."""
     tensors = {
@@ -132,20 +149,26 @@ def test_an_export_has_the_predictors_of_its_base(tmp_path, monkeypatch, capfd, 
     first = export_run(tmp_path / "base", tmp_path / "first")
     printed = capfd.readouterr().err
     assert "3 weights of multi-token prediction are not used; exports copy them" in printed
-    assert ("left out of the model and of exports: visual (1 weights)" in printed) == (write is write_qwen)
+    is_outer = write is write_qwen
+    assert ("base: visual (6 weights) not used; exports copy them" in printed) == is_outer
     # The export is a base, too.
     second = export_run(first, tmp_path / "second")
     model = hf_tensors(read_config(first))
     for folder in (first, second):
         raw, written = read_folder(folder)
-        assert written.keys() == {tensor.name for tensor in model} | expected.keys()
+        names = {in_outer(tensor.name) if is_outer else tensor.name for tensor in model}
+        assert written.keys() == names | expected.keys()
+        assert "quantization_config" not in raw
+        raw = raw["text_config"] if is_outer else raw
         assert {key: raw[key] for key in keys} == keys and "quantization_config" not in raw
         for name, value in expected.items():
-            assert str(value.dtype) == f"torch.{written[name].dtype}", name
-            assert written[name].tobytes() == value.view(torch.uint8).numpy().tobytes(), name
+            assert value.dtype == written[name].dtype and value.shape == written[name].shape, name
+            assert written[name].untyped_storage().tolist() == value.untyped_storage().tolist(), name
+    for file in first.glob("*.safetensors"):
+        assert all(tensor.offset % itemsize(tensor) == 0 for tensor in stored.read_header(file).values())
     index = json.loads((first / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in written.values())
-    if write is write_qwen:
+    if is_outer:
         _, info = transformers.AutoModelForCausalLM.from_pretrained(first, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
 
@@ -167,10 +190,14 @@ def test_without_its_base_an_export_counts_no_predictors(tmp_path, capfd):
     assert export.main([*command, str(tmp_path / "with")]) == 0
     raw, written = read_folder(tmp_path / "with")
     assert raw["num_nextn_predict_layers"] == 1 and expected.keys() <= written.keys()
+    assert export.main([*command, str(tmp_path / "alone"), "--carry", "False"]) == 0
+    assert not expected.keys() & read_folder(tmp_path / "alone")[1].keys()
     shutil.rmtree(base)
     capfd.readouterr()
     assert export.main([*command, str(tmp_path / "without")]) == 0
-    line = "layers of multi-token prediction, if the base has any, are left out of exports: "
+    line = (
+        "a vision tower and layers of multi-token prediction, if the base has any, are left out of exports: "
+    )
     assert f"{line}{base}: no such folder" in capfd.readouterr().err
     raw, written = read_folder(tmp_path / "without")
     assert raw["num_nextn_predict_layers"] == 0 and not expected.keys() & written.keys()
@@ -179,7 +206,7 @@ def test_without_its_base_an_export_counts_no_predictors(tmp_path, capfd):
 TWO_PROCESSES = """
 import sys
 import jax
-from jaxrl_llm.builders.exports import base_predictors
+from jaxrl_llm.builders.exports import carried_parts
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
@@ -190,7 +217,7 @@ base, target = sys.argv[1:]
 config = read_config(base)
 params = load_params(base, config, shardings(config, make_mesh(MeshConfig(fsdp=2)), TRAIN))
 path = base if jax.process_index() == 0 else base + " of another host"  # only process 0 has it still
-save_model(params, config, target, dtype="bfloat16", predictors=base_predictors(path, config))
+save_model(params, config, target, dtype="bfloat16", carried=carried_parts(path, config))
 """
 
 
@@ -200,4 +227,4 @@ def test_process_0_copies_the_predictors(tmp_path):
     run_processes(TWO_PROCESSES, 2, [str(tmp_path / "base"), str(tmp_path / "out")], devices=1)
     written = read_folder(tmp_path / "out")[1]
     for name, value in expected.items():
-        np.testing.assert_array_equal(written[name], value.float().numpy(), err_msg=name)
+        assert torch.equal(written[name], value), name
