@@ -29,9 +29,10 @@ models of a row: of logits (whose standard deviation is above 0.3), and of the g
 by the gradient's largest number. `python scripts/families.py` measures them again.
 
 [CONTRIBUTING.md](../CONTRIBUTING.md#a-model-family) has the page to add one. A coding agent that had not
-read the code followed it to passing tests of Seed-OSS in 3 minutes (a row, and the key of one bias in
-`jaxrl_llm/hf/config.py`) and of EXAONE 4 in 4 (a row, and its layers without RoPE in
-`jaxrl_llm/hf/windows.py`); sizes of published models are from their cards. No person has been timed.
+read the code followed it: the tests of Seed-OSS passed after 3 minutes (a row, and the key of one bias in
+`jaxrl_llm/hf/config.py`), the tests of EXAONE 4 after 4 (a row, and layers without RoPE in
+`jaxrl_llm/hf/windows.py`), and then the tests of OLMo 2 after 6 (a row). Sizes of published models are from
+their cards. No person has been timed.
 """
 SHOWN_BY = """
 `pytest -m "slow or not slow"` with these files and words shows, the first five by family, the others by kind

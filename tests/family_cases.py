@@ -144,6 +144,14 @@ CASES = {
             "layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention"],
         },
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo2, odd": (
+        "olmo2",
+        {
+            **{"attention_bias": True, "num_key_value_heads": 1, "num_hidden_layers": 5, "head_dim": 12},
+            **{"rope_parameters": YARN, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
+        },
+    ),
     "olmo3": ("olmo3", {"sliding_window": 8}),
     "olmo3, yarn": (
         "olmo3",

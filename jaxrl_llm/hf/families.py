@@ -247,6 +247,7 @@ FAMILIES: dict[str, Family] = {
         sqrt_embeddings=True,
         activation="hidden_activation",
     ),
+    "olmo2": Family("Olmo2ForCausalLM", fields={**_ALL_HEADS_NORM, "norms": "after"}, bias="attention_bias"),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         {"rope_theta": 5e5},

@@ -48,6 +48,7 @@ HF_CLASSES = {
     "gpt_oss": transformers.GptOssConfig,
     "gemma3_text": transformers.Gemma3TextConfig,
     "gemma4_text": transformers.Gemma4TextConfig,
+    "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
     "seed_oss": transformers.SeedOssConfig,
     "exaone4": transformers.Exaone4Config,

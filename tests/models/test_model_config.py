@@ -94,6 +94,8 @@ def test_deepseek_v3_is_that_of_its_config_json():
         ("ByteDance-Seed/Seed-OSS-36B", "36.15"),
         ("LGAI-EXAONE/EXAONE-4.0-32B", "32.00"),
         ("LGAI-EXAONE/EXAONE-4.0-1.2B", "1.28"),
+        ("allenai/OLMo-2-1124-7B", "7.30"),
+        ("allenai/OLMo-2-0425-1B", "1.48"),
     ],
 )
 def test_known_models_have_the_billions_of_their_cards(name, weights):
