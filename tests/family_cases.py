@@ -186,6 +186,15 @@ CASES = {
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": True},
     ),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "hunyuan, odd": (
+        "hunyuan_v1_dense",
+        {
+            **{"head_dim": 12, "num_key_value_heads": 1, "attention_bias": True, "num_hidden_layers": 5},
+            **{"tie_word_embeddings": True, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1e3, "factor": 1.0},
+        },
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3, odd": (
         "smollm3",

@@ -257,6 +257,9 @@ FAMILIES: dict[str, Family] = {
         full_every=4,
         rope_by_layer_type=True,
     ),
+    "hunyuan_v1_dense": Family(
+        "HunYuanDenseV1ForCausalLM", fields={**_HEAD_NORMS, "qk_norm_after_rope": True}, bias="attention_bias"
+    ),
     "exaone4": Family(
         "Exaone4ForCausalLM",
         fields={**_HEAD_NORMS, "norms": "after"},

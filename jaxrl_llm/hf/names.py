@@ -108,6 +108,10 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
     "granitemoehybrid": GRANITE_HYBRID,
     "qwen": QWEN1,
     **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
+    "hunyuan_v1_dense": {
+        "layers.q_norm": "model.layers.{}.self_attn.query_layernorm.weight",
+        "layers.k_norm": "model.layers.{}.self_attn.key_layernorm.weight",
+    },
     "gemma3_text": FOUR_NORMS,
     "gemma4_text": GEMMA4,
     "gpt_oss": {

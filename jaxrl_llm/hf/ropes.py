@@ -87,6 +87,8 @@ def _read_rope(
     known = ["default", "longrope", *_OLD_LONGROPE] if family == "phi3" else known
     kind = rope.one_of(key, known, "default")
     kind = "longrope" if family == "phi3" and kind in _OLD_LONGROPE else kind
+    stretch = _stretch_of_alpha(keys, rope) if family == "hunyuan_v1_dense" and kind == "dynamic" else 1.0
+    kind = "default" if stretch != 1.0 else kind
     partial = rope.number(PARTIAL, None, 1e-9, 1.0)
     partial = partial or (None if only_sections else keys.number(PARTIAL, None, 1e-9, 1.0))
     partial = partial or _share_of_rotary_dim(keys, family)
@@ -119,7 +121,14 @@ def _read_rope(
             raise rope.wrong(ORIGINAL, 1, "must be at least 2")
         fields["factor"] = fields.get("factor") or max_position / fields["original_max_position"]
     base = rope.number("rope_theta", None, low=1e-9) or keys.number(theta, None, low=1e-9)
-    return RopeConfig(base or 10_000.0, kind, **fields, query_growth=growth)
+    return RopeConfig((base or 10_000.0) * stretch, kind, **fields, query_growth=growth)
+
+
+def _stretch_of_alpha(keys: JsonKeys, rope: JsonKeys) -> float:
+    """Return the factor of the base that `alpha` of Hunyuan means, which calls itself dynamic."""
+    heads = keys.integer("num_attention_heads")
+    head_dim = keys.optional("head_dim", 1 << 16) or keys.integer("hidden_size") // heads
+    return rope.number("alpha", 1.0, low=1e-9) ** (head_dim / max(head_dim - 2, 1))
 
 
 def _read_factors(rope: JsonKeys, field: str) -> tuple[float, ...]:

@@ -237,26 +237,35 @@ def project_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rop
     model has none."""
     if not c.has_kv:
         q, gate = _project_queries(c, w, h)
-        return grow_queries(apply_rope(q, rope), rope), gate
+        return grow_queries(_rotate(c, w, "q", q, rope=rope), rope), gate
     (q, gate), k = _project_queries(c, w, h), apply_linear(c, w, "k", h)
     v = k if c.keys_as_values else apply_linear(c, w, "v", h)
     v = rms_norm(v, jnp.ones(c.head_dim), c.norm_eps) if c.value_norm else v
-    k = _qk_norm(c, k, w.k_norm[...]) if c.qk_norm else k
     if c.alibi:
-        return *add_alibi(c, q, k, v, rope.places), gate
-    return grow_queries(apply_rope(q, rope), rope), apply_rope(k, rope), v, gate
+        return *add_alibi(c, _qk_norm(c, w, "q", q), _qk_norm(c, w, "k", k), v, rope.places), gate
+    q, k = (_rotate(c, w, name, x, rope=rope) for name, x in (("q", q), ("k", k)))
+    return grow_queries(q, rope), k, v, gate
 
 
 def _project_queries(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]):
-    """Return (queries before RoPE, gate of the output or None)."""
+    """Return (queries before norm and RoPE, gate of the output or None)."""
     q = apply_linear(c, w, "q", h)
-    q, gate = jnp.split(q, 2, axis=-1) if c.attention_gate else (q, None)
-    return _qk_norm(c, q, w.q_norm[...]) if c.qk_norm else q, gate
+    return jnp.split(q, 2, axis=-1) if c.attention_gate else (q, None)
 
 
-def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) -> Float[Array, "B T H E"]:
+def _rotate(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T H E"], *, rope: RopeTables):
+    """Return queries or keys with RoPE and their norm, in the model's order."""
+    if c.qk_norm_after_rope:
+        return _qk_norm(c, w, name, apply_rope(x, rope))
+    return apply_rope(_qk_norm(c, w, name, x), rope)
+
+
+def _qk_norm(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T H E"]):
+    """Return queries or keys ("q", "k"), normalised if the model does so."""
+    if not c.qk_norm:
+        return x
     flat = x.reshape(*x.shape[:2], -1) if c.qk_norm_over_heads else x
-    return normalize(c, flat, weight).reshape(x.shape)
+    return normalize(c, flat, getattr(w, f"{name}_norm")[...]).reshape(x.shape)
 
 
 def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -24,6 +24,7 @@ from jaxrl_llm.models.mixer_config import (
     alibi_problems,
     index_problems,
     kind_problems,
+    rope_problems,
     shared_kv_problems,
 )
 from jaxrl_llm.ranges import Count, Range, problems
@@ -218,6 +219,8 @@ class TransformerConfig:
     """RMSNorm over head_dim of queries and keys before RoPE (Qwen3)."""
     qk_norm_over_heads: bool = False
     """`qk_norm` normalises all heads together, before the split, instead of each head (OLMoE)."""
+    qk_norm_after_rope: bool = False
+    """`qk_norm` comes after RoPE (Hunyuan)."""
     value_norm: bool = False
     """Divide the values of each head by the root of their mean square (Gemma 4)."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
@@ -340,35 +343,16 @@ class TransformerConfig:
         # Attention heads.
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
-        if self.qk_norm_over_heads and not self.qk_norm:
-            yield "qk_norm_over_heads", "is True: it says which norm qk_norm is, so that must be True, too."
-        # Rotary dims and windows.
-        in_range = 0 < self.rope.partial_rotary <= 1  # else its range is reported
-        rotary = self.rotary_dim if in_range else 4
-        if rotary % 2 or not rotary:
-            part = f", of which partial_rotary {self.rope.partial_rotary} is {rotary}"
-            part = "" if self.rope.partial_rotary == 1.0 else part
-            yield "head_dim", f"is {self.head_dim}{part}: it must be even, since RoPE rotates pairs."
+        for name in ("qk_norm_over_heads", "qk_norm_after_rope"):
+            if getattr(self, name) and not self.qk_norm:
+                yield name, "is True: it says which norm qk_norm is, so that must be True, too."
+        yield from rope_problems(self)
         for name in PER_LAYER:
             layers = getattr(self, name)
             if layers is not None and len(layers) != self.num_layers:
                 yield name, f"has {len(layers)} entries: it must have one a layer, {self.num_layers}."
-        if self.local_rope and self.local_rope.scaling in ("dynamic", "longrope"):
-            scaling = f"has scaling {self.local_rope.scaling}"
-            yield "local_rope", f"{scaling}: it needs a scaling that does not depend on the length."
-        if self.rope.scaling == "longrope":
-            for name in ("short_factor", "long_factor"):
-                if len(getattr(self.rope, name) or ()) != rotary // 2:
-                    yield "rope", f"has {name}: it must have a number for each pair, {rotary // 2}."
         if self.global_heads:
             yield from self.global_heads.problems_in(self)
-        elif self.local_rope and self.local_rope.partial_rotary != self.rope.partial_rotary:
-            yield (
-                "local_rope",
-                f"must rotate the same dims as rope: partial_rotary {self.rope.partial_rotary}.",
-            )
-        if self.rope.scaling == "dynamic" and rotary < 4:
-            yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
         yield from alibi_problems(self)
         if self.normalize_head and self.tie_embeddings:
             yield "normalize_head", "is True: with tie_embeddings it must be False."

@@ -164,6 +164,30 @@ def has_indexer(c: TransformerConfig) -> bool:
     return c.index is not None and (c.index_layers or (True,))[0]
 
 
+def rope_problems(c: TransformerConfig) -> Iterator[tuple[str, str]]:
+    """Yield (field, problem) of rotary position embeddings that do not fit the heads."""
+    in_range = 0 < c.rope.partial_rotary <= 1  # else its range is reported
+    rotary = c.rotary_dim if in_range else 4
+    if rotary % 2 or not rotary:
+        part = f", of which partial_rotary {c.rope.partial_rotary} is {rotary}"
+        part = "" if c.rope.partial_rotary == 1.0 else part
+        yield "head_dim", f"is {c.head_dim}{part}: it must be even, since RoPE rotates pairs."
+    if c.local_rope and c.local_rope.scaling in ("dynamic", "longrope"):
+        scaling = f"has scaling {c.local_rope.scaling}"
+        yield "local_rope", f"{scaling}: it needs a scaling that does not depend on the length."
+    if c.rope.scaling == "longrope":
+        for name in ("short_factor", "long_factor"):
+            if len(getattr(c.rope, name) or ()) != rotary // 2:
+                yield "rope", f"has {name}: it must have a number for each pair, {rotary // 2}."
+    if not c.global_heads and c.local_rope and c.local_rope.partial_rotary != c.rope.partial_rotary:
+        yield (
+            "local_rope",
+            f"must rotate the same dims as rope: partial_rotary {c.rope.partial_rotary}.",
+        )
+    if c.rope.scaling == "dynamic" and rotary < 4:
+        yield "head_dim", f"is {c.head_dim}: dynamic RoPE scaling needs at least 4."
+
+
 def alibi_problems(c: TransformerConfig) -> Iterator[tuple[str, str]]:
     """Yield (field, problem) of a model with ALiBi (`attention.add_alibi`)."""
     if c.alibi and c.max_position > 2**16:

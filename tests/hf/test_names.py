@@ -52,6 +52,7 @@ HF_CLASSES = {
     "olmo3": transformers.Olmo3Config,
     "seed_oss": transformers.SeedOssConfig,
     "exaone4": transformers.Exaone4Config,
+    "hunyuan_v1_dense": transformers.HunYuanDenseV1Config,
     "smollm3": transformers.SmolLM3Config,
     "ministral3": transformers.Ministral3Config,
     "phi3": transformers.Phi3Config,
@@ -331,6 +332,15 @@ def test_both_spellings_of_rope_say_the_same(old, new, rope):
     assert written["rope_theta"] == rope.theta
     assert (written["rope_scaling"] or {}).get("type", "default") == rope.scaling
     assert (written["rope_scaling"] or {}).get("rope_type", "default") == rope.scaling
+
+
+def test_alpha_of_hunyuan_stretches_the_base():
+    """By alpha to the power of head_dim / (head_dim - 2), here 2."""
+    scaling = {"type": "dynamic", "alpha": 10.0, "factor": 1.0}
+    config = read_config(tiny("hunyuan_v1_dense", head_dim=4, rope_theta=1e4, rope_scaling=scaling))
+    assert config.rope == RopeConfig(1e6)
+    config = read_config(tiny("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "factor": 2.0}))
+    assert config.rope == RopeConfig(1e4, "dynamic", 2.0)
 
 
 def test_yarn_and_llama3_fall_back_to_the_length_of_the_model():

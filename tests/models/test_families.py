@@ -49,7 +49,7 @@ EACH_FAMILY = (
     *("gemma3", "gemma4", "gemma4 small", "gemma4 moe", "olmo3", "olmo-hybrid", "smollm3, odd", "phi-4"),
     *("qwen3.5", "qwen3.5 moe", "qwen3-next", "lfm2", "lfm2 moe", "nemotron", "granite", "granite-4"),
     *("ministral3", "mistral4", "glm-4.7", "minimax-m2", "deepseek-v3.2", "glm-5, shared", "seed-oss"),
-    *("exaone4", "olmo2"),
+    *("exaone4", "olmo2", "hunyuan"),
 )
 each_case = pytest.mark.parametrize("case", with_slow(CASES, CASES.keys() - QUICK))
 each_small_case = pytest.mark.parametrize("case", with_slow(CASES, CASES.keys() - SMALL))

@@ -25,6 +25,10 @@ IMPOSSIBLE = {
         "head_dim": 2,
         "rope": models.RopeConfig(scaling="dynamic"),
     },
+    "qk_norm_after_rope is True: it says which norm qk_norm is": {
+        "qk_norm_after_rope": True,
+        "qk_norm": False,
+    },
     "num_layers is 0: it must be at least 1 and at most 10000.": {"num_layers": 0},
     "norm_eps is nan: it must be at least 0 and at most 1; 1e-6 is usual.": {"norm_eps": math.nan},
     "rope.theta is 1.0: it must be above 1": {"rope": models.RopeConfig(theta=1.0)},
