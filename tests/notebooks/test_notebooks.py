@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from distributed import with_devices
 
 import jaxrl_llm
 
@@ -105,7 +106,7 @@ def execute(file: Path, folder: Path, **settings) -> list[dict]:
         if "parameters" in cell.metadata.get("tags", []):
             cell.source = "\n".join(f"{name} = {value!r}" for name, value in settings.items())
     client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}})
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment = with_devices(1)
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [environment.get("PYTHONPATH")])]
     client.execute(env=environment | {"PYTHONPATH": os.pathsep.join(paths)})
     return notebook.cells
