@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.data.chat import encode_conversation
+from jaxrl_llm.data.chat import encode_conversation, encode_prompt
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.messages import message_text
@@ -25,6 +25,7 @@ from jaxrl_llm.learn.scoring import SHORTEST_ROW, BucketedScorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import check_kernels_setting, prefix_sharing
+from jaxrl_llm.rollout.engine import text_of
 from jaxrl_llm.sharding.placement import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Params
@@ -155,11 +156,25 @@ def encode_row(
         sequences = [{"tokens": encode_conversation(tokenizer, given, chat).tolist()}]
     else:
         kind = given.kind
-        parts = [encode_response(tokenizer, given.example, text, chat) for text in given.texts]
+        each = zip(given.texts, given.tokens, strict=True)
+        parts = [encode_given(tokenizer, given.example, *one, chat=chat) for one in each]
         sequences = [{"tokens": [*p.tolist(), *r.tolist()], "prompt_tokens": len(p)} for p, r in parts]
     for sequence in sequences:
         check_tokens(sequence["tokens"], where, config)
     return kind, sequences
+
+
+def encode_given(
+    tokenizer: Any, example: Example, text: str, tokens: Any, *, chat: ChatConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (prompt ids, response ids), the sampled ones if the tokenizer reads the text in them.
+
+    The text alone has other ids if the response was cut off, or sampled in other pieces.
+    """
+    known = has_ids(tokens) and min(tokens) >= 0 and max(tokens) < len(tokenizer)
+    if known and text_of(tokenizer, tokens, getattr(tokenizer, "end_ids", ())) == text:
+        return encode_prompt(tokenizer, example, chat), np.asarray(tokens, np.int32)
+    return encode_response(tokenizer, example, text, chat)
 
 
 def by_kind(kind: str, sequences: list[dict[str, Any]]) -> dict[str, Any]:
@@ -192,6 +207,7 @@ class GivenResponses(NamedTuple):
 
     example: Example  # their prompt
     texts: list[str]
+    tokens: list[Any]  # of each text, as `generate` wrote them, unchecked; None = not given
     kind: str  # "responses", "pair" or "response"
 
 
@@ -233,13 +249,14 @@ def read_responses(row: dict[str, Any], where: str) -> GivenResponses:
             raise RowError(f'{where}: "responses" is an empty list; leave the row out, or give it a response')
         for i, text in enumerate(texts):
             check_text(text, f"{where}: responses[{i}]")
-        return GivenResponses(read_example(others, where, NO_SOURCE), texts, "responses")
+        tokens = [r.get("tokens") if isinstance(r, dict) else None for r in row["responses"]]
+        return GivenResponses(read_example(others, where, NO_SOURCE), texts, tokens, "responses")
     example = read_example(row, where, NO_SOURCE)
     if example.rejected is not None:
         prompt, chosen = split_response(example)
-        return GivenResponses(prompt, [chosen, split_response(example.rejected)[1]], "pair")
+        return GivenResponses(prompt, [chosen, split_response(example.rejected)[1]], [None, None], "pair")
     prompt, text = split_response(example)
-    return GivenResponses(prompt, [text], "response")
+    return GivenResponses(prompt, [text], [None], "response")
 
 
 def split_response(example: Example) -> tuple[Example, str]:
@@ -274,8 +291,7 @@ def with_rewards(
 
 def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:
     """Raise UserError unless `ids` is a sequence of token ids of this model."""
-    valid = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not valid or not ids:
+    if not has_ids(ids):
         raise UserError(f'{where}: "tokens" must be a list of at least one integer')
     outside = next((i for i in ids if not 0 <= i < config.vocab_size), None)
     if outside is not None:
@@ -284,6 +300,12 @@ def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:
         raise UserError(
             f"{where}: {len(ids)} tokens exceed the model's {config.max_position} positions; shorten the row"
         )
+
+
+def has_ids(value: Any) -> bool:
+    """Return whether a value is a list of at least one integer."""
+    valid = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    return valid and bool(value)
 
 
 class Sequences(NamedTuple):

@@ -14,7 +14,7 @@ from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.learn.scoring import BucketedScorer
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
-from jaxrl_llm.tools import score
+from jaxrl_llm.tools import generate, score
 from jaxrl_llm.tools.scoring import Sequences, logprobs_of
 
 CONFIG = models.TransformerConfig(
@@ -141,6 +141,21 @@ def test_responses_of_samples_pairs_and_generate_are_scored_behind_their_prompt(
         assert tokenizer.decode(one["tokens"][one["prompt_tokens"] :]) == f"{text}<|im_end|>"
         np.testing.assert_allclose(one["logprobs"], whole["logprobs"][: count - 1], atol=2e-5)
     assert tokenizer.decode(empty["tokens"]) == "hi<|im_end|>" and empty["prompt_tokens"] == 2
+
+
+def test_responses_of_generate_are_scored_in_their_own_tokens(folder, tmp_path):
+    """Cut off, sampled in other pieces, or stopped: their log-probs are the ones that `generate` wrote."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    words = ("--prompts", str(prompts), "--out", str(tmp_path / "g.jsonl"), "--n", "6", "--max_tokens", "5")
+    assert generate.main(["--model", str(folder), *words]) == 0
+    line = (tmp_path / "g.jsonl").read_text().strip()
+    sampled = json.loads(line)["responses"]
+    (scored,) = run(folder, tmp_path, [line])
+    for one, own in zip(scored["responses"], sampled, strict=True):
+        assert one["tokens"][one["prompt_tokens"] :] == own["tokens"]
+        np.testing.assert_allclose(one["logprobs"][one["prompt_tokens"] - 1 :], own["logprobs"], atol=2e-5)
+    assert {own["finish"] for own in sampled} >= {"length"}
 
 
 @pytest.mark.parametrize(
