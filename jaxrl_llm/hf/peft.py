@@ -12,11 +12,14 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import export_config, write_folder
 from jaxrl_llm.hf.folder import file_inside, language_model, list_mismatches, list_modules
+from jaxrl_llm.hf.json_file import JsonKeys
 from jaxrl_llm.hf.layouts import from_hf, hf_shape
 from jaxrl_llm.hf.load import read_slice
 from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, is_stacked
 from jaxrl_llm.hf.peft_config import (
     CONFIG,
+    WEIGHTS,
+    adapts_experts,
     check_same_adapters,
     file_factors,
     has_stacked,
@@ -41,7 +44,7 @@ from jaxrl_llm.models import AdaptedConfig, abstract, named_leaves
 from jaxrl_llm.models.lora import MARK, named_adapters, scale_b
 from jaxrl_llm.structs import Params
 
-WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+PICKLE = "adapter_model.bin"
 UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe_text", "lfm2_moe", "nemotron_h")
 """Families whose experts' adapters peft ignores."""
 
@@ -115,11 +118,11 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
     check_same_adapters(read_adapter_config(folder, config), config, folder / CONFIG)
     tensors, file, keys = adapter_tensors(config), _weight_file(folder), read_adapter_keys(folder / CONFIG)
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
-    modules, saved = adapted_modules(keys, config), saved_weights(keys, config)
+    modules, saved = _read_modules(folder, keys, config), saved_weights(keys, config)
     adapters, stacks = named_adapters(config), stacks_experts(keys)
     # The tensors that the file must have: one per matrix, or one for all experts of a layer.
     trained = {ours for tensor in tensors for ours, _ in tensor.parts}
-    targets = {tensor.name: target_of(tensor, stacks) for tensor in tensors}
+    targets = {tensor.name: target_of(tensor, config, stacks) for tensor in tensors}
     tensors = [tensor for tensor in tensors if targets[tensor.name] in {*modules, ""}]
     weights = {tensor.name: tensor.parts[0][0].partition(MARK)[0] for tensor in tensors}
     scales = {targets[name]: adapters[ours][1] for name, ours in weights.items() if ours in adapters}
@@ -157,6 +160,15 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
         for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
             adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])
     return adapter | {ours: read(name) for name, ours in saved.items()}
+
+
+def _read_modules(folder: Path, keys: JsonKeys, config: AdaptedConfig) -> dict[str, FileAdapter]:
+    """Return the adapted modules (`adapted_modules`); print a line if experts are not among them."""
+    modules = adapted_modules(keys, config, adapts_experts(folder, keys))
+    if len(modules) < len(adapted_modules(keys, config)):
+        line = "no adapters of experts, which peft with transformers 5 adapts as target_parameters alone"
+        print_on_first(f"{folder}: {line}")
+    return modules
 
 
 def _read_language_model(file: Path, family: str) -> dict[str, StoredTensor]:
@@ -287,14 +299,15 @@ def expert_parts(
     for tensor in tensors:
         ours, index = tensor.parts[0]
         weight, _, matrix = ours.partition(MARK)
-        leaf, target = weight.rpartition(".")[2], target_of(tensor, stacked=True)
+        leaf, target = weight.rpartition(".")[2], target_of(tensor, config, stacked=True)
         if not leaf.startswith("expert_"):
             continue
-        rank, joined, module = modules[target].rank, leaf != "expert_down", target.rpartition(".")[0]
-        inner = ".base_layer" * (joined and f"{module}.down_proj" in modules)
+        rank, is_first, module = modules[target].rank, leaf != "expert_down", target.rpartition(".")[0]
+        joined = is_first and config.mlp_gate
+        inner = ".base_layer" * (is_first and f"{module}.down_proj" in modules)
         rows, columns = tensor.shape
         shape = (experts * rank, columns) if matrix == "a" else (rows * (1 + joined), rank * experts)
-        start = rows * (leaf == "expert_up")
+        start = rows * (joined and leaf == "expert_up")
         name = f"{PREFIX}{module}{inner}.lora_{matrix.upper()}.weight"
         found[tensor.name] = ExpertPart(name, shape, matrix, index[-1], rank, slice(start, start + rows))
     return found

@@ -13,13 +13,22 @@ from jaxrl_llm.hf.family_names import MODULES
 from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.names import hf_name, is_stacked, joined_weights
-from jaxrl_llm.hf.peft_modules import PARAMETER, STACKED, SUMS, WITHOUT, adapted_modules, saved_weights
+from jaxrl_llm.hf.peft_modules import (
+    PARAMETER,
+    STACKED,
+    SUMS,
+    WITHOUT,
+    adapted_modules,
+    saved_weights,
+    stacks_experts,
+)
+from jaxrl_llm.hf.stored import read_header
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, TransformerConfig
 from jaxrl_llm.models.lora import named_adapters, rank_of_experts
 from jaxrl_llm.models.lora_config import ALL_TARGETS, MLP, check_lora_config, linear_layers
 from jaxrl_llm.user_file import expand_home
 
-CONFIG = "adapter_config.json"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LINEAR = ("input_linear", "output_linear")
 """Names of linear layers in Granite 4."""
 _DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}  # PEFT's
@@ -56,7 +65,7 @@ def read_adapter_config(folder: Path | str, config: TransformerConfig) -> LoraCo
         raise UserError(f"{file}: no such file; a PEFT adapter has one. Give the folder that holds it.")
     keys = read_adapter_keys(file)
     _check_supported(keys, config)
-    lora = _read_lora(keys, config)
+    lora = _read_lora(keys, config, adapts_experts(Path(folder), keys))
     check_lora_config(lora, str(file))
     return lora
 
@@ -66,13 +75,25 @@ def read_adapter_keys(file: Path) -> JsonKeys:
     return JsonKeys(read_json(file), str(file), _DEFAULTS)
 
 
-def _read_lora(keys: JsonKeys, config: TransformerConfig) -> LoraConfig:
+def adapts_experts(folder: Path, keys: JsonKeys) -> bool:
+    """Return whether a PEFT folder may have adapters of experts.
+
+    In transformers 5 experts are no modules, and for LFM2 and Nemotron-H peft 0.21 adapts only the modules
+    with the names in `target_modules`.
+    """
+    file = folder / WEIGHTS
+    return (
+        stacks_experts(keys) or not file.is_file() or any(".experts." in name for name in read_header(file))
+    )
+
+
+def _read_lora(keys: JsonKeys, config: TransformerConfig, experts: bool) -> LoraConfig:
     """Return the config of the adapters, with the largest rank of experts, and of the other layers.
 
     If experts have adapters, alpha is the file's, else that of the largest rank.
     """
     # Ranks and scales of experts, and of the other layers.
-    modules, is_stabilized = adapted_modules(keys, config), keys.flag("use_rslora")
+    modules, is_stabilized = adapted_modules(keys, config, experts), keys.flag("use_rslora")
     ranks, of_experts = {}, {}
     for adapter in reversed(modules.values()):
         group = of_experts if adapter.weights[0].startswith("expert_") else ranks

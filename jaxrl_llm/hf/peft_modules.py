@@ -34,8 +34,8 @@ _GRANITE = tuple(f"block_sparse_moe.{name}" for name in BESIDE_MLP)
 STACKED = (GATE_UP, DOWN, *BESIDE_MLP, *_GRANITE)
 """Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5, and in Gemma
 4 and Granite; PEFT has a separate kind of adapter for them."""
-EXPERTS = tuple(f".{name}" for name in BESIDE_MLP)
-"""Ends of the full names of these parameters."""
+EXPERTS = tuple(f".{name}" for name in (*BESIDE_MLP, "experts.up_proj"))
+"""Ends of the full names of these parameters; experts of Nemotron-H have no gate."""
 SUMS = {
     **dict.fromkeys(STACKED[::2], 2),
     **{
@@ -74,20 +74,30 @@ def module_of(tensor: str) -> str:
     return tensor.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
-def target_of(tensor: HFTensor, stacked: bool) -> str:
+def target_of(tensor: HFTensor, config: TransformerConfig, stacked: bool) -> str:
     """Return the module that a tensor of an adapter adapts, or the parameter of all experts of a layer
-    ("model.layers.0.mlp.experts.down_proj"); `stacked`: the file adapts such parameters."""
+    ("model.layers.0.mlp.experts.down_proj"), as transformers 5 names it; `stacked`: the file adapts such
+    parameters."""
     module, weight = module_of(tensor.name), _leaf(tensor.parts[0][0].partition(MARK)[0])
     if not weight.startswith("expert_"):
         return module
-    parameter = "down_proj" if weight == "expert_down" else "gate_up_proj"
-    if single := re.match(r"(.*?\.layers\.\d+)\..*\.experts\.\d+\.", module):
-        return f"{single[1]}.mlp.experts.{parameter}" if stacked else module
+    first = "gate_up_proj" if config.mlp_gate else "up_proj"
+    parameter = "down_proj" if weight == "expert_down" else first
+    if single := re.match(r"(.*?\.layers\.\d+\..*\.experts)\.\d+\.", module):
+        # In Mixtral and MiniMax-M2 the block has another name in files.
+        experts = single[1].replace(".block_sparse_moe.", ".mlp.")
+        return f"{experts}.{parameter}" if stacked else module
     return f"{module.removesuffix('.base_layer')}.{parameter}"
 
 
-def adapted_modules(keys: JsonKeys, config: TransformerConfig) -> dict[str, FileAdapter]:
+def adapted_modules(
+    keys: JsonKeys, config: TransformerConfig, experts: bool = True
+) -> dict[str, FileAdapter]:
     """Return the adapted modules and parameters of a model (`target_of`) -> their adapters in the file.
+
+    Args:
+        experts: names of modules mean experts, too; False = the file has no adapters of experts
+            (`peft_config.adapts_experts`).
 
     Raises:
         UserError: none is adapted, a target is no linear layer, or a key is malformed.
@@ -96,7 +106,7 @@ def adapted_modules(keys: JsonKeys, config: TransformerConfig) -> dict[str, File
     base = dataclasses.replace(base_config(config), value_head=False)
     targets, parts, parameters, stacks = {}, {}, read_parameters(keys), stacks_experts(keys)
     for tensor in adapter_tensors(with_lora(base, LoraConfig(rank=1))):
-        target = target_of(tensor, stacks)
+        target = target_of(tensor, config, stacks)
         weights = targets.setdefault(target, {})
         weights |= dict.fromkeys(_leaf(ours.partition(MARK)[0]) for ours, _ in tensor.parts)
         parts[target] = len(tensor.parts)
@@ -106,6 +116,7 @@ def adapted_modules(keys: JsonKeys, config: TransformerConfig) -> dict[str, File
     # The ones that are adapted -> the name that patterns match.
     adapted = {target: name for target, name in names.items() if _has_end(name, parameters)}
     modules = [target for target, name in names.items() if name != target and target not in adapted]
+    modules = [target for target in modules if experts or ".experts." not in target]
     adapted |= {target: target for target in modules if _is_adapted(keys, target)}
     if not adapted:
         leaves = ", ".join(dict.fromkeys(_leaf(target) for target in targets))
