@@ -31,9 +31,10 @@ by the gradient's largest number. `python scripts/families.py` measures them aga
 [CONTRIBUTING.md](../CONTRIBUTING.md#a-model-family) has the page to add one. A coding agent that had not
 read the code followed it: the tests of Seed-OSS passed after 3 minutes (a row, and the key of one bias in
 `jaxrl_llm/hf/config.py`), the tests of EXAONE 4 after 4 (a row, and layers without RoPE in
-`jaxrl_llm/hf/windows.py`), then the tests of OLMo 2 after 6 (a row) and of Hunyuan after 2 (a row, names,
-and a norm after RoPE in `jaxrl_llm/models/block.py`). Sizes of published models are from their cards. No
-person has been timed.
+`jaxrl_llm/hf/windows.py`). The page then got what it had lacked (chats, sizes of published models, which
+file reads what); by it OLMo 2 took 6 minutes (a row), Hunyuan 2 (a row, names, `alpha` in
+`jaxrl_llm/hf/ropes.py` and a norm after RoPE in `jaxrl_llm/models/block.py`). README and CHANGELOG are not
+in these times; no person has been timed.
 """
 SHOWN_BY = """
 `pytest -m "slow or not slow"` with these files and words shows, the first five by family, the others by kind
