@@ -19,6 +19,9 @@ INSTALL = @echo "Installing into $(VENV): one to three minutes."; $(BIN)/python 
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
+# Tests of equal bits, compiled as in a run. The others are compiled without optimization, for less time.
+OPTIMIZED := tests/models/test_strict.py
+
 # Of `make real`: STUDY or STUDY/LABEL of docs/real.md, or all; an interpreter with trl, for the runs of TRL; of
 # `make bench`, also one with google-tunix and one with skyrl.
 RECIPES ?= grpo/full
@@ -65,7 +68,8 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow and not compilers and not gpu" -q $(PARALLEL)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "slow and not compilers" -q $(PARALLEL)
+	$(BIN)/python -m pytest -m "slow and not compilers" -q $(PARALLEL) --ignore $(OPTIMIZED)
+	JAXRL_TEST_OPTIMIZED=1 $(BIN)/python -m pytest -m "slow and not compilers" -q $(PARALLEL) $(OPTIMIZED)
 
 test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q $(PARALLEL)

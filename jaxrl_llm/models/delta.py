@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.gated_delta import api
-from jaxrl_kernels.gated_delta.reference import delta_step, recurrent_delta
+from jaxrl_kernels.gated_delta.reference import delta_step, exact_step, recurrent_delta
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.linear import Initializer, apply_linear, rms_norm
 from jaxrl_llm.models.mixer_config import DeltaConfig
@@ -178,12 +178,12 @@ def add_tokens(
 ) -> tuple[Float[Array, "S T H V"], Float[Array, "S H K V"]]:
     """Add the valid tokens (q, k, v, g, beta or none) to the states by `sharded_delta`; return (out, states).
 
-    A single token and all tokens of strict mode are added by `delta_step`, so that their bits are the same.
+    In strict mode every token is added by `exact_step`, so that its bits do not depend on the other tokens.
     """
     if valid.shape[1] > 1:
         rule = recurrent_delta if strict else sharded_delta
         return rule(*tokens, segments=valid.astype(jnp.int32), initial=state)
-    out, new = delta_step(state, *(x[:, 0] for x in tokens))
+    out, new = (exact_step if strict else delta_step)(state, *(x[:, 0] for x in tokens))
     return out[:, None], jnp.where(valid[..., None, None], new, state)
 
 

@@ -9,7 +9,7 @@ import pytest
 from slow_cases import with_slow
 
 from jaxrl_kernels.gated_delta import bench
-from jaxrl_kernels.gated_delta.reference import SAVED, delta_step, gated_delta, recurrent_delta
+from jaxrl_kernels.gated_delta.reference import SAVED, delta_step, exact_step, gated_delta, recurrent_delta
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
@@ -235,15 +235,17 @@ def test_states_that_die_have_finite_gradients():
 
 
 def test_steps_equal_the_recurrence_bit_by_bit():
-    """Decoding by `delta_step` in any number of slots has the bits of `recurrent_delta`, the strict form."""
+    """Decoding by `exact_step` in any number of slots has the bits of `recurrent_delta`, the strict form."""
     tokens, segments = make_tokens((5, 20)), np.ones((5, 20), np.int32)
     expected, chunked = run(recurrent_delta, tokens, segments)[0], run(gated_delta, tokens, segments)[0]
-    state, step = jnp.zeros((5, HV, K, V)), jax.jit(delta_step)
-    for t in range(20):
-        out, state = step(state, *(x[:, t] for x in tokens))
-        np.testing.assert_array_equal(out, expected[0][:, t])
-    np.testing.assert_array_equal(state, expected[1])
+    for slots in (1, 5):
+        state, step = jnp.zeros((slots, HV, K, V)), jax.jit(exact_step)
+        for t in range(20):
+            out, state = step(state, *(x[:slots, t] for x in tokens))
+            np.testing.assert_array_equal(out, expected[0][:slots, t])
+        np.testing.assert_array_equal(state, expected[1][:slots])
     assert_close((out, state), (chunked[0][:, -1], chunked[1]))
+    assert_close(delta_step(jnp.zeros((5, HV, K, V)), *(x[:, 0] for x in tokens))[0], expected[0][:, 0])
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.chunks import split
 from jaxrl_kernels.gated_delta.paths import ChunkPaths, clear_padding, follow_paths
 
@@ -100,7 +101,7 @@ def recurrent_delta(
     initial: Float[Array, "B Hv K V"] | None = None,
     levels: int = 2,
 ) -> tuple[Float[Array, "B T Hv V"], Float[Array, "B Hv K V"]]:
-    """Compute `gated_delta` by `delta_step`, one token at a time; the gradient keeps a state a token."""
+    """Compute `gated_delta` by `exact_step`, one token at a time; the gradient keeps a state a token."""
     tokens = (q, k, v, g) if beta is None else (q, k, v, g, beta)
     scan = functools.partial(jax.lax.scan, _add_token)
     return _scan(scan, tokens, segments, last=last, initial=initial, chunk=1, levels=levels)
@@ -125,6 +126,16 @@ def delta_step(
     u = v.astype(jnp.float32) if beta is None else correct()
     state = state + _product("bhk,bhv->bhkv", k, u)
     return _product("bhk,bhkv->bhv", q, state).astype(v.dtype), state
+
+
+def exact_step(state: Float[Array, "B Hv K V"], *tokens: Array) -> tuple[Array, Array]:
+    """Compute `delta_step`, whose bits depend neither on B nor on the program.
+
+    Elsewhere XLA fuses products and sums as it likes, so that a state has other bits beside other states.
+    """
+    step = lambda _, x: jax.tree.map(lambda y: y[None], delta_step(*(y[0] for y in x)))
+    row = tuple(x[None] for x in (state, *tokens))
+    return jax.tree.map(lambda y: y[0], batch_invariant.map_tokens(step, (), row))
 
 
 class _Stack(NamedTuple):
@@ -239,11 +250,11 @@ def _add_chunk(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array,
 
 
 def _add_token(stack: _Stack, tokens: list[Array]) -> tuple[_Stack, Float[Array, "B 1 Hv V"]]:
-    """Add a chunk of one token to the states by `delta_step`."""
+    """Add a chunk of one token to the states by `exact_step`."""
     *tokens, segments, last = tokens
     paths = follow_paths(stack.last, segments, last)
     states = _select(paths.before, stack.states)
-    out, state = delta_step(states[:, :, 0], *(x[:, 0] for x in tokens))
+    out, state = exact_step(states[:, :, 0], *(x[:, 0] for x in tokens))
     changed = paths.inside[:, None, 1:, :, None]
     states = jnp.where(changed, state[:, :, None], states[:, :, 1:])
     return _next_stack(states, paths), out[:, None]
