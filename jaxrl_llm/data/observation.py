@@ -13,7 +13,7 @@ from jaxrl_llm.data.rows import Example, Message
 from jaxrl_llm.data.template import ChatRenderer, token_ids
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.forks import common_length
-from jaxrl_llm.thoughts import as_message
+from jaxrl_llm.thoughts import MARKS, as_message
 
 PLACEHOLDER = "turn f3a94c of the policy"  # in no conversation
 
@@ -105,7 +105,7 @@ def encode_observation(
         return token_ids(tokenizer, text, example.where, literal=True, after=messages[turn]["content"])
     # Render with placeholders for the policy's turns, and take the text after the last one.
     written = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant"]
-    thoughts = any("</think>" in messages[i]["content"] for i in written)
+    thoughts = any(_marks_of_thought(messages[i]["content"]) for i in written)
     thinks = thoughts and not _closes_thought(ChatRenderer(tokenizer, prompt, example, config))
     replaced = [_with_placeholder(m, thinks) if i in written else m for i, m in enumerate(messages)]
     chat = ChatRenderer(tokenizer, replaced, example, config)
@@ -130,12 +130,18 @@ def encode_observation(
     return chat.tokenize(rest, text.removesuffix(rest))
 
 
+def _marks_of_thought(text: str) -> tuple[str, ...]:
+    """Return the marks around the thought of a text whose thought has ended; () = there is none."""
+    return next((marks for marks in MARKS.items() if marks[1] in text), ())
+
+
 def _closes_thought(prompt: ChatRenderer) -> bool:
     """Return whether the template writes an empty thought before the policy's turn, which then has none."""
-    return prompt.render(generation_prompt=True).rstrip().endswith("</think>")
+    return prompt.render(generation_prompt=True).rstrip().endswith(tuple(MARKS.values()))
 
 
 def _with_placeholder(message: Message, thinks: bool) -> Message:
     """Replace the text of a policy's turn: its tokens exist already, and rendering might change them."""
-    thought = "<think>\nthought\n</think>\n\n" if thinks and "</think>" in message["content"] else ""
+    marks = _marks_of_thought(message["content"]) if thinks else ()
+    thought = "{}\nthought\n{}\n\n".format(*marks) if marks else ""
     return {**message, "content": f"{thought}{PLACEHOLDER}"}

@@ -18,7 +18,7 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.thoughts import as_message
+from jaxrl_llm.thoughts import MARKS, as_message
 
 CHAT = ChatConfig()
 
@@ -82,7 +82,8 @@ def contexts_of(template, contents, history="exact"):
         dialogue = made.dialogue([prompt], jax.random.key(0))
         for number, content in enumerate(contents, 1):
             before = render(messages, add_generation_prompt=True)
-            content = content.split("\n\n")[-1] if before.rstrip().endswith("</think>") else content
+            closed = before.rstrip().endswith(tuple(MARKS.values()))
+            content = content.split("\n\n")[-1] if closed else content
             whole = render([*messages, {"role": "assistant", "content": content}])
             if whole.startswith(before):  # as the template writes the turn while it is the last one
                 written = whole[len(before) :]
@@ -109,3 +110,22 @@ def test_every_template_of_trl(file):
             assert context == tokenizer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(context) == text
     assert (dropped[0] > 0) == file.name.startswith(REWRITING) or "training" in file.stem
+
+
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last %}{% if m.reasoning_content %}OPEN\n"
+    "{{ m.reasoning_content }}\nCLOSE\n\n{% endif %}{{ m.content }}{% else %}"
+    "{{ m.content.split('CLOSE')[-1].lstrip() }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("marks", MARKS.items(), ids="{0[0]}".format)
+def test_thoughts_in_marks_of_any_family_are_seen_to_be_taken_away(marks):
+    template = FORGETS.replace("OPEN", marks[0]).replace("CLOSE", marks[1])
+    contents = [f"{marks[0]}\nhm 0\n{marks[1]}\n\nanswer 0", "plain 1"]
+    dropped = []
+    for tokenizer, context, text, kept in contexts_of(template, contents):
+        dropped.append(kept > 0)
+        assert tokenizer.decode(context) == text
+    assert dropped == [True, False]
