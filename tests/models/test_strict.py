@@ -50,7 +50,7 @@ LATENTS = dataclasses.replace(
     ),
 )  # fmt: skip
 INDEXED = dataclasses.replace(
-    LATENTS, num_layers=4, index=IndexConfig(5, 2, 9), index_layers=(True, False, True, False)
+    LATENTS, num_layers=3, index=IndexConfig(5, 2, 9), index_layers=(True, False, True)
 )
 GPT_OSS = dataclasses.replace(
     QWEN, sliding_window=7, window_layers=(True, False), qkv_bias=True, out_bias=True, qk_norm=False,
@@ -73,15 +73,18 @@ HYBRID = dataclasses.replace(
     QWEN, num_layers=4, layer_kinds=("delta", "delta", "attention", "delta"), attention_gate=True,
     delta=DeltaConfig(2, 4, 8, 8),
 )  # fmt: skip
+TWO_LAYERS = dataclasses.replace(HYBRID, num_layers=2, layer_kinds=("delta", "attention"))
 NEGATIVE = dataclasses.replace(
-    HYBRID, norms="after", delta=DeltaConfig(2, 4, 8, 8, projections="separate", negative_eigenvalues=True)
+    TWO_LAYERS,
+    norms="after",
+    delta=DeltaConfig(2, 4, 8, 8, projections="separate", negative_eigenvalues=True),
 )
 LFM2 = dataclasses.replace(
     QWEN, num_layers=3, layer_kinds=("conv", "attention", "conv"), conv=ConvConfig(),
     moe=MoEConfig(4, 2, 24, score="sigmoid", selection_bias=True, dense_layers=1),
 )  # fmt: skip
 MAMBA = dataclasses.replace(
-    QWEN, num_layers=5, layer_kinds=("mamba", "mlp", "attention", "mamba", "experts"), one_branch=True,
+    QWEN, num_layers=4, layer_kinds=("mamba", "mlp", "attention", "experts"), one_branch=True,
     mamba=MambaConfig(4, 8, 8, 2), activation="relu2", mlp_gate=False,
     moe=MoEConfig(4, 2, 24, 16, score="sigmoid", selection_bias=True, shared_gate=False),
 )  # fmt: skip
@@ -92,7 +95,7 @@ NO_ROPE = dataclasses.replace(
 ALIBI = dataclasses.replace(
     QWEN, alibi=True, rope_layers=(False, False), normalize_head=True, tie_embeddings=False
 )
-SHARED_PROJECTIONS = dataclasses.replace(HYBRID, delta=DeltaConfig(2, 4, 8, 8, projections="qkvz"))
+SHARED_PROJECTIONS = dataclasses.replace(TWO_LAYERS, delta=DeltaConfig(2, 4, 8, 8, projections="qkvz"))
 
 
 def of_family(case):
