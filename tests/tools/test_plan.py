@@ -242,7 +242,6 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     assert set(map(str, called["_apply"])) == {str(planned["update: apply"])}
 
 
-@pytest.mark.slow
 def sizes(model):
     """Numbers in the norms, which are float32 and whole on each device, and in all other weights."""
     counts = {name: math.prod(w.shape) for name, w in models.named_leaves(models.abstract(model))}
