@@ -75,7 +75,7 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     if others and not _is_carried(config, raw):
         print_on_first(f"{folder}: left out of the model and of exports: {list_modules(others)}")
     elif others:
-        print_on_first(f"{folder}: {list_modules(others)} not used; exports copy them")
+        print_on_first(f"{folder}: {list_modules(others)} are not used; exports copy them")
     if unused:
         line = f"{len(unused)} weights of multi-token prediction are not used; exports copy them"
         print_on_first(f"{folder}: {line}")

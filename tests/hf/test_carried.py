@@ -150,7 +150,7 @@ def test_an_export_has_the_predictors_of_its_base(tmp_path, monkeypatch, capfd, 
     printed = capfd.readouterr().err
     assert "3 weights of multi-token prediction are not used; exports copy them" in printed
     is_outer = write is write_qwen
-    assert ("base: visual (6 weights) not used; exports copy them" in printed) == is_outer
+    assert ("base: visual (6 weights) are not used; exports copy them" in printed) == is_outer
     # The export is a base, too.
     second = export_run(first, tmp_path / "second")
     model = hf_tensors(read_config(first))

@@ -88,7 +88,7 @@ def test_an_export_keeps_all_of_a_model_that_sees_images(kind, case, *, tower, k
     for name in PROCESSOR_FILES:
         (base / name).write_text(json.dumps({"of": name}))
     params = load_params(base, read_config(base))
-    assert "weights) not used; exports copy them" in capfd.readouterr().err
+    assert "weights) are not used; exports copy them" in capfd.readouterr().err
     first = export(params, base, tmp_path / "first")
     assert different_tensors(base, first) == set()
     for name in PROCESSOR_FILES:

@@ -570,7 +570,7 @@ def test_dense_layers_after_sparse_ones_are_refused(types, found):
 )
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_language_model_of_one_that_sees_images(kind, case, *, modules, prefix, tmp_path, capsys):
-    """Both layouts of the folder; what is exported is a language model of its own."""
+    """Both layouts of the folder; without its folder an export is a language model of its own."""
     model = oracle(case)
     tensors = {name.replace("model.", prefix, 1): x.contiguous() for name, x in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -586,9 +586,9 @@ def test_the_language_model_of_one_that_sees_images(kind, case, *, modules, pref
     raw = {"model_type": kind, "text_config": text, "tie_word_embeddings": text["tie_word_embeddings"]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     params = load_params(tmp_path, read_config(tmp_path))
-    left = f"exports: {modules.replace(' ', ' and ')} ({len(towers)} weights)"
+    found = f"{modules.replace(' ', ' and ')} ({len(towers)} weights)"
     lines = capsys.readouterr().err
-    assert f"left out of the model and of {left}" in lines
+    assert f"{found} are not used; exports copy them" in lines
     assert ("left out: 1 weights of keys and values" in lines) == bool(unread)
     tokens = some_tokens()
     np.testing.assert_array_equal(our_logits(params, tokens), our_logits(ours(model), tokens))
