@@ -246,8 +246,7 @@ def _spans(
     rest = chat.render_cuts([cut for turn in turns for cut in ((turn, True), (turn + 1, False))])
     spans = []
     for turn, before, after in zip(turns, rest[::2], rest[1::2], strict=True):
-        if not text.startswith(after):  # Phi-3's ends a chat, not a turn, with the end token
-            after = next((after.removesuffix(end) for end in ends if after.endswith(end)), after)
+        after = _as_within(text, after, ends)
         if text.startswith(after) and after.startswith(before):
             spans.append((len(before), len(after)))
         elif span := _span_without_thought(chat, rendered, turn, before=before, ends=ends):
@@ -285,14 +284,22 @@ def _span_without_thought(
     for shown in (before, text):
         spans = (match.span() for match in tag.finditer(shown))
         start = min([start, *(begin for begin, end in spans if begin < start < end)])
-    tail = alone.text[places_alone[-1] :]
-    if not text.startswith(tail, places[-1]):  # as in `_spans`
-        tail = next((tail.removesuffix(end) for end in ends if tail.endswith(end)), tail)
+    tail = _as_within(text, alone.text[places_alone[-1] :], ends, start=places[-1])
     if not max(earlier, default=0) <= start < places[0] or not text.startswith(tail, places[-1]):
         return None
     if opened := before[start:]:
         chat.warn_of_prompt(opened)
     return start, places[-1] + len(tail)
+
+
+def _as_within(text: str, part: str, ends: tuple[str, ...], *, start: int = 0) -> str:
+    """Return the end of a shorter chat as it is within a longer one, whose text goes on from `start`.
+
+    Phi-3's template ends a chat, not a turn, with the end token.
+    """
+    if text.startswith(part, start):
+        return part
+    return next((part.removesuffix(end) for end in ends if part.endswith(end)), part)
 
 
 def _with_ends(
