@@ -28,14 +28,11 @@ def resolve_model(name: str | Path, adapter: bool = False) -> Path:
     """
     try:
         path = expand_home(name)
-        is_folder, is_file = path.is_dir(), path.exists()
-        is_run = (path / "checkpoints").is_dir() and (path / "metrics.jsonl").is_file()
+        is_folder, is_file, is_run = path.is_dir(), path.exists(), _is_run(path)
     except (OSError, ValueError) as error:  # an overlong name, a NUL, a lone surrogate
         raise UserError(f"{str(name)[:80]!r}: not the name of a folder ({error})") from error
     # Something local: a folder, a GGUF file, or a path that is neither.
-    if is_run:
-        raise UserError(_run_directory(path))
-    if is_folder and not adapter and (other := other_folder(path)):
+    if is_folder and (is_run or not adapter) and (other := other_folder(path)):
         raise UserError(f"{path}: {other}")
     if is_folder:
         return path
@@ -64,7 +61,12 @@ def _converted(file: Path) -> Path:
 
 
 def other_folder(path: Path) -> str:
-    """Return the kind of a folder without config.json, and a replacement to give; "" if unknown."""
+    """Return the kind of a folder that is not a model, and a replacement to give; "" if it may be one.
+
+    A run directory has a config.json, too, which is not a model's.
+    """
+    if _is_run(path):
+        return _run_directory(path)
     if (path / "config.json").is_file():
         return ""
     if (path / "hf" / "config.json").is_file():
@@ -116,11 +118,15 @@ def _download(hub: HubName, path: Path) -> Path:
         ) from error
 
 
+def _is_run(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() and (path / "metrics.jsonl").is_file()
+
+
 def _run_directory(path: Path) -> str:
     if (path / "hf" / "config.json").is_file():
-        return f"{path}: a run directory; its trained model is {path / 'hf'}"
+        return f"a run directory; its trained model is {path / 'hf'}"
     return (
-        f"{path}: a run directory, of a run that has not exported its model. Continue the run, or "
+        "a run directory, of a run that has not exported its model. Continue the run, or "
         f"{_export_command(path)}"
     )
 

@@ -16,10 +16,11 @@ from jax.typing import DTypeLike
 from jaxrl_llm import models
 from jaxrl_llm.builders.models import make_stages, trained_config
 from jaxrl_llm.config import ModelConfig, TrainConfig
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.gguf import read_gguf_config
 from jaxrl_llm.hf.hub import SUFFIX, parse_hub_name
+from jaxrl_llm.hf.resolve import other_folder
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models.attention import with_yarn
 from jaxrl_llm.models.config import TransformerConfig
@@ -72,9 +73,12 @@ class AbstractModels:
 
         Raises:
             UnknownModelError: neither a folder nor a preset has this name.
+            UserError: a folder that is not a model's, such as the directory of a run.
         """
         folder = expand_home(path)
         if folder.is_dir():
+            if other := other_folder(folder):
+                raise UserError(f"{folder}: {other}")
             return read_config(folder)
         if folder.suffix == SUFFIX and folder.is_file():
             return read_gguf_config(folder)

@@ -200,8 +200,10 @@ def _models_are_readable(config: TrainConfig) -> Iterator[str]:
     }
     for key, path in used.items():
         try:
-            yield from _model_folder(key, path) if path else ()
-            read_local(path)
+            problems = list(_model_folder(key, path)) if path else []
+            yield from problems
+            if not problems:
+                read_local(path)
         except UserError as error:
             yield f"--{key} {path}: {error}"
 
@@ -210,10 +212,14 @@ def read_local(path: str) -> TransformerConfig | None:
     """Return the architecture of a Hugging Face folder on this machine; None for any other path.
 
     Raises:
-        UserError: its config.json cannot be used.
+        UserError: it is the directory of a run; its config.json cannot be used.
     """
     folder = expand_home(path)
-    return read_config(folder) if path and os.path.isfile(folder / "config.json") else None
+    if not path or not os.path.isfile(folder / "config.json"):
+        return None
+    if other := other_folder(folder):
+        raise UserError(f"{folder}: {other}")
+    return read_config(folder)
 
 
 def _model_folder(key: str, path: str) -> Iterator[str]:
@@ -222,9 +228,10 @@ def _model_folder(key: str, path: str) -> Iterator[str]:
     if folder.suffix == SUFFIX and os.path.isfile(folder):
         return
     if os.path.isdir(folder):
-        if not os.path.isfile(folder / "config.json"):
-            unknown = "no config.json in it, so it is not a Hugging Face model folder."
-            yield f"--{key} {path}: {other_folder(folder) or unknown}"
+        if other := other_folder(folder):
+            yield f"--{key} {path}: {other}"
+        elif not os.path.isfile(folder / "config.json"):
+            yield f"--{key} {path}: no config.json in it, so it is not a Hugging Face model folder."
         return
     hub = parse_hub_name(path)
     if hub is None and (spelling := hub_spelling(path)):

@@ -9,8 +9,9 @@ import pytest
 from refusals import refusal
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos import gdpo, gkd, grpo, sft
+from jaxrl_llm.algos import gdpo, gkd, grpo, ppo, sft
 from jaxrl_llm.config import (
+    CriticConfig,
     DataConfig,
     EnvConfig,
     EvalConfig,
@@ -21,6 +22,7 @@ from jaxrl_llm.config import (
     ModelConfig,
     MoEConfig,
     OptimConfig,
+    ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
     RolloutConfig,
@@ -31,8 +33,10 @@ from jaxrl_llm.config import (
     TrainConfig,
     TransformerConfig,
 )
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import RopeConfig
 from jaxrl_llm.models.global_heads import GlobalHeads
+from jaxrl_llm.plan.models import ABSTRACT_MODELS
 from jaxrl_llm.recipe.checks import apply_all_rules, check_config, check_models, check_on_devices
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.recipe.rules_devices import DEVICES
@@ -242,6 +246,37 @@ def test_sizes_that_devices_decide_are_asked_with_the_devices(config):
     stages = replace(strict, devices="0:2", mesh=MeshConfig(stage=2))
     with pytest.raises(ValueError, match=r"--strict works on one device, and the mesh has 2 \(stage 2\): "):
         check_on_devices(stages, jax.devices())
+
+
+def test_the_directory_of_a_run_is_not_a_model_and_its_model_is_named(config, tmp_path):
+    """Its config.json, of the recipe, is not read as a model's."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("")
+    (run / "config.json").write_text('{"config": {}}')
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
+    here = replace(config, model=ModelConfig(path=str(folder)))
+    runs = {
+        "model.path": replace(here, model=ModelConfig(path=str(run))),
+        "critic.path": replace(here, algo=ppo.Config(), critic=CriticConfig(path=str(run))),
+        "reference.path": replace(here, reference=ReferenceConfig(path=str(run))),
+    }
+    judged = replace(here, reward=RewardConfig(models=(RewardModelConfig(path=str(run)),)))
+    for key, wrong in runs.items():
+        assert f"--{key} {run}: a run directory, of a run that has not exported" in refusal(
+            check_config, wrong
+        )
+    (run / "hf").mkdir()
+    (run / "hf/config.json").write_text("{}")
+    for key, wrong in runs.items():
+        line = f"--{key} {run}: a run directory; its trained model is {run}/hf"
+        assert refusal(check_config, wrong) == line
+    with pytest.raises(UserError, match=rf"^{run}: a run directory; its trained model is {run}/hf$"):
+        check_config(judged)
+    with pytest.raises(UserError, match=rf"^{run}: a run directory; its trained model is {run}/hf$"):
+        ABSTRACT_MODELS.config(str(run))
 
 
 def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
