@@ -12,13 +12,16 @@ from typing import Any
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig, TransformerConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.resolve import other_folder
 from jaxrl_llm.models.attention import with_yarn
 from jaxrl_llm.recipe.fields import refuse
 from jaxrl_llm.recipe.keys import shorten
 from jaxrl_llm.recipe.rule import Rule, apply_rules
 from jaxrl_llm.recipe.rules_devices import DEVICES, with_sizes
 from jaxrl_llm.recipe.rules_model import MODEL, Models
-from jaxrl_llm.recipe.rules_recipe import RECIPE, read_local
+from jaxrl_llm.recipe.rules_recipe import RECIPE
 from jaxrl_llm.sharding.config import CRITIC, POLICY, reward_role
 from jaxrl_llm.sharding.placement import Device
 from jaxrl_llm.user_file import expand_home
@@ -111,6 +114,20 @@ def architectures(
         if paths[role] == policy.path:
             known[role] = with_yarn(known[role], policy.yarn_factor, policy.yarn_original)
     return known
+
+
+def read_local(path: str) -> TransformerConfig | None:
+    """Return the architecture of a Hugging Face folder on this machine; None for any other path.
+
+    Raises:
+        UserError: it is the directory of a run; its config.json cannot be used.
+    """
+    folder = expand_home(path)
+    if not path or not os.path.isfile(folder / "config.json"):
+        return None
+    if other := other_folder(folder):
+        raise UserError(f"{folder}: {other}")
+    return read_config(folder)
 
 
 def _check(rules: Sequence[Rule], *facts: Any) -> None:

@@ -18,7 +18,6 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.hub import SUFFIX, hub_spelling, parse_hub_name
 from jaxrl_llm.hf.resolve import other_folder
-from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.recipe.fields import field_problems
 from jaxrl_llm.recipe.keys import short_repr, shorten
 from jaxrl_llm.recipe.rule import Rule
@@ -200,26 +199,9 @@ def _models_are_readable(config: TrainConfig) -> Iterator[str]:
     }
     for key, path in used.items():
         try:
-            problems = list(_model_folder(key, path)) if path else []
-            yield from problems
-            if not problems:
-                read_local(path)
+            yield from _model_folder(key, path) if path else ()
         except UserError as error:
             yield f"--{key} {path}: {error}"
-
-
-def read_local(path: str) -> TransformerConfig | None:
-    """Return the architecture of a Hugging Face folder on this machine; None for any other path.
-
-    Raises:
-        UserError: it is the directory of a run; its config.json cannot be used.
-    """
-    folder = expand_home(path)
-    if not path or not os.path.isfile(folder / "config.json"):
-        return None
-    if other := other_folder(folder):
-        raise UserError(f"{folder}: {other}")
-    return read_config(folder)
 
 
 def _model_folder(key: str, path: str) -> Iterator[str]:
@@ -232,6 +214,8 @@ def _model_folder(key: str, path: str) -> Iterator[str]:
             yield f"--{key} {path}: {other}"
         elif not os.path.isfile(folder / "config.json"):
             yield f"--{key} {path}: no config.json in it, so it is not a Hugging Face model folder."
+        else:
+            read_config(folder)
         return
     hub = parse_hub_name(path)
     if hub is None and (spelling := hub_spelling(path)):
