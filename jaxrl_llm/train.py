@@ -140,7 +140,7 @@ def train(
     """Take the steps from `start` to the last, or until a stop is requested."""
     config, reference, limit = run.config, run.reference(), run.config.optim.max_nonfinite
     state = run.initial_state() if state is None else state
-    meta = run.checkpoint_meta(state.params)
+    meta = run.checkpoint_meta(state)
     evaluate_start(run, state, reference, start, log=log)
     # Continue at the position of the checkpoint.
     done, metrics, reason, outage = start, {}, "", Outage()

@@ -22,6 +22,7 @@ from jaxrl_llm.train import main
 
 pytestmark = pytest.mark.slow
 TOKENIZER = make_tokenizer()
+FROZEN = ("frozen", "frozen_critic")
 MODEL = TransformerConfig(
     vocab_size=len(TOKENIZER),
     hidden_size=32,
@@ -152,6 +153,32 @@ def test_another_base_is_refused(command, finished, tmp_path, capsys):
     finally:
         save_model(kept, MODEL, folder, TOKENIZER, dtype="float32")
     assert "not the weights that the adapters of" in capsys.readouterr().err
+
+
+def test_another_base_of_the_critic_is_refused(command, tmp_path, capsys):
+    """Its adapters, too, were trained on the base that is not in the checkpoint."""
+    folder = tmp_path / "critic"
+    save = lambda seed: save_model(models.init(MODEL, jax.random.key(seed)), MODEL, folder, TOKENIZER)
+    save(1)
+    run_dir = tmp_path / "run"
+    words = command(run_dir, "--algo", "ppo", "--critic.path", str(folder), "--checkpoint.every", "1")
+    words += ["--critic.warmup_steps", "1"]
+    assert main([*words, "--steps", "1"]) == 0
+    warning = "warning: --critic.warmup_steps 1 is all 1 steps: the policy is not trained"
+    assert warning in capsys.readouterr().out
+    fingerprints = {
+        name: json.loads((run_dir / "checkpoints/1/meta.json").read_text())[name] for name in FROZEN
+    }
+    assert all(fingerprints.values()) and len(set(fingerprints.values())) == len(FROZEN)
+    save(2)
+    capsys.readouterr()
+    assert main([*words, "--steps", "2"]) == 2
+    assert f"{folder}: not the weights that the adapters of" in capsys.readouterr().err
+    save(1)
+    assert main([*words, "--steps", "2"]) == 0
+    words[words.index("--critic.path") + 1] = words[words.index("--model.path") + 1]
+    assert main([*words, "--steps", "3"]) == 2
+    assert "critic.path: was " in capsys.readouterr().err
 
 
 def test_the_export_of_another_base_is_refused(command, finished, tmp_path, capsys):

@@ -73,6 +73,8 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     if line := filter_line(config):
         yield line
     yield from lora_lines(run)
+    if (alone := run.stages[-1].critic_warmup) >= config.steps > 0:
+        yield f"warning: --critic.warmup_steps {alone} is all {config.steps} steps: the policy is not trained"
     if config.epochs:
         yield epochs_line(config, run.loaders["train"])
     for name, loader in run.loaders.items():

@@ -87,7 +87,7 @@ class Run:
     adapter: dict[str, np.ndarray]  # weights of the adapter to start from; {} = new ones
     env: DialogueSource | None = None
     exporter: Prometheus | None = None
-    fingerprint: str | None = None  # of the frozen weights; None = not computed yet
+    fingerprints: dict[str, str] | None = None  # of the frozen weights; None = not computed yet
 
     @property
     def total(self) -> int:
@@ -170,20 +170,28 @@ class Run:
         check_frequencies(meta.get("model", {}), self.model, self.config)
         if self.model.lora:
             state = lora.with_frozen_of(state, self.stages[0].init_state(self.initial_params()))
-            frozen = self.frozen_fingerprint(state.params)
-            check_frozen(meta.get("frozen", ""), frozen, self.config.model.path, self.config.run_dir)
+            config, now = self.config, self.frozen_fingerprints(state)
+            check_frozen(meta.get("frozen", ""), now["frozen"], config.model.path, config.run_dir)
+            own = now["frozen_critic"]
+            check_frozen(meta.get("frozen_critic", own), own, config.critic.path, config.run_dir)
         return restart_moments(self.stages[-1], state)
 
-    def checkpoint_meta(self, params: Params) -> dict[str, Any]:
+    def checkpoint_meta(self, state: TrainState) -> dict[str, Any]:
         """Return the metadata of the run's checkpoints."""
-        model, frozen = asdict(self.model), self.frozen_fingerprint(params)
-        return {"config": dump(self.config), "model": model, "frozen": frozen}
+        return {"config": dump(self.config), "model": asdict(self.model), **self.frozen_fingerprints(state)}
 
-    def frozen_fingerprint(self, params: Params) -> str:
-        """Return the checksum of the policy's frozen weights, which is computed once: they do not change."""
-        if self.fingerprint is None:
-            self.fingerprint = lora.frozen_fingerprint(params)
-        return self.fingerprint
+    def frozen_fingerprints(self, state: TrainState) -> dict[str, str]:
+        """Return checksums of the frozen weights, which are computed once: they do not change.
+
+        Returns: of the policy, and of a critic from a folder, which shares none of them ("" without one).
+        """
+        if self.fingerprints is None:
+            critic = state.critic if self.stages[0].critic_params else None
+            self.fingerprints = {
+                "frozen": lora.frozen_fingerprint(state.params),
+                "frozen_critic": lora.frozen_fingerprint(critic.params) if critic else "",
+            }
+        return self.fingerprints
 
 
 def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable | None = None) -> Run:

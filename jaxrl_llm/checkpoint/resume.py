@@ -19,7 +19,8 @@ MAX_SHOWN = 20  # lines of a difference that are printed
 
 FIXED = (
     *("seed", "model.path", "model.adapter", "model.architecture", "model.yarn_factor"),
-    *("model.yarn_original", "model.tokenizer", "model.dtype", "reference.path", "lora", "data"),
+    *("model.yarn_original", "model.tokenizer", "model.dtype", "reference.path", "critic.path", "lora"),
+    "data",
     *("optim.name", "optim.moments", "optim.store_param_remainders", "optim.ema"),
     "max_prompt_tokens",  # decides which prompts are filtered, and so all that follow
     "rollout.sampling.kept_sets",  # unfinished responses of a checkpoint have sets or none
