@@ -276,6 +276,13 @@ CASES = {
             **{"time_step_min": 1e-5, "layer_norm_epsilon": 1e-3, "mlp_hidden_act": "gelu"},
         },
     ),
+    "nemotron, latent": (
+        "nemotron_h",
+        {
+            **{**NEMOTRON, "moe_latent_size": 12, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5},
+            **{"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "norm_topk_prob": False},
+        },
+    ),
     "granite": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
     "granite, odd": (
         "granite",

@@ -111,6 +111,7 @@ def _read_nemotron(keys: JsonKeys) -> MoEConfig:
         groups=groups,
         groups_kept=keys.integer("topk_group") if groups > 1 else 1,
         selection_bias=True,
+        latent_size=keys.optional("moe_latent_size") or 0,
     )
 
 
@@ -270,7 +271,8 @@ def _write_grouped(config: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
         "topk_group": moe.groups_kept,
     }
     if config.family == "nemotron_h":
-        return {**common, "moe_shared_expert_intermediate_size": moe.shared_size}
+        sizes = {"moe_latent_size": moe.latent_size or None}
+        return {**common, **sizes, "moe_shared_expert_intermediate_size": moe.shared_size}
     types = {"mlp_layer_types": _mlp_layer_types(moe.dense_layers, config.num_layers)}
     return {
         **common,

@@ -137,7 +137,6 @@ _NEMOTRON_FIXED = {
     "attention_bias": False,
     "tie_word_embeddings": False,
     "residual_in_fp32": False,
-    "moe_latent_size": None,
     "sliding_window": None,
 }
 _MINIMAX = {

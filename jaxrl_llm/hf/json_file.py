@@ -27,6 +27,7 @@ LARGEST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), 2**16),
     **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "n_shared_experts"), 2**8),
     **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 10**7),
+    "moe_latent_size": 10**6,
     **dict.fromkeys(("shared_intermediate_size", "shared_expert_intermediate_size"), 10**7),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 10**4),
     **dict.fromkeys(("index_topk_freq", "index_skip_topk_offset"), 10**4),

@@ -27,6 +27,7 @@ from jaxrl_llm.hf.family_names import (
     INPUT_ROWS,
     LFM2,
     MAMBA_ROWS,
+    MIXER,
     MODULES,
     NEMOTRON,
     OLMO_HYBRID,
@@ -97,6 +98,8 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.expert_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "d f -> f d"),
     "layers.expert_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "d f -> f d"),
     "layers.expert_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "f d -> d f"),
+    "layers.latent_in": (f"{MIXER}.fc1_latent_proj.weight", "d c -> c d"),
+    "layers.latent_out": (f"{MIXER}.fc2_latent_proj.weight", "c d -> d c"),
     "layers.router_logit_bias": ("model.layers.{}.mlp.router.bias", "x -> x"),
     "layers.expert_gate_bias": ("model.layers.{}.mlp.experts.gate_up_proj_bias", "x f -> x f"),
     "layers.expert_up_bias": ("model.layers.{}.mlp.experts.gate_up_proj_bias", "x f -> x f"),
@@ -217,6 +220,8 @@ def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
                 part = part._replace(start=0, inside=start)
             by_name[ours].append(part)
             start += shape[1] if tensor.join == "inside" else shape[0] * (step == 1)
+    nameless = [ours for ours, rows in by_name.items() if not rows]
+    assert not nameless, f"{nameless} would be read as zeros and left out of files: give them a row in TABLE"
     return by_name
 
 

@@ -208,7 +208,11 @@ def _add_experts(c: TransformerConfig, w: Layers, x: Float[Array, "B T D"], expe
 
     h = read("mlp")
     inputs, seen = (read("experts"), read("router") * c.hidden_size**-0.5) if c.moe.branches else (h, None)
+    if c.moe.latent_size:
+        inputs, seen = per_token(lambda w, h: apply_linear(c, w, "latent_in", h), w, h), h
     y, routing = experts(c, w, inputs, ACTIVATIONS[c.activation], seen=seen)
+    if c.moe.latent_size:
+        y = per_token(lambda w, y: apply_linear(c, w, "latent_out", y), w, y)
     y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
     return per_token(lambda w, x, y: _add_to_stream(c, w, x, y, "mlp"), w, x, y), routing
 

@@ -127,6 +127,10 @@ class MoEConfig:
     """Factor inside the sigmoid, if swiglu_limit is set."""
     dense_layers: Annotated[int, Range(0, 10_000)] = 0
     """Leading layers with a dense feed-forward of width mlp_size instead of experts."""
+    latent_size: Annotated[int, Range(0, 2**24)] = 0
+    """Width of the inputs and outputs of the experts, not of router and shared expert: tokens are projected
+    to it before the experts, and back after their sum (Nemotron 3 Super, HF `moe_latent_size`); 0 =
+    hidden_size."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for too many experts per token, and for uneven groups."""
@@ -137,8 +141,8 @@ class MoEConfig:
             )
         if self.groups > 1:
             yield from self._group_problems()
-        if self.branches and (not self.shared_size or self.shared_gate):
-            yield "branches", "is True: it needs a shared expert (shared_size) and no shared_gate."
+        if self.branches and (not self.shared_size or self.shared_gate or self.latent_size):
+            yield "branches", "is True: it needs shared_size above 0, no shared_gate and no latent_size."
         if self.score == "softmax_of_chosen" and (self.groups > 1 or self.selection_bias):
             yield "score", "is softmax_of_chosen: groups and selection_bias need softmax or sigmoid."
 
@@ -326,6 +330,11 @@ class TransformerConfig:
     def has_kv(self) -> bool:
         """Return whether the layers of a stack have keys and values."""
         return self.kind == ATTENTION and self.num_kv_layers > 0
+
+    @property
+    def expert_width(self) -> int:
+        """Width of the inputs and outputs of the experts of a model that has them."""
+        return self.moe.latent_size or self.hidden_size
 
     @property
     def rotary_dim(self) -> int:

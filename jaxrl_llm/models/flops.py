@@ -34,11 +34,14 @@ def _one_layer(c: TransformerConfig) -> int:
         attention = mla.q_rank * (c.hidden_size + queries) if mla.q_rank else c.hidden_size * queries
         attention += c.hidden_size * (mla.kv_rank + mla.rope_dim + c.num_heads * mla.value_dim)
         attention += mla.kv_rank * c.num_heads * (mla.nope_dim + mla.value_dim)
-    width, router = c.mlp_size, 0
-    if c.moe:
-        width, router = c.moe.experts_per_token * c.moe.expert_size + c.moe.shared_size, c.moe.num_experts
+    width, experts = c.mlp_size, 0
+    if moe := c.moe:
+        width = moe.shared_size
+        experts = matrices * moe.experts_per_token * moe.expert_size * c.expert_width
+        experts += c.hidden_size * (moe.num_experts + 2 * moe.latent_size)
     inputs = 3 * c.per_layer_inputs  # their gate, their projection, and the one that makes them
-    return attention * c.mixes + c.hidden_size * ((matrices * width + router) * c.has_mlp + inputs)
+    mlp = (c.hidden_size * matrices * width + experts) * c.has_mlp
+    return attention * c.mixes + mlp + c.hidden_size * inputs
 
 
 def head_flops(c: TransformerConfig, tokens: Number) -> float:

@@ -35,12 +35,14 @@ MAMBA_TARGETS = {"mamba_in": "in_proj"}
 kernels read."""
 INPUT_TARGETS = {"input_gate": "per_layer_input_gate", "input_proj": "per_layer_projection"}
 """Our names of the linear layers of per-layer inputs -> Hugging Face's."""
+EXPERT_TARGETS = {"latent_in": "fc1_latent_proj", "latent_out": "fc2_latent_proj"}
+"""Our names of the linear layers around experts of another width -> Hugging Face's."""
 ALL_TARGETS = tuple(
     dict.fromkeys(
         name
         for part in (
             *(TARGETS, LATENT_TARGETS, *DELTA_TARGETS.values()),
-            *(CONV_TARGETS.values(), INPUT_TARGETS.values()),
+            *(CONV_TARGETS.values(), INPUT_TARGETS.values(), EXPERT_TARGETS.values()),
         )
         for name in part
     )
@@ -60,6 +62,7 @@ def linear_layers(c: TransformerConfig) -> dict[str, str]:
         present = {name: ours for name, ours in (TARGETS | LATENT_TARGETS).items() if name not in absent}
     layers = {ours: name for name, ours in present.items() if not (ours == "v" and c.keys_as_values)}
     layers |= INPUT_TARGETS if c.per_layer_inputs else {}
+    layers |= EXPERT_TARGETS if c.moe and c.moe.latent_size else {}
     if c.delta:
         layers |= {ours: name for name, ours in DELTA_TARGETS[c.delta.projections].items()}
     return layers | (CONV_TARGETS if c.conv else {}) | (MAMBA_TARGETS if c.mamba else {})

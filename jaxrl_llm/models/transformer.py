@@ -146,19 +146,22 @@ class Layers(nnx.Module):
             self.down_bias = init.zeros((d,), ("norm",))
 
     def _add_experts(self, c: TransformerConfig, init: Initializer) -> None:
-        moe, d = c.moe, c.hidden_size
-        shape, axes = (moe.num_experts, d, moe.expert_size), ("experts", "expert_embed", "expert_mlp")
+        moe, d, width = c.moe, c.hidden_size, c.expert_width
+        shape, axes = (moe.num_experts, width, moe.expert_size), ("experts", "expert_embed", "expert_mlp")
         self.router = init.normal((d, moe.num_experts), ("router", "router"))
         if c.mlp_gate:
             self.expert_gate = init.normal(shape, axes)
         self.expert_up = init.normal(shape, axes)
-        down = (moe.num_experts, moe.expert_size, d), ("experts", "expert_mlp", "expert_embed")
+        down = (moe.num_experts, moe.expert_size, width), ("experts", "expert_mlp", "expert_embed")
         self.expert_down = init.normal(*down, residual=True)
+        if moe.latent_size:
+            self.latent_in = init.normal((d, width), ("embed", "compressed"))
+            self.latent_out = init.normal((width, d), ("compressed", "embed"))
         if moe.bias:
             self.router_logit_bias = init.zeros((moe.num_experts,), ("router",))
             self.expert_gate_bias = init.zeros((moe.num_experts, moe.expert_size), ("experts", "expert_mlp"))
             self.expert_up_bias = init.zeros((moe.num_experts, moe.expert_size), ("experts", "expert_mlp"))
-            self.expert_down_bias = init.zeros((moe.num_experts, d), ("experts", "expert_embed"))
+            self.expert_down_bias = init.zeros((moe.num_experts, width), ("experts", "expert_embed"))
         if moe.selection_bias:
             self.router_bias = init.zeros((moe.num_experts,), ("router",))
         if moe.shared_size and moe.shared_gate:

@@ -243,7 +243,7 @@ def _expert_weights(c: TransformerConfig) -> int:
         * (3 if c.mlp_gate else 2)
         * c.moe.experts_per_token
         * c.moe.expert_size
-        * c.hidden_size
+        * c.expert_width
     )
 
 
@@ -296,5 +296,5 @@ def _activation_links(
     width += passes * sent(table_parts) * c.num_layers * c.per_layer_inputs
     if c.moe:
         chosen = min(c.moe.experts_per_token, owners) * sent(owners)
-        width += passes * c.num_sparse_layers * 2 * chosen * c.hidden_size
+        width += passes * c.num_sparse_layers * 2 * chosen * c.expert_width
     return _local_tokens(mesh, rows) * width * jnp.dtype(dtype).itemsize

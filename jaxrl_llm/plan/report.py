@@ -298,7 +298,7 @@ def _sharded_by(plan: Plan, config: TrainConfig) -> str:
     if not model.moe:
         return "which only tensor parallelism shards"
     sizes = rollout_sizes(plan)
-    shape = model.moe.num_experts, model.hidden_size, model.moe.expert_size
+    shape = model.moe.num_experts, model.expert_width, model.moe.expert_size
     spec = dividing_spec(sizes, ("experts", "expert_embed", "expert_mlp"), shape, ROLLOUT)
     count = math.prod(sizes[axis] for dim in spec for axis in axes_of(dim))
     devices = math.prod(sizes.values())

@@ -240,7 +240,7 @@ def _adapter_problems(config: TrainConfig, model: TransformerConfig) -> Iterator
             "in one matrix. Name both or neither."
         )
     rank = rank_of_experts(with_lora(model, lora))
-    smallest = min(model.moe.expert_size, model.hidden_size)
+    smallest = min(model.moe.expert_size, model.expert_width)
     if rank and rank > smallest:
         yield (
             f"--lora.expert_rank is {rank}: the model's experts have {smallest} inputs or outputs. "

@@ -24,7 +24,8 @@ from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
 
 MODEL = TransformerConfig(
     vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-    initializer_range=0.3, moe=MoEConfig(num_experts=4, experts_per_token=2, expert_size=16, shared_size=16),
+    initializer_range=0.3,
+    moe=MoEConfig(num_experts=4, experts_per_token=2, expert_size=16, shared_size=16, latent_size=24),
 )  # fmt: skip
 ONE = MeshConfig(fsdp=1)
 REPLAY = Replay("rollout", route_spec(MODEL))

@@ -64,7 +64,7 @@ LFM2 = dataclasses.replace(
 MAMBA = dataclasses.replace(
     TINY, num_layers=6, layer_kinds=("mamba", "mlp", "mamba", "experts", "attention", "experts"),
     one_branch=True, mamba=MambaConfig(4, 8, 6, 2), activation="relu2", mlp_gate=False,
-    moe=MoEConfig(4, 2, 24, 16, score="sigmoid", selection_bias=True, shared_gate=False),
+    moe=MoEConfig(4, 2, 24, 16, score="sigmoid", selection_bias=True, shared_gate=False, latent_size=12),
 )  # fmt: skip
 ADAPTED = with_lora(LATENTS, models.LoraConfig(rank=3, alpha=4.0))
 VARIANTS = {

@@ -84,7 +84,7 @@ MAMBA = dataclasses.replace(
     layer_kinds=("mamba", "mlp", "attention", "mamba", "experts"),
     one_branch=True,
     mamba=MambaConfig(4, 8, 6, 2, conv_width=3),
-    moe=MoEConfig(4, 2, 16),
+    moe=MoEConfig(4, 2, 16, latent_size=12),
     activation="relu2",
     mlp_gate=False,
     rope_layers=(False,) * 5,

@@ -86,7 +86,7 @@ LFM2 = dataclasses.replace(
 MAMBA = dataclasses.replace(
     QWEN, num_layers=4, layer_kinds=("mamba", "mlp", "attention", "experts"), one_branch=True,
     mamba=MambaConfig(4, 8, 8, 2), activation="relu2", mlp_gate=False,
-    moe=MoEConfig(4, 2, 24, 16, score="sigmoid", selection_bias=True, shared_gate=False),
+    moe=MoEConfig(4, 2, 24, 16, score="sigmoid", selection_bias=True, shared_gate=False, latent_size=12),
 )  # fmt: skip
 NO_ROPE = dataclasses.replace(
     QWEN, norms="after", qk_norm_over_heads=True, rope_layers=(False, True),

@@ -187,7 +187,7 @@ def sparse_mlp(
     rules: Rules,
     strict: bool = False,
     routes: UInt[Array, "B T K"] | None = None,
-    seen: Float[Array, "B T D"] | None = None,
+    seen: Float[Array, "B T S"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Routing]:
     """Return the weighted sum of the chosen experts' outputs, and the routing. No token is dropped.
 
