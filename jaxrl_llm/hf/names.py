@@ -168,7 +168,6 @@ INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """HF tensors that interleave several of our weights along the last dim."""
 
-
 Index = tuple[int, ...]
 """Index of a matrix in one of our stacks: (), (layer,) or (layer, expert)."""
 
@@ -220,8 +219,7 @@ def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
                 part = part._replace(start=0, inside=start)
             by_name[ours].append(part)
             start += shape[1] if tensor.join == "inside" else shape[0] * (step == 1)
-    nameless = [ours for ours, rows in by_name.items() if not rows]
-    assert not nameless, f"{nameless} would be read as zeros and left out of files: give them a row in TABLE"
+    assert all(by_name.values()), f"weights without a row in TABLE are among {by_name}"
     return by_name
 
 

@@ -115,17 +115,14 @@ class Layers(nnx.Module):
         d, e = c.hidden_size, c.head_dim
         gated = 2 * e if c.attention_gate else e  # dims of the query, then dims of the gate
         self.q = init.normal((d, c.num_heads, gated), ("embed", "heads", "head_dim"))
-        if c.has_kv:
-            self.k = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
-        if c.has_kv and not c.keys_as_values:
-            self.v = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
+        keys = "kv"[: c.has_kv * (2 - c.keys_as_values)]
+        for name in keys:
+            setattr(self, name, init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim")))
         self.o = init.normal((c.num_heads, e, d), ("heads", "head_dim", "embed"), residual=True)
         if c.qkv_bias:
             self.q_bias = init.zeros((c.num_heads, gated), ("heads", "head_dim"))
-            if c.has_kv:
-                self.k_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
-            if c.has_kv and not c.keys_as_values:
-                self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+            for name in keys:
+                setattr(self, f"{name}_bias", init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim")))
         if c.qk_norm:
             q_width, k_width = (c.num_heads * e, c.num_kv_heads * e) if c.qk_norm_over_heads else (e, e)
             self.q_norm = init.norm(q_width, "head_dim")
