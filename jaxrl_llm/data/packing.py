@@ -194,8 +194,21 @@ def arrange(
     if share:
         groups = trees(branches, groups, row_length, share)
     sizes = [places_of(branches, members, share)[-1].end for members in groups]
-    rows = first_fit(sizes, row_length)
-    return [places_of(branches, [i for group in row for i in groups[group]], share) for row in rows]
+    rows = [[groups[i] for i in row] for row in first_fit(sizes, row_length)]
+    if (
+        share == "flat"
+    ):  # each tree has a fork: sharing with the tree before would move it, and lengthen the row
+        return [_side_by_side([places_of(branches, tree, share) for tree in row]) for row in rows]
+    return [places_of(branches, list(itertools.chain.from_iterable(row)), share) for row in rows]
+
+
+def _side_by_side(trees: Sequence[list[Place]]) -> list[Place]:
+    starts = itertools.accumulate((tree[-1].end for tree in trees), initial=0)
+    return [
+        place._replace(columns=place.columns + start)
+        for tree, start in zip(trees, starts, strict=False)
+        for place in tree
+    ]
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:

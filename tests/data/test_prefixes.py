@@ -105,6 +105,29 @@ def test_a_group_that_fits_a_row_is_not_split_by_a_prompt_that_continues_its_own
     assert row[-1].end == 25 + (11 + 4 * 3 + 3) - 9
 
 
+def test_a_flat_tree_shares_nothing_with_the_tree_before_it_in_its_row():
+    """A row of 13 + 12 tokens and of 13 + 1 + 1 + 1. Both prompts begin alike: to share that with the one
+    response before would leave 2 tokens for the two others to share, and 49 in the row."""
+    system = [1, 2, 3]
+    items = [item([*system, *[4] * 10], [7] * 12)]
+    items += [item([*system, *[5] * 10], [last]) for last in (8, 9)]
+    (row,) = arrange(items, 41, share="flat")
+    assert [(place.index, place.shared) for place in row] == [(0, 0), (1, 0), (2, 12)]
+    assert row[-1].end == 41
+    (batch,) = pack(items, 41, 1, share="flat")
+    assert batch.segments[0].all() and batch.mask.sum() == 12 + 2
+
+
+@pytest.mark.parametrize("share", [True, "flat"])
+def test_no_row_is_longer_than_its_length(share):
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        items = random_trees(rng, prompts=3, responses=int(rng.integers(1, 4)))
+        items = items[: rng.integers(1, len(items) + 1)]  # some prompts have one response left
+        length = int(rng.integers(max(len(i.tokens) for i in items), 48))
+        assert max(row[-1].end for row in arrange(items, length, share=share)) <= length
+
+
 def test_pairs_stay_side_by_side_and_share_their_prompt():
     items = [item([7, 8, 9 + i // 2], [1 + i, 2]) for i in range(6)]
     for batch in pack(items, 18, 1, group_size=2, share=True):
