@@ -1,6 +1,8 @@
-"""Names of the weights of families that differ from `names.TABLE`."""
+"""Names and layouts of weights in Hugging Face folders: one table, and the families that differ from it."""
 
 from __future__ import annotations
+
+from jaxrl_llm.hf.expert_config import GROUPED, SHARED
 
 INDEX_ROWS: dict[str, tuple[str, str]] = {
     "layers.index_q": ("model.layers.{}.self_attn.indexer.wq_b.weight", "c i e -> (i e) c"),
@@ -53,7 +55,7 @@ MAMBA_ROWS = {
     "layers.mamba_out": ("backbone.layers.{}.mixer.out_proj.weight", "c d -> d c"),
     "layers.mamba_out_bias": ("backbone.layers.{}.mixer.out_proj.bias", "d -> d"),
 }
-"""Rows of `names.TABLE`."""
+"""Rows of `TABLE`."""
 GRANITE_HYBRID = {
     **{
         row: name.replace("backbone", "model").replace("mixer", "mamba")
@@ -147,3 +149,144 @@ STACKED_ROWS = {
     "layers.expert_down": "x f d -> x d f",
 }
 """Layouts of tensors that hold all experts of a layer, each as rows of outputs."""
+TABLE: dict[str, tuple[str, str]] = {
+    # ours, without L and X  HF name ({} = layer, {} = expert)                  layout, ours -> HF
+    "embed": ("model.embed_tokens.weight", "v d -> v d"),
+    "norm": ("model.norm.weight", "d -> d"),
+    "lm_head": ("lm_head.weight", "v d -> v d"),
+    "value": ("score.weight", "n d -> n d"),
+    "per_layer_embed": ("model.embed_tokens_per_layer.weight", "v c -> v c"),
+    "per_layer_proj": ("model.per_layer_model_projection.weight", "d l p -> (l p) d"),
+    "per_layer_norm": ("model.per_layer_projection_norm.weight", "p -> p"),
+    "layers.attention_norm": ("model.layers.{}.input_layernorm.weight", "d -> d"),
+    "layers.q": ("model.layers.{}.self_attn.q_proj.weight", "d h e -> (h e) d"),
+    "layers.k": ("model.layers.{}.self_attn.k_proj.weight", "d k e -> (k e) d"),
+    "layers.v": ("model.layers.{}.self_attn.v_proj.weight", "d k e -> (k e) d"),
+    "layers.o": ("model.layers.{}.self_attn.o_proj.weight", "h e d -> d (h e)"),
+    "layers.q_bias": ("model.layers.{}.self_attn.q_proj.bias", "h e -> (h e)"),
+    "layers.k_bias": ("model.layers.{}.self_attn.k_proj.bias", "k e -> (k e)"),
+    "layers.v_bias": ("model.layers.{}.self_attn.v_proj.bias", "k e -> (k e)"),
+    "layers.o_bias": ("model.layers.{}.self_attn.o_proj.bias", "d -> d"),
+    "layers.q_norm": ("model.layers.{}.self_attn.q_norm.weight", "e -> e"),
+    "layers.k_norm": ("model.layers.{}.self_attn.k_norm.weight", "e -> e"),
+    "layers.sinks": ("model.layers.{}.self_attn.sinks", "h -> h"),
+    "layers.q_a": ("model.layers.{}.self_attn.q_a_proj.weight", "d c -> c d"),
+    "layers.q_a_bias": ("model.layers.{}.self_attn.q_a_proj.bias", "c -> c"),
+    "layers.q_a_norm": ("model.layers.{}.self_attn.q_a_layernorm.weight", "c -> c"),
+    "layers.q_b": ("model.layers.{}.self_attn.q_b_proj.weight", "c h e -> (h e) c"),
+    "layers.kv_a": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.weight", "d c -> c d"),
+    "layers.kv_a_bias": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.bias", "c -> c"),
+    "layers.kv_a_norm": ("model.layers.{}.self_attn.kv_a_layernorm.weight", "c -> c"),
+    "layers.kv_b": ("model.layers.{}.self_attn.kv_b_proj.weight", "c h e -> (h e) c"),
+    **INDEX_ROWS,
+    **DELTA_ROWS,
+    **CONV_ROWS,
+    **MAMBA_ROWS,
+    "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
+    "layers.attention_out_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
+    "layers.mlp_out_norm": ("model.layers.{}.post_feedforward_layernorm.weight", "d -> d"),
+    **INPUT_ROWS,
+    "layers.layer_scalar": ("model.layers.{}.layer_scalar", "n -> n"),
+    "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", "d f -> f d"),
+    "layers.up": ("model.layers.{}.mlp.up_proj.weight", "d f -> f d"),
+    "layers.down": ("model.layers.{}.mlp.down_proj.weight", "f d -> d f"),
+    "layers.gate_bias": ("model.layers.{}.mlp.gate_proj.bias", "f -> f"),
+    "layers.up_bias": ("model.layers.{}.mlp.up_proj.bias", "f -> f"),
+    "layers.down_bias": ("model.layers.{}.mlp.down_proj.bias", "d -> d"),
+    "layers.router": ("model.layers.{}.mlp.gate.weight", "d x -> x d"),
+    "layers.router_bias": ("model.layers.{}.mlp.gate.e_score_correction_bias", "x -> x"),
+    "layers.router_norm": ("model.layers.{}.router.scale", "d -> d"),
+    "layers.router_gain": ("model.layers.{}.router.per_expert_scale", "x -> x"),
+    "layers.experts_norm": ("model.layers.{}.pre_feedforward_layernorm_2.weight", "d -> d"),
+    "layers.experts_out_norm": ("model.layers.{}.post_feedforward_layernorm_2.weight", "d -> d"),
+    "layers.shared_out_norm": ("model.layers.{}.post_feedforward_layernorm_1.weight", "d -> d"),
+    "layers.expert_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "d f -> f d"),
+    "layers.expert_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "d f -> f d"),
+    "layers.expert_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "f d -> d f"),
+    "layers.latent_in": (f"{MIXER}.fc1_latent_proj.weight", "d c -> c d"),
+    "layers.latent_out": (f"{MIXER}.fc2_latent_proj.weight", "c d -> d c"),
+    "layers.router_logit_bias": ("model.layers.{}.mlp.router.bias", "x -> x"),
+    "layers.expert_gate_bias": ("model.layers.{}.mlp.experts.gate_up_proj_bias", "x f -> x f"),
+    "layers.expert_up_bias": ("model.layers.{}.mlp.experts.gate_up_proj_bias", "x f -> x f"),
+    "layers.expert_down_bias": ("model.layers.{}.mlp.experts.down_proj_bias", "x d -> x d"),
+    "layers.shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "d n -> n d"),
+}
+FAMILY_NAMES: dict[str, dict[str, str]] = {
+    "nemotron_h": NEMOTRON,
+    "granitemoehybrid": GRANITE_HYBRID,
+    "qwen": QWEN1,
+    **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
+    "hunyuan_v1_dense": {
+        "layers.q_norm": "model.layers.{}.self_attn.query_layernorm.weight",
+        "layers.k_norm": "model.layers.{}.self_attn.key_layernorm.weight",
+    },
+    "gemma3_text": FOUR_NORMS,
+    "gemma4_text": GEMMA4,
+    "gpt_oss": {
+        "layers.router": "model.layers.{}.mlp.router.weight",
+        "layers.expert_down": "model.layers.{}.mlp.experts.down_proj",
+    },
+    "olmo_hybrid": OLMO_HYBRID,
+    **dict.fromkeys(("mixtral", "minimax_m2"), BLOCK_SPARSE),
+    **dict.fromkeys(GROUPED, SHARED_EXPERTS),
+    "mistral4": {**SHARED_EXPERTS, "layers.expert_down": "model.layers.{}.mlp.experts.down_proj"},
+    **dict.fromkeys(SHARED, SHARED_EXPERT),
+}
+"""HF names of families that differ from TABLE, of all stacks ("layers.up") or of one ("mlp_layers.up")."""
+OTHER_NAMES: dict[str, dict[str, str]] = {
+    "olmo_hybrid": {
+        "layers.attention_norm": "model.layers.{}.input_layernorm.weight",
+        "layers.mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
+        "layers.attention_out_norm": "model.layers.{}.feedforward_layer_norm.weight",
+    }
+}
+"""HF names that folders saved by transformers have, too: it renames in layers of both kinds."""
+FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("gemma4_text", "mistral4", "granitemoehybrid"), STACKED_ROWS),
+    "gpt_oss": {
+        "layers.expert_gate": "x d f -> x d f",
+        "layers.expert_up": "x d f -> x d f",
+        "layers.expert_down": "x f d -> x f d",
+    },
+}
+"""Layouts of families that differ from TABLE: a layout with x is for all experts of a layer."""
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
+    "mistral4": {"model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up")},
+    "gemma4_text": {"model.layers.{}.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up")},
+    "qwen": QWEN1_JOINED,
+    "phi3": {
+        "model.layers.{}.self_attn.qkv_proj.weight": ("layers.q", "layers.k", "layers.v"),
+        "model.layers.{}.mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),
+    },
+    "granitemoehybrid": {
+        "model.layers.{}.shared_mlp.input_linear.weight": ("layers.gate", "layers.up"),
+        "model.layers.{}.block_sparse_moe.input_linear.weight": ("layers.expert_gate", "layers.expert_up"),
+    },
+}
+"""HF matrices that concatenate the rows of several of our weights: of all experts of a layer, in each one."""
+INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt_oss": {
+        "model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up"),
+        "model.layers.{}.mlp.experts.gate_up_proj_bias": ("layers.expert_gate_bias", "layers.expert_up_bias"),
+    }
+}
+"""HF tensors that interleave several of our weights along the last dim."""
+
+PARAMETERS = " parameters"
+"""Ends the name of a family whose adapters treat the experts of a layer as one parameter, although its files
+hold them one by one (`names.as_parameters`)."""
+_BY_EXPERT = (  # families whose files hold experts one by one
+    *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe", "mixtral", "minimax_m2"),
+    *("nemotron_h", "lfm2_moe", *GROUPED),
+)
+for _family in set(_BY_EXPERT) - set(FAMILY_LAYOUTS):
+    _names = FAMILY_NAMES.get(_family, {})
+    _block = _names.get("layers.expert_down", TABLE["layers.expert_down"][0]).rpartition(".{}.")[0]
+    # In Mixtral and MiniMax-M2 the block has another name in files.
+    _block = _block.replace(".block_sparse_moe.", ".mlp.")
+    _own = {f"layers.expert_{ours}": f"{_block}.{ours}_proj" for ours in ("up", "down")}
+    FAMILY_NAMES[_family + PARAMETERS] = _names | _own
+    FAMILY_LAYOUTS[_family + PARAMETERS] = STACKED_ROWS
+    if _family != "nemotron_h":  # its experts have no gate
+        FUSED[_family + PARAMETERS] = {f"{_block}.gate_up_proj": ("layers.expert_gate", "layers.expert_up")}

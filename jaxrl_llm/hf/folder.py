@@ -20,8 +20,9 @@ from jaxrl_llm.hf.carried import (
     predictor_names,
 )
 from jaxrl_llm.hf.config import WRAPPERS, language_config
+from jaxrl_llm.hf.family_names import OTHER_NAMES, TABLE
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
-from jaxrl_llm.hf.names import OTHER_NAMES, TABLE, HFTensor, hf_tensors
+from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.hf.quantization import read_quantization
 from jaxrl_llm.hf.stored import FLOATS, StoredTensor, join_scales, read_header, read_values
 from jaxrl_llm.host.processes import print_on_first

@@ -7,6 +7,7 @@ Our weights are stacked over equal layers (and over experts) and have a separate
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -15,27 +16,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.hf.expert_config import GROUPED, SHARED
 from jaxrl_llm.hf.family_names import (
-    BLOCK_SPARSE,
-    CONV_ROWS,
-    DELTA_ROWS,
-    FOUR_NORMS,
-    GEMMA4,
-    GRANITE_HYBRID,
-    INDEX_ROWS,
-    INPUT_ROWS,
-    LFM2,
-    MAMBA_ROWS,
-    MIXER,
+    FAMILY_LAYOUTS,
+    FAMILY_NAMES,
+    FUSED,
+    INTERLEAVED,
     MODULES,
-    NEMOTRON,
-    OLMO_HYBRID,
-    QWEN1,
-    QWEN1_JOINED,
-    SHARED_EXPERT,
+    PARAMETERS,
     SHARED_EXPERTS,
-    STACKED_ROWS,
+    TABLE,
 )
 from jaxrl_llm.hf.layouts import Join, hf_shape, parse_layout
 from jaxrl_llm.models.config import TransformerConfig
@@ -43,130 +32,6 @@ from jaxrl_llm.models.experts.router import copy_dtype
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
 from jaxrl_llm.models.stacks import is_dense, layer_places, layer_stacks
-
-TABLE: dict[str, tuple[str, str]] = {
-    # ours, without L and X  HF name ({} = layer, {} = expert)                  layout, ours -> HF
-    "embed": ("model.embed_tokens.weight", "v d -> v d"),
-    "norm": ("model.norm.weight", "d -> d"),
-    "lm_head": ("lm_head.weight", "v d -> v d"),
-    "value": ("score.weight", "n d -> n d"),
-    "per_layer_embed": ("model.embed_tokens_per_layer.weight", "v c -> v c"),
-    "per_layer_proj": ("model.per_layer_model_projection.weight", "d l p -> (l p) d"),
-    "per_layer_norm": ("model.per_layer_projection_norm.weight", "p -> p"),
-    "layers.attention_norm": ("model.layers.{}.input_layernorm.weight", "d -> d"),
-    "layers.q": ("model.layers.{}.self_attn.q_proj.weight", "d h e -> (h e) d"),
-    "layers.k": ("model.layers.{}.self_attn.k_proj.weight", "d k e -> (k e) d"),
-    "layers.v": ("model.layers.{}.self_attn.v_proj.weight", "d k e -> (k e) d"),
-    "layers.o": ("model.layers.{}.self_attn.o_proj.weight", "h e d -> d (h e)"),
-    "layers.q_bias": ("model.layers.{}.self_attn.q_proj.bias", "h e -> (h e)"),
-    "layers.k_bias": ("model.layers.{}.self_attn.k_proj.bias", "k e -> (k e)"),
-    "layers.v_bias": ("model.layers.{}.self_attn.v_proj.bias", "k e -> (k e)"),
-    "layers.o_bias": ("model.layers.{}.self_attn.o_proj.bias", "d -> d"),
-    "layers.q_norm": ("model.layers.{}.self_attn.q_norm.weight", "e -> e"),
-    "layers.k_norm": ("model.layers.{}.self_attn.k_norm.weight", "e -> e"),
-    "layers.sinks": ("model.layers.{}.self_attn.sinks", "h -> h"),
-    "layers.q_a": ("model.layers.{}.self_attn.q_a_proj.weight", "d c -> c d"),
-    "layers.q_a_bias": ("model.layers.{}.self_attn.q_a_proj.bias", "c -> c"),
-    "layers.q_a_norm": ("model.layers.{}.self_attn.q_a_layernorm.weight", "c -> c"),
-    "layers.q_b": ("model.layers.{}.self_attn.q_b_proj.weight", "c h e -> (h e) c"),
-    "layers.kv_a": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.weight", "d c -> c d"),
-    "layers.kv_a_bias": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.bias", "c -> c"),
-    "layers.kv_a_norm": ("model.layers.{}.self_attn.kv_a_layernorm.weight", "c -> c"),
-    "layers.kv_b": ("model.layers.{}.self_attn.kv_b_proj.weight", "c h e -> (h e) c"),
-    **INDEX_ROWS,
-    **DELTA_ROWS,
-    **CONV_ROWS,
-    **MAMBA_ROWS,
-    "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
-    "layers.attention_out_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
-    "layers.mlp_out_norm": ("model.layers.{}.post_feedforward_layernorm.weight", "d -> d"),
-    **INPUT_ROWS,
-    "layers.layer_scalar": ("model.layers.{}.layer_scalar", "n -> n"),
-    "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", "d f -> f d"),
-    "layers.up": ("model.layers.{}.mlp.up_proj.weight", "d f -> f d"),
-    "layers.down": ("model.layers.{}.mlp.down_proj.weight", "f d -> d f"),
-    "layers.gate_bias": ("model.layers.{}.mlp.gate_proj.bias", "f -> f"),
-    "layers.up_bias": ("model.layers.{}.mlp.up_proj.bias", "f -> f"),
-    "layers.down_bias": ("model.layers.{}.mlp.down_proj.bias", "d -> d"),
-    "layers.router": ("model.layers.{}.mlp.gate.weight", "d x -> x d"),
-    "layers.router_bias": ("model.layers.{}.mlp.gate.e_score_correction_bias", "x -> x"),
-    "layers.router_norm": ("model.layers.{}.router.scale", "d -> d"),
-    "layers.router_gain": ("model.layers.{}.router.per_expert_scale", "x -> x"),
-    "layers.experts_norm": ("model.layers.{}.pre_feedforward_layernorm_2.weight", "d -> d"),
-    "layers.experts_out_norm": ("model.layers.{}.post_feedforward_layernorm_2.weight", "d -> d"),
-    "layers.shared_out_norm": ("model.layers.{}.post_feedforward_layernorm_1.weight", "d -> d"),
-    "layers.expert_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "d f -> f d"),
-    "layers.expert_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "d f -> f d"),
-    "layers.expert_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "f d -> d f"),
-    "layers.latent_in": (f"{MIXER}.fc1_latent_proj.weight", "d c -> c d"),
-    "layers.latent_out": (f"{MIXER}.fc2_latent_proj.weight", "c d -> d c"),
-    "layers.router_logit_bias": ("model.layers.{}.mlp.router.bias", "x -> x"),
-    "layers.expert_gate_bias": ("model.layers.{}.mlp.experts.gate_up_proj_bias", "x f -> x f"),
-    "layers.expert_up_bias": ("model.layers.{}.mlp.experts.gate_up_proj_bias", "x f -> x f"),
-    "layers.expert_down_bias": ("model.layers.{}.mlp.experts.down_proj_bias", "x d -> x d"),
-    "layers.shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "d n -> n d"),
-}
-FAMILY_NAMES: dict[str, dict[str, str]] = {
-    "nemotron_h": NEMOTRON,
-    "granitemoehybrid": GRANITE_HYBRID,
-    "qwen": QWEN1,
-    **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
-    "hunyuan_v1_dense": {
-        "layers.q_norm": "model.layers.{}.self_attn.query_layernorm.weight",
-        "layers.k_norm": "model.layers.{}.self_attn.key_layernorm.weight",
-    },
-    "gemma3_text": FOUR_NORMS,
-    "gemma4_text": GEMMA4,
-    "gpt_oss": {
-        "layers.router": "model.layers.{}.mlp.router.weight",
-        "layers.expert_down": "model.layers.{}.mlp.experts.down_proj",
-    },
-    "olmo_hybrid": OLMO_HYBRID,
-    **dict.fromkeys(("mixtral", "minimax_m2"), BLOCK_SPARSE),
-    **dict.fromkeys(GROUPED, SHARED_EXPERTS),
-    "mistral4": {**SHARED_EXPERTS, "layers.expert_down": "model.layers.{}.mlp.experts.down_proj"},
-    **dict.fromkeys(SHARED, SHARED_EXPERT),
-}
-"""HF names of families that differ from TABLE, of all stacks ("layers.up") or of one ("mlp_layers.up")."""
-OTHER_NAMES: dict[str, dict[str, str]] = {
-    "olmo_hybrid": {
-        "layers.attention_norm": "model.layers.{}.input_layernorm.weight",
-        "layers.mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
-        "layers.attention_out_norm": "model.layers.{}.feedforward_layer_norm.weight",
-    }
-}
-"""HF names that folders saved by transformers have, too: it renames in layers of both kinds."""
-FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("gemma4_text", "mistral4", "granitemoehybrid"), STACKED_ROWS),
-    "gpt_oss": {
-        "layers.expert_gate": "x d f -> x d f",
-        "layers.expert_up": "x d f -> x d f",
-        "layers.expert_down": "x f d -> x f d",
-    },
-}
-"""Layouts of families that differ from TABLE: a layout with x is for all experts of a layer."""
-FUSED: dict[str, dict[str, tuple[str, ...]]] = {
-    "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
-    "mistral4": {"model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up")},
-    "gemma4_text": {"model.layers.{}.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up")},
-    "qwen": QWEN1_JOINED,
-    "phi3": {
-        "model.layers.{}.self_attn.qkv_proj.weight": ("layers.q", "layers.k", "layers.v"),
-        "model.layers.{}.mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),
-    },
-    "granitemoehybrid": {
-        "model.layers.{}.shared_mlp.input_linear.weight": ("layers.gate", "layers.up"),
-        "model.layers.{}.block_sparse_moe.input_linear.weight": ("layers.expert_gate", "layers.expert_up"),
-    },
-}
-"""HF matrices that concatenate the rows of several of our weights: of all experts of a layer, in each one."""
-INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
-    "gpt_oss": {
-        "model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up"),
-        "model.layers.{}.mlp.experts.gate_up_proj_bias": ("layers.expert_gate_bias", "layers.expert_up_bias"),
-    }
-}
-"""HF tensors that interleave several of our weights along the last dim."""
 
 Index = tuple[int, ...]
 """Index of a matrix in one of our stacks: (), (layer,) or (layer, expert)."""
@@ -303,6 +168,12 @@ def _indices(config: TransformerConfig, ours: str, layer: int | None) -> list[In
     return [() if layer is None else (layer,)]
 
 
+def as_parameters(config: TransformerConfig) -> TransformerConfig:
+    """Return the config with a family of whose experts an adapter has one tensor for all in a layer."""
+    family = config.family + PARAMETERS
+    return dataclasses.replace(config, family=family) if config.moe and family in FAMILY_LAYOUTS else config
+
+
 def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
     """Return the tensors of a PEFT adapter, layer by layer: lora_A [R, inputs], lora_B [outputs, R].
 
@@ -357,7 +228,7 @@ def _adapted(config: TransformerConfig) -> list[tuple[tuple[str, ...], str]]:
         if not is_stacked(config, weight):
             return hf.removesuffix(".weight")
         hf = MODULES.get(hf, hf)
-        is_nested = not hf.endswith("down_proj") and "layers.expert_down" in weights
+        is_nested = not hf.endswith("down_proj") and "layers.expert_down" in map(_row, weights)
         return hf.rpartition(".")[0] + is_nested * ".base_layer"
 
     in_order = lambda hf, members: sorted(members, key=lambda m: joined.get(hf, (_row(m),)).index(_row(m)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,14 +14,13 @@ from jaxrl_llm.hf.folder import file_inside, language_model, list_mismatches, li
 from jaxrl_llm.hf.json_file import JsonKeys
 from jaxrl_llm.hf.layouts import from_hf, hf_shape
 from jaxrl_llm.hf.load import read_slice
-from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, is_stacked
+from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, as_parameters, is_stacked
 from jaxrl_llm.hf.peft_config import (
     CONFIG,
     WEIGHTS,
     adapts_experts,
     check_same_adapters,
     file_factors,
-    has_stacked,
     peft_config,
     read_adapter_config,
     read_adapter_keys,
@@ -32,9 +30,9 @@ from jaxrl_llm.hf.peft_modules import (
     FileAdapter,
     adapted_modules,
     check_trainable,
+    config_of_file,
     module_of,
     saved_weights,
-    stacks_experts,
     target_of,
 )
 from jaxrl_llm.hf.stored import StoredTensor, read_header
@@ -45,8 +43,8 @@ from jaxrl_llm.models.lora import MARK, named_adapters, scale_b
 from jaxrl_llm.structs import Params
 
 PICKLE = "adapter_model.bin"
-UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe_text", "lfm2_moe", "nemotron_h")
-"""Families whose experts' adapters peft ignores."""
+AS_PARAMETERS = ("qwen3_5_moe_text", "lfm2_moe", "nemotron_h")
+"""Families whose experts peft adapts as parameters alone."""
 
 
 def save_adapter(params: Params, folder: Path | str, base_name: str, *, is_part: bool = False) -> Path:
@@ -67,6 +65,7 @@ def save_adapter(params: Params, folder: Path | str, base_name: str, *, is_part:
         OSError: the disk fails or fills up. An earlier export stays.
     """
     folder, config = Path(folder).absolute(), export_config(params.config)
+    config = as_parameters(config) if config.family in AS_PARAMETERS else config
     raw = peft_config(config, base_name)
     params = scale_b(params, file_factors(config))
     tensors = adapter_tensors(config)
@@ -88,10 +87,9 @@ def save_adapter(params: Params, folder: Path | str, base_name: str, *, is_part:
 def unread_by_peft(config: AdaptedConfig) -> str:
     """Return a line about adapters that PEFT does not load, or "".
 
-    peft 0.21 does not know the names of these families' experts in transformers 5; for Qwen2-MoE it warns and
-    continues, for Qwen3.5 without a word, for LFM2 and Nemotron-H with a warning on ranks of other layers.
+    peft 0.21 does not know the names of Qwen2-MoE's experts in transformers 5; it warns and continues.
     """
-    if config.family not in UNREAD_EXPERTS or not any(name.startswith("expert_") for name in config.adapters):
+    if config.family != "qwen2_moe" or not any(name.startswith("expert_") for name in config.adapters):
         return ""
     return (
         f"peft with transformers 5 ignores the adapters of {config.family}'s experts, with at most a warning "
@@ -114,31 +112,31 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
         UserError: as `read_adapter_config`; rank, scale or layers differ from `config`; tensors are missing,
             unexpected, misshapen, damaged, pickled, outside the folder, NaN or Inf.
     """
-    folder, config = Path(folder), export_config(config)
+    folder, family = Path(folder), config.family
     check_same_adapters(read_adapter_config(folder, config), config, folder / CONFIG)
-    tensors, file, keys = adapter_tensors(config), _weight_file(folder), read_adapter_keys(folder / CONFIG)
+    keys, file = read_adapter_keys(folder / CONFIG), _weight_file(folder)
+    config = config_of_file(config, keys)
+    tensors = adapter_tensors(config)
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
     modules, saved = _read_modules(folder, keys, config), saved_weights(keys, config)
-    adapters, stacks = named_adapters(config), stacks_experts(keys)
+    adapters = named_adapters(config)
     # The tensors that the file must have: one per matrix, or one for all experts of a layer.
     trained = {ours for tensor in tensors for ours, _ in tensor.parts}
-    targets = {tensor.name: target_of(tensor, config, stacks) for tensor in tensors}
+    targets = {tensor.name: target_of(tensor, config) for tensor in tensors}
     tensors = [tensor for tensor in tensors if targets[tensor.name] in {*modules, ""}]
     weights = {tensor.name: tensor.parts[0][0].partition(MARK)[0] for tensor in tensors}
     scales = {targets[name]: adapters[ours][1] for name, ours in weights.items() if ours in adapters}
     factors = {target: modules[target].scale / scale for target, scale in scales.items()}
     if trains:
         check_trainable(keys, config, factors, saved)
-    stored, is_joined = _read_language_model(file, config.family), stacks and not has_stacked(config)
-    experts = expert_parts(tensors, config, modules) if is_joined else {}
+    stored = _read_language_model(file, config.family)
     names = {tensor.name: _stored_name(tensor.name, modules) for tensor in tensors}
     found = [(names[t.name], _stored_shape(t, modules.get(targets[t.name]), config)) for t in tensors]
-    expected = {name: shape for name, shape in found if name not in experts}
-    expected |= {source.name: source.shape for source in experts.values()}
+    expected = dict(found)
     expected |= {name: shapes[ours] for name, ours in saved.items()}
     if problem := list_mismatches(stored, expected, "the model"):
         raise UserError(
-            f"{file}: not the adapters of this {config.family} model; {problem}. "
+            f"{file}: not the adapters of this {family} model; {problem}. "
             "Give the base model that the adapter was trained on, or another adapter."
         )
     # Read each and convert it to our layout.
@@ -146,13 +144,10 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
     read = functools.lru_cache(4)(lambda name: _read_whole(name, stored[name]))
     for tensor in tensors:
         module, ours = modules.get(targets[tensor.name]), weights[tensor.name]
-        if part := experts.get(tensor.name):
-            parts = [part.take(read(part.name))]
-        else:
-            pairs = zip(tensor.parts, tensor.layouts, strict=True)
-            rows = [hf_shape(shapes[ours][len(index) :], layout)[0] for (ours, index), layout in pairs]
-            is_shared = module is not None and module.parts == 1
-            parts = _split(tensor, read(names[tensor.name]), is_shared, config, rows=rows, file=file)
+        pairs = zip(tensor.parts, tensor.layouts, strict=True)
+        rows = [hf_shape(shapes[ours][len(index) :], layout)[0] for (ours, index), layout in pairs]
+        is_shared = module is not None and module.parts == 1
+        parts = _split(tensor, read(names[tensor.name]), is_shared, config, rows=rows, file=file)
         if module:
             is_b = tensor.parts[0][0].endswith("b")
             parts = [_fill_rank(x, is_b, module.rank_of_weight, adapters[ours][0]) for x in parts]
@@ -176,7 +171,7 @@ def _read_language_model(file: Path, family: str) -> dict[str, StoredTensor]:
     stored, others = language_model(read_header(file))
     if others:
         print_on_first(f"{file}: left out of the model and of exports: {list_modules(others)}")
-    if family == "nemotron_h":  # in transformers 5 its decoder, "backbone" in files, is "model"
+    if family.startswith("nemotron_h"):  # in transformers 5 its decoder, "backbone" in files, is "model"
         old, new = f"{PREFIX}model.", f"{PREFIX}backbone."
         stored = {name.replace(old, new, 1): entry for name, entry in stored.items()}
     return stored
@@ -267,47 +262,3 @@ def _weight_file(folder: Path) -> Path:
             "peft.PeftModel.from_pretrained(base, folder).save_pretrained(...)"
         )
     raise UserError(f"{folder / WEIGHTS}: no such file; a PEFT adapter has one. Copy or download it again.")
-
-
-class ExpertPart(NamedTuple):
-    """The part of a tensor of all experts that is A or B of one of them."""
-
-    name: str
-    """Name of the tensor in the file."""
-    shape: tuple[int, int]
-    """Shape of the tensor in the file."""
-    matrix: str
-    """Matrix of the adapter: a or b."""
-    expert: int
-    rank: int
-    """Rank in the file."""
-    outputs: slice
-    """Rows of B."""
-
-    def take(self, array: np.ndarray) -> np.ndarray:
-        """Return A [R, inputs] or B [outputs, R] of the expert; `array` is the whole tensor."""
-        if self.matrix == "a":
-            return array.reshape(-1, self.rank, array.shape[1])[self.expert]
-        return array.reshape(array.shape[0], self.rank, -1)[self.outputs, :, self.expert]
-
-
-def expert_parts(
-    tensors: Sequence[HFTensor], config: AdaptedConfig, modules: dict[str, FileAdapter]
-) -> dict[str, ExpertPart]:
-    """Return the name of each tensor of an expert's adapter -> its part of a file with joined experts."""
-    experts, found = config.moe.num_experts, {}
-    for tensor in tensors:
-        ours, index = tensor.parts[0]
-        weight, _, matrix = ours.partition(MARK)
-        leaf, target = weight.rpartition(".")[2], target_of(tensor, config, stacked=True)
-        if not leaf.startswith("expert_"):
-            continue
-        rank, is_first, module = modules[target].rank, leaf != "expert_down", target.rpartition(".")[0]
-        joined = is_first and config.mlp_gate
-        inner = ".base_layer" * (is_first and f"{module}.down_proj" in modules)
-        rows, columns = tensor.shape
-        shape = (experts * rank, columns) if matrix == "a" else (rows * (1 + joined), rank * experts)
-        start = rows * (joined and leaf == "expert_up")
-        name = f"{PREFIX}{module}{inner}.lora_{matrix.upper()}.weight"
-        found[tensor.name] = ExpertPart(name, shape, matrix, index[-1], rank, slice(start, start + rows))
-    return found

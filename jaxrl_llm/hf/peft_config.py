@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.family_names import MODULES
 from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
@@ -19,6 +18,7 @@ from jaxrl_llm.hf.peft_modules import (
     SUMS,
     WITHOUT,
     adapted_modules,
+    config_of_file,
     saved_weights,
     stacks_experts,
 )
@@ -60,10 +60,11 @@ def read_adapter_config(folder: Path | str, config: TransformerConfig) -> LoraCo
         UserError: adapter_config.json is missing or broken, or the decoder does not support the adapters
             (DoRA, a base changed by PiSSA ...). The message names the file, the key and the supported values.
     """
-    file, config = Path(folder) / CONFIG, export_config(config)
+    file = Path(folder) / CONFIG
     if not file.is_file():
         raise UserError(f"{file}: no such file; a PEFT adapter has one. Give the folder that holds it.")
     keys = read_adapter_keys(file)
+    config = config_of_file(config, keys)
     _check_supported(keys, config)
     lora = _read_lora(keys, config, adapts_experts(Path(folder), keys))
     check_lora_config(lora, str(file))
@@ -192,7 +193,7 @@ def _pattern(config: AdaptedConfig, name: str) -> str:
     hf = hf_name(config, name)
     end = MODULES.get(hf, hf).rpartition("{}.")[2].split(".")[-3:]
     if is_stacked(config, name):
-        return ".".join(end)
+        return next(pattern for pattern in STACKED if MODULES.get(hf, hf).endswith(f".{pattern}"))
     if end[-2] == "c_proj":  # in Qwen 1, of attention or of the feed-forward
         return ".".join(end[:2])
     is_dense = rank_of_experts(config) and name.rpartition(".")[2] in MLP and end[-2] not in _LINEAR
@@ -216,11 +217,6 @@ def file_factors(config: AdaptedConfig) -> dict[str, float]:
         return {}
     names = [name for name in named_adapters(config) if ".expert_" not in name]
     return dict.fromkeys(names, lora.scale / lora.scale_at(rank))
-
-
-def has_stacked(config: AdaptedConfig) -> bool:
-    """Return whether the family's files store the experts of a layer as one tensor (gpt-oss)."""
-    return any(is_stacked(config, name) for name in named_adapters(config))
 
 
 def _check_supported(keys: JsonKeys, config: TransformerConfig) -> None:

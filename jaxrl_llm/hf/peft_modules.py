@@ -17,8 +17,10 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.export import export_config
+from jaxrl_llm.hf.family_names import FUSED, PARAMETERS
 from jaxrl_llm.hf.json_file import JsonKeys
-from jaxrl_llm.hf.names import FUSED, HFTensor, adapter_tensors, hf_name
+from jaxrl_llm.hf.names import HFTensor, adapter_tensors, as_parameters, hf_name, is_stacked
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.lora import MARK, base_config, with_lora
 from jaxrl_llm.models.lora_config import ALL_TARGETS, LoraConfig
@@ -31,13 +33,14 @@ PARAMETER = ".weight"  # ends the names of adapted parameters; modules have none
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 BESIDE_MLP = "experts.gate_up_proj", "experts.down_proj"
 _GRANITE = tuple(f"block_sparse_moe.{name}" for name in BESIDE_MLP)
-STACKED = (GATE_UP, DOWN, *BESIDE_MLP, *_GRANITE)
-"""Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5, and in Gemma
-4 and Granite; PEFT has a separate kind of adapter for them."""
-EXPERTS = tuple(f".{name}" for name in (*BESIDE_MLP, "experts.up_proj"))
-"""Ends of the full names of these parameters; experts of Nemotron-H have no gate."""
+_UP = "experts.up_proj"  # of Nemotron-H, whose experts have no gate
+STACKED = (GATE_UP, DOWN, *_GRANITE, *BESIDE_MLP, _UP)
+"""Parameters that hold all experts of a layer, in gpt-oss and in every family of transformers 5, in Granite,
+and in Gemma 4 and others; PEFT has a separate kind of adapter for them."""
+EXPERTS = tuple(f".{name}" for name in (*BESIDE_MLP, _UP))
+"""Ends of the full names of these parameters."""
 SUMS = {
-    **dict.fromkeys(STACKED[::2], 2),
+    **{name: 2 for name in STACKED if name.endswith("gate_up_proj")},
     **{
         hf.split(".")[-2]: len(rows)
         for names in FUSED.values()
@@ -74,19 +77,14 @@ def module_of(tensor: str) -> str:
     return tensor.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
-def target_of(tensor: HFTensor, config: TransformerConfig, stacked: bool) -> str:
+def target_of(tensor: HFTensor, config: TransformerConfig) -> str:
     """Return the module that a tensor of an adapter adapts, or the parameter of all experts of a layer
-    ("model.layers.0.mlp.experts.down_proj"), as transformers 5 names it; `stacked`: the file adapts such
-    parameters."""
-    module, weight = module_of(tensor.name), _leaf(tensor.parts[0][0].partition(MARK)[0])
-    if not weight.startswith("expert_"):
+    ("model.layers.0.mlp.experts.down_proj"), as transformers 5 names it."""
+    module, weight = module_of(tensor.name), tensor.parts[0][0].partition(MARK)[0]
+    if not is_stacked(config, weight):
         return module
     first = "gate_up_proj" if config.mlp_gate else "up_proj"
-    parameter = "down_proj" if weight == "expert_down" else first
-    if single := re.match(r"(.*?\.layers\.\d+\..*\.experts)\.\d+\.", module):
-        # In Mixtral and MiniMax-M2 the block has another name in files.
-        experts = single[1].replace(".block_sparse_moe.", ".mlp.")
-        return f"{experts}.{parameter}" if stacked else module
+    parameter = "down_proj" if _leaf(weight) == "expert_down" else first
     return f"{module.removesuffix('.base_layer')}.{parameter}"
 
 
@@ -104,9 +102,9 @@ def adapted_modules(
     """
     # Modules and parameters that could be adapted: their weights, and the number of weights in a tensor.
     base = dataclasses.replace(base_config(config), value_head=False)
-    targets, parts, parameters, stacks = {}, {}, read_parameters(keys), stacks_experts(keys)
+    targets, parts, parameters = {}, {}, read_parameters(keys)
     for tensor in adapter_tensors(with_lora(base, LoraConfig(rank=1))):
-        target = target_of(tensor, config, stacks)
+        target = target_of(tensor, config)
         weights = targets.setdefault(target, {})
         weights |= dict.fromkeys(_leaf(ours.partition(MARK)[0]) for ours, _ in tensor.parts)
         parts[target] = len(tensor.parts)
@@ -120,7 +118,9 @@ def adapted_modules(
     adapted |= {target: target for target in modules if _is_adapted(keys, target)}
     if not adapted:
         leaves = ", ".join(dict.fromkeys(_leaf(target) for target in targets))
-        problem = f"adapts no layer of this {config.family} model, which has {leaves}"
+        problem = (
+            f"adapts no layer of this {config.family.removesuffix(PARAMETERS)} model, which has {leaves}"
+        )
         raise keys.wrong("target_modules", keys.get("target_modules"), problem)
     found = {}
     for target in targets:
@@ -152,6 +152,12 @@ def read_parameters(keys: JsonKeys) -> list[str]:
 def stacks_experts(keys: JsonKeys) -> bool:
     """Return whether the file has adapters of parameters that hold all experts of a layer."""
     return any(not str(name).endswith(PARAMETER) for name in read_parameters(keys))
+
+
+def config_of_file(config: TransformerConfig, keys: JsonKeys) -> TransformerConfig:
+    """Return the config of the model with the names and tensors that an adapter's file has."""
+    config = export_config(config)
+    return as_parameters(config) if stacks_experts(keys) else config
 
 
 def _check_parameters(keys: JsonKeys, parameters: Collection[Any], names: Collection[str]) -> None:

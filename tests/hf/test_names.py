@@ -16,8 +16,9 @@ from jaxrl_llm.hf import families
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.expert_config import LATENT
 from jaxrl_llm.hf.families import FAMILIES
+from jaxrl_llm.hf.family_names import TABLE
 from jaxrl_llm.hf.layouts import from_hf, to_hf
-from jaxrl_llm.hf.names import TABLE, adapter_tensors, hf_tensors, tensor_rows
+from jaxrl_llm.hf.names import adapter_tensors, hf_tensors, tensor_rows
 from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig, abstract, init, named_leaves
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.flops import layer_weights

@@ -23,9 +23,8 @@ from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import export_config, save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
-from jaxrl_llm.models import LoraConfig, named_leaves
+from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.models.attention import for_length
-from jaxrl_llm.models.lora import replace_weights
 from jaxrl_llm.models.lora_config import TARGETS
 
 # transformers 5.24 has the class, but not in this list.
@@ -221,18 +220,9 @@ def test_greedy_text(case):
 def test_adapters_are_read_by_peft(case, tmp_path):
     model, tokens = oracle(case), some_tokens()
     base = ours(model)
-    params = with_random_adapters(base, LoraConfig(rank=4, alpha=6.0))
+    params = with_random_adapters(base, LoraConfig(rank=4, alpha=3.0))
     save_adapter(params, tmp_path / "adapter", "org/base")
-    assert bool(unread_by_peft(params.config)) == (case in ("qwen3.5 moe", "lfm2 moe", "nemotron, latent"))
-    if unread_by_peft(params.config):
-        params = replace_weights(
-            params,
-            {
-                name: np.zeros_like(x)
-                for name, x in named_leaves(params)
-                if "expert_" in name and "_lora_" in name
-            },
-        )
+    assert not unread_by_peft(params.config)
     expected = np.asarray(our_logits(params, tokens))
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     np.testing.assert_allclose(expected, hf_logits(adapted, tokens), atol=3 * TOLERANCE, rtol=0)
