@@ -12,6 +12,7 @@ import logging
 import math
 import re
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from jaxrl_llm.rewards.extract import (
 )
 from jaxrl_llm.rewards.gold import accepted_answers, gold_number, gold_text, is_worked
 from jaxrl_llm.rewards.numerals import (
+    DASH,
     NUMBER,
     has_decimal_comma,
     last_number,
@@ -51,6 +53,21 @@ IN_WORDS = re.compile(  # after a number: words, and nothing of a formula or of 
     r"(?:$|\((?=[^()]*[A-Za-z]{3})|(?!(?:pi|sqrt|(?:arc)?(?:sin|cos|tan)h?|log|exp|alpha|beta|theta|times|over|out|to|"
     r"and|or|hundred|thousand|million|billion)\b)[A-Za-z]{3,}|(?:[ckm]m|kg|ml|ft|hr)\b)"
 )
+PERCENT = re.compile(
+    r"(.*\d)\s*(?:\\?%|\\text\{\s*\\?%\s*\}|(?:\\text\{\s*)?percent\}?)", re.IGNORECASE | re.DOTALL
+)
+FORMULA = re.compile(  # no words; "5 m" and "5 m/s^2" have units
+    r"(?=[^\n]*\d)(?!\(?[A-E][).:]\s)(?![-+\d.,]+\s*[cdfghjklmostvwA-Z]{1,2}(?:\s?[/*]\s?[a-zA-Z]{1,2}|\^\{?-?\d\}?)*\W*$)"
+    r"(?:(?:and|or|pi|sqrt|log|ln|sin|cos|tan|exp)(?![A-Za-z])|\\[A-Za-z]+|[A-Za-z](?![A-Za-z])|"
+    r"[-\d\s+*/^_=<>()\[\]{}.,|:!\u2264\u2265\u00d7\u03c0])+",
+    re.ASCII,
+)
+PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])|\u03c0")
+SYMBOLS = str.maketrans(
+    {"\u221e": r"\infty ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u00b7": r"\cdot ", "\u2212": "-"}
+)
+RAISED_SIGNS = re.compile("(?<=[\\w)\\]}])[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207f]+")
+ROOT = re.compile(r"\u221a\s?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
 
 
 def exact_reward(sample: RewardSample) -> tuple[float, Outcome]:
@@ -102,17 +119,27 @@ def math_reward(sample: RewardSample, config: RewardConfig) -> tuple[float, Outc
             'or a solution that marks it (\\boxed{..} or "#### ..")'
         )
     given, golds = find_answer(sample.final) or sample.final, map(gold_text, accepted_answers(sample.answer))
-    if given and any(_plain_text(given) == _plain_text(gold) for gold in golds):
+    if given and any(_same_text(given, gold) for gold in golds):
         return 1.0, Outcome.CORRECT  # 3 hours 20 minutes
     most, end = config.timeout / (len(accepted) + 2), time.monotonic() + config.timeout
     seconds = lambda: max(int(min(most, end - time.monotonic() - 1)), 1)  # of one step
     parsed = False
     for text in _math_readings(without_denials(sample.final)):
-        given = parse(text, parsing_timeout=seconds())
+        given = parse(_symbols(text), parsing_timeout=seconds())
         parsed |= bool(given)
         if given and any(_same_math(gold, given, seconds) for gold in accepted):
             return 1.0, Outcome.CORRECT
     return 0.0, Outcome.WRONG if parsed else Outcome.UNPARSED
+
+
+def _same_text(given: str, gold: str) -> bool:
+    """Return whether two answers are the same text, or the same number and one is in percent."""
+    if _plain_text(given) == _plain_text(gold):
+        return True
+    percents = [PERCENT.fullmatch(unwrapped(text)) for text in (given, gold)]
+    texts = [match[1] if match else text for text, match in zip((given, gold), percents, strict=True)]
+    values = list(map(to_number, texts))
+    return any(percents) and None not in values and values[0] == values[1]
 
 
 def _plain_text(text: str) -> str:
@@ -136,7 +163,16 @@ def _math_readings(response: str) -> Iterator[str]:
         return
     line = "" if boxes else next(filter(None, hash_answers(response)), "")
     marked = "" if boxes else find_answer(response) or ""
-    yield _bare_number(marked.rstrip("!")) or (_latex(line) if line else response)
+    yield _bare_number(marked.rstrip("!")) or (_latex(line) if line else _formula(marked) or response)
+
+
+def _formula(marked: str) -> str:
+    """Return a marked answer that is a formula, as LaTeX, or "".
+
+    Without LaTeX's marks math-verify reads only the 5 of "the answer is 5x".
+    """
+    plain = unwrapped(_symbols(marked.partition(". ")[0]))
+    return _latex(PI.sub(r"\\pi ", plain)) if FORMULA.fullmatch(plain) else ""
 
 
 def _last_boxes(response: str) -> Iterator[str]:
@@ -293,12 +329,19 @@ def _gold(text: str) -> tuple[Any, ...]:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     bare = gold_text(text)
     number = _bare_number(bare) if len(NUMBER.findall(plain_numbers(bare))) == 1 else ""
-    return () if is_worked(bare) else tuple(parse(number or _latex(bare)))
+    return () if is_worked(bare) else tuple(parse(number or _symbols(_latex(bare))))
 
 
 def _latex(text: str) -> str:
     """Return an answer for `math_verify.parse`, which reads LaTeX between marks."""
     return text if any(mark in text for mark in ("$", "\\boxed", "\\(", "\\[")) else f"${text.strip()}$"
+
+
+def _symbols(text: str) -> str:
+    r"""Return text with LaTeX in place of mathematical characters: math-verify reads 2\u221a3 as 2."""
+    text = ROOT.sub(lambda match: rf"\sqrt{{{next(filter(None, match.groups()), '')}}}", text)
+    raised = lambda match: f"^{{{unicodedata.normalize('NFKC', match.group())}}}"
+    return DASH.sub("-", RAISED_SIGNS.sub(raised, text)).translate(SYMBOLS)
 
 
 def _tuples(value: Any) -> Any:

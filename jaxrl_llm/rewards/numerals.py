@@ -22,6 +22,10 @@ JUST_NUMBER = re.compile(rf"([-+]?(?:{INTEGER}(?:\.\d*)?|\.\d+){EXPONENT})(?:/(\
 DIGITS = str.maketrans(
     {0xFF10 + i: str(i) for i in range(10)}  # full width
     | {"\u2212": "-", "\u2011": "-", "\u2044": "/", "\u00b7": "\u00d7"}
+    | {"\u2010": "-", "\ufe63": "-", "\uff0d": "-", "\uff0b": "+", "\uff0e": ".", "\uff0f": "/"}
+)
+DASH = re.compile(  # a minus, as in "it is \u20133"; not in 5\u20136
+    r"(?<![\w)\]}%])(?<![\d)\]}%] )\u2013(?=[$\\]?[\d.]|\\[dt]?frac|\\?sqrt|[\u221ax\u221e])"
 )
 RAISED = re.compile("(?<=[0-9])[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 SEPARATOR = re.compile(  # 1{,}234, 1,\!234, 1'234, 1_000, and the narrow spaces of gpt-oss
@@ -95,6 +99,7 @@ def plain_numbers(text: str) -> str:
     millions; a "?" in place of times, ratios and dates."""
     # Characters, separators of thousands and of decimals.
     text = RAISED.sub(_plain_raised, VULGAR.sub(_plain_vulgar, text)).translate(DIGITS)
+    text = DASH.sub("-", text)
     text = DOTS_AND_COMMAS.sub(_plain_commas, SEPARATOR.sub(",", text).replace("{,}", ","))
     # Powers and fractions; spaces between thousands come after mixed numbers, 3 1/2.
     text = POWER.sub(_plain_power, TIMES_TEN.sub(_plain_exponent, text))
