@@ -148,11 +148,12 @@ def check_own_algorithm(stage: Stage) -> None:
         raise UserError(f"--algo: {where}: {type(error).__name__}: {text}") from error
 
 
-def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
-    """Check that teachers, reference and critic have the policy's tokenizer, whose token ids they read.
+def check_frozen_models(config: TrainConfig, tokenizer: Any) -> None:
+    """Check that teachers and reference are language models, and have, as a critic, the policy's tokenizer,
+    whose token ids they read.
 
     Raises:
-        ConfigError: names the first tokens that differ.
+        ConfigError: names the first tokens that differ, or the model with a score head.
     """
     requires = algos.requirements(config.algo)
     paths = [("teacher", path) for path in requires.teachers]
@@ -160,7 +161,13 @@ def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
     paths += [("critic", config.critic.path)] if requires.critic and config.critic.path else []
     for role, path in paths:
         folder = resolve_model(path)
-        if difference := vocabulary_difference(tokenizer, load_tokenizer(folder, read_config(folder))):
+        model = read_config(folder)
+        if model.value_head and role != "critic":
+            raise ConfigError(
+                f"the {role} {path} is a model with a score head, such as a reward model, which has no "
+                "head of a language model. Give a language model."
+            )
+        if difference := vocabulary_difference(tokenizer, load_tokenizer(folder, model)):
             raise ConfigError(
                 f"the {role} {path} has another tokenizer than the policy, whose tokens it reads: "
                 f"{difference}. Give a {role} of the same model family."
@@ -168,7 +175,7 @@ def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
 
 
 def load_teachers(config: TrainConfig, mesh: Mesh, stored: PretrainedModels) -> tuple[Params, ...]:
-    """Return the weights of the teachers, in the compute type; see `check_vocabularies`."""
+    """Return the weights of the teachers, in the compute type; see `check_frozen_models`."""
     paths = algos.requirements(config.algo).teachers
     return tuple(load_frozen(config, path, mesh, stored) for path in paths)
 

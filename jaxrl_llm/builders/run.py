@@ -20,8 +20,8 @@ from jaxrl_llm.builders.evaluation import Evaluator, make_evaluators, open_judge
 from jaxrl_llm.builders.exports import check_export_folders, export_due, export_models, export_step, push_run
 from jaxrl_llm.builders.models import (
     abstract_reference,
+    check_frozen_models,
     check_own_algorithm,
-    check_vocabularies,
     has_own_reference,
     load_model_config,
     make_stages,
@@ -215,7 +215,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     set_template(tokenizer, config.data.chat)
     config = pin_date(config, tokenizer)
     tokenizer.end_ids = ends = generation_end_ids(folder) if folder else ()
-    check_vocabularies(config, tokenizer)
+    check_frozen_models(config, tokenizer)
     check_critic_files(config)
     read = lambda path: model if path == config.model.path else PRETRAINED.config(path)
     check_models(sized, architectures(config, read))

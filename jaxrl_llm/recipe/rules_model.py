@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
+from jaxrl_llm import algos
 from jaxrl_llm.bridge import fp8
 from jaxrl_llm.config import RoutingConfig, TrainConfig
 from jaxrl_llm.errors import UserError
@@ -36,6 +37,15 @@ def _can_be_exported(config: TrainConfig, models: Models) -> Iterator[str]:
     except UserError as error:
         key = f"path {config.model.path}" if config.model.path else "architecture"
         yield f"--model.{key}: {error}. Set another family, or values that its config.json can express."
+
+
+def _writes_text(config: TrainConfig, models: Models) -> Iterator[str]:
+    if models[POLICY].value_head and algos.requirements(config.algo).logprobs:
+        key = f"path {config.model.path}" if config.model.path else "architecture.value_head True"
+        yield (
+            f"--model.{key}: a model with a score head, such as a reward model, has no head of a language "
+            "model. Set a language model."
+        )
 
 
 def _has_positions(config: TrainConfig, models: Models) -> Iterator[str]:
@@ -285,6 +295,7 @@ def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
 
 MODEL = (
     Rule("model", "model.path model.architecture", _can_be_exported),
+    Rule("model", "model.path model.architecture", _writes_text),
     Rule("model", "max_prompt_tokens max_response_tokens", _has_positions),
     Rule("model", "model.yarn_factor", _yarn_has_rope),
     Rule("model", "mesh.sequence_parallel mesh.sequence mesh.tensor", _heads_divide, sized=True),

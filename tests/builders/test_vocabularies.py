@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxrl_llm import algos
-from jaxrl_llm.builders.models import check_vocabularies, load_model_config
+from jaxrl_llm.builders.models import check_frozen_models, load_model_config
 from jaxrl_llm.config import CriticConfig, ModelConfig, ReferenceConfig, TrainConfig, TransformerConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError
@@ -70,20 +70,39 @@ def test_teachers_and_critics_read_the_tokens_of_the_policy(folders):
     """Vocabularies of 128 and 160 rows: the difference is padding; the same 128 rows may be other tokens."""
     same, other = map(str, folders)
     config = replace(TrainConfig(), algo=replace(algos.ALGOS["gkd"].Config(), teachers=(same,)))
-    check_vocabularies(config, make_tokenizer())
+    check_frozen_models(config, make_tokenizer())
     config = replace(config, algo=replace(config.algo, teachers=(same, other)))
     with pytest.raises(
         ConfigError, match=rf"the teacher {other} has another tokenizer than the policy, .*: 2 tok"
     ):
-        check_vocabularies(config, make_tokenizer())
+        check_frozen_models(config, make_tokenizer())
     config = replace(TrainConfig(), algo=algos.ALGOS["ppo"].Config(), critic=CriticConfig(path=other))
     assert algos.requirements(config.algo).critic
     with pytest.raises(ConfigError, match=f"the critic {other} has another tokenizer"):
-        check_vocabularies(config, make_tokenizer())
-    check_vocabularies(replace(config, critic=CriticConfig(path=same)), make_tokenizer())
+        check_frozen_models(config, make_tokenizer())
+    check_frozen_models(replace(config, critic=CriticConfig(path=same)), make_tokenizer())
     grpo, reference = algos.ALGOS["grpo"], ReferenceConfig(path=other)
     config = replace(TrainConfig(), algo=grpo.Config(kl_coef=0.1), reference=reference)
     with pytest.raises(ConfigError, match=f"the reference {other} has another tokenizer"):
-        check_vocabularies(config, make_tokenizer())
-    check_vocabularies(replace(config, reference=ReferenceConfig(path=same)), make_tokenizer())
-    check_vocabularies(replace(config, algo=grpo.Config(kl_coef=0.0)), make_tokenizer())  # has no reference
+        check_frozen_models(config, make_tokenizer())
+    check_frozen_models(replace(config, reference=ReferenceConfig(path=same)), make_tokenizer())
+    check_frozen_models(replace(config, algo=grpo.Config(kl_coef=0.0)), make_tokenizer())  # has no reference
+
+
+def test_a_reward_model_is_no_teacher_reference_or_policy(tmp_path):
+    """Its files have no head of a language model, in whose place the embedding would be read."""
+    folder = str(save_description(replace(MODEL, value_head=True), tmp_path / "scores"))
+    make_tokenizer().save_pretrained(folder)
+    gkd, grpo, ppo = (algos.ALGOS[name].Config() for name in ("gkd", "grpo", "ppo"))
+    own = dict(reference=ReferenceConfig(path=folder))
+    for role, config in (
+        ("teacher", TrainConfig(algo=replace(gkd, teachers=(folder,)))),
+        ("reference", TrainConfig(algo=replace(grpo, kl_coef=0.1), **own)),
+    ):
+        with pytest.raises(ConfigError, match=rf"the {role} {folder} is a model with a score head"):
+            check_frozen_models(config, make_tokenizer())
+    check_frozen_models(TrainConfig(algo=ppo, critic=CriticConfig(path=folder)), make_tokenizer())
+    words = ["--config", "grpo_tiny.py", "--run_dir", str(tmp_path / "run"), "--model.path", folder]
+    with pytest.raises(ConfigError, match=rf"--model\.path {folder}: a model with a score head"):
+        from_command_line(words)
+    assert from_command_line([*words, "--algo", "reward_model"]).config.model.path == folder

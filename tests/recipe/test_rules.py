@@ -97,6 +97,7 @@ CASES = {
     "_servers_start": dict(rollout=SERVED, servers=ServersConfig(devices=("0", "1"))),
     "_indexers_fit": dict(model=replace(RANDOM, architecture=INDEXED), mesh=MeshConfig(sequence=2, stage=2)),
     "_can_be_exported": dict(model=replace(RANDOM, architecture=replace(EXPERTS, family="mixtral"))),
+    "_writes_text": dict(model=replace(RANDOM, architecture=replace(EXPERTS, value_head=True))),
     "_has_positions": dict(max_response_tokens=50),
     "_yarn_has_rope": dict(model=replace(RANDOM, architecture=LINEAR, yarn_factor=4.0)),
     "_heads_divide": dict(devices="0:6", mesh=MeshConfig(tensor=3, sequence=2, sequence_parallel="ulysses")),
