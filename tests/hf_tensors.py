@@ -1,7 +1,6 @@
 """All HF tensors of a model from its weights and back, in memory; the package streams files (`hf.load`)."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.hf.layouts import from_hf, hf_shape, to_hf
@@ -22,8 +21,9 @@ def params_from_tensors(config: TransformerConfig, tensors: dict[str, np.ndarray
             shape = leaf.shape[stack_dims(ours, config.family) :]
             rows = rows[:, part.inside :][:, : hf_shape(shape, part.layout)[1]] if rows.ndim == 3 else rows
             value[part.index] = from_hf(rows, part.layout, shape)
-        leaves.append(jnp.asarray(value))
-    return jax.tree.unflatten(jax.tree.structure(abstract(config)), leaves)
+        leaves.append(value)
+    # `jnp.asarray` would compile a program for each shape.
+    return jax.device_put(jax.tree.unflatten(jax.tree.structure(abstract(config)), leaves))
 
 
 def tensors_of(config: TransformerConfig, params: Params) -> dict[str, np.ndarray]:

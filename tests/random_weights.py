@@ -16,14 +16,15 @@ def random_params(config, seed=0):
 
     def leaf(name, x):
         if "norm" in name:
-            return jnp.asarray(np.ones(x.shape, x.dtype))
+            return np.ones(x.shape, x.dtype)
         if jnp.issubdtype(x.dtype, jnp.integer):  # codes of a quantized weight
-            return jnp.asarray(rng.integers(0, 16, x.shape).astype(x.dtype))
+            return rng.integers(0, 16, x.shape).astype(x.dtype)
         noise = rng.normal(size=x.shape) * config.initializer_range  # converted here: JAX would compile
-        return jnp.asarray(noise.astype(np.float32).astype(x.dtype))
+        return noise.astype(np.float32).astype(x.dtype)
 
     leaves = [leaf(name, x) for name, x in models.named_leaves(shapes)]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    # `jnp.asarray` would compile a program for each shape.
+    return jax.device_put(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 
 def weights_for(built, seed=0):
