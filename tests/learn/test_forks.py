@@ -1,6 +1,7 @@
 """Trajectories with rewritten histories: the step is that of each turn after its own context, by hand."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -100,7 +101,8 @@ def log_probs(products, t, own):
     return jax.nn.log_softmax(jnp.where(member | (t.mask[own] == 0)[:, None], products, -1e30))
 
 
-def by_hand(algo, model=MODEL, num_kept=0):
+@functools.cache
+def by_hand(algo, model, num_kept):
     """(loss, gradients) of the algorithm's loss over [N, R]. Each context is a row of the forward pass."""
     found = trajectories(model, num_kept)
     shape = len(found), max(len(t.mask) for t in found)
@@ -138,7 +140,7 @@ def by_hand(algo, model=MODEL, num_kept=0):
         )  # fmt: skip
         return algos.of(algo).loss(inputs, algo)[0]
 
-    value, gradients = jax.value_and_grad(loss)(random_params(model))
+    value, gradients = jax.jit(jax.value_and_grad(loss))(random_params(model))
     return float(value), {name: np.asarray(x) for name, x in models.named_leaves(gradients) if x is not None}
 
 

@@ -106,6 +106,17 @@ def reference_update():
     return one_update(learner(max_grad_norm=0.0))
 
 
+def long_and_short_items():
+    return [*trajectories(60, longest=16), *long_trajectories(100, 120)]
+
+
+@pytest.fixture(scope="module")
+def update_of_long_and_short_rows():
+    """Items with the log-probs of one device, its loss and gradient."""
+    items = long_and_short_items()
+    return items, one_update(learner(rows=2, row_tokens=128, max_grad_norm=0.0), items)
+
+
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -428,14 +439,16 @@ def test_metrics_of_microbatches_add_or_take_the_maximum():
         pytest.param(MeshConfig(stage=2, fsdp=1, sequence=4), {}, marks=pytest.mark.slow),
     ],
 )
-def test_long_and_short_rows_in_one_update(mesh, settings):
+def test_long_and_short_rows_in_one_update(mesh, settings, update_of_long_and_short_rows):
     """The value and the gradient of one device, and its log-probs in the order of the items."""
-    items = [*trajectories(60, longest=16), *long_trajectories(100, 120)]
+    items, (expected_items, expected) = long_and_short_items(), update_of_long_and_short_rows
     built = learner(mesh=mesh, rows=2, row_tokens=128, max_grad_norm=0.0, **settings)
     kinds = {batch.tokens.sharding.mesh.axis_names[-1] for batch in built.scorer.batches(items, 2)}
     assert kinds == {"sequence", "rows"}
-    one = learner(rows=2, row_tokens=128, max_grad_norm=0.0)
-    assert_same(one_update(built, items), one_update(one, items))
+    assert_same(one_update(built, items), expected)
+    for item, other in zip(items, expected_items, strict=True):
+        logprobs = (x.signals["logprobs"] * x.mask for x in (item, other))
+        np.testing.assert_allclose(*logprobs, atol=1e-4, rtol=0)
 
 
 def test_programs_of_several_cpus_run_one_after_the_other(monkeypatch):
