@@ -138,12 +138,15 @@ def some_tokens(rows=2, length=LENGTH):
     return np.random.default_rng(0).integers(3, BASE["vocab_size"], (rows, length))
 
 
-@each_case
+@pytest.mark.parametrize("case", sorted(QUICK - SMALL))
 def test_logits(case):
     model, tokens = oracle(case), some_tokens()
-    theirs = hf_logits(model, tokens)
+    assert_same_logits(our_logits(ours(model), tokens), hf_logits(model, tokens))
+
+
+def assert_same_logits(logits, theirs):
     assert theirs.std() > 0.3
-    np.testing.assert_allclose(our_logits(ours(model), tokens), theirs, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(logits, theirs, atol=TOLERANCE, rtol=0)
 
 
 def test_step_sizes_of_mamba_have_a_lower_bound(monkeypatch):
@@ -153,9 +156,7 @@ def test_step_sizes_of_mamba_have_a_lower_bound(monkeypatch):
         monkeypatch.setitem(CASES, case, ("nemotron_h", {**NEMOTRON, "time_step_min": bound}))
     small, large = (hf_logits(oracle(case), some_tokens()) for _, case in bounds)
     assert np.abs(large - small).max() > 0.01
-    np.testing.assert_allclose(
-        our_logits(ours(oracle("large")), some_tokens()), large, atol=TOLERANCE, rtol=0
-    )
+    assert_same_logits(our_logits(ours(oracle("large")), some_tokens()), large)
 
 
 def test_older_keys_of_mamba_count_before_the_newer_ones():
@@ -167,32 +168,17 @@ def test_older_keys_of_mamba_count_before_the_newer_ones():
     assert found == (4, 3, False, 0.5)
 
 
-def gradients_of(model, params, tokens):
-    """Return our gradients of all weights and transformers' gradients, by the names on disk."""
-    logits = model(torch.tensor(tokens), use_cache=False).logits
-    torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten()
-    ).backward()
-
-    def loss(params):
-        positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-        logits = soft_capped(params, params(jnp.asarray(tokens), positions) @ params.head.T)
-        logprobs = jax.nn.log_softmax(logits)[:, :-1]
-        return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
-
-    return named_gradients(model, params, loss)
-
-
 def named_gradients(model, params, loss):
-    """Return the gradients of our loss, and the gradients in transformers' weights, by the names on disk. Our
-    gradients of constants must be 0."""
-    gradients = tensors_of(params.config, jax.jit(jax.grad(loss))(params))
+    """Return the logits of our (loss, logits), and by the names on disk our gradients of the loss and the
+    gradients in transformers' weights. Our gradients of constants must be 0."""
+    found, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
+    gradients = tensors_of(params.config, found)
     theirs = {name: x.grad.numpy() for name, x in model.named_parameters() if ".indexer." not in name}
     theirs = on_disk(theirs, params.config)
     constant = {name for name in gradients if name.endswith(CONSTANT) or ".indexer." in name}
     assert not any(gradients.pop(name).any() for name in constant)
     assert gradients.keys() == theirs.keys()
-    return gradients, theirs
+    return logits, gradients, theirs
 
 
 def assert_same_gradients(gradients, theirs):
@@ -205,9 +191,20 @@ def assert_same_gradients(gradients, theirs):
 
 
 @each_small_case
-def test_gradients_of_all_weights(case):
-    model = oracle(case)
-    assert_same_gradients(*gradients_of(model, ours(model), some_tokens()))
+def test_logits_and_gradients_of_all_weights(case):
+    model, tokens = oracle(case), some_tokens()
+    theirs, targets = model(torch.tensor(tokens), use_cache=False).logits, torch.tensor(tokens[:, 1:])
+    torch.nn.functional.cross_entropy(theirs[:, :-1].flatten(0, 1), targets.flatten()).backward()
+
+    def loss(params):
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
+        logits = soft_capped(params, params(jnp.asarray(tokens), positions) @ params.head.T)
+        logprobs = jax.nn.log_softmax(logits)[:, :-1]
+        return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean(), logits
+
+    logits, *gradients = named_gradients(model, ours(model), loss)
+    assert_same_logits(logits, theirs.detach().numpy())
+    assert_same_gradients(*gradients)
 
 
 @each_small_case
@@ -219,14 +216,13 @@ def test_greedy_text(case):
 @pytest.mark.parametrize("case", with_slow(EACH_FAMILY, set(EACH_FAMILY) - SMALL))
 def test_adapters_are_read_by_peft(case, tmp_path):
     model, tokens = oracle(case), some_tokens()
-    base = ours(model)
-    params = with_random_adapters(base, LoraConfig(rank=4, alpha=3.0))
+    params = with_random_adapters(ours(model), LoraConfig(rank=4, alpha=3.0))
     save_adapter(params, tmp_path / "adapter", "org/base")
     assert not unread_by_peft(params.config)
-    expected = np.asarray(our_logits(params, tokens))
+    expected, without = np.asarray(our_logits(params, tokens)), hf_logits(model, tokens)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     np.testing.assert_allclose(expected, hf_logits(adapted, tokens), atol=3 * TOLERANCE, rtol=0)
-    assert np.abs(expected - our_logits(base, tokens)).max() > 0.1
+    assert np.abs(expected - without).max() > 0.1
 
 
 PHI4 = {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
@@ -284,7 +280,7 @@ def test_adapters_of_some_layers_of_recurrent_models_are_read(case, targets, tmp
     """q_proj of OLMo-hybrid is a layer of both kinds; a_proj, b_proj and g_proj have no adapters here. The
     decoder of Nemotron-H has another name in transformers than in its files."""
     model, tokens = oracle(case), some_tokens()
-    base = ours(model)
+    base, without = ours(model), hf_logits(model, tokens)
     lora = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, rank_pattern={"o_proj": 2})
     adapted = peft.get_peft_model(model, lora).eval()
     with torch.no_grad():
@@ -295,7 +291,7 @@ def test_adapters_of_some_layers_of_recurrent_models_are_read(case, targets, tmp
     params = with_stored_adapters(base, tmp_path)
     expected = hf_logits(adapted, tokens)
     np.testing.assert_allclose(our_logits(params, tokens), expected, atol=TOLERANCE, rtol=0)
-    assert np.abs(expected - our_logits(base, tokens)).max() > 0.1
+    assert np.abs(expected - without).max() > 0.1
 
 
 PARTS = (9, 7, 8, 13)
@@ -309,33 +305,37 @@ def packed_row():
     return np.stack([some_tokens(rows=1)[0], np.r_[:16, 9:17, :13], numbers, last])[:, None]
 
 
-@pytest.mark.parametrize(
-    "case", with_slow(EACH_FAMILY, set(EACH_FAMILY) - {"olmo-hybrid", "gemma4 small", "deepseek-v3.2"})
-)
+def packed_logits(params, row):
+    *arrays, last = map(jnp.asarray, row)
+    return soft_capped(params, params(*arrays, last=last) @ params.head.T)[0]
+
+
+def assert_logits_of_single_rows(logits, model, row):
+    for path in PATHS:
+        np.testing.assert_allclose(logits[path], hf_logits(model, row[0][:, path])[0], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["olmo-hybrid", "gemma4 small", "deepseek-v3.2"])
 def test_a_packed_row_has_the_logits_of_single_rows(case):
     """States begin anew at each border, or continue from the end of the shared prompt; betas up to 2 turn
     them round. transformers itself would leak over the borders."""
     model, row = oracle(case), packed_row()
-    params = ours(model)
-    *arrays, last = map(jnp.asarray, row)
-    logits = jax.jit(lambda p: soft_capped(p, p(*arrays, last=last) @ p.head.T))(params)[0]
-    for path in PATHS:
-        theirs = hf_logits(model, row[0][:, path])[0]
-        np.testing.assert_allclose(logits[path], theirs, atol=TOLERANCE, rtol=0)
+    assert_logits_of_single_rows(jax.jit(packed_logits)(ours(model), row), model, row)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EACH_FAMILY)
-def test_a_packed_row_has_the_gradients_of_single_rows(case):
-    """Of all weights, for random gradients of the logits."""
+def test_a_packed_row_has_the_logits_and_gradients_of_single_rows(case):
+    """Gradients of all weights, for random gradients of the logits."""
     model, row = oracle(case), packed_row()
     seeds = np.random.default_rng(1).normal(0, 1 / 300, (LENGTH, BASE["vocab_size"])).astype(np.float32)
     for i, path in enumerate(PATHS):
         own = np.where((path < PARTS[0]) & (i > 0), 0, seeds[path].T).T  # a prompt's tokens count once
         (model(torch.tensor(row[0][:, path]), use_cache=False).logits[0] * torch.tensor(own)).sum().backward()
-    *arrays, last = map(jnp.asarray, row)
-    loss = lambda p: (soft_capped(p, p(*arrays, last=last) @ p.head.T)[0] * seeds).sum()
-    assert_same_gradients(*named_gradients(model, ours(model), loss))
+    loss = lambda p: (((logits := packed_logits(p, row)) * seeds).sum(), logits)
+    logits, *gradients = named_gradients(model, ours(model), loss)
+    assert_logits_of_single_rows(logits, model, row)
+    assert_same_gradients(*gradients)
 
 
 @pytest.mark.parametrize("case", CASES)
