@@ -64,7 +64,8 @@ FORMULA = re.compile(  # no words; "5 m" and "5 m/s^2" have units
 )
 PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])|\u03c0")
 SYMBOLS = str.maketrans(
-    {"\u221e": r"\infty ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u00b7": r"\cdot ", "\u2212": "-"}
+    {"\u221e": r"\infty ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u00b7": r"\cdot "}
+    | {"\u22c5": r"\cdot ", "\u2219": r"\cdot ", "\u2212": "-", "\u2217": "*", "\u2215": "/"}
 )
 RAISED_SIGNS = re.compile("(?<=[\\w)\\]}])[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207f]+")
 ROOT = re.compile(r"\u221a\s?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")

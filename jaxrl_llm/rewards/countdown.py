@@ -15,12 +15,13 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.extract import marked_answers
+from jaxrl_llm.rewards.numerals import DIGITS
 from jaxrl_llm.rewards.sample import RewardSample
 
 MAX_LENGTH = 200  # characters of an expression
 MAX_DIGITS = 12  # of a number in it
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\u00d7": "*", "\u00f7": "/", "\u2212": "-"}
+SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\u00d7": "*", "\u00f7": "/", "\u2013": "-"}
 SIGNS |= {"x": "*", "\\left": "", "\\right": "", "\\(": "", "\\)": "", "\\[": "", "\\]": ""}
 SIGN = re.compile("|".join(map(re.escape, SIGNS)))
 EXPRESSION = re.compile(r"[\d\s()+*/.-]*\d[\d\s()+*/.-]*", re.ASCII)
@@ -55,7 +56,7 @@ def find_expression(response: str) -> str | None:
     Of "29 = 3*8+5" it is the right side.
     """
     for line in list(marked_answers(response)) or response.splitlines()[::-1]:
-        left, _, right = SIGN.sub(lambda match: SIGNS[match.group()], line).partition("=")
+        left, _, right = SIGN.sub(lambda match: SIGNS[match.group()], line.translate(DIGITS)).partition("=")
         left = (right if left.strip(" $`*").isdigit() and right else left).strip(" $.`*")
         if len(left) <= MAX_LENGTH and EXPRESSION.fullmatch(left):
             return left.strip()
@@ -78,8 +79,9 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 10**MAX_DIGITS:
         used.append(node.value)
         return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand, used)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand, used)
+        return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
     raise ValueError(f"not allowed in an expression: {ast.unparse(node)}")

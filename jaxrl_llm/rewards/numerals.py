@@ -21,7 +21,8 @@ NUMBER = re.compile(  # not the 2 of x^2, a_{2} or \sqrt{2}, not the x of 5^x
 JUST_NUMBER = re.compile(rf"([-+]?(?:{INTEGER}(?:\.\d*)?|\.\d+){EXPONENT})(?:/(\d+))?", re.ASCII)
 DIGITS = str.maketrans(
     {0xFF10 + i: str(i) for i in range(10)}  # full width
-    | {"\u2212": "-", "\u2011": "-", "\u2044": "/", "\u00b7": "\u00d7"}
+    | {"\u2212": "-", "\u2011": "-", "\u2044": "/", "\u2215": "/", "\u2217": "*"}
+    | dict.fromkeys("\u00b7\u22c5\u2219\u2a2f\u2715\u2716", "\u00d7")
     | {"\u2010": "-", "\ufe63": "-", "\uff0d": "-", "\uff0b": "+", "\uff0e": ".", "\uff0f": "/"}
 )
 DASH = re.compile(  # a minus, as in "it is \u20133"; not in 5\u20136

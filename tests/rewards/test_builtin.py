@@ -210,6 +210,9 @@ def test_a_row_without_a_usable_answer_is_an_error_not_a_wrong_answer(name, answ
         ("<answer>3 x 8 + 5</answer>", 1.0, CORRECT),
         ("<answer>29 = 3*8 + 5</answer>", 1.0, CORRECT),
         ("<answer>5 \u2212 3 * -8</answer>", 1.0, CORRECT),
+        ("<answer>3\u00b78 + 5</answer>", 1.0, CORRECT),
+        ("<answer>3 \u22c5 8 \u2013 -5</answer>", 1.0, CORRECT),
+        ("<answer>+3 \u2217 8 + 5</answer>", 1.0, CORRECT),
         ("<answer>3 * 8 + 5" + " " * 200 + "+ 1</answer>", 0.0, UNPARSED),  # not what it begins with
         ("<answer>3 * 8 + 6</answer>", 0.0, WRONG),  # a number that was not given
         ("<answer>3 * 8 + 5 + 5 - 5</answer>", 0.0, WRONG),  # 29, but 5 is used three times
@@ -332,6 +335,8 @@ def test_expressions_are_exact_and_bounded():
         ("\\boxed{x\u00b2+1}", "x^2+1", 1.0, CORRECT),
         ("\\boxed{x\u207b\u00b9}", "1/x", 1.0, CORRECT),
         (r"\boxed{6}", "2\u00b73", 1.0, CORRECT),
+        (r"\boxed{1500}", "1.5 \u22c5 10^3", 1.0, CORRECT),
+        ("\\boxed{2\u22c5x}", "2x", 1.0, CORRECT),
         ("\\boxed{(\u2212\u221e,2)\u222a(3,\u221e)}", r"(-\infty,2)\cup(3,\infty)", 1.0, CORRECT),
         ("\\boxed{\u2013\\frac{1}{2}}", "-1/2", 1.0, CORRECT),
         # Percent: the number, or its hundredth.
