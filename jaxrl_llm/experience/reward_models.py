@@ -100,15 +100,23 @@ class RewardModel:
     def render(self, trajectory: Trajectory, example: Example) -> list[int]:
         """Return the ids of prompt and response, every turn of them, up to the end token of the last.
 
-        A chat is rendered with the model's own template; without a chat or a template, texts are joined.
+        A chat is rendered with the model's own template; without a chat or a template, texts are joined, and
+        have the model's start and end tokens.
         """
         messages = prompt_messages(example, self.chat)
         if messages is None or not self.tokenizer.chat_template:
             text = prompt_row(example, self.chat)["prompt"] if messages is None else _joined(messages)
-            return self.tokenizer.encode(text + trajectory.text, add_special_tokens=False)
+            return self._plain(text + trajectory.text, trajectory.finish)
         turns = [*messages, *trajectory.messages]
         chat = ChatRenderer(self.tokenizer, turns, example, _own_chat(self.chat), own=False)
         return chat.tokenize(chat.render().rstrip())
+
+    def _plain(self, text: str, finish: str) -> list[int]:
+        """Return the ids of text as reward models learn it: with the start token, and the end token if the
+        response ended."""
+        start = not text.startswith(self.tokenizer.bos_token or "\0")
+        ids, end = self.tokenizer.encode(text, add_special_tokens=start), self.tokenizer.eos_token_id
+        return ids if finish != "stop" or end is None or ids[-1:] == [end] else [*ids, end]
 
     def _truncated(self, ids: Sequence[int], context: int = 0, prompt: int | None = None) -> PackItem:
         """Return the last `max_tokens` of the ids as an item; others may share the first `context` ids."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import models
-from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.chat import encode_prompt, encode_supervised
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.preference import pairwise_prompt, pointwise_prompt
 from jaxrl_llm.data.rows import Example
@@ -294,9 +294,32 @@ def test_a_model_with_another_tokenizer_reads_the_whole_chat_by_its_own_template
     seen = Recorder(monkeypatch, model.tokenizer)
     t = trajectory("ab")
     model([t], [example])
-    assert seen.texts == [prompt + ("ab" if example is SUM else "[assistant] ab/")]
+    assert seen.texts == [prompt + (f"ab{TOKENIZER.eos_token}" if example is SUM else "[assistant] ab/")]
     a, b = TOKENIZER.convert_tokens_to_ids(["a", "b"])
     assert model.tokenizer.convert_tokens_to_ids(["a", "b"]) == [b, a]
+
+
+def test_a_model_with_another_tokenizer_reads_text_with_its_start_and_end_tokens(other, tmp_path):
+    """As it learned it: encode_supervised, and TRL's RewardTrainer, have both."""
+    path = tmp_path / "starts"
+    shutil.copytree(other, path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    bos, eos = TOKENIZER.eos_token, "b"
+    special = {"id": bos, "ids": [TOKENIZER.eos_token_id], "tokens": [bos]}
+    first = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": first, "pair": first, "special_tokens": {bos: special}
+    }  # fmt: skip
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": bos, "eos_token": eos}))
+    model = load_reward_model(RewardModelConfig(path=str(path)), STEP, mesh(), TOKENIZER, chat=CHAT)
+    t = trajectory("3")
+    row = dataclasses.replace(SUM, response="3")
+    whole = encode_supervised(model.tokenizer, row, CHAT)[0].tolist()
+    assert whole[0] == model.tokenizer.bos_token_id and whole[-1] == model.tokenizer.eos_token_id
+    assert model.render(t, SUM) == whole
+    assert model.render(dataclasses.replace(t, finish="length"), SUM) == whole[:-1]
 
 
 def test_turns_of_a_conversation_are_read_with_their_roles(other, monkeypatch):
