@@ -20,8 +20,12 @@ WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit)\{\s*")
 CHOICE = re.compile(
     r"\W*(?:(?i:option|choice|answer)\b)?\W*"
-    r"(?:\(([A-Za-z])\)|([A-Z])(?=[).:}\]]|\s[(\u2013\u2014-]|\s(?:because|since)\b|,\s+(?!and|or|but)\w\w|\W*$)|"
-    r"([a-z])\W*$)"
+    r"(?:\(([A-Za-z])\)|([A-Z])(?=[*_]*(?:[).:}\]]|\s[(\u2013\u2014-]|\s(?:because|since)\b|"
+    r",\s+(?!and|or|but)\w\w|\W*$))|([a-z])\W*$)"
+)
+ANOTHER = re.compile(  # (B) or (C); not B. E. coli
+    r"[).\s*_]*(?:[,;/&\n]|\b(?:and|or)\b)[\s*_]*(?:(?:and|or)\s+)?\(?[A-H](?=\W*$|[).,;/]|\s+(?:or|and|&)\s)|"
+    r"[\W_]*\([A-Ha-h]\)"
 )
 ONE_LETTER = re.compile(r"\(?([A-Za-z])\)?\.?")
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
@@ -29,6 +33,8 @@ HASHES = re.compile(r"#{4,}")
 ANNOUNCED = re.compile(
     r"\b(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is\b|:| =)", re.IGNORECASE
 )
+SAYING = re.compile(r"^\W*(?:the )?(?:(?:final|correct) )?answer(?: is\b|:)[:\s]*(?!not\b)", re.IGNORECASE)
+"""In a mark: <answer>The answer is Paris</answer>."""
 DENIED = re.compile(r"(?<=\banswer is )not\b[^\n]{1,200}?\bbut (?:rather )?", re.IGNORECASE)
 LABEL = re.compile(r"\W*(?:the )?(?:final )?answer\W*$", re.IGNORECASE)
 NAMED = re.compile(
@@ -77,8 +83,9 @@ def find_answer(text: str) -> str | None:
 
     Only announced text can be a remark: <answer>not guilty</answer> is an answer.
     """
+    enclosed = (SAYING.sub("", mark) or mark for mark in _enclosed(text))
     announced = (mark for mark in _announced(text) if mark and not REMARK.match(mark))
-    return next(itertools.chain(_enclosed(text), announced), None)
+    return next(itertools.chain(enclosed, announced), None)
 
 
 def marked_answers(text: str) -> Iterator[str]:
@@ -146,9 +153,11 @@ def normalize_words(text: str) -> str:
 
 
 def choice_of(text: str) -> str:
-    """Return the letter of a choice, "B" of "(B)", "B." and "B) Paris"; "" if the text names none."""
-    match = CHOICE.match(FONT.sub("", unwrapped(text[:MAX_DIGITS])))
-    return next(filter(None, match.groups())).upper() if match else ""
+    """Return the letter of a choice, "B" of "(B)", "B." and "B) Paris"; "" if the text names none or two."""
+    plain = FONT.sub("", unwrapped(text[:MAX_DIGITS]))
+    match = CHOICE.match(plain)
+    named = match and not ANOTHER.match(plain, match.end())
+    return next(filter(None, match.groups())).upper() if named else ""
 
 
 def is_answer(given: str, answer: str) -> bool:
@@ -156,9 +165,10 @@ def is_answer(given: str, answer: str) -> bool:
     wanted = normalize_words(answer)
     said = SAID.match(unwrapped(given))
     first = said[1] if said else CLAUSE.split(given, maxsplit=1)[0]
-    if wanted in (normalize_words(given), normalize_words(first)):
-        return True
     letter = ONE_LETTER.fullmatch(unwrapped(answer))
+    is_choice = letter is not None and letter[1].isupper()  # its clauses may name several
+    if wanted == normalize_words(given) or (not is_choice and wanted == normalize_words(first)):
+        return True
     return letter is not None and choice_of(given) == letter[1].upper()
 
 
