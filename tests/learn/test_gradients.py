@@ -14,6 +14,7 @@ import optax
 import pytest
 import transformers
 from family_cases import BASE, CASES, SPECIAL
+from random_weights import weights_for
 from slow_cases import with_slow
 
 from jaxrl_llm import models
@@ -118,8 +119,7 @@ def test_a_micro_batch_adds_its_gradients(variant):
     model, mesh, settings = VARIANTS[variant]
     built, items = learner(model, 8, mesh, **settings), sequences(8)
     (batch,) = [put_rows(built.mesh, batch) for batch in pack(items, 16, 8)]
-    params = jax.device_put(models.init(model, jax.random.key(0)), built.param_shardings)
-    state = built.init_state(params)
+    state = built.init_state(weights_for(built))
     trained, frozen = lora.split_params(state.params)
     rng, dtype = np.random.default_rng(1), jnp.dtype(built.config.grad_dtype)
     before = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(dtype), trained)
@@ -154,8 +154,8 @@ def test_each_family_adds_its_gradients(case):
 def gradient(rows, **settings):
     """The change of the weights under SGD with rate 1, from 4 rows in micro-batches of `rows`."""
     built, items = learner(TINY, rows, **settings), sequences(4)
-    params = models.init(TINY, jax.random.key(0))
-    before = jax.tree.map(np.asarray, params)
+    params = weights_for(built)
+    before = jax.tree.map(np.array, params)
     batches = [put_rows(built.mesh, batch) for batch in pack(items, 16, rows)]
     with jax.set_mesh(built.mesh):
         state, metrics, _ = built.update_minibatch(built.init_state(params), batches, *counts(items))

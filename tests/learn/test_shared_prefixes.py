@@ -307,10 +307,12 @@ SLOW = {
          "mesh": MeshConfig(stage=2, fsdp=1, tensor=2, sequence=2)},
     ),
     "2 stages, mamba, fsdp 2": (
-        GRPO, {"model": twice(MAMBA), "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=2)}
+        GRPO,
+        {"model": twice(twice(MAMBA)), "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=2)},
     ),
     "2 stages, short convolution": (
-        GRPO, {"model": twice(SHORT_CONV), "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=1)}
+        GRPO,
+        {"model": twice(twice(SHORT_CONV)), "share_prefixes": "flat", "mesh": MeshConfig(stage=2, fsdp=1)},
     ),
     "2 stages, adapters": (GRPO, {"model": twice(ADAPTED), "mesh": MeshConfig(stage=2, fsdp=2)}),
     "2 stages, per-layer inputs": (
@@ -320,7 +322,7 @@ SLOW = {
         GRPO, {"model": twice(ADAPTED_INT8), "mesh": MeshConfig(stage=2, fsdp=2)}
     ),
     "2 stages, adapters of nf4, fsdp 2": (
-        GRPO, {"model": ADAPTED_NF4, "mesh": MeshConfig(stage=2, fsdp=2)}
+        GRPO, {"model": twice(ADAPTED_NF4), "mesh": MeshConfig(stage=2, fsdp=2)}
     ),
     "2 stages, expert 2, balance": (
         GRPO,
