@@ -310,7 +310,7 @@ class Transformer(nnx.Module):
         if (w := self.per_layer) is None:
             return None
         rows = look_up(w.embed, tokens, dtype, is_wide=True)
-        w = jax.tree.map(lambda x: rounded(x, dtype), w._replace(embed=None))
+        w = w._replace(embed=None, proj=rounded(w.proj, dtype))  # the norm is float32, as all are
         return per_layer_inputs(self.config, w, x, rows, strict=strict)
 
 

@@ -14,6 +14,7 @@ from jaxrl_llm import models
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learn.finite import add_gradients
 from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.experts.router import SELECTION_BIAS, reads_float32
 from jaxrl_llm.models.global_heads import GlobalHeads
 from jaxrl_llm.models.kernels import describe_kernels
 from jaxrl_llm.models.mixer_config import ConvConfig, DeltaConfig, IndexConfig, MambaConfig, MLAConfig
@@ -148,6 +149,29 @@ def test_packed_row_equals_separate_rows(config):
     # Rounding differs by processor and JAX: 2.1e-5 and 7e-5 were seen in float32, and 0 in float64.
     atol = {GEMMA4: 4e-5, GEMMA4_SMALL: 2e-4}.get(config, 2e-5)
     np.testing.assert_allclose(together[: len(joined)], joined, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(GEMMA4_SMALL, id="shared keys, per-layer inputs"),
+        pytest.param(GEMMA4, id="heads of two sizes", marks=pytest.mark.slow),
+        pytest.param(HYBRID, id="delta rule", marks=pytest.mark.slow),
+        pytest.param(MAMBA, id="mamba", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_of_reads_float32_are_not_rounded(config):
+    """A change of 2^-9 is lost by rounding to bfloat16. Rollouts and optimizers go by the same list."""
+    params = jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16).astype(jnp.float32), init(config))
+    leaves, tree = jax.tree.flatten(params)
+    forward = quick(lambda params: params(*map(jnp.asarray, packed()), dtype="bfloat16"))
+    plain = forward(params)
+    names = [name for name, _ in models.named_leaves(params)]
+    read = {name: i for i, name in enumerate(names) if reads_float32(name) and SELECTION_BIAS not in name}
+    assert any("norm" in name for name in read)
+    for name, i in read.items():
+        changed = [leaf * (1 + 2.0**-9) if n == i else leaf for n, leaf in enumerate(leaves)]
+        assert (forward(jax.tree.unflatten(tree, changed)) != plain).any(), name
 
 
 @pytest.mark.parametrize(
