@@ -179,7 +179,7 @@ def push_run(run_dir: Path, hub: HubConfig) -> None:
     try:
         address = on_first(
             lambda: push_folder(
-                folder, hub.push, hub.private, model_card(run_dir, hub.push), message="Trained model"
+                folder, hub.push, hub.private, model_card(run_dir, hub.push, folder), message="Trained model"
             )
         )
     except (UserError, RunError) as error:
@@ -191,15 +191,21 @@ def push_run(run_dir: Path, hub: HubConfig) -> None:
     print_on_first(f"pushed to {address}")
 
 
-def model_card(run_dir: Path, repo: str) -> str:
-    """Return the model card of a run: its base model, algorithm, recipe and metrics. No local paths."""
+def model_card(run_dir: Path, repo: str, export: Path) -> str:
+    """Return the model card of a run: its base model, algorithm, recipe and metrics. No local paths.
+
+    Args:
+        export: folder that is uploaded; with the vision tower of its base, the model reads images, too.
+    """
     described = _read_description(run_dir / "config.json")
     config, recipe = described.get("config", {}), Path(str(described.get("recipe") or "")).name
     algorithm = str(config.get("algo", {}).get("name", ""))
     algorithm = Path(algorithm).stem
     hub = hub_model(str(config.get("model", {}).get("path", "")))
     base = hub.repo if hub else ""
-    header = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    sees = "vision_config" in _read_description(export / "config.json")
+    task = "image-text-to-text" if sees else "text-generation"
+    header = {"library_name": "transformers", "pipeline_tag": task}
     header |= {"base_model": base} if base else {}
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items())]
     lines += ["tags:", *(f"- {tag}" for tag in ("jaxrl_llm", algorithm) if tag), "---", ""]

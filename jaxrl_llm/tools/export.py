@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     if as_gguf:
         _write_modelfile(args, tokenizer)
     if args.push:
-        card, message = model_card(args.checkpoint, args.push), f"Checkpoint of step {saved.step}"
+        card, message = model_card(args.checkpoint, args.push, folder), f"Checkpoint of step {saved.step}"
         try:
             print(f"pushed to {push_folder(folder, args.push, args.private, card, message=message)}")
         except PushError as error:

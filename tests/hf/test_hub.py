@@ -76,12 +76,15 @@ def test_a_run_is_pushed_with_its_card(api, run_dir, capsys):
 
 
 def test_a_card_has_base_algorithm_recipe_and_metrics_and_no_local_path(run_dir):
-    card = model_card(run_dir, "me/model")
+    card = model_card(run_dir, "me/model", run_dir / "hf")
     assert 'base_model: "Qwen/Qwen3-0.6B"' in card and "- my_algo\n" in card and "\n# model\n" in card
     assert "| recipe | grpo_qwen.py |" in card and "| steps | 20 |" in card and "LoRA" not in card
     assert "| eval/pass@1 | 0.25 | 0.75 |" in card and "| reward/mean | 0.5 | 0.5 |" in card
     assert "/home" not in card and "license" not in card
-    assert "base_model" not in model_card(run_dir / "nowhere", "me/model")
+    assert "base_model" not in model_card(run_dir / "nowhere", "me/model", run_dir / "hf")
+    assert 'pipeline_tag: "text-generation"' in card
+    (run_dir / "hf/config.json").write_text('{"vision_config": {}}')
+    assert 'pipeline_tag: "image-text-to-text"' in model_card(run_dir, "me/model", run_dir / "hf")
 
 
 def test_a_hub_that_cannot_be_reached_is_named_before_any_work(api, capsys):
