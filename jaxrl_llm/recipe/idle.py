@@ -57,7 +57,7 @@ IDLE = (
     ),
     Idle(
         "critic.path critic.warmup_steps critic.loss.value_clip critic.optim.learning_rate",
-        "--algo has no critic",
+        "--algo has no separate critic",
         lambda c: not algos.requirements(c.algo).critic,
     ),
     Idle(

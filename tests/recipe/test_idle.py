@@ -62,7 +62,7 @@ def notes(config, algo: str, line: str) -> list[str]:
         (
             "grpo",
             "--critic.path m --critic.warmup_steps 9",
-            "--critic.path, --critic.warmup_steps have no effect: --algo has no critic",
+            "--critic.path, --critic.warmup_steps have no effect: --algo has no separate critic",
         ),
         (
             "grpo",
