@@ -336,6 +336,11 @@ def test_expressions_are_exact_and_bounded():
         ("Answer: x = 5", "5", 1.0, CORRECT),
         ("Answer: 12 - 3*2 = 6", "6", 1.0, CORRECT),
         ("Answer: 5 m/s^2", "5", 1.0, CORRECT),
+        ("Answer: 5 N m", "5", 1.0, CORRECT),
+        ("Answer: 5 W/(m\u00b7K)", "5", 1.0, CORRECT),
+        ("Answer: 5 m\u00b7s^{-1}", "5", 1.0, CORRECT),
+        ("Answer: 5t + 1", "5", 0.0, WRONG),
+        ("Answer: 5" + r"\cdot" * 700 + "#", "4", 0.0, WRONG),  # in linear time
         ("Answer: (A) 5", "5", 1.0, CORRECT),
         # Characters in place of LaTeX.
         (r"\boxed{2}", "2\u221a3", 0.0, WRONG),
