@@ -195,14 +195,14 @@ def arrange(
         groups = trees(branches, groups, row_length, share)
     sizes = [places_of(branches, members, share)[-1].end for members in groups]
     rows = [[groups[i] for i in row] for row in first_fit(sizes, row_length)]
-    if (
-        share == "flat"
-    ):  # each tree has a fork: sharing with the tree before would move it, and lengthen the row
+    if share == "flat":
+        # Each tree has a fork: sharing with the tree before would move it, and lengthen the row.
         return [_side_by_side([places_of(branches, tree, share) for tree in row]) for row in rows]
     return [places_of(branches, list(itertools.chain.from_iterable(row)), share) for row in rows]
 
 
 def _side_by_side(trees: Sequence[list[Place]]) -> list[Place]:
+    """Return the places of trees that share nothing, one tree after the other in a row."""
     starts = itertools.accumulate((tree[-1].end for tree in trees), initial=0)
     return [
         place._replace(columns=place.columns + start)
