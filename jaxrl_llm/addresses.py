@@ -54,7 +54,7 @@ _KEYS = (  # with the times that the last character comes at least
 """Keys that well-known services hand out, anywhere in a text."""
 _RULES = (
     # A private key, to its end or, cut off, to the end of the text.
-    r"()-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?:[^-]|-(?!----))*+"
+    r"()-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----[^-]*(?:-(?!----)[^-]*)*"
     r"(?:-----END [A-Z0-9 ]{0,50}-----)?",
     # Logins: scheme://user:password@host, or a token alone (of a path https:/user:password@host);
     # user:password@host; curl -u user:password.

@@ -315,6 +315,19 @@ def test_imports_are_absolute():
                 assert not relative, f"{name_of(file)}:{node.lineno}: a relative import"
 
 
+def test_no_pattern_repeats_a_group_possessively():
+    """Python before 3.11.5 matches such a group wrongly if something in it backtracks (Debian 12 has 3.11.2).
+
+    (?=((?:...)*))\\1 does the same in every version."""
+    of_set, repeated = re.compile(r"\[(?:\\.|[^\]\\])*\]"), re.compile(r"\)(?:[*+?]|\{\d*,?\d*\})\+")
+    for folder in WITH_PHASES:
+        for file in files_of(folder):
+            texts = [node for node in nodes_of(file) if isinstance(node, ast.Constant)]
+            for node in (node for node in texts if isinstance(node.value, str)):
+                where = f"{name_of(file)}:{node.lineno}"
+                assert not repeated.search(of_set.sub("x", node.value)), where
+
+
 def test_no_class_inherits_from_a_concrete_one():
     """A base is abstract: no call makes an instance of it. Exceptions and frozen dataclasses may extend each
     other."""

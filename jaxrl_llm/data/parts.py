@@ -19,7 +19,7 @@ from jaxrl_llm.thoughts import MARKS as THOUGHT_MARKS
 THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHT_MARKS.values())))
 THOUGHT_START = re.compile(rf"\s*(?:{'|'.join(map(re.escape, THOUGHT_MARKS))})")
 TAG = re.compile(r"</?[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]|/\w+")  # what templates look for in a text
-LETTER = re.compile(rf"(?:{TAG.pattern}|\W)*+\w")  # up to the first letter outside tags
+LETTER = re.compile(rf"(?=((?:{TAG.pattern}|\W)*))\1\w")  # up to the first letter outside tags
 MARKS = range(0xF0000, 0x10FFFE)  # private-use characters that do not hide control tokens
 CALL_FIELDS = ("function", "name", "arguments", "parameters")
 

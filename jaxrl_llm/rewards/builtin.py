@@ -58,9 +58,9 @@ PERCENT = re.compile(
 )
 FORMULA = re.compile(  # no words; "5 m" and "5 m/s^2" have units
     r"(?=[^\n]*\d)(?!\(?[A-E][).:]\s)"
-    r"(?![-+\d.,]+[\s(\[]*[cdfghjklmostuvwA-Z](?:[\s/*()\[\]]|\\cdot|\^\{?-?\d\}?|[a-zA-Z]{1,2}(?![a-zA-Z]))*+\W*$)"
-    r"(?:(?:and|or|pi|sqrt|log|ln|sin|cos|tan|exp)(?![A-Za-z])|\\[A-Za-z]++|[A-Za-z](?![A-Za-z])|"
-    r"[-\d\s+*/^_=<>()\[\]{}.,|:!\u2264\u2265\u00d7\u03c0])++",
+    r"(?![-+\d.,]+[\s(\[]*[cdfghjklmostuvwA-Z](?=((?:[\s/*()\[\]]|\\cdot|\^\{?-?\d\}?|[a-zA-Z]{1,2}(?![a-zA-Z]))*))\1\W*$)"
+    r"(?=((?:(?:and|or|pi|sqrt|log|ln|sin|cos|tan|exp)(?![A-Za-z])|\\[A-Za-z]++|[A-Za-z](?![A-Za-z])|"
+    r"[-\d\s+*/^_=<>()\[\]{}.,|:!\u2264\u2265\u00d7\u03c0])+))\2",
     re.ASCII,
 )
 PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])|\u03c0")

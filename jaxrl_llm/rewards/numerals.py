@@ -35,7 +35,7 @@ SEPARATOR = re.compile(  # 1{,}234, 1,\!234, 1'234, 1_000, and the narrow spaces
 DOTS_AND_COMMAS = re.compile(r"(?<![\w.,([{])\d+(?:[.,]\d+)+", re.ASCII)
 DECIMAL_COMMA = re.compile(r"\d{1,3}(?:\.\d{3})+,\d+|0,\d+|[1-9]\d*,(?:\d\d?|\d{4,})")
 GROUPED = re.compile(r"\d{1,3}(?:\.\d{3}){2,}|\d{1,2}(?:,\d{2})+,\d{3}(?:\.\d+)?")  # 1.234.567, 1,00,000
-SPACED = re.compile(r"(?<![\w.,:/^])\d+(?: \d++)++(?! ?/)", re.ASCII)
+SPACED = re.compile(r"(?<![\w.,:/^])(?=(\d+(?: \d+)+))\1(?! ?/)", re.ASCII)
 THOUSANDS = re.compile(r"[1-9]\d{0,2}(?: \d{3})+")
 _POWER = (
     r"(?: ?\^ ?|\*\*| \*\* )(?:\{\s?([-+]?\d{1,3})\s?\}|\(([-+]?\d{1,3})\)|([-+]?\d{1,3}))"
