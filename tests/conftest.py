@@ -23,6 +23,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Recipes start `python`, which a machine may have in the environment of the tests alone.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of hundreds of processes would compile
 sys.dont_write_bytecode = False
 for library in ("OMP", "OPENBLAS"):  # torch's waiting threads take the other worker's processor
