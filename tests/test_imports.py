@@ -26,6 +26,7 @@ ALLOWED: dict[str, str | None] = {
     "errors": "addresses",
     "extensions": "errors",
     "forks": "",
+    "loop_thread": "",
     "ranges": "",
     "removed": "",
     "outcome": "",
@@ -44,9 +45,10 @@ ALLOWED: dict[str, str | None] = {
     "checkpoint": "ranges removed addresses errors extensions structs user_file host models",
     "bridge": "ranges errors structs models hf",
     "rollout": (
-        "ranges jaxrl_kernels addresses errors forks structs thoughts user_file sharding models bridge"
+        "ranges jaxrl_kernels addresses errors forks loop_thread structs thoughts user_file sharding models "
+        "bridge"
     ),
-    "envs": "ranges addresses errors forks structs outcome thoughts user_file data rollout",
+    "envs": "ranges addresses errors forks loop_thread structs outcome thoughts user_file data rollout",
     # what joins them
     "learn": "ranges jaxrl_kernels errors structs sharding models algos data checkpoint",
     "experience": (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +24,7 @@ from jaxrl_llm.envs.python_file import load_env, load_tool
 from jaxrl_llm.envs.tools import TOOLS
 from jaxrl_llm.envs.tools.mcp_server import McpServer
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.loop_thread import LoopThread
 from jaxrl_llm.rollout.engine import Dialogue, Request
 from jaxrl_llm.user_file import did_you_mean
 
@@ -48,6 +47,7 @@ SAMPLE_SCHEMA = {
 }
 SAMPLE_CONTENT = "turn 7d20e1 of the policy"  # in no template
 MAX_SHOWN = 300  # characters of a call in a message
+CANCEL_SECONDS = 2.5  # for running conversations to end
 
 
 def detect_format(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
@@ -146,11 +146,7 @@ class Conversations:
     """Columns that every row gets: the tools, for the chat template to show."""
     line: str = ""
     """Lines on the format of tool calls and on rewritten histories, for the start of a run; "" = none."""
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
-
-    def __post_init__(self):
-        self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
-        self._thread.start()
+    thread: LoopThread = field(default_factory=lambda: LoopThread("environments"))
 
     def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
         """Return the request of a prompt's responses."""
@@ -159,8 +155,9 @@ class Conversations:
     def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> EnvDialogue:
         """Return the environment of responses to these prompts; the same key, the same seeds."""
         seed = int(np.asarray(jax.random.key_data(key)).ravel()[-1])
+        loop = self.thread.loop
         return EnvDialogue(
-            self.env, self.config, prompts, self.tokenizer, chat=self.chat, seed=seed, loop=self.loop
+            self.env, self.config, prompts, self.tokenizer, chat=self.chat, seed=seed, loop=loop
         )
 
     def __enter__(self) -> Conversations:
@@ -168,18 +165,7 @@ class Conversations:
 
     def __exit__(self, *_: object) -> None:
         """Cancel running conversations; an environment that blocks its thread is abandoned."""
-
-        async def cancel() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.wait(others, timeout=1) if others else None
-            self.loop.stop()
-
-        asyncio.run_coroutine_threadsafe(cancel(), self.loop)
-        self._thread.join(timeout=5)
-        if not self._thread.is_alive():
-            self.loop.close()
+        self.thread.close(CANCEL_SECONDS)
 
 
 def make_requests(

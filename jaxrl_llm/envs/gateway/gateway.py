@@ -7,7 +7,6 @@ import inspect
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -25,6 +24,7 @@ from jaxrl_llm.envs.gateway.server import GatewayServer
 from jaxrl_llm.envs.gateway.session import AgentSession, End, Limits, Renderer
 from jaxrl_llm.envs.python_file import call_user
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.loop_thread import LoopThread
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Reply, Request
 from jaxrl_llm.user_file import describe_error, get_attribute, import_user_file, split_name
@@ -55,7 +55,7 @@ class ProgramDialogue:
     ) -> Future[Reply]:
         """Return the next call of the program as the reply to a turn, as `Dialogue.reply`."""
         work = self._reply((prompt_index, response_index), list(ids[start:]), list(logprobs))
-        return asyncio.run_coroutine_threadsafe(work, self.gateway.loop)
+        return self.gateway.thread.start(work)
 
     async def _reply(self, name: tuple[int, int], turn: list[int], logprobs: list[float]) -> Reply:
         if not turn:
@@ -73,7 +73,7 @@ class ProgramDialogue:
 
     def end(self, prompt_index: int, response_index: int) -> None:
         """End a trajectory, as `Dialogue.end`."""
-        self.gateway.loop.call_soon_threadsafe(self._end, (prompt_index, response_index))
+        self.gateway.thread.loop.call_soon_threadsafe(self._end, (prompt_index, response_index))
 
     def _end(self, name: tuple[int, int]) -> None:
         if session := self._sessions.pop(name, None):
@@ -118,7 +118,7 @@ class Gateway:
         self._tasks: dict[str, asyncio.Task] = {}  # of programs, by trajectory
         self._waiting: list[AgentSession] = []  # for programs elsewhere
         self._slots = asyncio.Semaphore(config.gateway.copies or slots)
-        self.line, self._thread = "", None
+        self.line, self.thread = "", None
         if jax.process_index() != 0:  # replies come from process 0
             return
         # The server, in a thread.
@@ -131,13 +131,10 @@ class Gateway:
             )
         tokens = max_prompt_tokens + max_response_tokens
         self.server = GatewayServer(tokens, sampling, self._claim, run_key=run_key)
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True)
-        self._thread.start()
+        self.thread = LoopThread("gateway")
         self._programs = ProgramRunner(settings.command, settings.memory_mb) if settings.command else None
-        start = self.server.start(settings.host, settings.port)
         try:
-            asyncio.run_coroutine_threadsafe(start, self.loop).result()
+            self.thread.run(self.server.start(settings.host, settings.port))
         except OSError as error:
             raise UserError(
                 f"--env.gateway: cannot listen on {settings.host}, port {settings.port}: {error}"
@@ -248,22 +245,14 @@ class Gateway:
         """End the programs, then the server."""
 
         async def stop() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.wait(others, timeout=KILL_SECONDS) if others else None
             await self.server.stop()
-            await self.loop.shutdown_default_executor()  # else its threads may outlive the gateway
-            self.loop.stop()
+            await self.thread.loop.shutdown_default_executor()  # else its threads may outlive the gateway
 
-        if not self._thread:
+        if not self.thread:
             return
         if self._programs:
             self._programs.close()
-        asyncio.run_coroutine_threadsafe(stop(), self.loop)
-        self._thread.join(timeout=2 * KILL_SECONDS)
-        if not self._thread.is_alive():
-            self.loop.close()
+        self.thread.close(KILL_SECONDS, stop)
 
 
 def gateway_line(address: str, settings: GatewayConfig) -> str:

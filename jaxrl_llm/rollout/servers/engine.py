@@ -16,6 +16,7 @@ from jaxrl_llm.bridge.adapters import AdapterPublisher
 from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.forks import contexts
+from jaxrl_llm.loop_thread import result_of
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.rollout.checks import check_requests
@@ -24,7 +25,7 @@ from jaxrl_llm.rollout.engine import Engine, GenerationCall, PartialResponse, eo
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.rollout.servers import launch
 from jaxrl_llm.rollout.servers.generate import ResponseGenerator
-from jaxrl_llm.rollout.servers.pool import ServerPool, result_of
+from jaxrl_llm.rollout.servers.pool import ServerPool
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
 

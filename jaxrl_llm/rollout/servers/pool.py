@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_llm.bridge.servers import Json, ServerKind, parsing_reply
 from jaxrl_llm.errors import BusyError, LostError, RefusedError, ServerError, UnreachableError, UserError
+from jaxrl_llm.loop_thread import LoopThread, Result
 from jaxrl_llm.rollout.servers.kinds import KINDS
 from jaxrl_llm.rollout.servers.request_slots import RequestSlots
 from jaxrl_llm.rollout.servers.server import Changes, Server, print_line
@@ -29,11 +29,11 @@ from jaxrl_llm.structs import Metrics
 if TYPE_CHECKING:
     from jaxrl_llm.rollout.servers.client import Client
 
-Result = TypeVar("Result")
 Read = Callable[[Json, Json, str], Generated]
 """(reply, request, label of the weights that had been sent to the server) -> its tokens; an error of
 `parsing_reply` if it cannot be true."""
 START_TIMEOUT = 30.0  # seconds for the first reply of a running server
+CLOSE_SECONDS = 30.0  # for requests to end
 LOG_INTERVAL = 30.0  # seconds between two lines about a wait
 POLL_INTERVAL = 0.1
 MAX_LOST = 30
@@ -91,28 +91,23 @@ class ServerPool:
         self.memory_released = False  # colocated: no server is brought into use
         self._update: Callable[[Server], Awaitable[Any]] | None = None  # gives a server the newest weights
         self._next_line = 0.0
-        # The event loop runs in a thread; requests of any thread go there.
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
-        self._thread.start()
+        # Requests of any thread go to one event loop.
+        self._thread = LoopThread("servers")
         self._client = self.run(self._open(timeout))
         self.request, self.request_bytes = self._client.request, self._client.request_bytes
         self.places = RequestSlots(self._num_slots)
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the pool's loop and return its result; an interrupt cancels it."""
-        return result_of(self.start(work))
+        return self._thread.run(work)
 
     def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Begin a coroutine in the pool's loop. `close` ends it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._thread.start(work)
 
     def close(self) -> None:
         """End all requests, and the loop."""
-        self.run(self._shut_down())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(CLOSE_SECONDS, self._client.close)
 
     @property
     def usable(self) -> list[Server]:
@@ -364,19 +359,3 @@ class ServerPool:
         from jaxrl_llm.rollout.servers.client import Client  # aiohttp is slow to import: not without servers
 
         return Client(timeout)
-
-    async def _shut_down(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._client.close()
-
-
-def result_of(future: Future[Result]) -> Result:
-    """Return a future's result; an interrupt cancels it."""
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise

@@ -1,0 +1,60 @@
+"""An event loop in a thread, to which other threads give coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """Runs coroutines of other threads in an event loop of a daemon thread, until `close`."""
+
+    def __init__(self, name: str):
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Begin a coroutine in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine in the loop and return its result; an interrupt cancels it."""
+        return result_of(self.start(work))
+
+    def close(self, seconds: float, finish: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Cancel all coroutines, await `finish()` and end the loop.
+
+        Args:
+            seconds: for the coroutines to end, and again for `finish`; a loop that has not ended then is
+                abandoned: a coroutine blocks its thread.
+        """
+
+        async def end() -> None:
+            try:
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in others:
+                    task.cancel()
+                await asyncio.wait(others, timeout=seconds) if others else None
+                await finish() if finish else None
+            finally:
+                self.loop.stop()
+
+        self.start(end())
+        self._thread.join(timeout=2 * seconds)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+def result_of(future: Future[Result]) -> Result:
+    """Return a future's result; an interrupt cancels it."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
