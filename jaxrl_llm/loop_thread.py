@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -28,7 +28,7 @@ class LoopThread:
         return result_of(self.start(work))
 
     def close(self, seconds: float, finish: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Cancel all coroutines, await `finish()` and end the loop.
+        """Cancel all coroutines, await `finish()` and end the loop. Raises the error of `finish`.
 
         Args:
             seconds: for the coroutines to end, and again for `finish`; a loop that has not ended then is
@@ -36,19 +36,21 @@ class LoopThread:
         """
 
         async def end() -> None:
-            try:
-                others = asyncio.all_tasks() - {asyncio.current_task()}
-                for task in others:
-                    task.cancel()
-                await asyncio.wait(others, timeout=seconds) if others else None
-                await finish() if finish else None
-            finally:
-                self.loop.stop()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=seconds) if others else None
+            await finish() if finish else None
 
-        self.start(end())
-        self._thread.join(timeout=2 * seconds)
+        ended = self.start(end())
+        wait([ended], timeout=2 * seconds)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if not ended.done():
+            return
+        self._thread.join(timeout=seconds)
         if not self._thread.is_alive():
             self.loop.close()
+        ended.result()
 
 
 def result_of(future: Future[Result]) -> Result:

@@ -20,6 +20,7 @@ from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn, state_key
 from jaxrl_llm.forks import TurnRecord
+from jaxrl_llm.loop_thread import LoopThread
 from jaxrl_llm.rollout.engine import DialogueError, Reply, raw_text
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.user_file import describe_error
@@ -57,10 +58,10 @@ class EnvDialogue:
         *,
         chat: ChatConfig,
         seed: int,
-        loop: asyncio.AbstractEventLoop,
+        thread: LoopThread,
     ):
         self.env, self.config, self.prompts, self.tokenizer = env, config, prompts, tokenizer
-        self.chat, self.seed, self.loop = chat, seed, loop
+        self.chat, self.seed, self.thread = chat, seed, thread
         self.limit = None if getattr(env, "own_limits", False) else config.tool_timeout + GRACE
         self.patience = config.tool_timeout + GRACE + PATIENCE
         self._controls = frozenset(tokenizer.convert_tokens_to_ids(list(control_tokens(tokenizer))))
@@ -70,7 +71,7 @@ class EnvDialogue:
     ) -> Future[Reply]:
         """Return the reply to a turn, as `Dialogue.reply`."""
         work = self._reply(prompt_index, response_index, conversation, list(ids), start=start)
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        return self.thread.start(work)
 
     async def _reply(
         self, p: int, g: int, conversation: Conversation | None, ids: list[int], *, start: int

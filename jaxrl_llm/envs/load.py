@@ -155,9 +155,8 @@ class Conversations:
     def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> EnvDialogue:
         """Return the environment of responses to these prompts; the same key, the same seeds."""
         seed = int(np.asarray(jax.random.key_data(key)).ravel()[-1])
-        loop = self.thread.loop
         return EnvDialogue(
-            self.env, self.config, prompts, self.tokenizer, chat=self.chat, seed=seed, loop=loop
+            self.env, self.config, prompts, self.tokenizer, chat=self.chat, seed=seed, thread=self.thread
         )
 
     def __enter__(self) -> Conversations:

@@ -129,10 +129,9 @@ def load_adapter(folder: Path | str, config: AdaptedConfig, trains: bool = False
     factors = {target: modules[target].scale / scale for target, scale in scales.items()}
     if trains:
         check_trainable(keys, config, factors, saved)
-    stored = _read_language_model(file, config.family)
+    stored = _read_language_model(file, family)
     names = {tensor.name: _stored_name(tensor.name, modules) for tensor in tensors}
-    found = [(names[t.name], _stored_shape(t, modules.get(targets[t.name]), config)) for t in tensors]
-    expected = dict(found)
+    expected = {names[t.name]: _stored_shape(t, modules.get(targets[t.name]), config) for t in tensors}
     expected |= {name: shapes[ours] for name, ours in saved.items()}
     if problem := list_mismatches(stored, expected, "the model"):
         raise UserError(
@@ -171,7 +170,7 @@ def _read_language_model(file: Path, family: str) -> dict[str, StoredTensor]:
     stored, others = language_model(read_header(file))
     if others:
         print_on_first(f"{file}: left out of the model and of exports: {list_modules(others)}")
-    if family.startswith("nemotron_h"):  # in transformers 5 its decoder, "backbone" in files, is "model"
+    if family == "nemotron_h":  # in transformers 5 its decoder, "backbone" in files, is "model"
         old, new = f"{PREFIX}model.", f"{PREFIX}backbone."
         stored = {name.replace(old, new, 1): entry for name, entry in stored.items()}
     return stored
