@@ -32,7 +32,7 @@ class LoopThread:
 
         Args:
             seconds: for the coroutines to end, and again for `finish`; a loop that has not ended then is
-                abandoned: a coroutine blocks its thread.
+                abandoned, and ends by itself once no coroutine blocks its thread.
         """
 
         async def end() -> None:
@@ -43,8 +43,9 @@ class LoopThread:
             await finish() if finish else None
 
         ended = self.start(end())
+        # Only after `end`: a loop that is stopped before it leaves a coroutine that was never awaited.
+        ended.add_done_callback(lambda _: self.loop.call_soon_threadsafe(self.loop.stop))
         wait([ended], timeout=2 * seconds)
-        self.loop.call_soon_threadsafe(self.loop.stop)
         if not ended.done():
             return
         self._thread.join(timeout=seconds)

@@ -1,6 +1,7 @@
 """The event loop that pool, environments and gateway run in a thread."""
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -23,12 +24,14 @@ def test_close_cancels_coroutines_and_raises_the_error_of_finish():
 
 
 def test_a_blocked_loop_is_abandoned_and_ends_by_itself():
-    thread, free = LoopThread("test"), threading.Event()
+    thread, blocks, free = LoopThread("test"), threading.Event(), threading.Event()
 
     async def block():
+        blocks.set()
         free.wait()
 
     thread.start(block())
+    blocks.wait()
     thread.close(0.05)
     assert not thread.loop.is_closed()
     free.set()
@@ -37,3 +40,4 @@ def test_a_blocked_loop_is_abandoned_and_ends_by_itself():
         assert time.monotonic() < end
         time.sleep(0.01)
     thread.loop.close()
+    gc.collect()  # tells of a coroutine that was never awaited
