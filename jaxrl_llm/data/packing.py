@@ -88,16 +88,16 @@ def pack(
     Raises:
         UserError: a group longer than a row.
     """
-    branches = branches_of(sequences)
     packed = arrange(sequences, row_length, group_size, share, keep_whole=keep_whole)
     route = next((s.routes[0] for s in sequences if s.routes is not None), None) if replay else None
-    batches = []
-    for start in range(0, len(packed), rows):
-        members = packed[start : start + rows]
-        batches.append(
-            _fill_rows(branches, members, row_length, rows, route=route, share=share, num_kept=num_kept)
+    if num_kept:
+        num_kept = max([num_kept, *(s.kept.shape[1] for s in sequences)])
+    return [
+        _fill_rows(
+            packed[start : start + rows], row_length, rows, route=route, share=share, num_kept=num_kept
         )
-    return batches
+        for start in range(0, len(packed), rows)
+    ]
 
 
 def unpack(
@@ -118,11 +118,10 @@ def unpack(
         on_targets: the outputs belong to the targets of their columns; else to the tokens.
     """
     outputs: list[np.ndarray] = [np.zeros(0)] * len(sequences)
-    branches, rows = branches_of(sequences), itertools.chain.from_iterable(values)
     packed = arrange(sequences, row_length, group_size, share, keep_whole=keep_whole)
-    for members, row in zip(packed, rows, strict=False):
+    for members, row in zip(packed, itertools.chain.from_iterable(values), strict=False):
         for place in members:
-            branch, found = branches[place.index], row[place.columns]
+            branch, found = place.branch, row[place.columns]
             if on_targets:
                 found = np.concatenate([np.zeros_like(row[:1]), found[:-1]])
             if sequences[branch.index].forks:
@@ -139,6 +138,7 @@ class Branch(NamedTuple):
 
     item: PackItem  # the context's tokens, in order; trained on are tokens that no context before has
     index: int  # of the sequence
+    context: int  # number of the context
     keep: int  # leading tokens that the branch before has
     first: int  # number in the sequence of the token that follows them
     num_tokens: int  # of the sequence
@@ -153,9 +153,9 @@ def branches_of(sequences: Sequence[PackItem]) -> list[Branch]:
 def _branches(index: int, item: PackItem) -> Iterator[Branch]:
     total = len(item.tokens), max(float(item.mask[1:].sum()), 1.0)
     if not item.forks:
-        yield Branch(item, index, 0, 0, *total)
+        yield Branch(item, index, 0, 0, 0, *total)
         return
-    for read, keep in contexts(len(item.tokens), item.forks):
+    for number, (read, keep) in enumerate(contexts(len(item.tokens), item.forks)):
         mask = item.mask[read]
         mask[:keep] = 0
         of_context = PackItem(
@@ -166,13 +166,12 @@ def _branches(index: int, item: PackItem) -> Iterator[Branch]:
             kept=None if item.kept is None else item.kept[read],
             prompt=item.prompt,
         )
-        yield Branch(of_context, index, keep, int(read[keep]), *total)
+        yield Branch(of_context, index, number, keep, int(read[keep]), *total)
 
 
 def row_tokens(sequences: Sequence[PackItem], share: Sharing) -> int:
     """Return the tokens of a row that has these sequences, in this order."""
-    branches = branches_of(sequences)
-    return places_of(branches, range(len(branches)), share)[-1].end
+    return places_of(branches_of(sequences), share)[-1].end
 
 
 def arrange(
@@ -188,17 +187,17 @@ def arrange(
     Groups stay whole and in order. So do the branches of a sequence if they share their prefixes, or with
     `keep_whole`; otherwise each branch by itself takes a place, unless its group has several sequences.
     """
-    branches, whole = branches_of(sequences), keep_whole or share is True or group_size > 1
-    of_group = lambda n: branches[n].index // group_size if whole else n
-    groups = [list(members) for _, members in itertools.groupby(range(len(branches)), key=of_group)]
+    whole = keep_whole or share is True or group_size > 1
+    group_of = lambda branch: branch.index // group_size if whole else (branch.index, branch.context)
+    groups = [list(members) for _, members in itertools.groupby(branches_of(sequences), key=group_of)]
     if share:
-        groups = trees(branches, groups, row_length, share)
-    sizes = [places_of(branches, members, share)[-1].end for members in groups]
+        groups = trees(groups, row_length, share)
+    sizes = [places_of(members, share)[-1].end for members in groups]
     rows = [[groups[i] for i in row] for row in first_fit(sizes, row_length)]
     if share == "flat":
         # Each tree has a fork: sharing with the tree before would move it, and lengthen the row.
-        return [_side_by_side([places_of(branches, tree, share) for tree in row]) for row in rows]
-    return [places_of(branches, list(itertools.chain.from_iterable(row)), share) for row in rows]
+        return [_side_by_side([places_of(tree, share) for tree in row]) for row in rows]
+    return [places_of(list(itertools.chain.from_iterable(row)), share) for row in rows]
 
 
 def _side_by_side(trees: Sequence[list[Place]]) -> list[Place]:
@@ -270,7 +269,6 @@ def empty_batch(
 
 
 def _fill_rows(
-    branches: Sequence[Branch],
     packed: list[list[Place]],
     row_length: int,
     rows: int,
@@ -279,16 +277,14 @@ def _fill_rows(
     share: Sharing,
     num_kept: int,
 ) -> Batch:
-    if num_kept:
-        num_kept = max(num_kept, *(branch.item.kept.shape[1] for branch in branches))
-    names = tuple(name for name in IN_LOSS if name in branches[0].item.signals)
+    names = tuple(name for name in IN_LOSS if name in packed[0][0].branch.item.signals)
     batch = empty_batch(rows, row_length, names, route, share=share, num_kept=num_kept)
     for row, places in enumerate(packed):
-        owners = dict.fromkeys(branches[place.index].index for place in places)
+        owners = dict.fromkeys(place.branch.index for place in places)
         numbers = {index: n for n, index in enumerate(owners, 1)}
-        for segment, (index, shared, columns) in enumerate(places, 1):
+        for segment, (branch, shared, columns) in enumerate(places, 1):
             # Tokens after the shared prefix; arrays of targets are shifted by one.
-            s, branch = branches[index].item, branches[index]
+            s = branch.item
             here, shifted = columns[shared:], columns[shared:-1]  # position t predicts token t + 1
             batch.tokens[row, here] = s.tokens[shared:]
             batch.positions[row, here] = np.arange(shared, len(s.tokens))
@@ -311,7 +307,7 @@ def _fill_rows(
 class Place(NamedTuple):
     """The place of a branch in a row."""
 
-    index: int  # of the branch, in `branches_of`
+    branch: Branch
     shared: int  # number of first tokens shared with the preceding branch in the row
     columns: np.ndarray  # of all its tokens, [t]
 
@@ -339,27 +335,25 @@ def context_tokens(item: PackItem) -> int:
     return int(trained[0]) + 1 if len(trained) else len(item.tokens)
 
 
-def trees(
-    branches: Sequence[Branch], groups: Sequence[Sequence[int]], row_length: int, share: Sharing = True
-) -> list[list[int]]:
-    """Join the groups to trees that fit a row; return the indices of each tree's branches.
+def trees(groups: Sequence[Sequence[Branch]], row_length: int, share: Sharing) -> list[list[Branch]]:
+    """Join the groups to trees that fit a row; return the branches of each tree.
 
     Groups of equal context are joined first, in the order of their tokens; if they exceed a row, they are
     divided and the context is copied. Then neighbours in this order are joined, largest shared prefix first,
     if the second tree shares more than half of its context; flat rows have only groups of equal context.
     """
-    groups = sorted(groups, key=lambda members: branches[members[0]].item.tokens.tobytes())
-    sizes = [places_of(branches, members, share)[-1].end for members in groups]
-    firsts = [branches[members[0]].item for members in groups]
+    groups = sorted(groups, key=lambda members: members[0].item.tokens.tobytes())
+    sizes = [places_of(members, share)[-1].end for members in groups]
+    firsts = [members[0].item for members in groups]
     contexts = [context_tokens(item) for item in firsts]
-    shared = functools.cache(lambda a, b: shared_tokens(branches[groups[a][-1]].item, firsts[b]))
+    shared = functools.cache(lambda a, b: shared_tokens(groups[a][-1].item, firsts[b]))
     tree_of = [[n] for n in range(len(groups))]  # of each group, in order
 
     def join(a: int, b: int) -> None:
         joined = sorted(tree_of[a] + tree_of[b])
         size = sum(sizes[n] for n in joined) - sum(itertools.starmap(shared, itertools.pairwise(joined)))
         if share == "flat":
-            size = places_of(branches, [i for n in joined for i in groups[n]], share)[-1].end
+            size = places_of([branch for n in joined for branch in groups[n]], share)[-1].end
         if size <= row_length:
             for n in joined:
                 tree_of[n] = joined
@@ -378,23 +372,22 @@ def trees(
             join(n - 1, n)
     # The groups of each tree, in order.
     roots = (n for n, tree in enumerate(tree_of) if n == tree[0])
-    return [[index for n in tree_of[root] for index in groups[n]] for root in roots]
+    return [[branch for n in tree_of[root] for branch in groups[n]] for root in roots]
 
 
-def places_of(branches: Sequence[Branch], members: Sequence[int], share: Sharing) -> list[Place]:
+def places_of(branches: Sequence[Branch], share: Sharing) -> list[Place]:
     """Return the places of branches in a row, in this order."""
     places: list[Place] = []
     columns, end, fork = np.zeros(0, np.int64), 0, 0
-    for i, index in enumerate(members):
-        before, branch = branches[members[i - 1]] if share and i else None, branches[index]
-        shared = shared_tokens(before.item, branch.item) if before else 0
-        if before and before.index == branch.index and members[i - 1] == index - 1:
+    for before, branch in itertools.pairwise([None, *branches]):
+        shared = shared_tokens(before.item, branch.item) if share and before else 0
+        if share and before and (before.index, before.context) == (branch.index, branch.context - 1):
             shared = branch.keep  # no copy of the last one: the token after it is an observation
         if share == "flat":  # the sequences of a tree part at one token, the fork
             shared = min(shared, fork or shared) if shared >= fork else 0
             fork = shared
         own = len(branch.item.tokens) - shared
         columns = np.concatenate([columns[:shared], np.arange(end, end + own)])
-        places.append(Place(index, shared, columns))
+        places.append(Place(branch, shared, columns))
         end += own
     return places

@@ -97,11 +97,11 @@ def test_a_group_that_fits_a_row_is_not_split_by_a_prompt_that_continues_its_own
     items = [item(short, [first, 5, 5]) for first in (40, 60, 80, 100)]
     items += [item(long, [first, 8, 8]) for first in (7, 8, 9, 10)]
     rows = arrange(items, 64, share=True)
-    assert [[place.index for place in row] for row in rows] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert [[place.branch.index for place in row] for row in rows] == [[4, 5, 6, 7], [0, 1, 2, 3]]
     assert [row[-1].end for row in rows] == [46, 25]
     close = [item([*short, 50], [first, 8, 8]) for first in (7, 8, 9, 10)]
     (row,) = arrange(items[:4] + close, 64, share=True)  # one tree, in the order of the tokens
-    assert [place.index for place in row] == [0, 4, 5, 6, 7, 1, 2, 3]
+    assert [place.branch.index for place in row] == [0, 4, 5, 6, 7, 1, 2, 3]
     assert row[-1].end == 25 + (11 + 4 * 3 + 3) - 9
 
 
@@ -112,7 +112,7 @@ def test_a_flat_tree_shares_nothing_with_the_tree_before_it_in_its_row():
     items = [item([*system, *[4] * 10], [7] * 12)]
     items += [item([*system, *[5] * 10], [last]) for last in (8, 9)]
     (row,) = arrange(items, 41, share="flat")
-    assert [(place.index, place.shared) for place in row] == [(0, 0), (1, 0), (2, 12)]
+    assert [(place.branch.index, place.shared) for place in row] == [(0, 0), (1, 0), (2, 12)]
     assert row[-1].end == 41
     (batch,) = pack(items, 41, 1, share="flat")
     assert batch.segments[0].all() and batch.mask.sum() == 12 + 2
