@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.data.holdout import HeldOutSplit, OpenSource, shared_prompts, split_sources
+from jaxrl_llm.data.holdout import HeldOutSplit, shared_prompts, split_sources
 from jaxrl_llm.data.loader import Loader, RowKind
 from jaxrl_llm.data.rows import Example, column_names
-from jaxrl_llm.data.sources import open_sources
+from jaxrl_llm.data.sources import OpenSource, open_sources
 from jaxrl_llm.envs.python_file import check_env
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.rewards import reward_sample

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_llm.data.config import DataConfig, SourceConfig
-from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.sources import ExampleSource, open_sources
+from jaxrl_llm.data.rows import Example, without_reference
+from jaxrl_llm.data.sources import ExampleSource, OpenSource, open_sources
 from jaxrl_llm.errors import UserError
 
-OpenSource = tuple[SourceConfig, ExampleSource]
 MAX_ROWS_COMPARED = 100_000
 """Rows of each source that `shared_prompts` reads: about 4 seconds."""
 
@@ -148,9 +147,7 @@ def prompt_hash(example: Example, seed: int) -> int:
     if example.messages is None:
         prompt = example.text.strip() or [example.response, [text for text, _ in example.steps]]
     else:
-        messages = list(example.messages)
-        while len(messages) > 1 and messages[-1]["role"] == "assistant":
-            messages.pop()
+        messages = without_reference(example.messages) or example.messages[:1]
         prompt = [[message["role"], message["content"].strip()] for message in messages]
     text = json.dumps([seed, prompt])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -21,10 +21,10 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl_llm.data.chat import Encoded, encode_prompt, encode_steps, encode_supervised, plain_text_warning
-from jaxrl_llm.data.config import DataConfig, SourceConfig
+from jaxrl_llm.data.config import DataConfig
 from jaxrl_llm.data.preference import label_of, mismatched
 from jaxrl_llm.data.rows import Example, RowError, template_columns
-from jaxrl_llm.data.sources import ExampleSource, open_sources
+from jaxrl_llm.data.sources import OpenSource, open_sources
 from jaxrl_llm.data.stream import RowIndex, endless_rows, even_shares
 from jaxrl_llm.errors import UserError
 
@@ -81,15 +81,12 @@ class Loader:
         split: Literal["train", "eval"] = "train",
         max_tokens: int | None = None,
         columns: dict[str, Any] | None = None,
-        opened: Sequence[tuple[SourceConfig, ExampleSource]] | None = None,
+        opened: Sequence[OpenSource] | None = None,
     ):
         self._config, self._tokenizer, self._seed = config, tokenizer, seed
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
-        opened = open_sources(config, split, seed) if opened is None else opened
-        self._configs, self._sources = [own for own, _ in opened], [source for _, source in opened]
-        self._stream = (
-            endless_rows(self._sources, self._configs, seed, config.shuffle) if self._sources else None
-        )
+        self.opened = open_sources(config, split, seed) if opened is None else opened
+        self._stream = endless_rows(self.opened, seed, config.shuffle) if self.opened else None
         self._columns = columns or {}
         self._overlong: set[RowIndex] = set()
         self._bad: set[RowIndex] = set()  # that cannot be rendered or tokenized
@@ -145,12 +142,11 @@ class Loader:
         Warns if fewer than `limit` are usable.
         """
         prompts: list[Prompt] = []
-        sizes = [len(source) for source in self._sources]
-        for k, share in enumerate(even_shares(sizes, limit)):
-            for row in _spread(sizes[k], share):
+        for k, share in enumerate(even_shares(self._sizes, limit)):
+            for row in _spread(self._sizes[k], share):
                 if tried := self._try((k, row), self._prompt):
                     prompts.append(Prompt(*tried, len(prompts)))
-        if self._sources and len(prompts) < limit:
+        if self.opened and len(prompts) < limit:
             log.warning("--eval.prompts %d: %s", limit, self._eval_note(f"{len(prompts)} prompts"))
         return prompts
 
@@ -160,11 +156,10 @@ class Loader:
         At most `limit` different rows, divided as in `eval_set`. A source without a name gets the name of its
         file.
         """
-        sizes = [len(source) for source in self._sources]
-        if sum(sizes) < limit:
-            log.warning("--eval.prompts %d: %s", limit, self._eval_note(f"{sum(sizes)} rows"))
-        names = [re.sub(r"[^\w./-]+", "_", config.name or Path(config.path).stem) for config in self._configs]
-        shares = enumerate(zip(names, even_shares(sizes, limit), strict=True))
+        if sum(self._sizes) < limit:
+            log.warning("--eval.prompts %d: %s", limit, self._eval_note(f"{sum(self._sizes)} rows"))
+        names = [re.sub(r"[^\w./-]+", "_", own.name or Path(own.path).stem) for own, _ in self.opened]
+        shares = enumerate(zip(names, even_shares(self._sizes, limit), strict=True))
         return [(name, self.of_sources([i]), rows) for i, (name, rows) in shares if rows]
 
     def check_first_rows(self, kind: RowKind = "prompts") -> list[Example]:
@@ -186,9 +181,9 @@ class Loader:
             "steps": self._steps,
         }[kind]
         fitting = []
-        for k, source in enumerate(self._sources):
+        for k, size in enumerate(self._sizes):
             reasons: list[RowError] = []
-            rows = list(_spread(len(source), MAX_ROWS_CHECKED))
+            rows = _spread(size, MAX_ROWS_CHECKED)
             tried = next(filter(None, (self._try((k, row), encode, reasons) for row in rows)), None)
             if tried is None:
                 raise self._nothing_fits(k, reasons, kind)
@@ -205,7 +200,7 @@ class Loader:
 
         The rows are read but not checked: some may be too long.
         """
-        spread = (_spread(len(source), count) for source in self._sources)
+        spread = (_spread(size, count) for size in self._sizes)
         rows = []
         for of_sources in itertools.zip_longest(*spread):
             for k, row in enumerate(of_sources):
@@ -215,7 +210,7 @@ class Loader:
 
     def unanswered(self) -> list[tuple[Example, int]]:
         """Return (first row without an answer, number of such rows) of each source that has some."""
-        lacking = [(k, source.unanswered) for k, source in enumerate(self._sources)]
+        lacking = [(k, source.unanswered) for k, (_, source) in enumerate(self.opened)]
         return [(self._read((k, rows[0])), len(rows)) for k, rows in lacking if len(rows)]
 
     def stats(self) -> dict[str, int]:
@@ -224,39 +219,38 @@ class Loader:
         Overlong rows and rows that cannot be rendered or tokenized are counted when first drawn.
         """
         return {
-            "rows": sum(len(source) for source in self._sources),
-            "bad_rows": sum(source.num_bad for source in self._sources) + len(self._bad),
+            "rows": sum(self._sizes),
+            "bad_rows": sum(source.num_bad for _, source in self.opened) + len(self._bad),
             "overlong": len(self._overlong),
         }
 
     def epochs(self, position: int) -> dict[str, float]:
         """Return {"epoch": passes over the rows before a position of the stream}; {} of generated sources."""
-        if any(config.is_generated for config in self._configs):
+        if any(own.is_generated for own, _ in self.opened):
             return {}
         return {"epoch": position / self.stats()["rows"]}
 
     @property
-    def opened(self) -> list[tuple[SourceConfig, ExampleSource]]:
-        """The sources with their settings."""
-        return list(zip(self._configs, self._sources, strict=True))
-
-    @property
     def num_sources(self) -> int:
         """The number of sources."""
-        return len(self._sources)
+        return len(self.opened)
 
     def of_sources(self, indices: Sequence[int]) -> Loader:
         """Return a loader of these sources alone."""
         own = copy.copy(self)
-        own._configs, own._sources = ([of[i] for i in indices] for of in (self._configs, self._sources))
-        own._stream = endless_rows(own._sources, own._configs, self._seed, self._config.shuffle)
+        own.opened = [self.opened[i] for i in indices]
+        own._stream = endless_rows(own.opened, self._seed, self._config.shuffle)
         return own
 
     def passes(self, position: int) -> dict[str, float]:
         """Return path -> passes over each source before a position, by its weight among the sources."""
-        total = sum(config.weight for config in self._configs)
-        pairs = zip(self._configs, self._sources, strict=True)
-        return {own.path: position * own.weight / total / len(source) for own, source in pairs}
+        total = sum(own.weight for own, _ in self.opened)
+        return {own.path: position * own.weight / total / len(source) for own, source in self.opened}
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Rows of each source."""
+        return [len(source) for _, source in self.opened]
 
     def _drawn(self, start: int, count: int, encode: Callable) -> list[tuple[Example, Any]]:
         """Return the examples from a position on, each with its result of `encode`."""
@@ -271,7 +265,7 @@ class Loader:
         if self._stream is None:
             raise UserError("this split has no source: give --data.eval_path FILE")
         k, row = self._stream[position]
-        size, reasons = len(self._sources[k]), []
+        size, reasons = self._sizes[k], []
         rng = np.random.default_rng([self._seed, position])
         for _ in range(MAX_ROWS_DRAWN):
             if tried := self._try((k, row), encode, reasons):
@@ -301,7 +295,7 @@ class Loader:
         return None
 
     def _read(self, index: RowIndex) -> Example:
-        example = self._sources[index[0]][index[1]]
+        example = self.opened[index[0]][1][index[1]]
         return self._with_columns(example) if self._columns else example
 
     def _with_columns(self, example: Example) -> Example:
@@ -365,8 +359,8 @@ class Loader:
         reasons = list({str(reason): reason for reason in reasons}.values())  # rows are drawn repeatedly
         lengths = [reason.tokens for reason in reasons if isinstance(reason, OverlongError)]
         bad = [reason for reason in reasons if not isinstance(reason, OverlongError)]
-        all_rows = "" if len(reasons) >= len(self._sources[k]) else " tried"
-        head = f"{self._configs[k].path}: 0 of {len(reasons)} rows{all_rows}"
+        all_rows = "" if len(reasons) >= self._sizes[k] else " tried"
+        head = f"{self.opened[k][0].path}: 0 of {len(reasons)} rows{all_rows}"
         if not lengths:
             return UserError(f"{head} can be used; the last: {bad[-1]}")
         also_bad = f" {len(bad)} more cannot be used; the last: {bad[-1]}" if bad else ""

@@ -40,9 +40,10 @@ class ExampleSource(Protocol):
     def __getitem__(self, index: int) -> Example: ...
 
 
-def open_sources(
-    config: DataConfig, split: Literal["train", "eval"], seed: int
-) -> list[tuple[SourceConfig, ExampleSource]]:
+OpenSource = tuple[SourceConfig, ExampleSource]
+
+
+def open_sources(config: DataConfig, split: Literal["train", "eval"], seed: int) -> list[OpenSource]:
     """Return the sources of a split with their settings; generated held-out problems suit every seed.
 
     Raises:
@@ -143,6 +144,28 @@ class _GeneratedSource:
 
     num_bad, unanswered = 0, ()
     _rows: Sequence[int]
+    _config: SourceConfig
+
+    def _choose_rows(self, keys: Iterable[str], size: int) -> None:
+        """Set `_rows`: with `distinct` the first row of each key, else all `size` rows."""
+        seen: set[str] = set()
+        first = (i for i, key in enumerate(keys) if not (key in seen or seen.add(key)))
+        self._rows = array("q", first) if self._config.distinct else range(size)
+
+    def _is_of_split(self, key: str) -> bool:
+        """Return whether a problem belongs to the source's split."""
+        return tasks.is_held_out(key) != (self._config.split == "train")
+
+    def _example(self, index: int, prompt: str, **fields: Any) -> Example:
+        """Return the example of a problem, whose prompt is a chat."""
+        return Example(
+            messages=({"role": "user", "content": prompt},),
+            text=None,
+            source=self._config.name or self._config.path,
+            where=f"{self._config.path}:{index}",
+            teacher=self._config.teacher,
+            **fields,
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -168,23 +191,15 @@ class TaskSource(_GeneratedSource):
         self._options = tasks.parse_options(options, _options(config), config.path)
         self._config, self._seed = config, seed
         keys = (self._problem(i)[0].key for i in range(self._options.size))
-        self._rows = _first_rows(keys) if config.distinct else range(self._options.size)
+        self._choose_rows(keys, self._options.size)
 
     def __getitem__(self, index: int) -> Example:
         problem, rng = self._problem(self._row(index))
         wrong = rng.random() < self._options.noise
         better, worse = (problem.response, problem.mistake)[:: -1 if wrong else 1]
-        other = Example(
-            messages=({"role": "user", "content": problem.prompt},),
-            text=None,
-            response=worse,
-            answer=problem.answer,
-            source=self._config.name or self._config.path,
-            columns={"answer": problem.answer, **problem.columns},
-            where=f"{self._config.path}:{index}",
-            steps=problem.steps,
-            teacher=self._config.teacher,
-        )
+        columns = {"answer": problem.answer, **problem.columns}
+        fields = {"answer": problem.answer, "columns": columns, "steps": problem.steps}
+        other = self._example(index, problem.prompt, response=worse, **fields)
         example = dataclasses.replace(other, response=better, rejected=other)
         if problem.turns:
             example = dataclasses.replace(example, response=None, turns=problem.turns[wrong])
@@ -195,7 +210,7 @@ class TaskSource(_GeneratedSource):
         for attempt in range(MAX_PROBLEMS):
             rng = random.Random(f"{self._name} {self._seed} {self._config.split} {index} {attempt}")
             problem = self._draw(rng, self._options)
-            if tasks.is_held_out(problem.key) != (self._config.split == "train"):
+            if self._is_of_split(problem.key):
                 return problem, rng
         raise UserError(f"{self._config.path} has no problem of split {self._config.split!r}: make it larger")
 
@@ -225,21 +240,12 @@ class GymSource(_GeneratedSource):
             raise UserError(f"{config.path}: {error}; size was {self._size}, options {options}") from error
         self._config = config
         questions = (self._entry(i)["question"] for i in range(self._size))
-        self._rows = _first_rows(questions) if config.distinct else range(self._size)
+        self._choose_rows(questions, self._size)
 
     def __getitem__(self, index: int) -> Example:
         entry = self._entry(self._row(index))
         answer = entry["answer"]
-        return Example(
-            messages=({"role": "user", "content": entry["question"]},),
-            text=None,
-            response=answer,
-            answer=answer,
-            source=self._config.name or self._config.path,
-            columns=dict(entry),
-            where=f"{self._config.path}:{index}",
-            teacher=self._config.teacher,
-        )
+        return self._example(index, entry["question"], response=answer, answer=answer, columns=dict(entry))
 
     def _entry(self, index: int) -> dict[str, Any]:
         """Return the entry of the task for an index: its own, or the next of the split."""
@@ -250,7 +256,7 @@ class GymSource(_GeneratedSource):
                 raise RowError(
                     f"{self._config.path}:{index}: cannot be generated ({type(error).__name__}: {error})"
                 ) from error
-            if tasks.is_held_out(entry["question"]) != (self._config.split == "train"):
+            if self._is_of_split(entry["question"]):
                 return entry
         raise UserError(
             f"{self._config.path}: no question of split {self._config.split!r}: raise option size"
@@ -262,12 +268,6 @@ def _is_blank(answer: Any) -> bool:
     if isinstance(answer, dict | list | tuple):
         return all(map(_is_blank, answer.values() if isinstance(answer, dict) else answer))
     return answer is None or not str(answer).strip()
-
-
-def _first_rows(keys: Iterable[str]) -> array:
-    """Return the indices of the first occurrence of each key."""
-    seen: set[str] = set()
-    return array("q", (i for i, key in enumerate(keys) if not (key in seen or seen.add(key))))
 
 
 def _options(config: SourceConfig) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import grain
 import numpy as np
 
-from jaxrl_llm.data.config import SourceConfig
-from jaxrl_llm.data.sources import ExampleSource
+from jaxrl_llm.data.sources import OpenSource
 
 RowIndex = tuple[int, int]
 """(source, row)."""
@@ -35,17 +34,17 @@ class EpochOrder:
         return self._k, int(self._order(epoch)[row]) if self._shuffle else row
 
 
-def endless_rows(
-    sources: list[ExampleSource], configs: Sequence[SourceConfig], seed: int, shuffle: bool
-) -> grain.MapDataset:
-    """Return endless random-access (source, row), the sources interleaved in proportion to their weights."""
-    streams = []
-    for k, (source, config) in enumerate(zip(sources, configs, strict=True)):
-        random_already = config.is_generated
-        streams.append(
-            grain.MapDataset.source(EpochOrder(k, len(source), seed, shuffle and not random_already))
-        )
-    return grain.MapDataset.mix(streams, weights=[config.weight for config in configs])
+def endless_rows(opened: Sequence[OpenSource], seed: int, shuffle: bool) -> grain.MapDataset:
+    """Return endless random-access (source, row), the sources interleaved in proportion to their weights.
+
+    Generated sources are random already, and are not shuffled.
+    """
+    orders = [
+        EpochOrder(k, len(source), seed, shuffle and not config.is_generated)
+        for k, (config, source) in enumerate(opened)
+    ]
+    streams = [grain.MapDataset.source(order) for order in orders]
+    return grain.MapDataset.mix(streams, weights=[config.weight for config, _ in opened])
 
 
 def even_shares(sizes: Sequence[int], count: int) -> list[int]:
