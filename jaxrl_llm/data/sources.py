@@ -60,6 +60,10 @@ def open_source(config: SourceConfig, seed: int, bad_rows: BadRows = "fail") -> 
       UserError: nothing to read, no usable row, or (bad_rows "fail") a bad row; the message names file, line
           and reason.
     """
+    if config.judge and config.path.startswith("gym:"):
+        raise UserError(f"{config.path}: its answers have no label to judge: set --data.train.0.judge False")
+    if config.score_key and config.is_generated:
+        raise UserError(f"{config.path}: its problems have no scores: set --data.train.0.score_key ''")
     if not config.path:
         raise UserError("a source has no path: give --data.path FILE (or a folder, hub:, task: or gym: name)")
     if config.path.startswith("task:"):

@@ -325,6 +325,8 @@ def test_unreadable_file_says_so(tmp_path, name):
         ({"path": "task:arithmetic", "options": '{"operators": "^"}'}, "option operators is"),
         ({"path": "task:arithmetic", "options": "digits=2"}, "options is 'digits=2', which is not JSON"),
         ({"path": "task:arithmetic", "options": "[2]"}, "must be a JSON object"),
+        ({"path": "gym:chain_sum", "judge": True}, "gym:chain_sum: its answers have no label to judge"),
+        ({"path": "task:steps", "score_key": "answer"}, "task:steps: its problems have no scores"),
         ({"path": "gym:no_such_task"}, "gym:no_such_task: Dataset 'no_such_task' not registered"),
         ({"path": "gym:chain_sum", "options": '{"terms": 2}'}, "unexpected keyword argument 'terms'"),
         ({"path": "gym:word_ladder", "options": '{"size": 30000}'}, "too large .*; size was 30000"),
