@@ -23,6 +23,7 @@ ALLOWED: dict[str, str | None] = {
     # the nouns, and what knows no other part
     "jaxrl_kernels": "",
     "addresses": "",
+    "child": "",
     "errors": "addresses",
     "extensions": "errors",
     "forks": "",
@@ -39,11 +40,11 @@ ALLOWED: dict[str, str | None] = {
     "sharding": "ranges errors jaxrl_kernels structs host",
     "models": "ranges errors jaxrl_kernels structs sharding",
     "algos": "ranges errors structs user_file",
-    "rewards": "ranges addresses errors outcome thoughts user_file sharding",
-    "data": "ranges errors extensions forks structs thoughts user_file",
+    "rewards": "ranges addresses child errors outcome thoughts user_file sharding",
+    "data": "ranges child errors extensions forks structs thoughts user_file",
     "hf": "errors extensions structs user_file host sharding models",
     "checkpoint": "ranges removed addresses errors extensions structs user_file host models",
-    "bridge": "ranges errors structs models hf",
+    "bridge": "ranges child errors structs models hf",
     "rollout": (
         "ranges jaxrl_kernels addresses errors forks loop_thread structs thoughts user_file sharding models "
         "bridge"

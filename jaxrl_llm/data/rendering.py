@@ -15,14 +15,12 @@ import datetime
 import json
 import os
 import signal
-import struct
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
+from jaxrl_llm.child import Child, pack_message, read_message
 from jaxrl_llm.data.rows import MAX_CHARACTERS, RowError
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.user_file import limit_memory, python_command
@@ -32,7 +30,6 @@ MAX_MEMORY = 2 << 30  # bytes of address space in addition to the idle process
 MAX_RENDERED = 2 * MAX_CHARACTERS  # of one chat
 MAX_ERROR_CHARACTERS = 500  # characters of a template's own error message
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
-HEADER = struct.Struct("!Q")
 Rendered = tuple[str, list[tuple[int, int]]]
 """Text, and the character spans inside {% generation %}."""
 
@@ -54,8 +51,7 @@ class TemplateProcess:
     def __init__(self, seconds: float = CPU_SECONDS):
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
-        self._errors: Any = None  # a file: the standard error of the process
+        self._process: Child | None = None
 
     def render(
         self, template: str, calls: Sequence[dict[str, Any]], name: str, where: str, *, date: str = ""
@@ -90,14 +86,9 @@ class TemplateProcess:
 
     def close(self) -> None:
         """End the process; the next chat starts another."""
-        if self._process is None:
-            return
-        self._process.kill()
-        for file in (self._process.stdin, self._process.stdout, self._errors):
-            with contextlib.suppress(BrokenPipeError):
-                file.close()
-        self._process.wait()
-        self._process = None
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def _exchange(self, request: bytes) -> dict[str, Any]:
         if self._process and self._process.poll() is not None:  # it was killed while idle
@@ -106,8 +97,9 @@ class TemplateProcess:
             self._start()
         try:
             with contextlib.suppress(BrokenPipeError):  # it died, and there will be no reply
-                _write(self._process.stdin, request)
-            reply = _read(self._process.stdout)
+                self._process.stdin.write(pack_message(request))
+                self._process.stdin.flush()
+            reply = read_message(self._process.stdout)
             return self._reason_of_death() if reply is None else json.loads(reply)
         except BaseException:  # Ctrl-C between request and reply: the next reply would be the wrong one
             self.close()
@@ -115,25 +107,16 @@ class TemplateProcess:
 
     def _start(self) -> None:
         kept = {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by close
         # One thread, as the buffers of many count as memory. No secrets, no accelerators.
         settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        self._process = subprocess.Popen(
-            python_command("jaxrl_llm.data.rendering", "serve_renderer", self._seconds),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=kept | settings,
-            start_new_session=True,  # the terminal's signals do not reach it
-        )
+        command = python_command("jaxrl_llm.data.rendering", "serve_renderer", self._seconds)
+        self._process = Child(command, env=kept | settings)
         atexit.unregister(self.close)
         atexit.register(self.close)
 
     def _reason_of_death(self) -> dict[str, Any]:
         """Wait for the process, which has closed its output; return the limit and signal that ended it."""
-        code = self._process.wait()
-        self._errors.seek(0)
-        errors = self._errors.read()[-2000:].decode(errors="replace")
+        code, errors = self._process.wait(), self._process.last_errors(2000)
         self.close()
         if code == -signal.SIGPROF:
             return {"limit": f"takes more than {self._seconds:g} s of processor time"}
@@ -152,11 +135,12 @@ def serve_renderer(seconds: float) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template  # before the limits
 
     _limit_memory()
-    while (request := _read(sys.stdin.buffer)) is not None:
+    while (request := read_message(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, inside C code too
         reply = json.dumps(_render(render_jinja_template, request)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _write(replies, reply)
+        replies.write(pack_message(reply))
+        replies.flush()
 
 
 def _limit_memory() -> None:
@@ -207,18 +191,3 @@ def _request(parts: list[Any], where: str) -> bytes:
         return json.dumps(parts).encode()
     except (TypeError, ValueError, RecursionError) as error:  # messages of an environment hold anything
         raise RowError(f"{where}: the chat holds what JSON cannot: {error}") from error
-
-
-def _write(file: BinaryIO, message: bytes) -> None:
-    file.write(HEADER.pack(len(message)) + message)
-    file.flush()
-
-
-def _read(file: BinaryIO) -> bytes | None:
-    """Return the next message; None at the end of the file."""
-    header = file.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (size,) = HEADER.unpack(header)
-    message = file.read(size)
-    return message if len(message) == size else None

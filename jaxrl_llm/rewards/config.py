@@ -147,6 +147,11 @@ class RewardConfig:
         """Names of the reward and of the shaping rewards: the components of a score, in order."""
         return (self.name, *(name for name, _ in self.shaping))
 
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Factors of `used`."""
+        return (self.weight, *(weight for _, weight in self.shaping))
+
 
 def name_problem(name: str) -> str:
     """Return the problem with the name of a reward, or "". Does not import the user's file."""

@@ -10,12 +10,12 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxrl_llm.child import pack_message
 from jaxrl_llm.rewards.environment import worker_environment
 from jaxrl_llm.rewards.messages import MAX_LINE
 from jaxrl_llm.user_file import kill_group, python_command
@@ -57,7 +57,7 @@ class Worker:
         self.deadline = float("inf")
         self.kill_at = float("inf")
         self._outgoing = memoryview(b"")
-        self._incoming = bytearray()
+        self._incoming = b""
 
     @property
     def has_outgoing(self) -> bool:
@@ -67,7 +67,7 @@ class Worker:
     def send(self, message: Any) -> None:
         """Queue a message and write as much as the socket accepts; `flush` writes the rest."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._outgoing = memoryview(b"".join([self._outgoing, struct.pack("!I", len(body)), body]))
+        self._outgoing = memoryview(b"".join([self._outgoing, pack_message(body)]))
         self.flush()
 
     def flush(self) -> None:
@@ -85,36 +85,20 @@ class Worker:
 
         Of a line that grows beyond what any reply takes, the beginning is returned as a line.
         """
-        closed = False
-        try:
-            for _ in range(MAX_READS):
-                part = self.socket.recv(READ_BYTES)
-                if not part:
-                    closed = True
-                    break
-                self._incoming += part
-        except BlockingIOError:
-            pass
-        except OSError:
-            closed = True
-        *lines, rest = bytes(self._incoming).split(b"\n")
+        data, closed = _read_available(self.socket.fileno())
+        *lines, rest = (self._incoming + data).split(b"\n")
         if len(rest) > MAX_LINE:
             lines, rest = [*lines, rest], b""
-        self._incoming = bytearray(rest)
+        self._incoming = rest
         return lines, closed
 
     def drain(self) -> bool:
         """Read the worker's output; return False after it has closed its output."""
-        try:
-            for _ in range(MAX_READS):
-                part = os.read(self.output, READ_BYTES)
-                if not part:
-                    return False
-                self.tail = (self.tail + part)[-TAIL:]
-                self.on_output(part)
-        except BlockingIOError:
-            pass
-        return True
+        data, closed = _read_available(self.output)
+        if data:
+            self.tail = (self.tail + data)[-TAIL:]
+            self.on_output(data)
+        return not closed
 
     def last_output(self) -> str:
         """Return the end of the worker's output, one line, for an error message."""
@@ -122,8 +106,9 @@ class Worker:
 
     def exit_reason(self) -> str:
         """Return why the connection is closed."""
-        code = wait_for(self.process, 2.0)
-        if code is None:
+        try:
+            code = self.process.wait(2.0)
+        except subprocess.TimeoutExpired:
             return "the worker closed its connection"
         if code < 0:
             known = -code in list(signal.Signals)
@@ -151,9 +136,16 @@ class Worker:
         return True
 
 
-def wait_for(process: subprocess.Popen, seconds: float) -> int | None:
-    """Return its exit code; None if it still runs after `seconds`."""
+def _read_available(fd: int) -> tuple[bytes, bool]:
+    """Return (bytes that have arrived, at most MAX_READS reads; whether the other end is closed)."""
+    parts = []
     try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
+        for _ in range(MAX_READS):
+            parts.append(os.read(fd, READ_BYTES))
+            if not parts[-1]:
+                return b"".join(parts), True
+    except BlockingIOError:
+        return b"".join(parts), False
+    except OSError:  # the connection was reset
+        return b"".join(parts), True
+    return b"".join(parts), False

@@ -16,14 +16,14 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
+from jaxrl_llm.child import read_message
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.load import load_reward
 from jaxrl_llm.rewards.messages import (
@@ -37,7 +37,7 @@ from jaxrl_llm.rewards.messages import (
     encode_reply,
 )
 from jaxrl_llm.rewards.sample import ABSTAINED, RewardLoadError, RewardResult, RewardSample
-from jaxrl_llm.rewards.signatures import AdaptedReward, InvalidScoreError, Score, parse_score
+from jaxrl_llm.rewards.signatures import AdaptedReward, InvalidScoreError, parse_score
 from jaxrl_llm.user_file import describe_error, end_with_parent, explain, limit_memory
 
 GRACE = 0.5  # seconds between SIGTERM and SIGKILL of the child
@@ -124,57 +124,129 @@ def _exit_as(status: int) -> NoReturn:
 
 def serve_requests(connection: socket.socket) -> None:
     """Answer requests until the connection is closed."""
-    setup: Setup = _receive(connection)
+    requests = connection.makefile("rb")
+    setup: Setup = _receive(requests)
     limit_memory(int(setup.config.memory_gb * 2**30))
     _no_core_files()
     with contextlib.closing(asyncio.Runner()) as runner, contextlib.suppress(asyncio.CancelledError):
-        _serve(connection, setup, runner)
+        server = RewardServer(connection, setup, runner)
+        while (request := _receive(requests)) is not None:
+            server.answer(request)
 
 
-def _serve(connection: socket.socket, setup: Setup, runner: asyncio.Runner) -> None:
-    """Answer requests; all async calls run in one event loop, which clients of the reward may keep.
+class RewardServer:
+    """Answers requests; all async calls run in one event loop, which clients of the reward may keep."""
 
-    Raises:
-        CancelledError: by SIGTERM, after the calls in flight were cancelled.
-    """
-    me, config = os.getpid(), setup.config
-    rewards: dict[str, AdaptedReward] = {}
-    while (request := _receive(connection)) is not None:
+    def __init__(self, connection: socket.socket, setup: Setup, runner: asyncio.Runner):
+        self.connection, self.runner, self.pid = connection, runner, os.getpid()
+        self.config, self.function = setup.config, setup.function
+        self.rewards: dict[str, AdaptedReward] = {}
+
+    def answer(self, request: ScoreRequest) -> None:
+        """Load the rewards of a request and score its samples.
+
+        Raises:
+            CancelledError: by SIGTERM, after the calls in flight were cancelled.
+        """
         try:
-            used = [_loaded(name, rewards, setup) for name in (request.name, *config.used[1:])]
+            used = [self._loaded(name) for name in (request.name, *self.config.used[1:])]
         except BaseException as error:  # also SystemExit: it is the user's
             known = isinstance(error, RewardLoadError)
             text = str(error) if known else f"the reward {request.name} cannot be loaded: {explain(error)}"
-            _send(connection, request, Broken(text))
-            continue
+            self._send(request, Broken(text))
+            return
         batched = any(reward.batched for reward in used)
-        at_once = config.concurrency if not batched and any(reward.is_async for reward in used) else 1
-        _send(connection, request, Loaded(batched, at_once))
-        samples = request.samples
+        at_once = self.config.concurrency if not batched and any(reward.is_async for reward in used) else 1
+        self._send(request, Loaded(batched, at_once))
         if at_once > 1:
-            runner.run(_score_at_once(connection, request, used, setup))
-            samples = []
-        for group in [samples] if batched else [[sample] for sample in samples]:
-            reply = _score(group, used, setup, runner) if group else None
-            if os.getpid() != me:  # a reward forked, and its child came back here
-                os._exit(0)
-            if reply is not None:
-                _send(connection, request, reply)
+            self.runner.run(self._score_at_once(request, used))
+        else:
+            groups = [request.samples] if batched else [[sample] for sample in request.samples]
+            for group in filter(None, groups):
+                self._send(request, self._score(group, used))
         sys.stdout.flush()
 
+    def _loaded(self, name: str) -> AdaptedReward:
+        if name not in self.rewards:
+            self.rewards[name] = replace(load_reward(name, self.config, self.function), name=name)
+        return self.rewards[name]
 
-def _score(
-    group: Sequence[RewardSample], used: list[AdaptedReward], setup: Setup, runner: asyncio.Runner
-) -> Reply:
-    """Return the results of a group, or the failure of a call."""
-    started = time.perf_counter()
-    try:
-        columns = [reward.call(_own_copies(group)) for reward in used]
-        if any(map(inspect.isawaitable, columns)):
-            columns = runner.run(_awaited(columns))
-        return _results(columns, group, used, setup, started=started)
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt: they are the reward's, not ours
-        return Failed(type(error).__name__, describe_error(error))
+    def _send(self, request: ScoreRequest, reply: Reply) -> None:
+        if os.getpid() != self.pid:  # a reward forked, and its child came back here
+            os._exit(0)
+        self.connection.sendall(encode_reply(request.id, reply))
+
+    def _score(self, group: Sequence[RewardSample], used: list[AdaptedReward]) -> Reply:
+        """Return the results of a group, or the failure of a call."""
+        started = time.perf_counter()
+        try:
+            columns = [reward.call(_own_copies(group)) for reward in used]
+            if any(map(inspect.isawaitable, columns)):
+                columns = self.runner.run(_awaited(columns))
+            return self._results(columns, group, used, started=started)
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt, of the reward
+            return Failed(type(error).__name__, describe_error(error))
+
+    async def _score_at_once(self, request: ScoreRequest, used: list[AdaptedReward]) -> None:
+        """Score the samples of a request concurrently, and send each reply immediately.
+
+        SIGTERM cancels the calls, so that they can release their resources.
+        """
+        slots, waiting = asyncio.Semaphore(self.config.concurrency), [*request.samples]
+
+        async def one(sample: RewardSample) -> None:
+            async with slots:
+                reply = await self._score_async(sample, used)
+            offset = next(i for i, other in enumerate(waiting) if other is sample)
+            del waiting[offset]
+            self._send(request, replace(reply, offset=offset))
+
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        if sys.platform == "linux":  # here a supervisor kills calls that do not end
+            loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        try:
+            await asyncio.gather(*map(one, request.samples))
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    async def _score_async(self, sample: RewardSample, used: list[AdaptedReward]) -> Reply:
+        """Return the result of a sample, or the failure of a call, within the time limit of a sample."""
+        started, seconds = time.perf_counter(), self.config.timeout
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                columns = await _awaited([reward.call(_own_copies([sample])) for reward in used])
+            return self._results(columns, [sample], used, started=started)
+        except BaseException as error:  # as in `_score`
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise  # SIGTERM
+            if limit.expired():
+                return Failed("", f"took longer than {seconds:g} s (reward.timeout)")
+            return Failed(type(error).__name__, describe_error(error))
+
+    def _results(
+        self, columns: list[Any], group: Sequence[RewardSample], used: list[AdaptedReward], *, started: float
+    ) -> Scored:
+        """Return the results of a group from the raw scores of each reward."""
+        for reward, raws in zip(used, columns, strict=True):
+            if len(raws) != len(group):
+                raise InvalidScoreError(f"{reward.name} returned {len(raws)} scores for {len(group)} samples")
+        seconds = (time.perf_counter() - started) / len(group)
+        return Scored(tuple(self._combine(raws, used, seconds) for raws in zip(*columns, strict=True)))
+
+    def _combine(self, raws: tuple[Any, ...], used: list[AdaptedReward], seconds: float) -> RewardResult:
+        """Return the weighted sum; the first reward decides the outcome, abstaining shaping adds nothing."""
+        config = self.config
+        try:
+            scores = [parse_score(raw, s, config.correct_at) for raw, s in zip(raws, used, strict=True)]
+        except Exception as error:  # the value came from foreign code and may be any object
+            reason = f"{type(error).__name__}: {error}"
+            return RewardResult(float("nan"), Outcome.FAILED, reason, seconds, error=type(error).__name__)
+        if scores[0].value is None:
+            return RewardResult(float("nan"), Outcome.FAILED, ABSTAINED, seconds)
+        values = tuple(0.0 if score.value is None else score.value for score in scores)
+        total = sum(weight * value for weight, value in zip(config.weights, values, strict=True))
+        return RewardResult(total, scores[0].outcome, "", seconds, components=values)
 
 
 def _own_copies(group: Sequence[RewardSample]) -> list[RewardSample]:
@@ -183,93 +255,9 @@ def _own_copies(group: Sequence[RewardSample]) -> list[RewardSample]:
     return [replace(sample, **copy.deepcopy(row(sample))) for sample in group]
 
 
-async def _score_at_once(
-    connection: socket.socket, request: ScoreRequest, used: list[AdaptedReward], setup: Setup
-) -> None:
-    """Score the samples of a request concurrently, and send each reply immediately.
-
-    SIGTERM cancels the calls, so that they can release their resources.
-    """
-    me, slots, waiting = os.getpid(), asyncio.Semaphore(setup.config.concurrency), [*request.samples]
-
-    async def one(sample: RewardSample) -> None:
-        async with slots:
-            reply = await _score_async(sample, used, setup)
-        if os.getpid() != me:
-            os._exit(0)
-        offset = next(i for i, other in enumerate(waiting) if other is sample)
-        del waiting[offset]
-        _send(connection, request, replace(reply, offset=offset))
-
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    if sys.platform == "linux":  # here a supervisor kills calls that do not end
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        await asyncio.gather(*map(one, request.samples))
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-
-
-async def _score_async(sample: RewardSample, used: list[AdaptedReward], setup: Setup) -> Reply:
-    """Return the result of a sample, or the failure of a call, within the time limit of a sample."""
-    started, seconds = time.perf_counter(), setup.config.timeout
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            columns = await _awaited([reward.call(_own_copies([sample])) for reward in used])
-        return _results(columns, [sample], used, setup, started=started)
-    except BaseException as error:  # as in `_score`
-        if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-            raise  # SIGTERM
-        if limit.expired():
-            return Failed("", f"took longer than {seconds:g} s (reward.timeout)")
-        return Failed(type(error).__name__, describe_error(error))
-
-
 async def _awaited(columns: list[Any]) -> list[list[Any]]:
     """Return the scores of each reward."""
     return [await raws if inspect.isawaitable(raws) else raws for raws in columns]
-
-
-def _results(
-    columns: list[list[Any]],
-    group: Sequence[RewardSample],
-    used: list[AdaptedReward],
-    setup: Setup,
-    *,
-    started: float,
-) -> Scored:
-    """Return the results of a group from the raw scores of each reward."""
-    for reward, raws in zip(used, columns, strict=True):
-        if len(raws) != len(group):
-            raise InvalidScoreError(f"{reward.name} returned {len(raws)} scores for {len(group)} samples")
-    seconds = (time.perf_counter() - started) / len(group)
-    return Scored(tuple(_combine(raws, used, setup, seconds) for raws in zip(*columns, strict=True)))
-
-
-def _combine(raws: tuple[Any, ...], used: list[AdaptedReward], setup: Setup, seconds: float) -> RewardResult:
-    """Return the weighted sum; the first reward decides the outcome; shaping that abstains adds nothing."""
-    config = setup.config
-    try:
-        scores = [parse_score(raw, s, config.correct_at) for raw, s in zip(raws, used, strict=True)]
-    except Exception as error:  # the value came from foreign code and may be any object
-        reason = f"{type(error).__name__}: {error}"
-        return RewardResult(float("nan"), Outcome.FAILED, reason, seconds, error=type(error).__name__)
-    if scores[0].value is None:
-        return RewardResult(float("nan"), Outcome.FAILED, ABSTAINED, seconds)
-    return _weighted(scores, (config.weight, *(weight for _, weight in config.shaping)), seconds)
-
-
-def _weighted(scores: list[Score], weights: tuple[float, ...], seconds: float) -> RewardResult:
-    values = tuple(0.0 if score.value is None else score.value for score in scores)
-    total = sum(weight * value for weight, value in zip(weights, values, strict=True))
-    return RewardResult(total, scores[0].outcome, "", seconds, components=values)
-
-
-def _loaded(name: str, rewards: dict[str, AdaptedReward], setup: Setup) -> AdaptedReward:
-    if name not in rewards:
-        rewards[name] = replace(load_reward(name, setup.config, setup.function), name=name)
-    return rewards[name]
 
 
 def _no_core_files() -> None:
@@ -278,21 +266,7 @@ def _no_core_files() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _receive(connection: socket.socket) -> Any:
+def _receive(requests: BinaryIO) -> Any:
     """Return the trainer's next message; None when it has closed."""
-    header = _exactly(connection, 4)
-    return pickle.loads(_exactly(connection, struct.unpack("!I", header)[0])) if header else None
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            return b""
-        parts += part
-    return bytes(parts)
-
-
-def _send(connection: socket.socket, request: ScoreRequest, reply: Reply) -> None:
-    connection.sendall(encode_reply(request.id, reply))
+    message = read_message(requests)
+    return None if message is None else pickle.loads(message)

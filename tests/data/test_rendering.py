@@ -132,7 +132,7 @@ def test_a_process_that_was_killed_is_started_again(process, monkeypatch):
 
 
 def test_an_interrupted_chat_leaves_no_reply_behind(process, monkeypatch):
-    monkeypatch.setattr(rendering, "_read", lambda file: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(rendering, "read_message", lambda file: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         render(process, "{{ messages }}")
     monkeypatch.undo()
@@ -141,8 +141,8 @@ def test_an_interrupted_chat_leaves_no_reply_behind(process, monkeypatch):
 
 def test_the_process_sees_no_secrets(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
-    seen, popen = {}, subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: seen.update(k) or popen(*a, **k))
+    seen, child = {}, rendering.Child
+    monkeypatch.setattr(rendering, "Child", lambda command, **k: seen.update(k) or child(command, **k))
     process = TemplateProcess()
     assert render(process, GOOD) == [("<user>hi", [])]
     process.close()

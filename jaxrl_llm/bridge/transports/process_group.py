@@ -11,7 +11,6 @@ import json
 import shutil
 import socket
 import subprocess
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.push import RETRY_TIMEOUT, Part
 from jaxrl_llm.bridge.servers import Json, Receiver, ServerKind, parsing_reply
 from jaxrl_llm.bridge.transports.delta import DeltaTransport
+from jaxrl_llm.child import Child
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.structs import Params
 
@@ -36,14 +36,8 @@ class Relay:
     def __init__(self, python: str, address: str, ranks: int, timeout: float):
         self.address, self.name = address, f"jaxrl_llm_{uuid.uuid4().hex[:12]}"
         settings = {"address": address, "world_size": ranks + 1, "group": self.name}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by kill; a pipe would fill
-        self._process = subprocess.Popen(
-            [python, "-I", str(RELAY), json.dumps(settings | {"timeout": timeout})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,  # Ctrl-C does not reach it: the run may push again until it stops
-        )
+        # Ctrl-C does not reach it: the run may push again until it stops.
+        self._process = Child([python, "-I", str(RELAY), json.dumps(settings | {"timeout": timeout})])
 
     def read_line(self) -> str:
         """Return the next line of its output.
@@ -54,9 +48,7 @@ class Relay:
         if line := self._process.stdout.readline().decode().strip():
             return line
         self._process.wait()
-        self._errors.seek(0)
-        errors = self._errors.read().decode(errors="replace")
-        raise ServerError(f"the relay of a process group has ended: {errors[-TAIL:].strip()}")
+        raise ServerError(f"the relay of a process group has ended: {self._process.last_errors(TAIL)}")
 
     def send(self, parts: list[Any]) -> None:
         """Broadcast the bytes of all parts at once; returns when the server has them."""
@@ -68,11 +60,7 @@ class Relay:
         self.read_line()
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for file in (self._process.stdin, self._process.stdout, self._errors):
-            with contextlib.suppress(OSError, ValueError):
-                file.close()
+        self._process.close()
 
 
 class GroupTransport:
