@@ -44,7 +44,7 @@ def verify(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[T
     """
     samples = [reward_sample(prompts[t.prompt_index].example, t) for t in trajectories]
     results = on_first(lambda: pool.score(samples))
-    weights = [pool.config.weight, *(weight for _, weight in pool.config.shaping)]
+    weights = pool.config.weights
     for trajectory, result in zip(trajectories, results, strict=True):
         trajectory.reward, trajectory.outcome = float(result.score), result.outcome
         missing = (0.0 if result.valid else math.nan,) * (len(weights) - len(result.components))
@@ -84,11 +84,12 @@ def reward_sample(example: Example, trajectory: Trajectory | None = None) -> Rew
     if trajectory is not None:
         text = trajectory.text if trajectory.answer is None else trajectory.answer
         written = text, tuple(trajectory.response_ids[trajectory.once].tolist()), trajectory.opens_thought
+    messages = without_reference(example.messages or ())
     return RewardSample(
         response=visible_response(written[0]),
         answer=example.answer,
-        prompt=prompt_text(example),
-        messages=tuple(without_reference(example.messages or ())),
+        prompt=messages[-1]["content"] if messages else example.text,
+        messages=tuple(messages),
         response_ids=written[1],
         source=example.source,
         columns=example.columns,
@@ -96,8 +97,3 @@ def reward_sample(example: Example, trajectory: Trajectory | None = None) -> Rew
         opens_thought=written[2],
         where=example.where,
     )
-
-
-def prompt_text(example: Example) -> str:
-    """Return the prompt as text: plain, or the last message of the chat before the policy's turn."""
-    return example.text if example.messages is None else without_reference(example.messages)[-1]["content"]

@@ -154,7 +154,8 @@ def _math_readings(response: str) -> Iterator[str]:
     Of several boxes math-verify makes a set, which "\boxed{1} and \boxed{2}" may mean. Of "#### 42 apples
     for 7 people" it takes the 7, so a number with words after it is read here.
     """
-    tagged, boxes = (list(filter(None, find(response))) for find in (tagged_answers, _last_boxes))
+    tagged = list(filter(None, tagged_answers(response)))
+    boxes = list(itertools.islice(filter(None, boxed_answers(response)), 2))
     if tagged:
         yield _bare_number(tagged[0]) or _latex(tagged[0])
         return
@@ -175,10 +176,6 @@ def _formula(marked: str) -> str:
     """
     plain = unwrapped(_symbols(marked.partition(". ")[0]))
     return _latex(PI.sub(r"\\pi ", plain)) if FORMULA.fullmatch(plain) else ""
-
-
-def _last_boxes(response: str) -> Iterator[str]:
-    return itertools.islice(filter(None, boxed_answers(response)), 2)
 
 
 def _bare_number(text: str) -> str:

@@ -95,9 +95,7 @@ def explain_failure(reason: str, keep: Sequence[str]) -> str:
 
 
 def is_certain_failure(result: RewardResult, keep_env: Sequence[str]) -> bool:
-    """Return whether the sample failed independently of its response."""
-    if result.outcome is not Outcome.FAILED or result.abstained:
-        return False
+    """Return whether a sample that failed did so independently of its response."""
     unavoidable = result.error in CERTAIN or not result.error  # no exception: it crashed or took too long
     hint = key_hint(result.reason, os.environ, keep_env) or trainer_hint(result.reason)
     return unavoidable or OF_SAMPLE in result.reason or bool(hint)
@@ -156,7 +154,7 @@ def check_trial(
         RewardLoadError: with the reason; or by `check_own_answers`.
     """
     check_own_answers(name, samples, results, skips)
-    if not results or any(r.outcome is not Outcome.FAILED or r.abstained for r in results):
+    if not results or not all(result.failed for result in results):
         return
     tried = f"every row that was tried ({len(results)}, with the row's answer as response)"
     reason = results[0].reason

@@ -27,7 +27,7 @@ from jaxrl_llm.rewards.config import TOKEN, URL, RewardConfig
 from jaxrl_llm.rewards.environment import torch_hint
 from jaxrl_llm.rewards.messages import strict_json
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
-from jaxrl_llm.rewards.signatures import AdaptedReward, adapt
+from jaxrl_llm.rewards.signatures import AdaptedReward, adapt, of_openrlhf
 from jaxrl_llm.user_file import explain, get_attribute, import_user_file, split_name
 
 LIBRARIES = {"math": "math_verify", "gym": "reasoning_gym"}  # slow: imported before any deadline
@@ -218,16 +218,13 @@ def service_reward(url: str, config: RewardConfig) -> AdaptedReward:
     """
     if missing := [name for name in VARIABLE.findall(url) if not os.environ.get(name)]:
         raise RewardLoadError(f"the environ of the workers lacks {missing[0]}, which {url} names")
-    if config.service_samples > 1:
-        take = lambda samples: request_scores(url, samples, config.timeout)
-        return AdaptedReward(take, batched=True, abstains=True)
     threads = ThreadPoolExecutor(config.concurrency)
 
     async def request(samples: list[RewardSample]) -> list[Any]:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, request_scores, url, samples, config.timeout)
 
-    return AdaptedReward(request, abstains=True, is_async=True)
+    return AdaptedReward(request, batched=config.service_samples > 1, abstains=True, is_async=True)
 
 
 def request_scores(url: str, samples: list[RewardSample], timeout: float) -> list[Any]:
@@ -284,9 +281,4 @@ def request_body(samples: list[RewardSample]) -> dict[str, Any]:
         }
         for s in samples
     ]
-    return {
-        "samples": full,
-        "query": [s.prompt + s.response for s in samples],
-        "prompts": [s.prompt for s in samples],
-        "labels": [s.answer for s in samples],
-    }
+    return {"samples": full, **of_openrlhf(samples, "query")}

@@ -44,14 +44,17 @@ class ScoreRequest:
     samples: Sequence[RewardSample]
 
 
-@dataclass(frozen=True)
-class ExpectedReply:
-    """The request that a reply must answer, as the trainer recorded it."""
+@dataclass
+class Chunk:
+    """Samples sent to a worker in one request, as the trainer records it; scored ones are removed."""
 
-    id: int
-    loaded: bool  # "loaded" has come
-    batched: bool  # the reward scores all samples in one call
-    remaining: int  # samples without a result
+    name: str  # of the reward
+    indices: list[int]  # of the samples without a result
+    id: int = 0  # of the request that it was last sent with
+    loaded: bool = False  # the reward is loaded
+    batched: bool = False  # the reward takes them as one list
+    concurrency: int = 1  # of them that are scored at once
+    is_retry: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def _encode_result(result: RewardResult) -> list[Any]:
     return [score, int(result.outcome), reason, error, result.seconds, list(result.components)]
 
 
-def parse_reply(line: bytes, expected: ExpectedReply | None, config: RewardConfig) -> Reply:
+def parse_reply(line: bytes, expected: Chunk | None, config: RewardConfig) -> Reply:
     """Parse a line from a worker.
 
     Args:
@@ -140,7 +143,7 @@ def parse_reply(line: bytes, expected: ExpectedReply | None, config: RewardConfi
         case {"kind": "failed", "error": str(error), "reason": str(reason)} if _scoring(expected):
             return Failed(clean_text(error), clean_text(reason), _offset(body, expected))
         case {"kind": "scored", "results": list(results)} if _scoring(expected):
-            count = expected.remaining if expected.batched else 1
+            count = len(expected.indices) if expected.batched else 1
             if len(results) != count:
                 raise InvalidWorkerReplyError(f"a reply with {len(results)} results instead of {count}")
             parsed = tuple(_parse_result(result, config) for result in results)
@@ -148,15 +151,15 @@ def parse_reply(line: bytes, expected: ExpectedReply | None, config: RewardConfi
     raise InvalidWorkerReplyError("a reply of no known kind, or out of order")
 
 
-def _offset(body: dict[str, Any], expected: ExpectedReply) -> int:
+def _offset(body: dict[str, Any], expected: Chunk) -> int:
     offset = body.get("offset")
-    if type(offset) is not int or not 0 <= offset < (1 if expected.batched else expected.remaining):
+    if type(offset) is not int or not 0 <= offset < (1 if expected.batched else len(expected.indices)):
         raise InvalidWorkerReplyError("a reply for a sample that was not sent")
     return offset
 
 
-def _scoring(expected: ExpectedReply) -> bool:
-    return expected.loaded and expected.remaining > 0
+def _scoring(expected: Chunk) -> bool:
+    return expected.loaded and len(expected.indices) > 0
 
 
 def _parse_result(raw: Any, config: RewardConfig) -> RewardResult:
@@ -168,11 +171,10 @@ def _parse_result(raw: Any, config: RewardConfig) -> RewardResult:
         raise InvalidWorkerReplyError("a result without an outcome")
     if not isinstance(reason, str) or not isinstance(error, str) or not isinstance(components, list):
         raise InvalidWorkerReplyError("a result with wrong types")
-    weights = (config.weight, *(weight for _, weight in config.shaping))
-    if len(components) != (0 if score is None else len(weights)):
+    if len(components) != (0 if score is None else len(config.weights)):
         raise InvalidWorkerReplyError(f"a result with {len(components)} components")
     values = tuple(_number(value, MAX_SCORE) for value in components)
-    largest = sum(abs(weight) for weight in weights) * MAX_SCORE
+    largest = sum(map(abs, config.weights)) * MAX_SCORE
     total = math.nan if score is None else _number(score, largest)
     if (score is None) != (outcome == Outcome.FAILED):
         raise InvalidWorkerReplyError("a result that failed with a score, or has none and did not fail")

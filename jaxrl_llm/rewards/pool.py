@@ -29,7 +29,7 @@ from jaxrl_llm.rewards.gold import COMPARING, answered_by_row, has_answer
 from jaxrl_llm.rewards.load import pickle_function, pickled_name, resolve_reward
 from jaxrl_llm.rewards.messages import (
     Broken,
-    ExpectedReply,
+    Chunk,
     Failed,
     InvalidWorkerReplyError,
     Loaded,
@@ -53,19 +53,6 @@ LOG_BYTES = 1 << 20  # of the workers' output kept in the log file
 
 
 @dataclass
-class Chunk:
-    """Samples sent to a worker in one message; scored samples are removed from the front."""
-
-    name: str
-    indices: list[int]
-    id: int = 0  # of the request that it was last sent with
-    loaded: bool = False  # the reward is loaded
-    batched: bool = False  # the reward takes them as one list
-    concurrency: int = 1  # of them that are scored at once
-    is_retry: bool = False
-
-
-@dataclass
 class Round:
     """One call of `score` or `check`."""
 
@@ -77,7 +64,7 @@ class Round:
     counts: Counter = field(default_factory=Counter)
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager):
     """Worker processes, started on first use. A context manager; `close` ends every process.
 
     Workers die with the thread that started them (Linux), so score from long-lived threads.
@@ -112,9 +99,6 @@ class RewardPool:
         self._lock = threading.Lock()
         self._failed_starts, self._warn = 0, FailureWarning(config.failed == "zero")
         self._ids = itertools.count(1)
-
-    def __enter__(self) -> RewardPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -284,8 +268,7 @@ class RewardPool:
     def _take(self, round_: Round, worker: Worker, line: bytes) -> None:
         """Handle one line from a worker: the reward is loaded, cannot be loaded, failed, or has scored."""
         chunk = worker.assigned
-        expected = chunk and ExpectedReply(chunk.id, chunk.loaded, chunk.batched, len(chunk.indices))
-        reply = parse_reply(line, expected, self.config)
+        reply = parse_reply(line, chunk, self.config)
         if isinstance(reply, Broken):
             raise RewardLoadError(explain_failure(reply.text, self.config.keep_env))
         if isinstance(reply, Loaded):
@@ -307,7 +290,7 @@ class RewardPool:
     def _settle(self, round_: Round, chunk: Chunk, result: RewardResult, offset: int = 0) -> None:
         """Give a sample of the chunk its result, or queue it again."""
         index = chunk.indices.pop(offset)
-        if result.outcome is Outcome.FAILED and not result.abstained:
+        if result.failed:
             round_.attempts[index] += 1
             if round_.attempts[index] <= round_.retries:
                 self._retry(round_, chunk, index)

@@ -70,6 +70,11 @@ class RewardResult:
         """True if the reward returned None on purpose."""
         return self.reason == ABSTAINED
 
+    @property
+    def failed(self) -> bool:
+        """True if the reward could not score the sample."""
+        return self.outcome is Outcome.FAILED and not self.abstained
+
 
 class RewardLoadError(UserError):
     """The reward function cannot be found, imported or called."""
@@ -83,14 +88,13 @@ def summarize(results: Sequence[RewardResult]) -> dict[str, float]:
     """Return the rates of the outcomes, as fractions of all samples. An abstention does not count as
     failed."""
     total = max(len(results), 1)
-    abstained = sum(result.abstained for result in results)
     counts = Counter(result.outcome for result in results)
     return {
         "reward/correct_fraction": counts[Outcome.CORRECT] / total,
         "reward/wrong_fraction": counts[Outcome.WRONG] / total,
         "reward/unparsed_fraction": counts[Outcome.UNPARSED] / total,
-        "reward/failed_fraction": (counts[Outcome.FAILED] - abstained) / total,
-        "reward/abstained_fraction": abstained / total,
+        "reward/failed_fraction": sum(result.failed for result in results) / total,
+        "reward/abstained_fraction": sum(result.abstained for result in results) / total,
         "reward/seconds_max": max((result.seconds for result in results), default=0.0),
     }
 
@@ -101,7 +105,7 @@ def check_failures(results: Sequence[RewardResult], limit: float) -> None:
     Raises:
         RewardFailureError: has the commonest reasons.
     """
-    reasons = Counter(r.reason for r in results if r.outcome is Outcome.FAILED and not r.abstained)
+    reasons = Counter(result.reason for result in results if result.failed)
     failed = reasons.total()
     if failed > limit * len(results):
         listed = "\n".join(f"  {count} x {reason}" for reason, count in reasons.most_common(3))
@@ -132,7 +136,7 @@ class FailureWarning:
 
     def __call__(self, results: Sequence[RewardResult]) -> None:
         """Count the failures of a batch, and warn if it is time."""
-        reasons = Counter(r.reason for r in results if r.outcome is Outcome.FAILED and not r.abstained)
+        reasons = Counter(result.reason for result in results if result.failed)
         self.failed += reasons.total()
         if not reasons or self.failed < self.due:
             return

@@ -91,7 +91,7 @@ def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> Adap
     if {"solution_str", "ground_truth"} <= names:
         return each(lambda sample: call(_verl(sample)), bools=True)
     if {"queries", "prompts"} <= names:
-        return AdaptedReward(lambda s: _then(call(_openrlhf(s)), _rewards_and_scores), batched=True)
+        return AdaptedReward(lambda s: _then(call(of_openrlhf(s)), _rewards_and_scores), batched=True)
     if {"messages", "answer"} <= names:
         return each(lambda sample: call({"messages": _chat(sample), "answer": sample.answer}), bools=True)
     if {"prompt", "a", "b"} <= names:
@@ -264,9 +264,10 @@ def _verl(sample: RewardSample) -> dict[str, Any]:
     }
 
 
-def _openrlhf(samples: list[RewardSample]) -> dict[str, Any]:
+def of_openrlhf(samples: list[RewardSample], query: str = "queries") -> dict[str, Any]:
+    """Return the arguments as OpenRLHF passes them; its services read `query` in place of `queries`."""
     return {
-        "queries": [s.prompt + s.response for s in samples],
+        query: [s.prompt + s.response for s in samples],
         "prompts": [s.prompt for s in samples],
         "labels": [s.answer for s in samples],
     }

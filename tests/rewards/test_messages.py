@@ -12,7 +12,7 @@ from jaxrl_llm.rewards.load import ServiceError, parse_scores
 from jaxrl_llm.rewards.messages import (
     MAX_LINE,
     Broken,
-    ExpectedReply,
+    Chunk,
     Failed,
     InvalidWorkerReplyError,
     Loaded,
@@ -25,9 +25,9 @@ from jaxrl_llm.rewards.sample import RewardResult
 CONFIG = RewardConfig(name="exact", weight=2.0, shaping=(("format", -0.5),))
 GOOD = RewardResult(1.75, Outcome.CORRECT, "", 0.25, components=(1.0, 0.5))
 BAD = RewardResult(math.nan, Outcome.FAILED, "ValueError: \u00e9", 0.0, components=(), error="ValueError")
-NEW = ExpectedReply(id=7, loaded=False, batched=False, remaining=2)
-ONE = ExpectedReply(id=7, loaded=True, batched=False, remaining=2)
-BOTH = ExpectedReply(id=7, loaded=True, batched=True, remaining=2)
+NEW = Chunk("exact", [0, 1], id=7)
+ONE = Chunk("exact", [0, 1], id=7, loaded=True)
+BOTH = Chunk("exact", [0, 1], id=7, loaded=True, batched=True)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_replies_out_of_order_are_refused():
         with pytest.raises(InvalidWorkerReplyError):
             parse_reply(line, NEW, CONFIG)
         with pytest.raises(InvalidWorkerReplyError):
-            parse_reply(line, ExpectedReply(7, True, False, 0), CONFIG)
+            parse_reply(line, Chunk("exact", [], id=7, loaded=True), CONFIG)
 
 
 def test_text_of_a_worker_can_be_printed():
