@@ -22,7 +22,6 @@ from jaxrl_llm.data.rows import (
     distinct,
     read_json_text,
     role_of,
-    type_name,
 )
 
 LOSS_KEYS = ("weight", "train", "trainable", "loss", "loss_mask", "step_loss_mask")
@@ -78,7 +77,7 @@ def with_checked_calls(messages: tuple[Message, ...], where: str) -> tuple[Messa
 def _arguments_problem(arguments: Any) -> str:
     """Return why the arguments of a call are not an object or JSON text of one, or ""."""
     if not isinstance(arguments, str):
-        return "" if isinstance(arguments, dict) else f"of type {type_name(arguments)}"
+        return "" if isinstance(arguments, dict) else f"of type {type(arguments).__name__}"
     shown = f"{arguments!r:.80}, which is not JSON text of an object"
     try:
         value = json.loads(arguments.strip() or "{}", object_pairs_hook=distinct)
@@ -95,7 +94,7 @@ def _arguments_problem(arguments: Any) -> str:
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
-        raise RowError(f"{where} must be an object with role and content, got {type_name(item)}")
+        raise RowError(f"{where} must be an object with role and content, got {type(item).__name__}")
     # Role and calls, in the formats of OpenAI, ShareGPT and LLaMA-Factory.
     item = {key: value for key, value in item.items() if value is not None}
     role = role_of(item)
@@ -199,7 +198,7 @@ def argument_forms(messages: Sequence[Message]) -> list[list[Message]]:
     OpenAI writes JSON text, transformers documents objects, and templates accept one or both. Returns one
     form if no message has arguments.
     """
-    objects, texts = ([_with_calls(m, form) for m in messages] for form in (_as_object, _as_text))
+    objects, texts = ([_with_calls(m, form) for m in messages] for form in (parsed_arguments, _as_text))
     return [objects] if objects == texts else [objects, texts]
 
 
@@ -269,8 +268,9 @@ def _with_arguments(call: dict[str, Any], form: Callable[[Any], Any]) -> dict[st
     return {**call, "arguments": form(call["arguments"])} if "arguments" in call else call
 
 
-def _as_object(arguments: Any) -> Any:
-    """Parse JSON text of an object; no text is one without keys, other values are returned unchanged."""
+def parsed_arguments(arguments: Any) -> Any:
+    """Parse JSON text of the arguments of a call, an object; no text is one without keys, other values are
+    returned unchanged."""
     try:
         value = json.loads(arguments.strip() or "{}")
         check_row(value, "arguments")

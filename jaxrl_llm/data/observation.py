@@ -35,9 +35,12 @@ def observe(
 ) -> tuple[list[int], int | None]:
     """Return (ids that the policy reads after a turn, tokens of the context that they follow; None = all).
 
+    Where the template changes earlier turns, it renders the conversation again, as it does outside training.
+
     Args:
       history: `EnvConfig.history`.
-      The others are as in `encode_observation` and `rewritten_context`.
+      context: ids that the policy has read and written so far.
+      The others are as in `encode_observation`.
 
     Raises:
       RewrittenHistory: the template changes earlier turns, and `history` is "strict".
@@ -48,25 +51,7 @@ def observe(
     except RewrittenHistory:
         if history == "strict":
             raise
-        return rewritten_context(*about, config=config, context=context)
-
-
-def rewritten_context(
-    tokenizer: Any,
-    example: Example,
-    messages: list[Message],
-    turn: int,
-    *,
-    config: ChatConfig,
-    context: Sequence[int],
-) -> tuple[list[int], int]:
-    """Return the context after a turn if the template renders the conversation again, as it does
-    outside training: (ids that follow the kept tokens of the context, number of kept tokens).
-
-    Args:
-      messages, turn: as in `encode_observation`.
-      context: ids that the policy has read and written so far.
-    """
+    # The whole conversation once more, and how much of it the policy has read.
     turns = [{**m, **as_message(m["content"])} if m["role"] == "assistant" else m for m in messages]
     chat = ChatRenderer(tokenizer, turns, example, config)
     ids = chat.tokenize(chat.render_whole(generation_prompt=True, first=turn + 1).text)

@@ -87,7 +87,8 @@ class _Marks:
         if kind == "name" and message["role"] in ("tool", value):
             return value  # the call that is answered says which tool it is
         if kind == "thought" and isinstance(value, list):  # OpenRouter's reasoning_details; no template's
-            self.of_value(i, message, key, value="\n".join(item["text"] for item in value if _is_text(item)))
+            texts = (item.get("text") for item in value if isinstance(item, dict))
+            self.of_value(i, message, key, value="\n".join(t for t in texts if isinstance(t, str)))
         elif kind and isinstance(value, str) and not is_said(_plain(value), message["content"]):
             return _marked(value, self.part(i, kind, text=_plain(value)).mark)
         elif key in ("tools", "functions") and value:  # of a system message, as in OLMo 3
@@ -194,10 +195,6 @@ def _marked_calls(calls: Any, mark_of: Callable[[str, str], str]) -> Any:
     if not isinstance(calls, dict):
         return map_strings(calls, change)
     return {k: map_strings(v, change, keys=False) if k in CALL_FIELDS else v for k, v in calls.items()}
-
-
-def _is_text(item: Any) -> bool:
-    return isinstance(item, dict) and isinstance(item.get("text"), str)
 
 
 def _with_marked_name(tool: dict[str, Any], mark_of: Callable[[str], str]) -> dict[str, Any]:

@@ -36,7 +36,6 @@ from jaxrl_llm.data.rows import (
     lookup,
     read_chat_text,
     role_of,
-    type_name,
 )
 
 LABEL_KEYS = ("labels", "label", "values", "value")
@@ -44,6 +43,7 @@ SIGNS = {"+": 1.0, "-": 0.0}
 NAMED_PAIR = "name both of the pair (--data.train.0.response_key and .rejected_key)"
 PYTHON_CHAT = re.compile(r"\s*\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 """A list of messages in a CSV column of pandas."""
+NOTHING_TO_JUDGE = "nothing to judge: the row has no response"
 JUDGEMENT = "judgement"
 """Data source of judgements; `jaxrl_llm.rewards` scores them by this name."""
 POINTWISE_TEMPLATE = (
@@ -104,8 +104,8 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
         raise RowError(f"{where}: a pair needs {keys}: the columns are {column_names(row)}")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise RowError(
-            f"{where}: chosen and rejected must both be text or both messages, got {type_name(chosen)} and "
-            f"{type_name(rejected)}"
+            f"{where}: chosen and rejected must both be text or both messages, got "
+            f"{type(chosen).__name__} and {type(rejected).__name__}"
         )
     if chosen == rejected:
         raise RowError(f"{where}: chosen and rejected are the same")
@@ -173,7 +173,7 @@ def read_steps(row: dict, where: str, config: SourceConfig) -> Example:
     if isinstance(labels, str):
         labels = _signs(texts, labels, where)
     if not isinstance(labels, list):
-        raise RowError(f"{where}: the labels of steps must be a list, got {type_name(labels)}")
+        raise RowError(f"{where}: the labels of steps must be a list, got {type(labels).__name__}")
     if not texts or len(labels) != len(texts):
         raise RowError(f"{where}: {len(texts)} steps and {len(labels)} labels: each step needs one")
     steps = zip(texts, [to_label(label, where, soft=True) for label in labels], strict=True)
@@ -206,13 +206,16 @@ def judgement(example: Example) -> Example:
     The verdict is the response to imitate. The better one of a pair is A in half of the rows, by a hash of
     the row's place.
     """
+    if example.thought:
+        raise RowError(f"{example.where}: the column of the thought would be left out of the judged response")
+    prompt, response = split_response(example, NOTHING_TO_JUDGE)
     if example.rejected is None:
         verdict = "Yes" if label_of(example) else "No"
-        question = pointwise_prompt(_question(example), _response(example))
+        question = pointwise_prompt(_question(prompt), response)
     else:
-        responses = [_response(example), _response(example.rejected)]
+        responses = [response, split_response(example.rejected, NOTHING_TO_JUDGE)[1]]
         verdict = "AB"[zlib.crc32(f"{example.where} {responses}".encode(errors="replace")) % 2]
-        question = pairwise_prompt(_question(example), *(responses if verdict == "A" else responses[::-1]))
+        question = pairwise_prompt(_question(prompt), *(responses if verdict == "A" else responses[::-1]))
     return dataclasses.replace(
         example,
         messages=({"role": "user", "content": question},),
@@ -243,20 +246,25 @@ def conversation_text(messages: Sequence[Message]) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def _question(example: Example) -> str:
-    if example.messages is None:
-        return "\n\n".join(filter(None, (example.system, example.text)))
-    return conversation_text(example.messages if example.response is not None else example.messages[:-1])
+def split_response(example: Example, problem: str) -> tuple[Example, str]:
+    """Return (the prompt alone, text of the response): its column, or the last turn of the chat.
 
-
-def _response(example: Example) -> str:
-    if example.thought:
-        raise RowError(f"{example.where}: the column of the thought would be left out of the judged response")
+    Args:
+        problem: message for a row without a response.
+    """
     if example.response is not None:
-        return example.response
-    if example.messages is None or example.messages[-1]["role"] != "assistant":
-        raise RowError(f"{example.where}: nothing to judge: the row has no response")
-    return message_text(example.messages[-1], example.where)
+        return dataclasses.replace(example, response=None, rejected=None), example.response
+    if example.messages is None or len(example.messages) < 2 or example.messages[-1]["role"] != "assistant":
+        raise RowError(f"{example.where}: {problem}")
+    *messages, last = example.messages
+    prompt = dataclasses.replace(example, messages=tuple(messages), rejected=None)
+    return prompt, message_text(last, example.where)
+
+
+def _question(prompt: Example) -> str:
+    if prompt.messages is None:
+        return "\n\n".join(filter(None, (prompt.system, prompt.text)))
+    return conversation_text(prompt.messages)
 
 
 def _with_score(example: Example, row: dict, config: SourceConfig) -> Example:

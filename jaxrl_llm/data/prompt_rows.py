@@ -130,7 +130,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         text=text,
         response=response or worked or None,
         answer=answer,
-        source=source or config.name or _source_name(config),
+        source=source or config.name or (config.path[4:] if config.path.startswith("hub:") else ""),
         columns={name: value for name, value in row.items() if name != key},
         where=where,
         teacher=config.teacher,
@@ -379,9 +379,3 @@ def _beside_answer(response: str | None, last: str, where: str) -> None:
             f"{where}: the chat ends with an answer, and a column of {', '.join(RESPONSE_KEYS)} has another: "
             f"remove one of them, or name the one that follows the chat {NAMED_RESPONSE}"
         )
-
-
-def _source_name(config: SourceConfig) -> str:
-    if config.is_generated:
-        return config.path
-    return config.path.removeprefix("hub:") if config.path.startswith("hub:") else ""

@@ -133,7 +133,7 @@ def no_rows(path: Path, reason: str, lost: int = 1) -> RowFile:
 def check_row(row: Any, where: str) -> None:
     """Raise RowError unless the row is an object with named columns and of bounded depth."""
     if not isinstance(row, dict):
-        raise RowError(f"{where}: a row must be an object with named columns, got {type_name(row)}")
+        raise RowError(f"{where}: a row must be an object with named columns, got {type(row).__name__}")
     if not all(isinstance(key, str) for key in row):
         raise RowError(f"{where}: the names of columns must be text: {column_names(row)}")
     level: list[Any] = [row]
@@ -148,7 +148,7 @@ def check_row(row: Any, where: str) -> None:
 def check_text(value: Any, where: str) -> None:
     """Raise RowError unless the value is text that a tokenizer can read."""
     if not isinstance(value, str):
-        raise RowError(f"{where} must be text, got {type_name(value)}")
+        raise RowError(f"{where} must be text, got {type(value).__name__}")
     if len(value) > MAX_CHARACTERS:
         raise RowError(f"{where} has {len(value):,} characters, more than {MAX_CHARACTERS:,}")
     if "\0" in value:
@@ -172,7 +172,7 @@ def check_json(value: Any, where: str) -> None:
         check_text(value, where)
     elif not isinstance(value, bool | int | float | None):
         expected = "text, a Python number or another value of JSON"
-        raise RowError(f"{where} must be {expected}, got {type_name(value)}")
+        raise RowError(f"{where} must be {expected}, got {type(value).__name__}")
 
 
 def lookup(row: dict, key: str) -> Any:
@@ -197,7 +197,7 @@ def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | 
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools)):
         raise RowError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.100}")
     if not isinstance(options, dict):
-        raise RowError(f"{where}: chat_template_kwargs must be an object, got {type_name(options)}")
+        raise RowError(f"{where}: chat_template_kwargs must be an object, got {type(options).__name__}")
     if reserved := RESERVED_OPTIONS & options.keys():
         raise RowError(f"{where}: chat_template_kwargs may not set {', '.join(sorted(reserved))}")
     given = columns.get(THINKING)  # of veRL's rows
@@ -283,11 +283,6 @@ def no_column(where: str, field: str, key: str, row: dict) -> RowError:
     return RowError(
         f"{where}: no {field} {key!r} (--data.train.0.{field}).{advice} The columns are {column_names(row)}"
     )
-
-
-def type_name(value: Any) -> str:
-    """Return the type of a value, for messages."""
-    return type(value).__name__
 
 
 def is_null(value: Any) -> bool:

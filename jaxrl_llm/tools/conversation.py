@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from jaxrl_llm.data.messages import parsed_arguments
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # tokens start to end - 1, numbered from the prompt's first one
@@ -100,9 +101,7 @@ def _turns_of_messages(prompt: list[Message], messages: list[Message]) -> Iterat
 
 def _openai_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function") if isinstance(call.get("function"), dict) else call
-    arguments = function.get("arguments")
-    with contextlib.suppress(TypeError, ValueError, RecursionError):
-        arguments = json.loads(arguments)
+    arguments = parsed_arguments(function.get("arguments"))
     return {"id": call.get("id"), "name": function.get("name"), "arguments": arguments}
 
 

@@ -13,9 +13,8 @@ import numpy as np
 from jaxrl_llm.data.chat import encode_conversation, encode_prompt
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.files import open_rows
-from jaxrl_llm.data.messages import message_text
 from jaxrl_llm.data.packing import PackItem
-from jaxrl_llm.data.preference import read_example
+from jaxrl_llm.data.preference import read_example, split_response
 from jaxrl_llm.data.rows import RESPONSE_KEYS, Example, RowError, check_row, check_text, first_column
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.command import working
@@ -42,6 +41,10 @@ from jaxrl_llm.tools.selection import (
 )
 
 NO_SOURCE = SourceConfig()
+NOTHING_TO_REWARD = (
+    'nothing to reward: a row needs "responses", "response", "chosen" and "rejected", or a chat that ends '
+    "with an assistant turn"
+)
 
 
 def write_scores(args: ScoreArguments) -> None:
@@ -253,25 +256,17 @@ def read_responses(row: dict[str, Any], where: str) -> GivenResponses:
         return GivenResponses(read_example(others, where, NO_SOURCE), texts, tokens, "responses")
     example = read_example(row, where, NO_SOURCE)
     if example.rejected is not None:
-        prompt, chosen = split_response(example)
-        return GivenResponses(prompt, [chosen, split_response(example.rejected)[1]], [None, None], "pair")
-    prompt, text = split_response(example)
+        (prompt, chosen), (_, rejected) = map(_split, (example, example.rejected))
+        return GivenResponses(prompt, [chosen, rejected], [None, None], "pair")
+    prompt, text = _split(example)
     return GivenResponses(prompt, [text], [None], "response")
 
 
-def split_response(example: Example) -> tuple[Example, str]:
-    """Return (the prompt alone, text of the response): its column, or the last turn of the chat."""
-    text = "" if first_column(example.columns, RESPONSE_KEYS) == "" else example.response  # stopped at once
-    if text is not None:
-        return replace(example, response=None, rejected=None), text
-    if example.messages is None or len(example.messages) < 2 or example.messages[-1]["role"] != "assistant":
-        raise RowError(
-            f'{example.where}: nothing to reward: a row needs "responses", "response", "chosen" and '
-            '"rejected", or a chat that ends with an assistant turn'
-        )
-    return replace(example, messages=example.messages[:-1], rejected=None), message_text(
-        example.messages[-1], example.where
-    )
+def _split(example: Example) -> tuple[Example, str]:
+    """Return (the prompt alone, text of the response), which may be empty."""
+    if first_column(example.columns, RESPONSE_KEYS) == "":  # the policy stopped at once
+        example = replace(example, response="")
+    return split_response(example, NOTHING_TO_REWARD)
 
 
 def with_rewards(

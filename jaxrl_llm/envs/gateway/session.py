@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl_llm.data.chat import encode_prompt, prompt_messages
 from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.messages import parsed_arguments
 from jaxrl_llm.data.observation import encode_observation
 from jaxrl_llm.data.rows import Example, Message, RowError
 from jaxrl_llm.data.template import control_tokens, token_ids
@@ -251,7 +252,9 @@ class AgentSession:
             prompt = call.prompt if isinstance(call.prompt, str) else self.renderer.decode(call.prompt)
             opening = {"messages": call.messages or [{"role": "prompt", "content": prompt}]}
             opening |= {"tools": call.tools} if call.tools else {}
-        calls = ({"id": c.id, "name": c.name, "arguments": _parsed(c.arguments)} for c in answer.calls)
+        calls = (
+            {"id": c.id, "name": c.name, "arguments": parsed_arguments(c.arguments)} for c in answer.calls
+        )
         place = len(self.episode.messages)
         return TurnRecord(self._used, place, branch.turn, calls=tuple(calls), opening=opening)
 
@@ -382,18 +385,10 @@ def _is_same(known: Message | Answer, message: Message) -> bool:
         return known == message
     calls = [call.get("function") for call in message.get("tool_calls") or ()]
     calls = [call if isinstance(call, dict) else {} for call in calls]
-    given = [(call.get("name"), _parsed(call.get("arguments"))) for call in calls]
+    given = [(call.get("name"), parsed_arguments(call.get("arguments"))) for call in calls]
     return (
         message["role"] == "assistant"
         and message["content"].strip() == known.content.strip()
-        and given == [(call.name, _parsed(call.arguments)) for call in known.calls]
+        and given == [(call.name, parsed_arguments(call.arguments)) for call in known.calls]
         and message.get("reasoning_content", known.thought) == known.thought
     )
-
-
-def _parsed(arguments: Any) -> Any:
-    """Parse the JSON text of arguments; other values are returned unchanged."""
-    try:
-        return json.loads(arguments)
-    except (TypeError, ValueError, RecursionError):
-        return arguments
