@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import jax
+import numpy as np
 
 from jaxrl_llm.data.chat import chat_messages, prompt_messages
 from jaxrl_llm.data.config import ChatConfig
@@ -21,7 +25,7 @@ from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn, state_key
 from jaxrl_llm.forks import TurnRecord
 from jaxrl_llm.loop_thread import LoopThread
-from jaxrl_llm.rollout.engine import DialogueError, Reply, raw_text
+from jaxrl_llm.rollout.engine import DialogueError, Reply, Request, raw_text
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.user_file import describe_error
 
@@ -29,6 +33,7 @@ GRACE = 5.0  # seconds that a step may take in addition to its tool's limit
 PATIENCE = 60.0  # seconds in addition after which a step counts as lost
 MAX_REWARD = 1e6  # of one step; more is a mistake
 MAX_COUNT = 1_000_000
+CANCEL_SECONDS = 2.5  # for running conversations to end
 
 
 @dataclass(frozen=True)
@@ -41,58 +46,80 @@ class Conversation:
     context: list[int]  # ids that the policy reads before its next turn, prompt included
 
 
+@dataclass
+class Conversations(contextlib.AbstractContextManager):
+    """Makes the dialogue of each rollout call; their environments share an event loop in a thread.
+
+    A context manager.
+    """
+
+    env: Env
+    config: EnvConfig
+    tokenizer: Any
+    chat: ChatConfig
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Columns that every row gets: the tools, for the chat template to show."""
+    line: str = ""
+    """Lines on the format of tool calls and on rewritten histories, for the start of a run; "" = none."""
+    thread: LoopThread = field(default_factory=lambda: LoopThread("environments"))
+
+    def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
+        """Return the request of a prompt's responses."""
+        return Request(prompt.ids, index, responses, max_tokens)
+
+    def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> EnvDialogue:
+        """Return the environment of responses to these prompts; the same key, the same seeds."""
+        seed = int(np.asarray(jax.random.key_data(key)).ravel()[-1])
+        return EnvDialogue(self, prompts, seed)
+
+    def __exit__(self, *_: object) -> None:
+        """Cancel running conversations; an environment that blocks its thread is abandoned."""
+        self.thread.close(CANCEL_SECONDS)
+
+
 class EnvDialogue:
     """Answers the turns of the policy's responses to `prompts`, all conversations at once.
 
     Args:
+        run: what the conversations of all calls share.
         seed: of this call; each conversation gets a separate seed.
-        loop: runs in a separate thread, so that no environment can block an engine.
     """
 
-    def __init__(
-        self,
-        env: Env,
-        config: EnvConfig,
-        prompts: Sequence[Prompt],
-        tokenizer: Any,
-        *,
-        chat: ChatConfig,
-        seed: int,
-        thread: LoopThread,
-    ):
-        self.env, self.config, self.prompts, self.tokenizer = env, config, prompts, tokenizer
-        self.chat, self.seed, self.thread = chat, seed, thread
-        self.limit = None if getattr(env, "own_limits", False) else config.tool_timeout + GRACE
-        self.patience = config.tool_timeout + GRACE + PATIENCE
-        self._controls = frozenset(tokenizer.convert_tokens_to_ids(list(control_tokens(tokenizer))))
+    def __init__(self, run: Conversations, prompts: Sequence[Prompt], seed: int):
+        self.run, self.prompts, self.seed = run, prompts, seed
+        seconds = run.config.tool_timeout + GRACE
+        self.limit = None if getattr(run.env, "own_limits", False) else seconds
+        self.patience = seconds + PATIENCE
+        controls = run.tokenizer.convert_tokens_to_ids(list(control_tokens(run.tokenizer)))
+        self._controls = frozenset(controls)
 
     def reply(
         self, prompt_index: int, response_index: int, conversation: Any, ids: Sequence[int], *, start: int
     ) -> Future[Reply]:
         """Return the reply to a turn, as `Dialogue.reply`."""
         work = self._reply(prompt_index, response_index, conversation, list(ids), start=start)
-        return self.thread.start(work)
+        return self.run.thread.start(work)
 
     async def _reply(
         self, p: int, g: int, conversation: Conversation | None, ids: list[int], *, start: int
     ) -> Reply:
         prompt = self.prompts[p]
         context = conversation.context if conversation else prompt.ids.tolist()
-        end = raw_text(self.tokenizer, ids[-1:]) if ids[-1] in self._controls else ""
+        end = raw_text(self.run.tokenizer, ids[-1:]) if ids[-1] in self._controls else ""
         # The policy's text; the environment's state is made on the first turn.
-        text = raw_text(self.tokenizer, ids[start : len(ids) - bool(end)])
+        text = raw_text(self.run.tokenizer, ids[start : len(ids) - bool(end)])
         try:
             async with asyncio.timeout(self.limit):
                 if conversation is None:
                     seed = ((self.seed * 1_000_003 + p) * 1_000_003 + g) & 0x7FFFFFFF
-                    messages = prompt_messages(prompt.example, self.chat) or _plain(prompt)
-                    state = await self.env.reset(prompt.example, seed)
+                    messages = prompt_messages(prompt.example, self.run.chat) or _plain(prompt)
+                    state = await self.run.env.reset(prompt.example, seed)
                     conversation = Conversation(messages, state, Episode(), context)
                 messages = [*conversation.messages, {"role": "assistant", "content": text}]
                 number = conversation.episode.turns + 1
-                read = functools.partial(raw_text, self.tokenizer, context)
-                turn = Turn(text, messages, number, number >= self.config.max_turns, read=read)
-                step = check_step(await self.env.step(conversation.state, turn))
+                read = functools.partial(raw_text, self.run.tokenizer, context)
+                turn = Turn(text, messages, number, number >= self.run.config.max_turns, read=read)
+                step = check_step(await self.run.env.step(conversation.state, turn))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
             if asyncio.current_task().cancelling():  # the end of the run
                 raise
@@ -125,10 +152,10 @@ class EnvDialogue:
         messages, keep = [*talk.messages, *new], None
         # Their ids, and what the policy still reads of the conversation so far.
         if step.raw:
-            ids = token_ids(self.tokenizer, new[0]["content"], "an observation", after=turn["content"])
+            ids = token_ids(self.run.tokenizer, new[0]["content"], "an observation", after=turn["content"])
         else:
-            about = self.tokenizer, prompt.example, messages, len(talk.messages) - 1
-            settings = {"config": self.chat, "history": self.config.history, "end": end}
+            about = self.run.tokenizer, prompt.example, messages, len(talk.messages) - 1
+            settings = {"config": self.run.chat, "history": self.run.config.history, "end": end}
             try:
                 ids, keep = observe(*about, context=talk.context, **settings)
             except ValueError as error:
@@ -139,13 +166,13 @@ class EnvDialogue:
 
     def _cut(self, message: Message, count: int) -> Message:
         """Return the message cut to its share of `max_observation_tokens`; a note tells the policy."""
-        limit = max(self.config.max_observation_tokens // count, 1)
+        limit = max(self.run.config.max_observation_tokens // count, 1)
         text = message["content"].encode(errors="replace").decode()  # no tokenizer takes lone surrogates
         message = {**message, "content": text}
-        ids = token_ids(self.tokenizer, text[: 64 * limit], "an observation")
+        ids = token_ids(self.run.tokenizer, text[: 64 * limit], "an observation")
         if len(ids) <= limit and len(text) <= 64 * limit:
             return message
-        kept = raw_text(self.tokenizer, ids[:limit])
+        kept = raw_text(self.run.tokenizer, ids[:limit])
         return {**message, "content": f"{kept}\n[cut off: {len(kept)} of {len(text)} characters are shown]"}
 
 
@@ -185,7 +212,7 @@ def check_step(step: Any) -> Step:
     """
     if not isinstance(step, Step):
         raise ValueError(f"step returned {type(step).__name__}, not a Step")
-    if step.reward is not None and not (_is_number(step.reward) and abs(step.reward) <= MAX_REWARD):
+    if step.reward is not None and not is_reward(step.reward):
         raise ValueError(f"step gave the reward {step.reward!r:.80}; it must be within +-{MAX_REWARD:g}")
     counts = (step.tool_calls, step.tool_errors, step.timeouts)
     if not all(type(count) is int and 0 <= count <= MAX_COUNT for count in counts):
@@ -236,9 +263,10 @@ def observed_messages(step: Step) -> list[Message]:
     return list(step.observation)
 
 
-def _is_number(value: Any) -> bool:
+def is_reward(value: Any) -> bool:
+    """Return whether a value is a number within +-MAX_REWARD; True and False are none, nor is NaN."""
     value = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_REWARD
 
 
 def _failed(conversation: Conversation | None, reason: str) -> Reply:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
-import numpy as np
 
 from jaxrl_llm.data.chat import prompt_messages
 from jaxrl_llm.data.config import ChatConfig
@@ -17,14 +15,13 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatRenderer
 from jaxrl_llm.envs.calls import ToolEnv, check_arguments, parse_calls, render_call
 from jaxrl_llm.envs.config import EnvConfig, ToolsConfig
-from jaxrl_llm.envs.dialogue import EnvDialogue, check_template
+from jaxrl_llm.envs.dialogue import Conversations, check_template
 from jaxrl_llm.envs.env import Env, Tool
 from jaxrl_llm.envs.formats import FORMATS, ToolCall
 from jaxrl_llm.envs.python_file import load_env, load_tool
 from jaxrl_llm.envs.tools import TOOLS
 from jaxrl_llm.envs.tools.mcp_server import McpServer
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.loop_thread import LoopThread
 from jaxrl_llm.rollout.engine import Dialogue, Request
 from jaxrl_llm.user_file import did_you_mean
 
@@ -47,7 +44,6 @@ SAMPLE_SCHEMA = {
 }
 SAMPLE_CONTENT = "turn 7d20e1 of the policy"  # in no template
 MAX_SHOWN = 300  # characters of a call in a message
-CANCEL_SECONDS = 2.5  # for running conversations to end
 
 
 def detect_format(tokenizer: Any, chat: ChatConfig) -> tuple[str, str]:
@@ -129,42 +125,6 @@ class DialogueSource(Protocol):
 
     def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> Dialogue:
         """Return the environment of responses to these prompts; the same key, the same seeds."""
-
-
-@dataclass
-class Conversations:
-    """Makes the dialogue of each rollout call; their environments share an event loop in a thread.
-
-    A context manager.
-    """
-
-    env: Env
-    config: EnvConfig
-    tokenizer: Any
-    chat: ChatConfig
-    columns: dict[str, Any] = field(default_factory=dict)
-    """Columns that every row gets: the tools, for the chat template to show."""
-    line: str = ""
-    """Lines on the format of tool calls and on rewritten histories, for the start of a run; "" = none."""
-    thread: LoopThread = field(default_factory=lambda: LoopThread("environments"))
-
-    def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
-        """Return the request of a prompt's responses."""
-        return Request(prompt.ids, index, responses, max_tokens)
-
-    def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> EnvDialogue:
-        """Return the environment of responses to these prompts; the same key, the same seeds."""
-        seed = int(np.asarray(jax.random.key_data(key)).ravel()[-1])
-        return EnvDialogue(
-            self.env, self.config, prompts, self.tokenizer, chat=self.chat, seed=seed, thread=self.thread
-        )
-
-    def __enter__(self) -> Conversations:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Cancel running conversations; an environment that blocks its thread is abandoned."""
-        self.thread.close(CANCEL_SECONDS)
 
 
 def make_requests(

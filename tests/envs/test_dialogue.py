@@ -15,8 +15,9 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import TEMPLATE, make_tokenizer
 from jaxrl_llm.envs.calls import ToolEnv
 from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.dialogue import Conversations
 from jaxrl_llm.envs.env import ENVS, Step, state_key
-from jaxrl_llm.envs.load import Conversations, make_conversations
+from jaxrl_llm.envs.load import make_conversations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.rollout.engine import DialogueError

@@ -16,8 +16,8 @@ from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.dialogue import Conversations
 from jaxrl_llm.envs.env import Step
-from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.thoughts import MARKS, as_message
 
 CHAT = ChatConfig()

@@ -22,8 +22,8 @@ from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.dialogue import Conversations
 from jaxrl_llm.envs.env import Step
-from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import DialogueError, GenerationCall, PartialResponse, Reply, Request, text_of
 from jaxrl_llm.rollout.turns import read_reply
@@ -334,7 +334,7 @@ from test_turns import MODEL, PROMPTS, SAMPLED, Script, TOKENIZER, TOKENS
 from jaxrl_llm import models
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
-from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.envs.dialogue import Conversations
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import DialogueError, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine

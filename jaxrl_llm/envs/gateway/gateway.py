@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,6 +19,7 @@ from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.envs.config import EnvConfig, GatewayConfig
+from jaxrl_llm.envs.dialogue import MAX_REWARD, is_reward
 from jaxrl_llm.envs.gateway.programs import KILL_SECONDS, Finished, ProgramRunner
 from jaxrl_llm.envs.gateway.server import GatewayServer
 from jaxrl_llm.envs.gateway.session import AgentSession, End, Limits, Renderer
@@ -82,7 +83,7 @@ class ProgramDialogue:
             self.gateway.close_session(session)
 
 
-class Gateway:
+class Gateway(contextlib.AbstractContextManager):
     """Makes the dialogue of each rollout call; one server and one event loop serve all. A context manager.
 
     Args:
@@ -232,14 +233,11 @@ class Gateway:
             return End(failure=f"--{REWARD_KEY} took longer than {limit}")
         try:
             value = call.result()
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"the reward is {value!r:.80}, not a finite number")
+            if not isinstance(value, bool) and not is_reward(value):
+                raise ValueError(f"the reward is {value!r:.80}, not a number within +-{MAX_REWARD:g}")
         except Exception as error:
             return End(failure=f"--{REWARD_KEY}: {describe_error(error)}")
         return End(reward=float(value))
-
-    def __enter__(self) -> Gateway:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End the programs, then the server."""

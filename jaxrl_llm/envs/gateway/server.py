@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from jaxrl_llm.data.rows import RowError, check_row
-from jaxrl_llm.envs.dialogue import MAX_REWARD
+from jaxrl_llm.envs.dialogue import MAX_REWARD, is_reward
 from jaxrl_llm.envs.gateway.anthropic import MessagesApi
 from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, CallError, joined
 from jaxrl_llm.envs.gateway.chat import ChatApi
@@ -198,8 +198,7 @@ class GatewayServer:
         body = _json(await request.read())
         given = {name: body[name] for name in ("reward", "turn_reward") if name in body} or {"reward": None}
         for name, value in given.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not abs(value) <= MAX_REWARD:  # NaN is refused, too
+            if not is_reward(value):
                 raise CallError(400, f"{name} must be a number within +-{MAX_REWARD:g}")
         if "turn_reward" in given:
             session.rate_turn(float(given["turn_reward"]))

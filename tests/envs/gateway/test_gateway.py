@@ -139,6 +139,8 @@ def test_a_call_that_is_refused_changes_nothing(opened):
         ("wrong", {"reward": "exit"}, 0.0, ""),
         ("right", {"reward": "post"}, None, "the program posted no reward"),
         ("right", {"reward": f"{HERE}/rewards.py:number_of_turns"}, 1.0, ""),
+        ("right", {"reward": f"{HERE}/rewards.py:of_numpy"}, 0.5, ""),
+        ("right", {"reward": f"{HERE}/rewards.py:enormous"}, None, "is 1e+300, not a number within +-1e+06"),
         ("right", {"reward": f"{HERE}/rewards.py:fails"}, None, "gateway.reward: ValueError: no reward"),
         pytest.param(
             "right",

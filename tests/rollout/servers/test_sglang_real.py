@@ -11,7 +11,7 @@ from jaxrl_llm import models
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
-from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.envs.dialogue import Conversations
 from jaxrl_llm.learn.scoring import sequence_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
 from jaxrl_llm.rollout.engine import GenerationCall, Request

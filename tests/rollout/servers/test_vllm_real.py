@@ -43,7 +43,7 @@ from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
-from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.envs.dialogue import Conversations
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.hf.export import save_description
