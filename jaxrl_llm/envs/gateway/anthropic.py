@@ -14,11 +14,9 @@ from jaxrl_llm.envs.gateway.call import (
     CallError,
     event,
     function_tool,
-    model_of,
     offers_tools,
     read_limit,
     read_stop,
-    read_stream,
     text_of_parts,
 )
 
@@ -46,8 +44,6 @@ class MessagesApi:
             tools=[function_tool(t.get("name"), t.get("description"), t["input_schema"]) for t in tools],
             max_tokens=read_limit(body, "max_tokens"),
             stop=read_stop(body.get("stop_sequences")),
-            stream=read_stream(body),
-            body=body,
         )
 
     def write(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -57,7 +53,7 @@ class MessagesApi:
             "id": f"msg_{answer.id}",
             "type": "message",
             "role": "assistant",
-            "model": model_of(call),
+            "model": call.model,
             "content": _blocks(answer),
             "stop_reason": "stop_sequence" if stopped else REASONS[answer.finish],
             "stop_sequence": answer.stopped_by if stopped else None,

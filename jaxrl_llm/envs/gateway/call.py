@@ -53,6 +53,20 @@ class Answer:
     num_context: int  # tokens that the policy read before
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def usage(self) -> dict[str, int]:
+        """The counts of tokens as OpenAI's chat and completions name them."""
+        read, written = self.num_context, len(self.ids)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    @property
+    def logprob_rows(self) -> list[dict[str, Any]]:
+        """The log-probs as OpenAI's chat API lists them."""
+        return [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(self.tokens, self.logprobs, strict=True)
+        ]
+
 
 @dataclass(eq=False)
 class Call:
@@ -72,6 +86,12 @@ class Call:
     answer: asyncio.Future[Answer] | None = None
     is_lost: Any = None  # tells whether the connection was cut before the answer was written
 
+    @property
+    def model(self) -> str:
+        """Name of the model that the program has asked for."""
+        model = self.body.get("model")
+        return model if isinstance(model, str) else MODEL
+
 
 class ApiProtocol(Protocol):
     """One HTTP API.
@@ -83,7 +103,7 @@ class ApiProtocol(Protocol):
     reads: Sequence[str]
 
     def read(self, body: dict[str, Any]) -> Call:
-        """Return the call of a request. Raises CallError (400)."""
+        """Return the call of a request. Raises CallError (400) or RowError."""
 
     def write(self, call: Call, answer: Answer) -> dict[str, Any]:
         """Return the reply."""
@@ -92,12 +112,20 @@ class ApiProtocol(Protocol):
         """Yield the reply as server-sent events."""
 
 
-def read_choices(body: dict[str, Any]) -> int:
+def read_call(protocol: ApiProtocol, body: dict[str, Any]) -> Call:
+    """Return the call of a request, with the settings that all protocols have. Raises as `read`."""
+    call = protocol.read(body)
+    call.body, call.stream = body, _read_stream(body)
+    call.choices = _read_choices(body) if "n" in protocol.reads else 1
+    return call
+
+
+def _read_choices(body: dict[str, Any]) -> int:
     """Return `n`: each choice is a turn of the policy, and the beginning of a conversation that may go on."""
     n = read_limit(body, "n") or 1
     if n > MAX_CHOICES or body.get("best_of") not in (None, n):
         raise CallError(400, f"n must be at most {MAX_CHOICES}, and best_of, if given, the same number")
-    if n > 1 and read_stream(body):
+    if n > 1 and _read_stream(body):
         raise CallError(400, "n must be 1 in a stream")
     return n
 
@@ -122,7 +150,7 @@ def read_limit(body: dict[str, Any], *names: str) -> int:
     return min(limits.values(), default=0)
 
 
-def read_stream(body: dict[str, Any]) -> bool:
+def _read_stream(body: dict[str, Any]) -> bool:
     """Return `stream`."""
     stream = body.get("stream")
     if stream not in (None, False, True):
@@ -138,12 +166,6 @@ def read_stop(value: Any) -> tuple[str, ...]:
     if len(stops) > 16:
         raise CallError(400, f"stop has {len(stops)} strings; at most 16 are allowed")
     return tuple(stops)
-
-
-def model_of(call: Call) -> str:
-    """Return the name of the model that the program has asked for."""
-    model = call.body.get("model")
-    return model if isinstance(model, str) else MODEL
 
 
 def text_of_parts(value: Any, where: str) -> str:
@@ -200,18 +222,3 @@ def too_long(reason: str) -> CallError:
     """Return the refusal that clients know as a context that is too long."""
     text = f"the conversation exceeds the maximum context length: {reason}"
     return CallError(400, text, "context_length_exceeded")
-
-
-def usage_of(answer: Answer) -> dict[str, int]:
-    """Return the counts of tokens as OpenAI's chat and completions name them."""
-    read, written = answer.num_context, len(answer.ids)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-
-
-def as_logprobs(answer: Answer) -> list[dict[str, Any]]:
-    """Return the log-probs as OpenAI's chat API lists them."""
-    rows = zip(answer.tokens, answer.logprobs, strict=True)
-    return [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in rows
-    ]

@@ -11,13 +11,10 @@ from jaxrl_llm.envs.gateway.call import (
     Answer,
     Call,
     CallError,
-    as_logprobs,
     event,
     function_tool,
-    model_of,
     offers_tools,
     read_limit,
-    read_stream,
     text_of_parts,
 )
 
@@ -45,8 +42,6 @@ class ResponsesApi:
             list(read_messages(messages, "input")),
             tools=functions if offers_tools(body) else [],
             max_tokens=read_limit(body, "max_output_tokens"),
-            stream=read_stream(body),
-            body=body,
         )
 
     def write(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -126,7 +121,7 @@ def _items(call: Call, answer: Answer) -> list[dict[str, Any]]:
     if answer.content or not answer.calls:
         include = call.body.get("include")
         asked = isinstance(include, list) and "message.output_text.logprobs" in include
-        logprobs = as_logprobs(answer) if asked else []
+        logprobs = answer.logprob_rows if asked else []
         text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": logprobs}
         message = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "status": "completed"}
         items.append({**message, "content": [text]})
@@ -167,7 +162,7 @@ def _response(call: Call, answer: Answer, items: list[dict[str, Any]], status: s
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "model": model_of(call),
+        "model": call.model,
         "output": items,
         "parallel_tool_calls": True,
         "tool_choice": "auto" if offers_tools(call.body) else "none",

@@ -17,9 +17,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from jaxrl_llm.data.rows import RowError, check_row
 from jaxrl_llm.envs.dialogue import MAX_REWARD, is_reward
 from jaxrl_llm.envs.gateway.anthropic import MessagesApi
-from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, CallError, joined
-from jaxrl_llm.envs.gateway.chat import ChatApi
-from jaxrl_llm.envs.gateway.completions import CompletionsApi
+from jaxrl_llm.envs.gateway.call import MODEL, ApiProtocol, CallError, joined, read_call
+from jaxrl_llm.envs.gateway.completions import ChatApi, CompletionsApi
 from jaxrl_llm.envs.gateway.responses import ResponsesApi
 from jaxrl_llm.envs.gateway.session import AgentSession, End
 from jaxrl_llm.envs.gateway.settings import unused_settings
@@ -150,7 +149,7 @@ class GatewayServer:
             body = _json(data)
             repeats = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
             unused = unused_settings(body, protocol.reads, self.sampling)
-            make = functools.partial(protocol.read, body)
+            make = functools.partial(read_call, protocol, body)
             digest = hash_of(path.encode(), data)
             calls = [session.submit(digest, repeats, make)]
             calls += [session.submit(digest + bytes([i]), repeats, make) for i in range(1, calls[0].choices)]
