@@ -241,10 +241,7 @@ class AdapterPublisher:
             receivers: list[ServerLike] = []
             if sends_base:
                 receivers = [server for server in self.pool.servers if lacks_base(server)]
-                transport, pause = publisher.transport, publisher.pause
-                self._push = Push(
-                    self.pool, transport, pause, self.base, check=self._check_base, problem=self.problem
-                )
+                self._push = Push(publisher, self.base, self._check_base)
             self._push.start(functools.partial(self._update, adapter), label, receivers)
         base_bytes, gather_seconds = gather_into(self._push, parts)
         metrics = publisher.on_first(
@@ -296,7 +293,7 @@ class AdapterPublisher:
         async with server.update_lock:
             start = time.perf_counter()
             names = await self._load(adapter, receiver)
-            self._push.add_seconds(server, time.perf_counter() - start)
+            self._push.wire_seconds[server.url] += time.perf_counter() - start
             await adapter.probe.check(receiver)
             loaded = {name for name in names if name.startswith(PREFIX)}
             for name in sorted(loaded - {adapter.name} - self.pool.labels_in_use):

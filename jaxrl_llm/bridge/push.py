@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -120,7 +121,7 @@ class Publisher:
         self.on_first(self.wait_for_servers)
         push = None
         if self.pool:
-            push = Push(self.pool, self.transport, self.pause, label, check=probe.check, problem=self.problem)
+            push = Push(self, label, probe.check)
             push.start(push.update, label, self.pool.servers)
         _, gather_seconds = gather_into(push, self.transport.parts(params, label))
         metrics = self.on_first(
@@ -188,26 +189,17 @@ class Push:
     """One push under way. Parts are `put` by the thread that gathers them.
 
     Args:
+        publisher: in process 0.
         label: of the weights.
         check: of a server that has received everything, before it counts.
-        problem: of a server's reply to /server_info.
     """
 
-    def __init__(
-        self,
-        pool: PoolLike,
-        transport: WeightTransport,
-        pause: PauseMode,
-        label: str,
-        *,
-        check: Callable[[Receiver], Awaitable[Any]],
-        problem: Problem = lambda info: "",
-    ):
-        self.pool, self.transport, self.pause = pool, transport, pause
-        self.label, self.check, self.problem = label, check, problem
-        self.wire_seconds: dict[str, float] = {}  # by address, since `start`: spent in sending
+    def __init__(self, publisher: Publisher, label: str, check: Callable[[Receiver], Awaitable[Any]]):
+        self.publisher, self.pool, self.transport = publisher, publisher.pool, publisher.transport
+        self.label, self.check = label, check
+        self.wire_seconds: Counter[str] = Counter()  # by address, since `start`: spent in sending
         self.pause_seconds: dict[str, float] = {}
-        self.sent_bytes: dict[str, int] = {}  # of weights
+        self.sent_bytes: Counter[str] = Counter()  # of weights
         self.full_bytes = 0  # of all weights
         self._full: set[str] = set()  # servers that got all weights
         self._inboxes: dict[int, asyncio.Queue[Part | None]] = {}
@@ -223,7 +215,7 @@ class Push:
             label: that an updated server holds.
             receivers: servers that get the parts as they are gathered.
         """
-        self.wire_seconds, self.pause_seconds = {}, {}
+        self.wire_seconds, self.pause_seconds = Counter(), {}
         self.pool.run(self._start(update, label, list(receivers)))
 
     @property
@@ -293,7 +285,7 @@ class Push:
                 inbox.get_nowait()
 
     async def _push_to(self, server: ServerLike, inbox: asyncio.Queue[Part | None]) -> None:
-        receiver = await make_receiver(self.pool, server, self.problem)
+        receiver = await make_receiver(self.pool, server, self.publisher.problem)
         await self.transport.connect(receiver)
         part = await self._next(inbox)
         if part.base and part.base == server.label:  # and its process is the same
@@ -301,13 +293,13 @@ class Push:
         async with server.update_lock:  # later responses count only after the probe
             start = time.perf_counter()
             await receiver.resume_memory(WEIGHTS)
-            async with paused_generation(receiver, self.pause):
+            async with paused_generation(receiver, self.publisher.pause):
                 async with update_session(receiver, self.label, self.transport.session):
                     await self._send(receiver, part)
                     while not part.last:
                         part = await self._next(inbox)
                         await self._send(receiver, part)
-                if self.pause == "in_place" or self.pool.kind.drops_cache_alone:
+                if self.publisher.pause == "in_place" or self.pool.kind.drops_cache_alone:
                     await self.pool.kind.drop_cache(receiver)
             self.pause_seconds[server.url] = time.perf_counter() - start
             await receiver.resume_memory(CACHE)
@@ -323,19 +315,15 @@ class Push:
         start = time.perf_counter()
         # Cached keys and values are of the old weights. Dropping them in place would end the server: an
         # assertion of SGLang's fails where responses in flight still read them.
-        options: Json = {"flush_cache": part.last and self.pause != "in_place"}
+        options: Json = {"flush_cache": part.last and self.publisher.pause != "in_place"}
         if part.last:
             options["weight_version"] = self.label
         await self.transport.send(receiver, part, options)
         url, num_bytes = receiver.server.url, part.delta_bytes if receiver.takes_delta else part.num_bytes
-        self.sent_bytes[url] = self.sent_bytes.get(url, 0) + num_bytes
+        self.sent_bytes[url] += num_bytes
         if not receiver.takes_delta:
             self._full.add(url)
-        self.add_seconds(receiver.server, time.perf_counter() - start)
-
-    def add_seconds(self, server: ServerLike, seconds: float) -> None:
-        """Count seconds that were spent in sending to a server."""
-        self.wire_seconds[server.url] = self.wire_seconds.get(server.url, 0.0) + seconds
+        self.wire_seconds[url] += time.perf_counter() - start
 
 
 async def make_receiver(pool: PoolLike, server: ServerLike, problem: Problem) -> Receiver:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -24,12 +25,8 @@ from jaxrl_llm.structs import Params
 CACHED = 2  # whole buckets that are packed: servers take the same one at about the same time
 
 
-@dataclass(frozen=True)
-class Change:
-    """A tensor, and its content in an update from the version before."""
-
-    entry: Entry
-    content: bytes | np.ndarray
+Change = tuple[Entry, bytes | np.ndarray]
+"""A tensor, and its content in an update from the version before."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +74,12 @@ class DeltaTransport(WeightTransport):
                 if part.content is None:  # not process 0
                     yield part
                     continue
+                bucket: Bucket = part.content
+                of_type = functools.partial(self._change, dtype=DTYPES[bucket.dtype])
                 with self._lock:
-                    changes = list(threads.map(self._change, *self._rows(part.content)))
+                    changes = list(threads.map(of_type, bucket.tensors, map(as_bits, bucket.arrays)))
                 yield self._packed_part(part, changes, Piece(base, label, index, part.last))
         self._label = label
-
-    def _rows(self, bucket: Bucket) -> tuple[list[HFTensor], list[np.ndarray], list[str]]:
-        """Return the tensors of a bucket, their bits, and their types, as the columns of a table."""
-        types = [DTYPES[bucket.dtype]] * len(bucket.tensors)
-        return bucket.tensors, [as_bits(array) for array in bucket.arrays], types
 
     def _change(self, tensor: HFTensor, bits: np.ndarray, dtype: str) -> Change:
         """Return the changes of a tensor, and keep its new bits."""
@@ -96,14 +90,12 @@ class DeltaTransport(WeightTransport):
         self._held[tensor.name] = bits
         size = bits.nbytes if whole else len(content)
         digest = sha256_of(bits)
-        return Change(Entry(tensor.name, dtype, tensor.shape, whole, size=size, sha256=digest), content)
+        return Entry(tensor.name, dtype, tensor.shape, whole, size=size, sha256=digest), content
 
     def _packed_part(self, part: Part, changes: list[Change], piece: Piece) -> Part:
         """Return the part of a push, with the payload of its changes."""
-        entries, payload = [change.entry for change in changes], None
-        if piece.base:
-            contents = [change.content for change in changes]
-            payload = self.pack(write_piece(piece, entries, contents))
+        entries, contents = map(list, zip(*changes, strict=True))
+        payload = self.pack(write_piece(piece, entries, contents)) if piece.base else None
         arrays = [self._held[entry.name] for entry in entries]
         whole = [
             replace(entry, is_whole=True, size=bits.nbytes)

@@ -81,11 +81,12 @@ def weight_folder(run_dir: Path, shared: str, in_memory: bool, num_bytes: int) -
         num_bytes: of one push.
     """
     remove_abandoned()
+    free = shutil.disk_usage(MEMORY).free if MEMORY.is_dir() else 0
     with contextlib.ExitStack() as closing:
         if shared:  # a folder for each run: others may share it
             number = zlib.crc32(str(run_dir.absolute()).encode())
             folder = Path(shared).absolute() / f"{run_dir.name}-{number:08x}"
-        elif in_memory and jax.process_count() == 1 and _free_memory() > (KEPT + 1) * num_bytes:
+        elif in_memory and jax.process_count() == 1 and free > (KEPT + 1) * num_bytes:
             folder, file = _lock_new_folder()
             closing.enter_context(file)
         else:
@@ -115,7 +116,3 @@ def _lock_new_folder() -> tuple[Path, TextIO]:
             if os.fstat(file.fileno()).st_nlink:
                 return folder, file
         file.close()  # another run took it for abandoned before it was locked
-
-
-def _free_memory() -> int:
-    return shutil.disk_usage(MEMORY).free if MEMORY.is_dir() else 0
