@@ -77,6 +77,7 @@ class WinRate:
             self._keep(keys, prompts, trajectories, scores)
         if step == self.start or not (kept := self._read()):
             return np.full(len(keys), np.nan)
+        # Wins by score, or the pairs that the judge compares.
         wins, pairs = np.full(len(keys), np.nan), []
         for i, (key, trajectory, score) in enumerate(zip(keys, trajectories, scores, strict=True)):
             if (before := kept.get(key)) is None:
@@ -85,7 +86,8 @@ class WinRate:
                 wins[i] = compare_scores(score, before["score"])
                 continue
             example = prompts[trajectory.prompt_index].example
-            texts = conversation_text(trajectory.messages), conversation_text(messages_of(before))
+            turns = before.get("turns") or [as_message(before["response"])]
+            texts = conversation_text(trajectory.messages), conversation_text(turns)
             pairs.append((i, Comparison(example, question_text(example, self.chat), *texts)))
         if pairs:
             wins[[i for i, _ in pairs]] = verdicts(self.judge, [pair for _, pair in pairs])
@@ -211,11 +213,6 @@ def wilson_interval(mean: float, count: int) -> tuple[float, float]:
     center = (mean + Z**2 / (2 * count)) / (1 + Z**2 / count)
     half = Z / (1 + Z**2 / count) * math.sqrt(mean * (1 - mean) / count + Z**2 / (4 * count**2))
     return max(center - half, 0.0), min(center + half, 1.0)
-
-
-def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the response of a row of samples.jsonl as chat messages."""
-    return row.get("turns") or [as_message(row["response"])]
 
 
 def source_name(example: Example) -> str:

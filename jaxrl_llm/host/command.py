@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from jaxrl_llm.addresses import mask_text
 from jaxrl_llm.errors import RunError, UserError, exit_code
@@ -124,16 +124,7 @@ def quiet_transformers() -> None:
     hide_records("transformers", "PyTorch was not found")
 
 
+@functools.cache  # a filter is added once
 def hide_records(logger: str, text: str) -> None:
     """Hide the records of a logger whose message, before its arguments, has the text."""
-    logging.getLogger(logger).addFilter(_Without(text))
-
-
-@dataclass(frozen=True)
-class _Without:
-    """Filter of a logger; equal ones are added once."""
-
-    text: str
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self.text not in str(record.msg)
+    logging.getLogger(logger).addFilter(lambda record: text not in str(record.msg))

@@ -76,7 +76,8 @@ def check_host_memory(needed: int, setting: str, fix: str) -> None:
         UserError: on every process, if the arrays do not fit on some host; the message has the bytes.
     """
     free = available_bytes()
-    own = np.array([_host_id(), needed >> 20, -1 if free is None else free >> 20], np.int32)  # MiB
+    host_id = zlib.crc32(platform.node().encode()) >> 1
+    own = np.array([host_id, needed >> 20, -1 if free is None else free >> 20], np.int32)  # MiB
     rows = np.atleast_2d(multihost_utils.process_allgather(own) if jax.process_count() > 1 else own)
     for host in np.unique(rows[:, 0]):
         processes = rows[rows[:, 0] == host]
@@ -97,7 +98,3 @@ def _container_bytes(limit: Path, used: Path) -> int | None:
     words = stat.read_text().split() if stat.is_file() else []
     cached = int(words[words.index("inactive_file") + 1]) if "inactive_file" in words else 0  # is given back
     return max(int(limit.read_text()) - int(used.read_text()) + cached, 0)
-
-
-def _host_id() -> int:
-    return zlib.crc32(platform.node().encode()) >> 1

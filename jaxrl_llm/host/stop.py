@@ -27,7 +27,7 @@ EXIT_STOPPED = 75
 _WALL_CLOCK = 1  # below the signals' numbers, so that a signal takes precedence
 
 
-class Stop:
+class Stop(contextlib.AbstractContextManager):
     """Requests to stop the training loop; a context manager inside which signals are deferred to the loop.
 
     Args:
@@ -65,9 +65,6 @@ class Stop:
     def close(self) -> None:
         """Restore the previous response to signals."""
         self._closing.close()
-
-    def __enter__(self) -> Stop:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
