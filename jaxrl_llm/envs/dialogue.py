@@ -48,7 +48,8 @@ class Conversation:
 
 @dataclass
 class Conversations(contextlib.AbstractContextManager):
-    """Makes the dialogue of each rollout call; their environments share an event loop in a thread.
+    """Makes the dialogue of each rollout call; their environments share an event loop in a thread, so that
+    none can block an engine.
 
     A context manager.
     """
