@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl_llm.data.chat import encode_prompt, prompt_messages
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.messages import parsed_arguments
-from jaxrl_llm.data.observation import encode_observation
+from jaxrl_llm.data.observation import RewrittenHistory, encode_observation
 from jaxrl_llm.data.rows import Example, Message, RowError
 from jaxrl_llm.data.template import control_tokens, token_ids
 from jaxrl_llm.envs.calls import check_arguments, parse_calls
@@ -351,9 +351,7 @@ class AgentSession:
                 end=branch.end,
                 strict=not self.limits.keeps_history,
             )
-        except RowError:
-            raise
-        except UserError:  # the template rewrites earlier turns
+        except RewrittenHistory:
             return None
         return branch, read, branch.context + ids
 
