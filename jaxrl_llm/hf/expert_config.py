@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jaxrl_llm.hf.json_file import JsonKeys
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
@@ -14,129 +16,122 @@ INDEXED = ("deepseek_v32", "glm_moe_dsa")
 """Families whose latent attention has an indexer."""
 GROUPED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4", *INDEXED)
 """Families whose routers have groups, and, except for Mistral 4, sigmoid scores and a selection bias."""
-LOCAL = ("mixtral", "gpt_oss", "minimax_m2", "granitemoehybrid")
-"""Families whose keys are `num_local_experts` and `intermediate_size`."""
 LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", *INDEXED)
 """Families with latent attention."""
 TYPED = ("glm4_moe_lite", *INDEXED)
 """Families that name the kind of each layer's feed-forward."""
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Keys of such families that have one supported value."""
+EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+"""Keys of Qwen's families, and of OLMoE, that say which layers are sparse: every one."""
+
+
+class ExpertKeys(NamedTuple):
+    """Experts of a family: the keys of their sizes and switches, and facts that no key tells."""
+
+    keys: Mapping[str, str]
+    """Fields of MoEConfig -> HF keys."""
+    fields: Mapping[str, Any] = MappingProxyType({})
+    """Fields of MoEConfig that all models of the family have."""
+
+
+_QWEN = {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
+    "normalize": "norm_topk_prob",
+}
+_LOCAL = {
+    "num_experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_size": "intermediate_size",
+}
+_GROUPED = {**_QWEN, "num_experts": "n_routed_experts", "scale": "routed_scaling_factor", "groups": "n_group"}
+_NEMOTRON = {"shared_size": "moe_shared_expert_intermediate_size", "latent_size": "moe_latent_size"}
+_GEMMA4 = {
+    "num_experts": "num_experts",
+    "experts_per_token": "top_k_experts",
+    "expert_size": "moe_intermediate_size",
+}
+_LFM2 = {
+    "scale": "routed_scaling_factor",
+    "selection_bias": "use_expert_bias",
+    "dense_layers": "num_dense_layers",
+}
+_SIGMOID = {"score": "sigmoid", "selection_bias": True, "shared_gate": False}
+EXPERTS = {
+    "qwen3_moe": ExpertKeys(_QWEN),
+    "olmoe": ExpertKeys({**_QWEN, "expert_size": "intermediate_size"}),
+    **dict.fromkeys(SHARED, ExpertKeys({**_QWEN, "shared_size": "shared_expert_intermediate_size"})),
+    **dict.fromkeys(GROUPED, ExpertKeys(_GROUPED, _SIGMOID)),
+    "mistral4": ExpertKeys(_GROUPED, {"shared_gate": False}),
+    "nemotron_h": ExpertKeys(_GROUPED | _NEMOTRON, _SIGMOID),
+    "lfm2_moe": ExpertKeys(_QWEN | _LFM2, {"score": "sigmoid", "added_to_sum": 1e-6}),
+    "mixtral": ExpertKeys(_LOCAL),
+    "minimax_m2": ExpertKeys(_LOCAL, {"score": "sigmoid", "selection_bias": True, "added_to_sum": 0.0}),
+    "granitemoehybrid": ExpertKeys(
+        {**_LOCAL, "shared_size": "shared_intermediate_size"},
+        {"score": "softmax_of_chosen", "shared_gate": False},
+    ),
+    "gpt_oss": ExpertKeys(
+        {**_LOCAL, "swiglu_limit": "swiglu_limit", "swiglu_alpha": "swiglu_alpha"},
+        {"score": "softmax_of_chosen", "bias": True},
+    ),
+    "gemma4_text": ExpertKeys(_GEMMA4, {"added_to_sum": 0.0, "shared_gate": False, "branches": True}),
+}
+"""Families with experts; of some, models without experts, too."""
+_FACTORS = {"scale": 1.0, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+"""Fields that are factors -> values if the key is absent."""
 
 
 def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
-    """Return the experts of a family that has them.
+    """Return the experts of a model that has them.
 
     Raises:
-        UserError: some layers are dense, or the router has noise.
+        UserError: some layers are dense, experts are chosen in another way, or the router has noise.
     """
     if family in ("mixtral", "minimax_m2") and (noise := keys.number("router_jitter_noise", 0.0)):
         fix = "is not supported: noise in training changes the choice of experts; set it to 0.0"
         raise keys.wrong("router_jitter_noise", noise, fix)
-    # Families with keys unlike Qwen's.
+    if family not in EXPERTS or not _has_experts(keys, family):
+        return None
+    names, fields = EXPERTS[family]
+    if family in (*SHARED, "qwen3_moe", "olmoe"):
+        keys.require(EVERY_LAYER)
+        if "num_local_experts" in keys.raw:  # transformers 5
+            names = {**names, "num_experts": "num_local_experts"}
+    if family in GROUPED and family != "mistral4":
+        keys.require(FIXED)
+    # The keys of the table, then sizes that follow from others.
+    found = {field: _read_field(keys, field, key) for field, key in names.items()}
+    if found.get("groups", 1) > 1:
+        found["groups_kept"] = keys.integer("topk_group")
     if family in GROUPED:
-        return _read_grouped(keys, family)
-    if family in LOCAL:
-        has_none = family == "granitemoehybrid" and keys.get("num_local_experts") == 0
-        return None if has_none else _read_local(keys, family)
-    if family == "gemma4_text":
-        return _read_gemma4(keys) if keys.flag("enable_moe_block") else None
-    if family == "lfm2_moe":
-        return _read_lfm2(keys)
+        found["shared_size"] = found["expert_size"] * keys.integer("n_shared_experts")
+        found["dense_layers"] = _read_dense_layers(keys, family)
+    if family == "gemma4_text":  # each layer has a dense feed-forward beside the experts
+        found["shared_size"] = keys.integer("intermediate_size")
+    return MoEConfig(**found, **fields)
+
+
+def _has_experts(keys: JsonKeys, family: str) -> bool:
+    """Return whether a model of a family with experts has them."""
+    if family == "granitemoehybrid":
+        return keys.get("num_local_experts") != 0
     if family == "nemotron_h":
         types = keys.get("layer_types")
-        return _read_nemotron(keys) if isinstance(types, list) and "moe" in types else None
-    if family not in (*SHARED, "qwen3_moe", "olmoe"):
-        return None
-    keys.require({"decoder_sparse_step": 1, "mlp_only_layers": []})  # every layer is sparse
-    count = "num_local_experts" if "num_local_experts" in keys.raw else "num_experts"  # transformers 5
-    shared = keys.integer("shared_expert_intermediate_size") if family in SHARED else 0
-    return MoEConfig(
-        keys.integer(count),
-        keys.integer("num_experts_per_tok"),
-        keys.integer("intermediate_size" if family == "olmoe" else "moe_intermediate_size"),
-        shared,
-        normalize=keys.flag("norm_topk_prob"),
-    )
+        return isinstance(types, list) and "moe" in types
+    return family != "gemma4_text" or keys.flag("enable_moe_block")
 
 
-def _read_local(keys: JsonKeys, family: str) -> MoEConfig:
-    """Return the experts of Mixtral, gpt-oss, MiniMax-M2 or Granite 4."""
-    names = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
-    sizes = [*map(keys.integer, names)]
-    if family == "granitemoehybrid":
-        shared = keys.integer("shared_intermediate_size")
-        return MoEConfig(*sizes, shared, shared_gate=False, score="softmax_of_chosen")
-    if family == "minimax_m2":
-        return MoEConfig(*sizes, score="sigmoid", selection_bias=True, added_to_sum=0.0)
-    return MoEConfig(*sizes, **_clamped(keys)) if family == "gpt_oss" else MoEConfig(*sizes)
-
-
-def _read_gemma4(keys: JsonKeys) -> MoEConfig:
-    """Return the experts of Gemma 4, beside which each layer has a dense feed-forward."""
-    sizes = ("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
-    return MoEConfig(
-        *map(keys.integer, sizes),
-        added_to_sum=0.0,
-        shared_gate=False,
-        branches=True,
-    )
-
-
-def _read_lfm2(keys: JsonKeys) -> MoEConfig:
-    """Return the experts of LFM2, which are chosen as DeepSeek-V3's are, without groups."""
-    sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-    return MoEConfig(
-        *map(keys.integer, sizes),
-        normalize=keys.flag("norm_topk_prob"),
-        added_to_sum=1e-6,
-        score="sigmoid",
-        scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
-        selection_bias=keys.flag("use_expert_bias"),
-        dense_layers=keys.integer("num_dense_layers", low=0),
-    )
-
-
-def _read_nemotron(keys: JsonKeys) -> MoEConfig:
-    """Return the experts of Nemotron-H, which are chosen as DeepSeek-V3's are."""
-    sizes = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-    groups = keys.integer("n_group")
-    return MoEConfig(
-        *map(keys.integer, sizes),
-        shared_size=keys.integer("moe_shared_expert_intermediate_size"),
-        normalize=keys.flag("norm_topk_prob"),
-        shared_gate=False,
-        score="sigmoid",
-        scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
-        groups=groups,
-        groups_kept=keys.integer("topk_group") if groups > 1 else 1,
-        selection_bias=True,
-        latent_size=keys.optional("moe_latent_size") or 0,
-    )
-
-
-def _read_grouped(keys: JsonKeys, family: str) -> MoEConfig:
-    """Return the experts of DeepSeek-V3 and its relatives. The scores of Mistral 4 are a softmax.
-
-    Raises:
-        UserError: experts are chosen in another way, or dense layers follow sparse ones.
-    """
-    keys.require({} if family == "mistral4" else FIXED)
-    size, groups = keys.integer("moe_intermediate_size"), keys.integer("n_group")
-    return MoEConfig(
-        keys.integer("n_routed_experts"),
-        keys.integer("num_experts_per_tok"),
-        size,
-        shared_size=size * keys.integer("n_shared_experts"),
-        normalize=keys.flag("norm_topk_prob"),
-        shared_gate=False,
-        score="softmax" if family == "mistral4" else "sigmoid",
-        scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
-        groups=groups,
-        groups_kept=keys.integer("topk_group") if groups > 1 else 1,
-        selection_bias=family != "mistral4",
-        dense_layers=_read_dense_layers(keys, family),
-    )
+def _read_field(keys: JsonKeys, field: str, key: str) -> Any:
+    if field in ("normalize", "selection_bias"):
+        return keys.flag(key)
+    if field in _FACTORS:
+        return keys.number(key, _FACTORS[field], low=1e-6, high=1e6)
+    if field == "latent_size":
+        return keys.optional(key) or 0
+    return keys.integer(key, low=0 if field == "dense_layers" else 1)
 
 
 def _read_dense_layers(keys: JsonKeys, family: str) -> int:
@@ -158,13 +153,6 @@ def _read_dense_layers(keys: JsonKeys, family: str) -> int:
 
 def _mlp_layer_types(dense: int, layers: int) -> list[str]:
     return ["dense"] * dense + ["sparse"] * (layers - dense)
-
-
-def _clamped(keys: JsonKeys) -> dict[str, Any]:
-    """Return the MoEConfig fields that only gpt-oss sets."""
-    defaults = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
-    limits = {key: keys.number(key, value, low=1e-6, high=1e6) for key, value in defaults.items()}
-    return {"score": "softmax_of_chosen", "bias": True, **limits}
 
 
 def read_latent_attention(keys: JsonKeys, family: str, heads: int) -> MLAConfig | None:
@@ -260,61 +248,28 @@ def write_latent_attention(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _write_grouped(config: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
-    """Return the keys of experts that are chosen as DeepSeek-V3's are."""
-    common = {
-        "n_routed_experts": moe.num_experts,
-        "moe_intermediate_size": moe.expert_size,
-        "norm_topk_prob": moe.normalize,
-        "routed_scaling_factor": moe.scale,
-        "n_group": moe.groups,
-        "topk_group": moe.groups_kept,
-    }
-    if config.family == "nemotron_h":
-        sizes = {"moe_latent_size": moe.latent_size or None}
-        return {**common, **sizes, "moe_shared_expert_intermediate_size": moe.shared_size}
-    types = {"mlp_layer_types": _mlp_layer_types(moe.dense_layers, config.num_layers)}
-    return {
-        **common,
-        **(types if config.family in TYPED else {}),
-        "n_shared_experts": moe.shared_size // moe.expert_size,
-        "first_k_dense_replace": moe.dense_layers,
-    }
-
-
 def write_experts(config: TransformerConfig) -> dict[str, Any]:
     """Return the keys of the experts, none for a dense model."""
-    moe = config.moe
-    if config.family == "gemma4_text":
-        sizes = ("num_experts", "top_k_experts", "moe_intermediate_size")
-        found = (moe.num_experts, moe.experts_per_token, moe.expert_size) if moe else (None,) * 3
-        return {"enable_moe_block": moe is not None, **dict(zip(sizes, found, strict=True))}
+    moe, family = config.moe, config.family
+    names = EXPERTS[family].keys if family in EXPERTS else {}
+    sizes = {key: getattr(moe, field, None) for field, key in names.items()}
+    if family == "gemma4_text":
+        return {"enable_moe_block": moe is not None, **sizes}
     if moe is None:
         return {}
-    # The keys differ by family.
-    common = {"num_experts_per_tok": moe.experts_per_token, "output_router_logits": False}
-    if config.family in (*GROUPED, "nemotron_h"):
-        return common | _write_grouped(config, moe)
-    if config.family in LOCAL:
-        sizes = {"num_local_experts": moe.num_experts, "intermediate_size": moe.expert_size}
-        clamps = {"swiglu_limit": moe.swiglu_limit, "swiglu_alpha": moe.swiglu_alpha}
-        return {**common, **sizes, **(clamps if config.family == "gpt_oss" else {})}
-    common |= {"num_experts": moe.num_experts, "norm_topk_prob": moe.normalize}
-    if config.family == "olmoe":
-        return {**common, "intermediate_size": moe.expert_size, "clip_qkv": None}
-    if config.family == "lfm2_moe":
-        return {
-            **common,
-            "moe_intermediate_size": moe.expert_size,
-            "num_dense_layers": moe.dense_layers,
-            "routed_scaling_factor": moe.scale,
-            "use_expert_bias": moe.selection_bias,
-        }
-    shared = {"shared_expert_intermediate_size": moe.shared_size} if config.family in SHARED else {}
-    return {
-        **common,
-        **shared,
-        "moe_intermediate_size": moe.expert_size,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    # Keys of some families only: transformers would warn of others.
+    keys = {**sizes, "output_router_logits": False}
+    if family in (*SHARED, "qwen3_moe"):
+        keys |= EVERY_LAYER
+    if family == "olmoe":
+        keys["clip_qkv"] = None
+    if "groups" in names:
+        keys["topk_group"] = moe.groups_kept
+    if family == "nemotron_h":
+        keys["moe_latent_size"] = moe.latent_size or None
+    if family in TYPED:
+        keys["mlp_layer_types"] = _mlp_layer_types(moe.dense_layers, config.num_layers)
+    if family in GROUPED:
+        keys["n_shared_experts"] = moe.shared_size // moe.expert_size
+        keys["first_k_dense_replace"] = moe.dense_layers
+    return keys
