@@ -36,9 +36,9 @@ _TYPES = {
     FP8: jnp.float8_e4m3fn,
     MXFP4: jnp.uint8,  # two numbers
     **dict.fromkeys(_POWERS, jnp.float8_e8m0fnu),
-    **{"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16},  # of scales
+    **{"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16},
 }
-"""Type -> its NumPy type. The safetensors library reads no byte but U8 into NumPy."""
+"""Type -> its NumPy type."""
 _NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)
 _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]], axis=-1)
 """Byte of MXFP4 -> its two numbers, the low half first."""
@@ -83,8 +83,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return names, shapes and types. The library checks that offsets, shapes and the file's size agree."""
     try:
         with safe_open(file, framework="np") as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            shapes = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+            names = list(handle.keys())
     except (SafetensorError, OSError) as error:
         if is_lfs_pointer(file):
             raise UserError(
@@ -98,11 +97,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as opened:
         length = struct.unpack("<Q", opened.read(8))[0]
         header = json.loads(opened.read(length))
-    offsets = {name: 8 + length + header[name]["data_offsets"][0] for name in shapes}
-    return {
-        name: StoredTensor(file, shape, dtype, name, held=shape, offset=offsets[name])
-        for name, (shape, dtype) in shapes.items()
-    }
+    stored = {}
+    for name in names:
+        shape, offset = tuple(header[name]["shape"]), 8 + length + header[name]["data_offsets"][0]
+        stored[name] = StoredTensor(file, shape, header[name]["dtype"], name, held=shape, offset=offset)
+    return stored
 
 
 def is_lfs_pointer(file: Path) -> bool:
@@ -235,15 +234,6 @@ def _read_bytes(stored: StoredTensor) -> Iterator[np.ndarray]:
 
 def _read_held(stored: StoredTensor, place: Slices) -> np.ndarray:
     """Read part of a tensor as its file holds it; the file is unmapped when the result is freed."""
-    if stored.dtype in FLOATS:
-        *others, last = place  # the library takes no steps
-        with safe_open(stored.file, framework="np") as handle:
-            block = handle.get_slice(stored.source)[(*others, slice(last.start, last.stop))]
-        return block[..., :: last.step]
-    return _read_mapped(stored, place)
-
-
-def _read_mapped(stored: StoredTensor, place: Slices) -> np.ndarray:
     kind = np.dtype(_TYPES[stored.dtype])
     return np.memmap(stored.file, kind, mode="r", offset=stored.offset, shape=stored.held)[place]
 
@@ -256,7 +246,7 @@ def _read_fp8(stored: StoredTensor, scale: StoredTensor, place: Slices) -> np.nd
     parts = zip((rows, columns), stored.block, strict=True)
     blocks = [np.arange(part.start, part.stop, part.step) // size for part, size in parts]
     touched = [slice(block[0], block[-1] + 1) for block in blocks]
-    scales = _read_mapped(scale, (*lead, *touched)).astype(np.float32)
+    scales = _read_held(scale, (*lead, *touched)).astype(np.float32)
     for axis, block in zip((-2, -1), blocks, strict=True):
         scales = scales.take(block - block[0], axis=axis)
     values *= scales
