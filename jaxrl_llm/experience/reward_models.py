@@ -25,7 +25,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
-from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary, text_ends
+from jaxrl_llm.hf.tokenizer import load_tokenizer, text_ends, vocabulary_difference
 from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.learn.scoring import BucketedScorer, Scorer
 from jaxrl_llm.learn.update import StepConfig
@@ -233,7 +233,7 @@ def load_reward_model(
         raise UserError(f"--reward.models {config.path}: {problem}")
     tokenizer = load_tokenizer(folder, model)
     policy_tokenizer = policy_tokenizer or tokenizer
-    same = same_vocabulary(tokenizer, policy_tokenizer)
+    same = not vocabulary_difference(tokenizer, policy_tokenizer)
     if not same and config.kind == "process":
         raise UserError(
             f"--reward.models {config.path}: a process reward model scores the policy's own tokens, but its "

@@ -18,13 +18,7 @@ from jaxrl_llm.hf.expert_config import (
     write_latent_attention,
 )
 from jaxrl_llm.hf.families import FAMILIES, Defaults
-from jaxrl_llm.hf.global_heads import (
-    OVERRIDES,
-    read_global_heads,
-    read_layer_inputs,
-    write_global_heads,
-    write_layer_inputs,
-)
+from jaxrl_llm.hf.global_heads import OVERRIDES, read_global_heads, write_global_heads
 from jaxrl_llm.hf.hybrids import (
     read_layer_kinds,
     read_mlp_size,
@@ -126,7 +120,8 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
     _check_supported(keys, family)
     facts = FAMILIES[family]
     # Sizes and heads; keys that only some families have.
-    sizes = _read_sizes(keys, family)
+    sizes = {ours: keys.integer(hf) for ours, hf in SAME.items() if ours != "mlp_size"}
+    sizes["mlp_size"] = read_mlp_size(keys, family)
     heads = sizes["num_heads"]
     biased = bool(facts.bias) and keys.flag(facts.bias, facts.bias == "qkv_bias")
     out_biased = keys.flag(facts.out_bias) if isinstance(facts.out_bias, str) else biased and facts.out_bias
@@ -141,7 +136,6 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         **{"qk_norm": family == "glm4_moe" and keys.flag("use_qk_norm"), **facts.fields},
         **{"alibi": _is_alibi(keys.raw), "normalize_head": _normalizes_head(keys, family) and not has_head},
         **read_global_heads(keys, family, window_layers, has_window=window is not None),
-        **read_layer_inputs(keys, family, sizes["vocab_size"]),
     }
     config = TransformerConfig(
         family=family,
@@ -169,12 +163,6 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
     )
     check_model_config(config, keys.file)
     return _with_default_multiplier(config)
-
-
-def _read_sizes(keys: JsonKeys, family: str) -> dict[str, int]:
-    """Return the sizes that every config has."""
-    sizes = {ours: keys.integer(hf) for ours, hf in SAME.items() if ours != "mlp_size"}
-    return {**sizes, "mlp_size": read_mlp_size(keys, family)}
 
 
 def _unknown_family(raw: dict[str, Any], file: str) -> UserError:
@@ -241,7 +229,6 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         **write_rope_layers(config),
         **write_layer_kinds(config),
         **write_global_heads(config),
-        **write_layer_inputs(config),
     }
     # Keys of some families only: transformers would warn of others.
     raw |= facts.fixed

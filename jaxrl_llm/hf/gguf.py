@@ -274,7 +274,8 @@ class _GgufModel:
             UserError: tensors are missing, unexpected, of another shape, or of a type without dequantizer.
         """
         tensors = hf_tensors(self.config)
-        expected = {self.gguf_name(tensor.name): gguf_shape(tensor, self.config) for tensor in tensors}
+        name_of = functools.partial(gguf_name, self.family, self.config.num_layers)
+        expected = {name_of(tensor.name): gguf_shape(tensor, self.config) for tensor in tensors}
         shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self.stored.items()}
         types = {name: t.tensor_type for name, t in self.stored.items()}
         problems = {
@@ -291,15 +292,11 @@ class _GgufModel:
             raise self.wrong(f"not the tensors that its {self.family} metadata describes; {found}")
         return tensors
 
-    def gguf_name(self, name: str) -> str:
-        """Return the name of an HF tensor in the file."""
-        return gguf_name(self.family, self.config.num_layers, name)
-
     def tensor(self, tensor: HFTensor) -> np.ndarray:
         """Return a tensor as HF stores it, float32."""
         from gguf import dequantize
 
-        name = self.gguf_name(tensor.name)
+        name = gguf_name(self.family, self.config.num_layers, tensor.name)
         stored, expert = self.stored[name], EXPERT.search(tensor.name)
         data = stored.data[int(expert[1])] if expert else stored.data
         array = np.asarray(dequantize(data, stored.tensor_type), np.float32).reshape(tensor.shape)

@@ -20,13 +20,15 @@ OVERRIDES = "per_layer_config"
 def read_global_heads(
     keys: JsonKeys, family: str, window_layers: tuple[bool, ...] | None, *, has_window: bool
 ) -> dict[str, Any]:
-    """Return fields of TransformerConfig: `global_heads`, or, if no layer has a window, the heads themselves.
+    """Return fields of TransformerConfig: `global_heads`, or, if no layer has a window, the heads themselves;
+    per-layer inputs, and layers without keys and values.
 
     Args:
         window_layers, has_window: of `read_windows`.
 
     Raises:
-        UserError: tokens attend to later ones, or layers differ in more than global layers from others.
+        UserError: tokens attend to later ones, layers differ in more than global layers from others, or the
+            second embedding has another vocabulary than the first.
     """
     if not FAMILIES[family].global_heads:
         return {}
@@ -42,7 +44,14 @@ def read_global_heads(
         dims = _read_overrides(keys, window_layers or no_windows)
     kv_heads, head_dim = (dims.get(key) or keys.integer(key, HEADS[key]) for key in reversed(HEADS))
     heads = GlobalHeads(kv_heads, head_dim, shared)
-    return {"global_heads": heads} if has_window else vars(heads)
+    fields = {"global_heads": heads} if has_window else vars(heads)
+    # The inputs of each layer, from a second embedding, and layers that read earlier layers' keys.
+    size = keys.integer(INPUTS, 2**16, low=0)
+    shared_layers, vocab_size = keys.integer("num_kv_shared_layers", low=0), keys.get("vocab_size")
+    is_wide = keys.flag("use_double_wide_mlp") and shared_layers > 0
+    if size and (rows := keys.integer(INPUT_VOCABULARY, LARGEST["vocab_size"])) != vocab_size:
+        raise keys.wrong(INPUT_VOCABULARY, rows, f"is not supported; supported: vocab_size, {vocab_size}")
+    return {**fields, "per_layer_inputs": size, "shared_kv_layers": shared_layers, "wide_shared_mlp": is_wide}
 
 
 def _read_overrides(keys: JsonKeys, slides: tuple[bool, ...]) -> dict[str, int]:
@@ -71,30 +80,6 @@ def write_global_heads(config: TransformerConfig) -> dict[str, Any]:
         "global_head_dim": heads.head_dim,
         "num_global_key_value_heads": heads.num_kv_heads if heads.keys_as_values else None,
         "attention_k_eq_v": heads.keys_as_values,
-    }
-
-
-def read_layer_inputs(keys: JsonKeys, family: str, vocab_size: int) -> dict[str, Any]:
-    """Return fields of TransformerConfig: per-layer inputs, and layers without keys and values.
-
-    Raises:
-        UserError: the second embedding has another vocabulary than the first.
-    """
-    if not FAMILIES[family].global_heads:
-        return {}
-    size = keys.integer(INPUTS, 2**16, low=0)
-    shared = keys.integer("num_kv_shared_layers", low=0)
-    is_wide = keys.flag("use_double_wide_mlp") and shared > 0
-    if size and (rows := keys.integer(INPUT_VOCABULARY, LARGEST["vocab_size"])) != vocab_size:
-        raise keys.wrong(INPUT_VOCABULARY, rows, f"is not supported; supported: vocab_size, {vocab_size}")
-    return {"per_layer_inputs": size, "shared_kv_layers": shared, "wide_shared_mlp": is_wide}
-
-
-def write_layer_inputs(config: TransformerConfig) -> dict[str, Any]:
-    """Return the keys of config.json that `read_layer_inputs` reads."""
-    if not FAMILIES[config.family].global_heads:
-        return {}
-    return {
         INPUTS: config.per_layer_inputs,
         INPUT_VOCABULARY: config.vocab_size,
         "num_kv_shared_layers": config.shared_kv_layers,

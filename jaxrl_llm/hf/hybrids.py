@@ -51,7 +51,6 @@ GRANITE_KEYS = {
 }
 """Fields of MambaConfig -> Granite's keys."""
 NEGATIVE = "linear_allow_neg_eigval"
-FLAGS = ("conv_bias", "use_conv_bias", "use_bias", "mamba_conv_bias", "mamba_proj_bias", NEGATIVE)
 CONFIGS = {"delta": DeltaConfig, "conv": ConvConfig, "mamba": MambaConfig}
 PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 """Letters of `hybrid_override_pattern` of Nemotron-H -> names in `layers_block_type`."""
@@ -93,12 +92,13 @@ def read_layer_kinds(keys: JsonKeys, family: str, num_layers: int) -> dict[str, 
     keys = _with_default_sizes(keys) if family == "olmo_hybrid" else keys
     keys = _with_head_size(keys) if family == "granitemoehybrid" else keys
 
-    def read(key):
-        if key in FLAGS:
+    def read(field, key):
+        default = getattr(CONFIGS[recurrent], field)
+        if isinstance(default, bool):
             return keys.flag(key)
-        return keys.number(key, 0.0, high=1e3) if key.endswith("min") else keys.integer(key, 2**16)
+        return keys.number(key, 0.0, high=1e3) if isinstance(default, float) else keys.integer(key, 2**16)
 
-    fields = {field: read(key) for field, key in _keys(family, recurrent).items()}
+    fields = {field: read(field, key) for field, key in _keys(family, recurrent).items()}
     return {"layer_kinds": kinds, recurrent: CONFIGS[recurrent](**fields, **FAMILIES[family].recurrent)}
 
 

@@ -177,11 +177,6 @@ def vocabulary_difference(first: Any, second: Any) -> str:
     return f"{len(different):,} tokens differ: {', '.join(map(show, different[:_SHOWN]))}"
 
 
-def same_vocabulary(first: Any, second: Any) -> bool:
-    """Return whether two tokenizers have the same tokens with the same ids; see `vocabulary_difference`."""
-    return not vocabulary_difference(first, second)
-
-
 def _check_template(template: Any) -> None:
     """Refuse a chat template that is neither a text nor a dict of texts by name."""
     texts = list(template.values()) if isinstance(template, dict) else [template or ""]
