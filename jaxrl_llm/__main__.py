@@ -7,7 +7,7 @@ import importlib
 import platform
 import sys
 
-from jaxrl_llm.extensions import load_extensions
+from jaxrl_llm.extensions import load_extensions, package_version
 from jaxrl_llm.host import huge_pages
 from jaxrl_llm.host.command import AGAIN, run_command, working
 from jaxrl_llm.host.signals import handled_signals, install_handlers
@@ -80,9 +80,7 @@ def start_process(command: str, rest: list[str]) -> None:
 
 def version_line() -> str:
     """Return the versions of the package, of Python and of jax."""
-    import importlib.metadata  # slow to import: not for --help
-
-    ours, jax = (importlib.metadata.version(name) for name in ("jaxrl-llm", "jax"))
+    ours, jax = (package_version(name) for name in ("jaxrl-llm", "jax"))
     return f"jaxrl_llm {ours}, Python {platform.python_version()}, jax {jax}"
 
 

@@ -8,6 +8,11 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 
+PACKAGES = (
+    *("jaxrl-llm", "jax", "jaxlib", "flax", "optax"),
+    *("orbax-checkpoint", "grain", "transformers", "numpy"),
+)
+
 
 def load_extensions(group: str) -> list[Any]:
     """Return the objects that installed packages list under the entry points `jaxrl_llm.GROUP`.
@@ -30,6 +35,11 @@ def package_version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the installed PACKAGES, which runs and checkpoints record."""
+    return {name: version for name in PACKAGES if (version := package_version(name))}
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:

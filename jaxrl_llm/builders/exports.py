@@ -26,7 +26,7 @@ from jaxrl_llm.hf.hub import PushError, hub_model, push_folder
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.peft import save_adapter, unread_by_peft
 from jaxrl_llm.hf.resolve import resolve_model
-from jaxrl_llm.host.files import load_json
+from jaxrl_llm.host.files import load_object
 from jaxrl_llm.host.processes import on_first, print_on_first
 from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models import TransformerConfig, lora
@@ -197,13 +197,12 @@ def model_card(run_dir: Path, repo: str, export: Path) -> str:
     Args:
         export: folder that is uploaded; with the vision tower of its base, the model reads images, too.
     """
-    described = _read_description(run_dir / "config.json")
+    described = load_object(run_dir / "config.json")
     config, recipe = described.get("config", {}), Path(str(described.get("recipe") or "")).name
-    algorithm = str(config.get("algo", {}).get("name", ""))
-    algorithm = Path(algorithm).stem
+    algorithm = Path(str(config.get("algo", {}).get("name", ""))).stem
     hub = hub_model(str(config.get("model", {}).get("path", "")))
     base = hub.repo if hub else ""
-    sees = "vision_config" in _read_description(export / "config.json")
+    sees = "vision_config" in load_object(export / "config.json")
     task = "image-text-to-text" if sees else "text-generation"
     header = {"library_name": "transformers", "pipeline_tag": task}
     header |= {"base_model": base} if base else {}
@@ -213,18 +212,18 @@ def model_card(run_dir: Path, repo: str, export: Path) -> str:
     origin = f" from [{base}](https://huggingface.co/{base})" if base else ""
     lines += [f"Trained{origin} with {algorithm or 'jaxrl_llm'} (jaxrl_llm).", ""]
     lines += ["| setting | value |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in _settings(config, recipe).items()]
+    lines += [f"| {name} | {value} |" for name, value in _settings(config, algorithm, recipe).items()]
     if metrics := _metrics(read_rows(run_dir / "metrics.jsonl")):
         lines += ["", "| metric | first | last |", "|---|---|---|"]
         lines += [f"| {name} | {first:.4g} | {last:.4g} |" for name, (first, last) in metrics.items()]
     return "\n".join(lines) + "\n"
 
 
-def _settings(config: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+def _settings(config: Mapping[str, Any], algorithm: str, recipe: str) -> dict[str, Any]:
     """Return the settings of the card."""
     lora = config.get("lora", {}).get("rank")
     settings = {
-        "algorithm": Path(str(config.get("algo", {}).get("name", ""))).stem,
+        "algorithm": algorithm,
         "recipe": recipe,
         "steps": config.get("steps"),
         "learning rate": config.get("optim", {}).get("learning_rate"),
@@ -244,12 +243,3 @@ def _metrics(rows: list[Row]) -> dict[str, tuple[float, float]]:
             if name.startswith(SHOWN) and isinstance(value, int | float):
                 values.setdefault(name, []).append(value)
     return {name: (column[0], column[-1]) for name, column in sorted(values.items())}
-
-
-def _read_description(file: Path) -> dict[str, Any]:
-    """Return config.json, or {} if it cannot be read."""
-    try:
-        described = load_json(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return described if isinstance(described, dict) else {}

@@ -13,7 +13,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.config import is_date
 from jaxrl_llm.hf.hub import parse_hub_name
 from jaxrl_llm.hf.resolve import pin_revision
-from jaxrl_llm.host.files import load_json
+from jaxrl_llm.host.files import load_object
 from jaxrl_llm.host.processes import on_first
 
 PINS = "pins"
@@ -57,8 +57,8 @@ def pin_date(config: TrainConfig, tokenizer: Any) -> TrainConfig:
 def read_date(file: Path) -> str:
     """Return the date of chat templates in the config.json of a run, or ""."""
     try:
-        date = load_json(file.read_text())["config"]["data"]["chat"]["date"]
-    except (OSError, ValueError, KeyError, TypeError):
+        date = load_object(file)["config"]["data"]["chat"]["date"]
+    except (KeyError, TypeError):
         return ""
     return date if isinstance(date, str) and is_date(date) else ""
 
@@ -91,14 +91,11 @@ def read_pins(file: Path) -> dict[str, str]:
     If an earlier version wrote the file without them, collect the names in it, and drop their commits. A
     repository with two commits in the file is left out, since a name could mean either.
     """
-    try:
-        tree = load_json(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    if isinstance(tree, dict) and PINS in tree:
+    tree = load_object(file)
+    if PINS in tree:
         return dict(tree[PINS])
     found: dict[str, set[str]] = {}
-    for text in _texts(tree.get("config") if isinstance(tree, dict) else None):
+    for text in _texts(tree.get("config")):
         if "@" in text and (hub := parse_hub_name(text)):
             found.setdefault(str(hub._replace(revision=None)), set()).add(text)
     return {name: pinned.pop() for name, pinned in found.items() if len(pinned) == 1}

@@ -16,12 +16,11 @@ from typing import Any
 import jax
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.extensions import package_version
+from jaxrl_llm.extensions import package_versions
 from jaxrl_llm.host.files import write_json
 
 MANIFEST = "manifest.json"
 META = "meta.json"
-LIBRARIES = ("jaxrl-llm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 CHUNK = 1 << 22  # bytes read at a time
 
 
@@ -49,7 +48,7 @@ def write_manifest(folder: Path, step: int, arrays: dict[str, str], meta: dict, 
         files={str(p.relative_to(folder)): (p.stat().st_size, c) for p, c in zip(paths, sums, strict=True)},
         metrics=metrics,
         config=fingerprint(meta.get("config", {})),
-        versions={name: version for name in LIBRARIES if (version := package_version(name))},
+        versions=package_versions(),
     )
     body = dataclasses.asdict(manifest)
     write_json(folder / MANIFEST, {"crc32": fingerprint(body), **body})

@@ -43,6 +43,15 @@ def load_json(text: str | bytes) -> Any:
     return value
 
 
+def load_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; {} if it cannot be read or is something else."""
+    try:
+        value = load_json(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def inode(path: Path) -> int:
     """Return the inode number of a file or folder, which identifies it; 0 if it does not exist."""
     try:

@@ -13,12 +13,7 @@ from typing import Any
 from jaxrl_llm.addresses import MASKED, SECRET_NAME, mask_text, secrets_of
 from jaxrl_llm.algos.config import AlgorithmName
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.extensions import package_version
-
-PACKAGES = (
-    *("jaxrl-llm", "jax", "jaxlib", "flax", "optax"),
-    *("orbax-checkpoint", "grain", "transformers", "numpy"),
-)
+from jaxrl_llm.extensions import package_versions
 
 
 def dump(config: TrainConfig) -> dict[str, Any]:
@@ -42,11 +37,10 @@ def describe_run(
     Args:
         pins: hub name as the recipe has it -> name with its commit.
     """
-    versions = {name: version for name in PACKAGES if (version := package_version(name))}
     described = {
         "command": list(argv),
         "recipe": recipe,
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": {"python": platform.python_version(), **package_versions()},
         "pins": dict(pins),
         "config": dump(config),
     }

@@ -18,14 +18,17 @@ import jax
 from jaxrl_llm.data.config import is_date
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.devices import open_devices
-from jaxrl_llm.host.files import load_json, replace_text, sync_to_disk
+from jaxrl_llm.host.files import load_json, load_object, replace_text, sync_to_disk
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.report.progress import format_duration
 
 Dated = TypeVar("Dated")
 """Arguments of a command with `chat`, `out` and `resume`."""
-SPEED_KEYS = ("out", "resume", "slots", "batch_tokens", "mesh.", "reward.workers", "reward.concurrency")
+SPEED_KEYS = (
+    *("out", "resume", "slots", "batch_tokens", "window", "mesh."),
+    *("reward.workers", "reward.concurrency"),
+)
 """Keys, or prefixes of keys, that do not change the output."""
 INPUT_SIZE = "size of the input"  # a setting
 BAR_WIDTH = 20  # characters
@@ -142,11 +145,8 @@ def with_date(args: Dated) -> Dated:
 
 def _partial_date(args: Any) -> str:
     """Return the date of the partial output that a command continues, or ""."""
-    try:
-        state = json.loads(progress_file(args.out).read_text()) if args.resume else {}
-        date = "" if "complete_at" in state else state["date"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    state = load_object(progress_file(args.out)) if args.resume else {}
+    date = "" if "complete_at" in state else state.get("date")
     return date if isinstance(date, str) and is_date(date) else ""
 
 

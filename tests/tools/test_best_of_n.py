@@ -30,7 +30,7 @@ from jaxrl_llm.tools import generate, score
 from jaxrl_llm.tools import output as output_files
 from jaxrl_llm.tools.arguments import parse_arguments
 from jaxrl_llm.tools.config import GenerateArguments, ScoreArguments, SelectConfig
-from jaxrl_llm.tools.output import ResumableOutput, with_date
+from jaxrl_llm.tools.output import ResumableOutput, settings_of, with_date
 from jaxrl_llm.tools.response_rewards import ResponseRewarder
 from jaxrl_llm.tools.scoring import NO_SOURCE
 from jaxrl_llm.tools.selection import RewardedResponse, base_row, selected_rows
@@ -333,6 +333,14 @@ def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monk
     assert [row["reward"] for row in read(out)] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert "not complete" not in capsys.readouterr().err
     assert json.loads(record.read_text())["date"] == "2020-02-29"  # of all its rows
+
+
+def test_a_partial_output_may_be_continued_in_other_windows_and_batches(tmp_path):
+    """They are how many rows a write, and how many tokens a forward pass, has: not what is computed."""
+    args = ScoreArguments(data=tmp_path / "d.jsonl", out=tmp_path / "o.jsonl")
+    settings = lambda **changed: settings_of(dataclasses.replace(args, **changed), args.data)
+    assert settings(window=3) == settings(batch_tokens=16) == settings()
+    assert settings(temperature=0.5) != settings() != settings(adapter="adapter")
 
 
 def test_one_date_for_all_rows_of_an_output(tmp_path):
