@@ -305,6 +305,12 @@ class TrainConfig:
             **{reward_role(i): model for i, model in enumerate(self.reward.models)},
         }
 
+    @property
+    def reward_models(self) -> dict[str, RewardModelConfig]:
+        """Role -> reward model, of those that the run loads: models of weight 0 only with an evaluation."""
+        models = {reward_role(i): model for i, model in enumerate(self.reward.models)}
+        return {role: model for role, model in models.items() if model.weight or self.eval.every}
+
     def mesh_of(self, role: str) -> MeshConfig:
         """Return the axis sizes of a role of `placements`: its own, or the policy's."""
         return self.placements[role].mesh or self.mesh

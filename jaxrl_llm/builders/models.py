@@ -100,7 +100,8 @@ def make_stages(
     policy = make_learner(config, config.algo, config.optim, updates, model=model, mesh=mesh)
     settings = {"steps": config.steps, "minibatches": config.minibatches_per_step, **critic}
     settings |= {"whole_prompts": config.minibatches_of == "prompts", "epochs": config.ppo_epochs}
-    settings["teachers"] = load_teachers(config, meshes[TEACHER], stored)
+    paths, teachers_mesh = requires.teachers, meshes[TEACHER]
+    settings["teachers"] = tuple(load_frozen(config, path, teachers_mesh, stored) for path in paths)
     settings["teacher_model"] = scoring_model(config, policy, TEACHER, meshes)
     settings["reference_model"] = scoring_model(config, policy, REFERENCE, meshes)
     stages = [Stage(policy, "train", warm.steps, **settings)]
@@ -172,12 +173,6 @@ def check_frozen_models(config: TrainConfig, tokenizer: Any) -> None:
                 f"the {role} {path} has another tokenizer than the policy, whose tokens it reads: "
                 f"{difference}. Give a {role} of the same model family."
             )
-
-
-def load_teachers(config: TrainConfig, mesh: Mesh, stored: PretrainedModels) -> tuple[Params, ...]:
-    """Return the weights of the teachers, in the compute type; see `check_frozen_models`."""
-    paths = algos.requirements(config.algo).teachers
-    return tuple(load_frozen(config, path, mesh, stored) for path in paths)
 
 
 def has_own_reference(config: TrainConfig, model: TransformerConfig, meshes: Mapping[str, Mesh]) -> bool:
@@ -277,21 +272,36 @@ def reference_model(
     return read_architecture(config, path, stored) if path else stage.policy.model
 
 
-def own_reference(
-    config: TrainConfig, stage: Stage, mesh: Mesh, stored: PretrainedModels = PRETRAINED
-) -> Params:
-    """Return the abstract weights, on the devices, of a reference with separate weights."""
-    model = reference_model(config, stage, stored)
-    frozen = functools.partial(models.cast_weights, dtype=config.model.dtype)
-    shapes = jax.eval_shape(frozen, models.abstract(model))
-    return with_shardings(shapes, models.shardings(model, mesh, TRAIN))
-
-
 def abstract_reference(
     config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh], stored: PretrainedModels = PRETRAINED
 ) -> Params:
     """Return the abstract reference weights; with adapters the policy's weights, whose base it shares."""
     if not has_own_reference(config, stage.policy.model, meshes):
         return stage.policy.abstract_state().params
-    params = own_reference(config, stage, meshes[REFERENCE], stored)
+    params = _abstract_frozen(config, reference_model(config, stage, stored), meshes[REFERENCE])
     return models.to_host(params) if config.reference.offload else params
+
+
+def kept_reference(
+    config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh], stored: PretrainedModels = PRETRAINED
+) -> list[Params]:
+    """Return the abstract weights that a run keeps for the reference alone: [] if it needs none, or shares
+    the policy's."""
+    if stage.needs_reference and has_own_reference(config, stage.policy.model, meshes):
+        return [abstract_reference(config, stage, meshes, stored)]
+    return []
+
+
+def abstract_rewards(
+    config: TrainConfig, meshes: Mapping[str, Mesh], stored: PretrainedModels = PRETRAINED
+) -> list[Params]:
+    """Return the abstract weights of the reward models that a run loads."""
+    rewards = config.reward_models.items()
+    return [_abstract_frozen(config, stored.config(reward.path), meshes[role]) for role, reward in rewards]
+
+
+def _abstract_frozen(config: TrainConfig, model: TransformerConfig, mesh: Mesh) -> Params:
+    """Return the abstract weights of a model that is not trained, on the devices in the compute type."""
+    frozen = functools.partial(models.cast_weights, dtype=config.model.dtype)
+    shapes = jax.eval_shape(frozen, models.abstract(model))
+    return with_shardings(shapes, models.shardings(model, mesh, TRAIN))

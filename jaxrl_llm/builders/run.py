@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from jaxrl_llm.builders.evaluation import Evaluator, make_evaluators, open_judge
 from jaxrl_llm.builders.exports import check_export_folders, export_due, export_models, export_step, push_run
 from jaxrl_llm.builders.models import (
     abstract_reference,
+    abstract_rewards,
     check_frozen_models,
     check_own_algorithm,
-    has_own_reference,
+    kept_reference,
     load_model_config,
     make_stages,
-    own_reference,
     step_of,
     trained_config,
 )
@@ -66,7 +66,7 @@ from jaxrl_llm.recipe.dump import dump
 from jaxrl_llm.report.prometheus import Prometheus
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
-from jaxrl_llm.sharding.config import POLICY, REFERENCE, ROLLOUT_ENGINE, reward_role
+from jaxrl_llm.sharding.config import POLICY, REFERENCE, ROLLOUT_ENGINE
 from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.user_file import expand_home
@@ -307,15 +307,13 @@ def set_sources(
 def load_reward_models(
     config: TrainConfig, step: StepConfig, meshes: Mapping[str, Mesh], tokenizer: Any
 ) -> list[RewardModel]:
-    """Return the reward models, each on its mesh; models of weight 0 only with an evaluation."""
+    """Return the reward models, each on its mesh."""
     loaded = []
-    for i, model in enumerate(config.reward.models):
-        role = reward_role(i)
+    for role, model in config.reward_models.items():
         compares = config.eval.judge == GENERATIVE and model.kind == GENERATIVE
-        if model.weight or config.eval.every:
-            role_step = step_of(config, step, role, meshes[role])
-            texts = {"chat": config.data.chat, "responses": 1 + compares, "longest": config.max_tokens}
-            loaded.append(load_reward_model(model, role_step, meshes[role], tokenizer, **texts))
+        role_step = step_of(config, step, role, meshes[role])
+        texts = {"chat": config.data.chat, "responses": 1 + compares, "longest": config.max_tokens}
+        loaded.append(load_reward_model(model, role_step, meshes[role], tokenizer, **texts))
     return loaded
 
 
@@ -325,10 +323,10 @@ def check_offload(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh])
     Raises:
         UserError: names the bytes and the fix.
     """
-    needed = {"--optim.offload": bytes_per_device(stage.abstract_state(), HOST)}
-    offloads = config.reference.offload and stage.needs_reference
-    if offloads and has_own_reference(config, stage.policy.model, meshes):
-        needed["--reference.offload"] = reference_bytes(config, stage, meshes[REFERENCE])
+    needed = {
+        "--optim.offload": bytes_per_device(stage.abstract_state(), HOST),
+        "--reference.offload": bytes_per_device(kept_reference(config, stage, meshes), HOST),
+    }
     settings = [name for name, size in needed.items() if size]
     if settings:
         smaller = "--optim.moments int8, " if "--optim.offload" in settings else ""
@@ -365,17 +363,7 @@ def make_rollout_source(
 
 
 def resident_bytes(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh]) -> int:
-    """Return the bytes on each device of the rollout during the whole run: states and frozen reference."""
-    state, devices = stage.abstract_state(), frozenset(meshes[ROLLOUT_ENGINE].devices.flat)
-    size = bytes_per_device(state, devices=devices)
-    own = has_own_reference(config, stage.policy.model, meshes)
-    if stage.needs_reference and own and not config.reference.offload:
-        size += reference_bytes(config, stage, meshes[REFERENCE], devices)
-    return size
-
-
-def reference_bytes(
-    config: TrainConfig, stage: Stage, mesh: Mesh, devices: Collection[jax.Device] | None = None
-) -> int:
-    """Return the bytes of the frozen reference that belong to one device, of `devices` if they are given."""
-    return bytes_per_device(own_reference(config, stage, mesh), devices=devices)
+    """Return the bytes on each device of the rollout that a run keeps and has not loaded yet: states, frozen
+    reference and reward models."""
+    kept = stage.abstract_state(), kept_reference(config, stage, meshes), abstract_rewards(config, meshes)
+    return bytes_per_device(kept, devices=frozenset(meshes[ROLLOUT_ENGINE].devices.flat))

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from jaxrl_kernels.dispatch import choose
 from jaxrl_kernels.linear_logprob.api import tokens_at_once
-from jaxrl_llm import algos, models
-from jaxrl_llm.builders.models import abstract_reference, has_own_reference, reference_model
+from jaxrl_llm import algos
+from jaxrl_llm.builders.models import abstract_reference, abstract_rewards, kept_reference, reference_model
 from jaxrl_llm.builders.sizes import derived, mean_context, rows_needed
 from jaxrl_llm.builders.warm_up import score_programs, update_programs
 from jaxrl_llm.config import TrainConfig
@@ -42,7 +42,7 @@ from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_stage
 from jaxrl_llm.plan.work import NO_WORK, ProgramWork
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.compile import Program
-from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE, reward_role
+from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device, num_shards
 
 DECODING = r"^jit\(_decode(_drafts)?\)/while$"
@@ -105,13 +105,8 @@ def always_resident(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh
         resident["parameters"].append(split_params(critic.params)[0] if shares_base else critic.params)
         resident["optimizer"].append(critic.opt_state)
     resident["frozen models"] += stage.teachers
-    if stage.needs_reference and has_own_reference(config, stage.policy.model, meshes):
-        resident["frozen models"].append(abstract_reference(config, stage, meshes, ABSTRACT_MODELS))
-    for i, reward in enumerate(config.reward.models):
-        model = ABSTRACT_MODELS.config(reward.path)
-        shardings = models.shardings(model, meshes[reward_role(i)], TRAIN)
-        params = ABSTRACT_MODELS.params(reward.path, model, shardings, config.model.dtype)
-        resident["frozen models"].append(params)
+    resident["frozen models"] += kept_reference(config, stage, meshes, ABSTRACT_MODELS)
+    resident["frozen models"] += abstract_rewards(config, meshes, ABSTRACT_MODELS)
     return resident
 
 
@@ -198,7 +193,9 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
 def _update(
     name: str, config: TrainConfig, learner: Learner, stage: Stage, *, base: Resident
 ) -> Iterator[Phase]:
-    rows, times = _microbatches(config, learner.scorer, POLICY if learner is stage.policy else CRITIC)
+    role = POLICY if learner is stage.policy else CRITIC
+    sizes = derived(replace(config, mesh=config.mesh_of(role)), learner.mesh.size)
+    rows, times = learner.config.rows, sizes["microbatches_per_update_at_most"] * config.minibatches_per_step
     per_minibatch, shapes = times // config.minibatches_per_step, learner.scorer.shapes(rows)
     kinds = [update_programs(stage, learner, per_minibatch, kind=kind) for kind in range(len(shapes))]
     calls = kinds[0]
@@ -253,9 +250,3 @@ def _hints(
     chunk = tokens_at_once(name, of_device, model.hidden_size, scored.config.chunk)
     tiles = tile_trips(model, mesh, TRAIN, config.model.dtype, tokens=rows * length)
     return Hints({"linear_logprob": math.ceil(math.prod(of_device) / chunk), **tiles}, kernels=kernels)
-
-
-def _microbatches(config: TrainConfig, model: Scorer, role: str) -> tuple[int, int]:
-    """Return (rows of a micro-batch, maximum micro-batches of a pass over a step)."""
-    sizes = derived(replace(config, mesh=config.mesh_of(role)), model.mesh.size)
-    return model.config.rows, sizes["microbatches_per_update_at_most"] * config.minibatches_per_step

@@ -22,7 +22,7 @@ from jaxrl_llm.recipe.rule import Rule, apply_rules
 from jaxrl_llm.recipe.rules_devices import DEVICES, with_sizes
 from jaxrl_llm.recipe.rules_model import MODEL, Models
 from jaxrl_llm.recipe.rules_recipe import RECIPE
-from jaxrl_llm.sharding.config import CRITIC, POLICY, reward_role
+from jaxrl_llm.sharding.config import CRITIC, POLICY
 from jaxrl_llm.sharding.placement import Device
 from jaxrl_llm.user_file import expand_home
 
@@ -104,8 +104,7 @@ def architectures(
     paths = {POLICY: config.model.path}
     if algos.requirements(config.algo).critic:
         paths[CRITIC] = config.critic.path
-    for i, reward in enumerate(config.reward.models):
-        paths[reward_role(i)] = reward.path if reward.weight or config.eval.every else ""
+    paths |= {role: reward.path for role, reward in config.reward_models.items()}
     models = {role: read(path) for role, path in paths.items() if path}
     if not config.model.path:
         models[POLICY] = config.model.architecture

@@ -14,20 +14,25 @@ from slow_cases import with_slow
 from jaxrl_llm import models
 from jaxrl_llm.algos import gkd, grpo, ppo
 from jaxrl_llm.builders.models import has_own_reference, make_stages, trained_config
+from jaxrl_llm.builders.run import resident_bytes
 from jaxrl_llm.builders.sizes import make_meshes
 from jaxrl_llm.builders.weights import load_frozen
 from jaxrl_llm.config import (
     CriticConfig,
+    EvalConfig,
     LoraConfig,
     MeshConfig,
     OptimConfig,
     ReferenceConfig,
+    RewardConfig,
+    RewardModelConfig,
     RolloutConfig,
     TrainConfig,
     WarmStartConfig,
 )
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Experience
@@ -246,6 +251,21 @@ def test_a_reference_of_another_model_scores_with_its_own_weights(monkeypatch, l
     assert has_own_reference(replace(config, reference=ReferenceConfig()), MODEL, make_meshes(config))
     config = replace(config, reference=ReferenceConfig())
     assert has_own_reference(config, stage.policy.model, make_meshes(config)) == (not lora.rank)
+
+
+@pytest.mark.parametrize("weight, every, loaded", [(1.0, 0, True), (0.0, 10, True), (0.0, 0, False)])
+def test_the_cache_of_the_rollout_leaves_memory_for_reward_models(tmp_path, weight, every, loaded):
+    """They are loaded after its size is known: matrices in bfloat16, the rest in float32."""
+    judge = replace(MODEL, value_head=True, tie_embeddings=True)
+    model = RewardModelConfig(path=str(save_description(judge, tmp_path / "judge")), weight=weight)
+    alone = replace(BASE, eval=EvalConfig(every=every))
+    config = replace(alone, reward=RewardConfig(models=(model,)))
+    meshes = make_meshes(config)
+    stage = make_stages(alone, MODEL, meshes)[-1]
+    matrices = 64 * 16 + 16 * 4 * (4 + 2 + 2 + 4) + 3 * 16 * 16  # embedding, attention, feed-forward
+    others = 3 * 16 + 2 * 4 + 16  # norms, of queries and keys too, and the score head
+    added = resident_bytes(config, stage, meshes) - resident_bytes(alone, stage, meshes)
+    assert added == loaded * (2 * matrices + 4 * others)
 
 
 def test_a_frozen_model_whose_layers_stages_do_not_divide_is_not_loaded():
