@@ -89,9 +89,7 @@ class Checkpointer:
             SaveError: this or the previous save failed for another reason.
         """
         self.wait()
-        arrays = flatten_state(state)
-        if not self.config.optimizer:
-            arrays = {path: x for path, x in arrays.items() if not is_moment_path(path)}
+        arrays = saved_arrays(self.config, state)
         meta = json.loads(json.dumps(meta))  # a copy, which fails here if it is not JSON-able
         metrics = {name: float(value) for name, value in metrics.items()}
         if on_first(lambda: self._exists(step)):
@@ -310,6 +308,12 @@ def _uncompressed() -> ocp.Context:
     context = ocp.Context()
     context.array.saving.use_compression = False
     return context
+
+
+def saved_arrays(config: CheckpointConfig, state: Any) -> dict[str, Any]:
+    """Return path -> array of a state, without the optimizer's arrays if checkpoints have none."""
+    arrays = flatten_state(state).items()
+    return {path: x for path, x in arrays if config.optimizer or not is_moment_path(path)}
 
 
 def is_moment_path(path: str) -> bool:

@@ -17,7 +17,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from jaxrl_llm import models
 from jaxrl_llm.bridge.servers import ServerKind
 from jaxrl_llm.builders.exports import kept_exports
 from jaxrl_llm.builders.pin import map_models
+from jaxrl_llm.checkpoint.state import saved_arrays
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.tables import EXTRA, library_of
 from jaxrl_llm.envs.config import SandboxConfig
@@ -36,7 +36,6 @@ from jaxrl_llm.hf.hub import SUFFIX, hub_model, hub_name_problem, parse_hub_name
 from jaxrl_llm.host.devices import available_bytes
 from jaxrl_llm.host.files import cache_folder
 from jaxrl_llm.host.start import COMPILED, find_cluster
-from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models.lora import base_config, trained_state
 from jaxrl_llm.plan.models import UnknownModelError, planned_stage
 from jaxrl_llm.report.loggers import EXTRAS
@@ -45,9 +44,9 @@ from jaxrl_llm.rewards.sample import RewardLoadError
 from jaxrl_llm.rollout.servers.auth import request_headers
 from jaxrl_llm.rollout.servers.health import read_addresses
 from jaxrl_llm.rollout.servers.kinds import KINDS
-from jaxrl_llm.sharding.rules import HOST, bytes_per_device
+from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.tools.devices import GIB, Finding, check_devices, check_versions, run_command_line
-from jaxrl_llm.tools.host_memory import check_run_memory, on_one_cpu
+from jaxrl_llm.tools.host_memory import all_bytes, check_run_memory, on_one_cpu
 from jaxrl_llm.user_file import expand_home
 
 MIN_SHM = GIB  # NCCL and servers exchange data in shared memory
@@ -331,11 +330,8 @@ def check_extras(packages: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
 def written_bytes(config: TrainConfig) -> int:
     """Return the bytes that a run has on the disk: checkpoints, one more while it is written, exports."""
     stage = planned_stage(*on_one_cpu(config))
-    state = stage.abstract_state()
-    if not config.checkpoint.optimizer:
-        state = replace(state, opt_state=averaged_weights(state.opt_state))
+    saved = all_bytes(saved_arrays(config.checkpoint, trained_state(stage.abstract_state())))
     kept = config.checkpoint.keep + (config.checkpoint.keep_best if config.checkpoint.best_metric else 0) + 1
-    saved = bytes_per_device(trained_state(state)) + bytes_per_device(trained_state(state), HOST)
     weights = bytes_per_device(models.abstract(base_config(stage.policy.model))) // 4
     exported = weights * jnp.dtype(config.model.dtype).itemsize * (2 if config.optim.ema else 1)
     return kept * saved + (1 + kept_exports(config.checkpoint, config.steps)) * exported

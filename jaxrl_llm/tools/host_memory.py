@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.builders.sizes import make_meshes, on_one_device, with_prefixes
-from jaxrl_llm.checkpoint.manifest import flatten_state
-from jaxrl_llm.checkpoint.state import is_moment_path
+from jaxrl_llm.checkpoint.state import saved_arrays
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.devices import available_bytes
@@ -77,7 +76,7 @@ def state_bytes(config: TrainConfig) -> int:
     alone, meshes = _with_meshes(config)
     stage = planned_stage(alone, meshes)
     learners = [stage.policy, stage.critic] if stage.critic else [stage.policy]
-    return _all_bytes(always_resident(alone, stage, meshes)) + max(map(_gradient_bytes, learners))
+    return all_bytes(always_resident(alone, stage, meshes)) + max(map(_gradient_bytes, learners))
 
 
 def staged_bytes(config: TrainConfig) -> int:
@@ -88,14 +87,13 @@ def staged_bytes(config: TrainConfig) -> int:
     """
     alone, meshes = _with_meshes(config)
     stage = planned_stage(alone, meshes)
-    arrays = flatten_state(trained_state(stage.abstract_state()))
-    saved = [x for path, x in arrays.items() if config.checkpoint.optimizer or not is_moment_path(path)]
+    saved = saved_arrays(config.checkpoint, trained_state(stage.abstract_state()))
     return bytes_per_device(always_resident(alone, stage, meshes), HOST) + bytes_per_device(saved)
 
 
 def largest_bytes(config: TrainConfig) -> int:
     """Return the bytes of all arrays, activations not counted, in the phase of a step that has the most."""
-    return max(_all_bytes(phase.resident) for phase in phases(*_with_meshes(config)))
+    return max(all_bytes(phase.resident) for phase in phases(*_with_meshes(config)))
 
 
 def lower_settings(config: TrainConfig, least: Callable[[TrainConfig], int]) -> Iterator[tuple[str, int]]:
@@ -129,7 +127,8 @@ def _with_meshes(config: TrainConfig) -> tuple[TrainConfig, dict[str, Mesh]]:
     return with_prefixes(alone, planned_model(alone.model), meshes[POLICY], ABSTRACT_MODELS), meshes
 
 
-def _all_bytes(arrays: Any) -> int:
+def all_bytes(arrays: Any) -> int:
+    """Return the bytes of arrays on one device and in the memory of its host."""
     return bytes_per_device(arrays) + bytes_per_device(arrays, HOST)
 
 

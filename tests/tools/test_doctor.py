@@ -197,6 +197,19 @@ def test_bytes_that_a_run_writes():
     assert adapters < checks.written_bytes(recipe()) / 3
 
 
+def test_bytes_of_a_critic_whose_moments_are_not_saved():
+    """Policy and critic have 12 bytes a weight in a checkpoint (AdamW), and 4 without their moments."""
+
+    def checkpoint_bytes(*flags):
+        sizes = [
+            checks.written_bytes(recipe("--algo", "ppo", "--checkpoint.keep", keep, *flags)) for keep in "21"
+        ]
+        return sizes[0] - sizes[1]
+
+    without = checkpoint_bytes("--checkpoint.optimizer", "false")
+    assert checkpoint_bytes() == pytest.approx(3 * without, rel=1e-3)
+
+
 def test_a_port_that_is_taken():
     with socket.socket() as sock:
         sock.bind(("", 0))
