@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import math
+import operator
 import os
 import re
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 from jaxrl_kernels.chips import CHIPS, Chip
 from jaxrl_kernels.topology import gpu_devices, missing_compiler, tpu_devices
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.extensions import package_version
 from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.plan.hlo import (
     NO_HINTS,
@@ -67,11 +67,9 @@ class _Collective(NamedTuple):
 
     kind: str
     source: str
-    times: float
-    sent: float
-    across: float
+    stats: CollectiveStats
     in_loop: bool
-    is_asynchronous: bool
+    is_asynchronous: bool = False
 
 
 def count_collectives(
@@ -87,13 +85,7 @@ def count_collectives(
         devices: number of devices, for replica groups that the text omits.
         slices: number of the slice of each device; () = all are in one.
     """
-    totals: dict[str, CollectiveStats] = {}
-    for one in _collectives(module, devices, hints, slices=slices):
-        old = totals.get(one.kind, CollectiveStats(0, 0))
-        totals[one.kind] = CollectiveStats(
-            old.count + one.times, old.bytes + one.sent, old.across + one.across
-        )
-    return totals
+    return _totals(_collectives(module, devices, hints, slices=slices), lambda one: one.kind)
 
 
 def synchronous_collectives(
@@ -104,13 +96,20 @@ def synchronous_collectives(
     An asynchronous one is a pair of start and done with matrix products or kernels between them, or on a TPU
     fused with the computations that it overlaps with.
     """
-    totals: dict[tuple[str, str], CollectiveStats] = defaultdict(lambda: CollectiveStats(0, 0))
-    for one in _collectives(module, devices, hints):
-        if one.in_loop and not one.is_asynchronous and one.sent:
-            old = totals[one.kind, one.source]
-            totals[one.kind, one.source] = CollectiveStats(old.count + one.times, old.bytes + one.sent)
+    every = _collectives(module, devices, hints)
+    awaited = [one for one in every if one.in_loop and not one.is_asynchronous and one.stats.bytes]
+    totals = _totals(awaited, lambda one: (one.kind, one.source))
     by_bytes = sorted(totals.items(), key=lambda item: -item[1].bytes)
     return [SynchronousCollective(*key, stats.count, stats.bytes) for key, stats in by_bytes]
+
+
+def _totals(collectives: list[_Collective], key: Callable[[_Collective], Any]) -> dict[Any, CollectiveStats]:
+    """Return key -> the sums of the collectives that have it."""
+    totals: dict[Any, CollectiveStats] = {}
+    for one in collectives:
+        old = totals.get(key(one), CollectiveStats(0, 0))
+        totals[key(one)] = CollectiveStats(*map(operator.add, old, one.stats))
+    return totals
 
 
 def _collectives(
@@ -133,16 +132,9 @@ def _collectives(
         across = times * _bytes_across(kind, operands, groups, slices) if slices else 0.0
         # Of repetitions, the most frequent one counts.
         same = found.get(key)
-        if same is None or times > same.times:
-            found[key] = _Collective(
-                kind,
-                line.source,
-                times,
-                sent,
-                across=across,
-                in_loop=execution.in_loop,
-                is_asynchronous=False,
-            )
+        if same is None or times > same.stats.count:
+            stats = CollectiveStats(times, sent, across)
+            found[key] = _Collective(kind, line.source, stats, execution.in_loop)
         overlapped = _is_asynchronous(execution, module) or (same is not None and same.is_asynchronous)
         found[key] = found[key]._replace(is_asynchronous=overlapped)
     return list(found.values())
@@ -372,4 +364,4 @@ def open_target(topology: Topology) -> CompileTarget:
 
 
 def _version(package: str) -> str:
-    return f"{package} {importlib.metadata.version(package)}"
+    return f"{package} {package_version(package)}"

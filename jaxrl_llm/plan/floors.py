@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -218,11 +218,8 @@ def product_widths(c: TransformerConfig, mesh: Mesh) -> float:
         shape = leaf.shape if of_expert else sharding.shard_shape(leaf.shape)
         width = sum(math.prod(shape[dim] for dim in side) for side in dims)
         total += leaf.shape[0] * width * (c.moe.experts_per_token / tensor if of_expert else 1)
-    return total + sum(stack.num_attention_layers * _attention_width(stack) for stack in _stacks(c)) / tensor
-
-
-def _stacks(c: TransformerConfig) -> Iterable[TransformerConfig]:
-    return layer_stacks(c).values()
+    stacks = layer_stacks(c).values()
+    return total + sum(stack.num_attention_layers * _attention_width(stack) for stack in stacks) / tensor
 
 
 def _key_value_width(c: TransformerConfig) -> int:
@@ -286,7 +283,7 @@ def _activation_links(
     sent = lambda count: (count - 1) / count
     passes = 2 if backward else 1
     width = passes * sent(tensor) * c.hidden_size * (4 * c.num_layers + rows.logits)
-    for stack in _stacks(c):  # backward sends keys, values and gradients
+    for stack in layer_stacks(c).values():  # backward sends keys, values and gradients
         around = (ring - 1) * _key_value_width(stack) * (3 if backward else 1)
         all_to_all = passes * sent(ring) * _attention_width(stack)
         width += stack.num_attention_layers * min(around, all_to_all) / tensor

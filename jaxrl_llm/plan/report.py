@@ -8,7 +8,7 @@ The advice is arithmetic, without another compilation: a change "would fit" if i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -44,15 +44,22 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
+def _phase_table(title: str, columns: Sequence[str]) -> Table:
+    """Return a table without rows, whose first column names the phase."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("phase", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="left" if name.startswith("collectives") else "right")
+    return table
+
+
 def memory_table(plan: Plan) -> Table:
     """Return the bytes of one device by phase and kind, without kinds that are 0 in all phases."""
     kinds = (*MEMORY_KINDS, "activations")
     used = [kind for kind in kinds if any(phase.memory[kind] for phase in plan.phases)]
-    table = Table(title="Memory of each device", title_justify="left")
-    table.add_column("phase", no_wrap=True)
     grouped = any(phase.devices for phase in plan.phases)
-    for name in (*["devices"] * grouped, *used, "peak", "of device memory"):
-        table.add_column(name, justify="right")
+    columns = (*["devices"] * grouped, *used, "peak", "of device memory")
+    table = _phase_table("Memory of each device", columns)
     for phase in plan.phases:
         over = phase.peak > plan.memory or phase.error
         cells = [format_bytes(phase.memory[kind]) for kind in used]
@@ -66,10 +73,8 @@ def memory_table(plan: Plan) -> Table:
 
 def work_table(plan: Plan) -> Table:
     """Return FLOPs and collectives of one call on one device, and the roofline of a step."""
-    table = Table(title="Work of each device (one call), roofline of a step", title_justify="left")
-    table.add_column("phase", no_wrap=True)
-    for name in ("calls a step", "FLOPs", "collectives: bytes sent (count)", "roofline", "bound by"):
-        table.add_column(name, justify="left" if name.startswith("coll") else "right")
+    columns = ("calls a step", "FLOPs", "collectives: bytes sent (count)", "roofline", "bound by")
+    table = _phase_table("Work of each device (one call), roofline of a step", columns)
     for phase in plan.phases:
         calls = f"{phase.calls:,}" + (f" {phase.unit}s" if phase.unit != "call" else "")
         bound = max(phase.roofline, key=phase.roofline.get) if phase.roofline else "unknown chip"
@@ -83,11 +88,8 @@ def work_table(plan: Plan) -> Table:
 
 def floor_table(plan: Plan) -> Table:
     """Return the work of each compiled program, its floor (`plan.floors`) and their ratio."""
-    title = "Work of each device (one call) as compiled, and its floor"
-    table = Table(title=title, title_justify="left")
-    table.add_column("phase", no_wrap=True)
-    for name in ("FLOPs", "floor", "ratio", "memory traffic", "floor", "ratio", "sent", "floor", "ratio"):
-        table.add_column(name, justify="right")
+    columns = ("FLOPs", "floor", "ratio", "memory traffic", "floor", "ratio", "sent", "floor", "ratio")
+    table = _phase_table("Work of each device (one call) as compiled, and its floor", columns)
     for phase in plan.phases:
         cells = []
         for kind, number in phase.compiled.items():
@@ -134,22 +136,15 @@ def stage_lines(plan: Plan) -> list[str]:
     rows = plan.derived["rows_per_microbatch"]
     work = bubble_work(rows, plan.mesh)
     chunks, idle = rows // num_shards("batch_of_stage", plan.mesh), work / (1 + work)
-    return [
+    lines = [
         f"Pipeline: {stages} stages compute {chunks} chunks of a micro-batch in {chunks + stages - 1} ticks: "
-        f"a bubble of {idle:.0%}. A larger --tokens_per_device makes it smaller.",
-        *_undivided(plan, stages),
+        f"a bubble of {idle:.0%}. A larger --tokens_per_device makes it smaller."
     ]
-
-
-def _undivided(plan: Plan, stages: int) -> Iterator[str]:
-    """Yield a line on the layers before the stages, if they leave some."""
-    if not (count := plan.layers_before_stages):
-        return
-    copy = f"; these copy the others' weights, {format_bytes(plan.copied_layers)} among activations"
-    yield (
-        f"All devices compute the first {count} layers, before the {stages} stages"
-        f"{copy if plan.copied_layers else ''}."
-    )
+    if count := plan.layers_before_stages:
+        line = f"All devices compute the first {count} layers, before the {stages} stages"
+        copy = f"; these copy the others' weights, {format_bytes(plan.copied_layers)} among activations"
+        lines.append(f"{line}{copy if plan.copied_layers else ''}.")
+    return lines
 
 
 def verdict(plan: Plan) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 from rich.console import Console
 
@@ -25,29 +25,39 @@ def main(argv: list[str]) -> int:
         UserError: a recipe, flag or topology that cannot be used, with the fix (exit code 2).
     """
     args, rest = parse_own(PlanArguments, argv, "plan")
-    if args.records:
-        return _print_records(args, rest)
-    topology = parse_topology(args.topology)
     if args.json:
         check_output_path(args.json, flag="--json")
-    config = from_command_line(
-        rest, "python -m jaxrl_llm plan", writes=False, flags=[f.name for f in fields(PlanArguments)]
-    ).config
+    results, fits = (_print_records(args, rest), True) if args.records else _print_plan(args, rest)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if fits else 1
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _print_plan(args: PlanArguments, rest: list[str]) -> tuple[dict[str, Any], bool]:
+    """Compile a recipe's step for the devices, and print its tables; return (JSON object, whether it fits).
+
+    Raises:
+        UserError: a recipe or topology that cannot be used.
+    """
+    topology = parse_topology(args.topology)
+    flags = [field.name for field in fields(PlanArguments)]
+    config = from_command_line(rest, "python -m jaxrl_llm plan", writes=False, flags=flags).config
     from jaxrl_llm.plan.compiled import open_target  # these import jax: --help and bad flags end before
     from jaxrl_llm.plan.plan import make_plan
     from jaxrl_llm.plan.report import advise, print_plan
 
-    log = lambda line: print(line, file=sys.stderr, flush=True)
     with working("planning"):
-        plan = advise(make_plan(config, open_target(topology), args.only, log), config)
+        plan = advise(make_plan(config, open_target(topology), args.only, _log), config)
     print_plan(plan, Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))))
-    if args.json:
-        args.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
-    return 0 if plan.fits else 1
+    return plan.to_json(), plan.fits
 
 
-def _print_records(args: PlanArguments, rest: Sequence[str]) -> int:
-    """Print the records of the devices, and write them to --json.
+def _print_records(args: PlanArguments, rest: list[str]) -> list[dict[str, Any]]:
+    """Print the records of the devices; return them as JSON objects.
 
     Raises:
         UserError: an unknown device, or flags of a recipe.
@@ -57,21 +67,16 @@ def _print_records(args: PlanArguments, rest: Sequence[str]) -> int:
             f"--records True has recipes of its own: {' '.join(rest) or f'--only {args.only}'} is not read. "
             "Leave it out, and add it to the command of a record."
         )
-    if args.json:
-        check_output_path(args.json, flag="--json")
     from jaxrl_llm.plan.compiled import open_target
     from jaxrl_llm.plan.records import DEVICES, RecordSearch, record_lines  # import jax
 
-    log = lambda line: print(line, file=sys.stderr, flush=True)
     names = args.topology.split(",") if args.topology else DEVICES
     topologies, found = [parse_topology(name.strip()) for name in names], []
-    search = RecordSearch(log)
+    search = RecordSearch(_log)
     for topology in topologies:
         target = open_target(topology)
         with working("estimating"):
             records = list(search.records(target))
         print("\n".join(record_lines(target, records)))
         found += records
-    if args.json:
-        args.json.write_text(json.dumps([record.to_json() for record in found], indent=1) + "\n")
-    return 0
+    return [record.to_json() for record in found]
