@@ -26,8 +26,20 @@ class ModelChoice:
     """PEFT folder, or hub name, of adapters for the model."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """Numbers, chats and devices of the model of a command."""
+
+    dtype: Dtype = "auto"
+    """Type of weights and activations; auto = float32 on CPU, float16 on Turing GPUs, else bfloat16."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    """Chat template, and --chat.system_prompt."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Mesh of the devices."""
+
+
 @dataclass(frozen=True)
-class GenerateConfig(SamplingConfig):
+class GenerateConfig(ComputeConfig, SamplingConfig):
     """Settings of generation."""
 
     n: Count = 1
@@ -38,12 +50,6 @@ class GenerateConfig(SamplingConfig):
     """Response g to prompt p depends on (seed, p, g) alone, not on the other prompts or on slots."""
     slots: Annotated[int, Range(1, 65536)] = 64
     """Sequences decoded concurrently."""
-    dtype: Dtype = "auto"
-    """Type of weights and activations; auto = float32 on CPU, float16 on Turing GPUs, else bfloat16."""
-    chat: ChatConfig = field(default_factory=ChatConfig)
-    """Chat template."""
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    """Mesh of the devices."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class SelectConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatArguments(ModelChoice, SamplingConfig):
+class ChatArguments(ModelChoice, ComputeConfig, SamplingConfig):
     """Talk to a model in the terminal; /help lists the commands. In a pipe each line of stdin is a message.
 
     A model without a chat template continues the text (plain).
@@ -81,10 +87,6 @@ class ChatArguments(ModelChoice, SamplingConfig):
     """Maximum tokens of the conversation, limited by the model's positions."""
     seed: Annotated[int, Range(0, LARGEST)] = 0
     """Answer k of a session depends on (seed, k) and the conversation."""
-    dtype: Dtype = "auto"
-    """Type of weights and activations; auto = float32 on CPU, float16 on Turing GPUs, else bfloat16."""
-    chat: ChatConfig = field(default_factory=ChatConfig)
-    """Chat template, and --chat.system_prompt."""
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(fsdp=1))
     """Mesh of the devices; the first device by default."""
 
@@ -113,7 +115,7 @@ class GenerateArguments(ModelChoice, GenerateConfig, SelectConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreArguments(ModelChoice, SelectConfig):
+class ScoreArguments(ModelChoice, ComputeConfig, SelectConfig):
     """Write log-probabilities under a model (--model), or rewards (--reward.name, --reward.models.0.path).
 
     A row of the data gives a row, in order; --select writes rows to train on instead. Rewards have the flags
@@ -141,12 +143,6 @@ class ScoreArguments(ModelChoice, SelectConfig):
     resume: bool = True
     """Continue the file of a command that was killed, and refuse one that this command did not write; False =
     overwrite it."""
-    dtype: Dtype = "auto"
-    """Type of weights and activations; auto = float32 on CPU, float16 on Turing GPUs, else bfloat16."""
-    chat: ChatConfig = field(default_factory=ChatConfig)
-    """Chat template that makes tokens of messages."""
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    """Mesh of the devices."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class ResponseRewarder:
     ) -> list[RewardedResponse]:
         """Return the rewards of generated responses; `examples` are the rows of their prompts."""
         by_model = [self._start(i, examples, trajectories) for i in range(len(self.models))]
-        return self._combine(examples, [t.text for t in trajectories], trajectories, by_model)
+        return self._combine(examples, trajectories, by_model)
 
     def score_texts(self, examples: Sequence[Example], texts: Sequence[str]) -> list[RewardedResponse]:
         """Return the rewards of given responses, each of which a model reads with its own tokenizer."""
@@ -104,7 +104,7 @@ class ResponseRewarder:
             by_model.append(self._start(i, examples, read))
         opened = [True if e.columns.get("opens_thought") is True else None for e in examples]
         plain = [replace(text_trajectory(t), opens_thought=o) for t, o in zip(texts, opened, strict=True)]
-        return self._combine(examples, texts, plain, by_model)
+        return self._combine(examples, plain, by_model)
 
     def _start(self, i: int, examples: Sequence[Example], trajectories: Sequence[Trajectory]):
         """Start a reward model, and return the function that waits for (score, columns) of each response."""
@@ -124,26 +124,22 @@ class ResponseRewarder:
         return scores
 
     def _combine(
-        self,
-        examples: Sequence[Example],
-        texts: Sequence[str],
-        trajectories: Sequence[Trajectory],
-        by_model: Sequence[Any],
+        self, examples: Sequence[Example], trajectories: Sequence[Trajectory], by_model: Sequence[Any]
     ) -> list[RewardedResponse]:
         """Return total rewards: the verifier's, and each model's score times its weight."""
         samples = [reward_sample(e, t) for e, t in zip(examples, trajectories, strict=True)]
         verified = on_first(lambda: self.pool.score(samples))
         scores = [finish() for finish in by_model]
-        opens = [trajectory.opens_thought is True for trajectory in trajectories]
         return [
-            replace(
-                self._rewarded(text, result, [column[n] for column in scores]), opens_thought=opened is True
-            )
-            for n, (text, result, opened) in enumerate(zip(texts, verified, opens, strict=True))
+            self._rewarded(trajectory, result, [column[n] for column in scores])
+            for n, (trajectory, result) in enumerate(zip(trajectories, verified, strict=True))
         ]
 
     def _rewarded(
-        self, text: str, result: RewardResult, scores: Sequence[tuple[float, Mapping[str, Any]]]
+        self,
+        trajectory: Trajectory,
+        result: RewardResult,
+        scores: Sequence[tuple[float, Mapping[str, Any]]],
     ) -> RewardedResponse:
         columns: dict[str, Any] = {"rewards": {}}
         total = 0.0
@@ -158,7 +154,8 @@ class ResponseRewarder:
             total += model.config.weight * score
             columns["rewards"][model.config.path] = plain_json(score)
             columns |= plain_json(more)
-        return RewardedResponse(text, total if np.isfinite(total) else None, columns)
+        reward, opens_thought = total if np.isfinite(total) else None, trajectory.opens_thought is True
+        return RewardedResponse(trajectory.text, reward, columns, opens_thought)
 
 
 class FirstRows(NamedTuple):
