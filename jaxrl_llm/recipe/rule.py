@@ -21,7 +21,8 @@ class Rule:
     """Yield a message for each thing that is wrong: the key, the reason and the fix. Its arguments are the
     recipe, in phase "model" also the architectures by role, in phase "devices" all devices instead."""
     sized: bool = False
-    """It reads sizes of meshes, of which -1 is not known yet: asked again when the devices are known."""
+    """Of the recipe: the rule reads sizes of meshes, of which -1 is not known yet, and is asked again when
+    the devices are known. Rules on models all are."""
     ends: bool = False
     """Later rules depend on this one, so they are skipped if it finds a problem."""
 
