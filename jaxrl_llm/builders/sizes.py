@@ -88,7 +88,8 @@ def with_prefixes(
         stored: source of the configs of other models.
     """
     requires = algos.requirements(config.algo)
-    paths = [*requires.teachers, config.reference.path, config.critic.path if requires.critic else ""]
+    reference = config.reference.path if requires.ref_logprobs else ""
+    paths = [*requires.teachers, reference, config.critic.path if requires.critic else ""]
     others = [stored.config(path) for path in paths if path] if config.share_prefixes else []
     kinds = [prefix_sharing(c, config.model.dtype, mesh) for c in (model, *others)]
     able = all(kinds) and (kinds[0] == "flat" or "flat" not in kinds)
