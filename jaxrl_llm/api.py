@@ -30,6 +30,7 @@ from jaxrl_llm.report import jsonl
 from jaxrl_llm.thoughts import split_thought
 from jaxrl_llm.tools.config import GenerateConfig, ModelChoice
 from jaxrl_llm.tools.generation import Generator
+from jaxrl_llm.tools.models import run_settings
 from jaxrl_llm.train import execute
 
 DEFAULT_RECIPE = "grpo_qwen.py"
@@ -212,12 +213,12 @@ def refuse_other_reward(run_dir: Path, name: str, total: int) -> None:
         total: steps of the run, if the config states them.
 
     Raises:
-        UserError: gives both names, and the fix.
+        UserError: gives both names, and the fix; or the run's config.json is missing or damaged.
     """
     rows = jsonl.read_rows(run_dir / "metrics.jsonl")
     if not rows or rows[-1]["step"] < total or not (run_dir / "hf").is_dir():
         return
-    was = json.loads((run_dir / "config.json").read_text())["config"]["reward"]["name"]
+    was = run_settings(run_dir)["reward"]["name"]
     if was != name:
         raise UserError(
             f"{run_dir} has a finished run of another reward ({was}; now {name}), so nothing would be "

@@ -253,3 +253,12 @@ def test_a_config_is_a_recipe_and_a_wrong_setting_of_generate_is_named(result, t
         jaxrl_llm.generate(result.model, "1 + 1 =")
     with pytest.raises(AttributeError, match="it has generate, run"):
         _ = jaxrl_llm.train_model
+
+
+def test_a_finished_run_whose_config_is_damaged_is_named(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
+    for damaged in ("{", '{"recipe": ""}'):
+        (tmp_path / "config.json").write_text(damaged)
+        with pytest.raises(UserError, match=rf"{tmp_path}/config\.json: "):
+            api.refuse_other_reward(tmp_path, "Python function f", 3)
