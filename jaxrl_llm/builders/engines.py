@@ -179,14 +179,14 @@ def _requirements(
     """
     flags: list[str] = []
     problems: list[Problem] = []
+    versions = max_adapter_versions(rollout)
     if model.lora and rollout.engine == "vllm":
-        size = {"rank": model.lora.rank, "max_versions": max_adapter_versions(rollout)}
+        size = {"rank": model.lora.rank, "max_versions": versions}
         flags += vllm.vllm_lora_flags(**size)
         problems.append(partial(vllm.adapter_problem, **size))
     elif model.lora:
-        flags += adapters.lora_flags(model.lora, max_adapter_versions(rollout))
-        check = partial(adapters.server_problem, lora=model.lora)
-        problems.append(partial(check, max_versions=max_adapter_versions(rollout)))
+        flags += adapters.lora_flags(model.lora, versions)
+        problems.append(partial(adapters.server_problem, lora=model.lora, max_versions=versions))
     if routes:
         flags.append(ROUTES_FLAG)
         problems.append(routes_problem)

@@ -108,21 +108,18 @@ def _tokens(tokenizer: Any, vocab_size: int, unknown: str | None) -> tuple[list[
     if max(texts) >= vocab_size:
         raise _refused(f"it has the id {max(texts)}, but the model's vocab_size is {vocab_size}")
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
-    is_byte = lambda text: unknown is not None and _IS_BYTE.fullmatch(text)
+
+    def type_of(number: int, text: str) -> int:
+        if number not in texts:
+            return UNUSED
+        if text == unknown:
+            return UNKNOWN
+        if number in added:
+            return CONTROL if added[number] else USER_DEFINED
+        return BYTE if unknown is not None and _IS_BYTE.fullmatch(text) else NORMAL
+
     tokens = [texts.get(number, f"[PAD{number}]") for number in range(vocab_size)]
-    types = [
-        UNUSED
-        if number not in texts
-        else UNKNOWN
-        if text == unknown
-        else (CONTROL if added[number] else USER_DEFINED)
-        if number in added
-        else BYTE
-        if is_byte(text)
-        else NORMAL
-        for number, text in enumerate(tokens)
-    ]
-    return tokens, types
+    return tokens, [type_of(number, text) for number, text in enumerate(tokens)]
 
 
 def _rules_name(raw: dict[str, Any], steps: list[dict[str, Any]]) -> str:

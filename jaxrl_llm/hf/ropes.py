@@ -183,13 +183,8 @@ def write_ropes(config: TransformerConfig) -> dict[str, Any]:
         return {**keys, "rope_parameters": full}
     local = config.local_rope or RopeConfig(theta=facts.defaults.get(facts.local_theta, 1e4))
     sections = full, {**_section(local), "rope_theta": local.theta}
-    if not facts.local_theta:
-        return {"rope_parameters": dict(zip(LAYER_TYPES, sections, strict=True))}
-    return {
-        **keys,
-        facts.local_theta: local.theta,
-        "rope_parameters": dict(zip(LAYER_TYPES, sections, strict=True)),
-    }
+    older = {**keys, facts.local_theta: local.theta} if facts.local_theta else {}
+    return {**older, "rope_parameters": dict(zip(LAYER_TYPES, sections, strict=True))}
 
 
 def _section(rope: RopeConfig) -> dict[str, Any]:

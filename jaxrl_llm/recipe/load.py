@@ -328,20 +328,14 @@ def algorithms_text() -> str:
 
 def _did_you_mean(error: BaseException) -> str:
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if not found:
+    cls = {cls.__name__: cls for cls in config_classes()}.get(found[1]) if found else None
+    if cls is None:
         return ""
-    bases = {cls.__name__: [base.__name__ for base in cls.__mro__] for cls in config_classes()}
-    if row := removed_field(bases.get(found[1], ()), found[2]):
+    if row := removed_field([base.__name__ for base in cls.__mro__], found[2]):
         return f". This key was removed. {row.instead}"
     if "Did you mean" in str(error):  # in the message of Python 3.13 already
         return ""
-    names = [
-        field.name
-        for cls in config_classes()
-        if cls.__name__ == found[1]
-        for field in dataclasses.fields(cls)
-    ]
-    closest = closest_key(found[2], names)
+    closest = closest_key(found[2], [field.name for field in dataclasses.fields(cls)])
     return f". Did you mean '{closest}'?" if closest else ""
 
 
