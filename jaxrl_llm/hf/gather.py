@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.hf.layouts import Join, join_parts, to_hf
 from jaxrl_llm.hf.names import Encoding, HFTensor, Index, stored_dtype
-from jaxrl_llm.models import named_leaves
+from jaxrl_llm.models import TransformerConfig, named_leaves
 from jaxrl_llm.models.lora import adapter_scale, merged_names, merged_weight
 from jaxrl_llm.structs import Params
 
@@ -72,32 +72,25 @@ def gather_checked(
     """Yield each tensor of `gather_tensors` with a bool: all its numbers are finite."""
     leaves = dict(named_leaves(params))
     on_host = list if replicated else np.asarray
-    scale_of = lambda tensor: adapter_scale(params.config, tensor.parts[0][0])  # all parts share it
+    start = functools.partial(_start, leaves, params.config, dtype, replicated=replicated)
     current: list[tuple[Any, Any]] = []
     for group in [*groups, []]:
-        following = [
-            _start(
-                run,
-                leaves,
-                scale_of(run[0]),
-                run[0].encoding or stored_dtype(run[0], dtype),
-                replicated=replicated,
-            )
-            for run in stacked_runs(group)
-        ]
+        following = list(map(start, stacked_runs(group)))
         if current:
             yield [pair for run in current for pair in zip(*map(on_host, run), strict=True)]
         current = following
 
 
 def _start(
-    run: list[HFTensor], leaves: dict, scale: float, form: Encoding | str, *, replicated: bool
+    leaves: dict, config: TransformerConfig, dtype: str, run: list[HFTensor], *, replicated: bool
 ) -> tuple[Any, Any]:
     """Dispatch the work for the tensors of a run to the devices, while the host continues.
 
     Returns: the tensors [N, ...], and which of them are finite [N]; `replicated`: tuples of N arrays.
     """
     names, index = tuple(name for name, _ in run[0].parts), run[0].parts[0][1]
+    scale = adapter_scale(config, names[0])  # all parts share it
+    form = run[0].encoding or stored_dtype(run[0], dtype)
     weights = {part: leaves[part] for name in names for part in merged_names(name) if part in leaves}
     first = weights[names[0]]
     if isinstance(first, np.ndarray) and index:

@@ -235,13 +235,8 @@ def _attention_width(c: TransformerConfig) -> int:
 
 def _expert_weights(c: TransformerConfig) -> int:
     """Return the number of weights of the experts that a token passes."""
-    return (
-        c.num_sparse_layers
-        * (3 if c.mlp_gate else 2)
-        * c.moe.experts_per_token
-        * c.moe.expert_size
-        * c.expert_width
-    )
+    of_expert = (3 if c.mlp_gate else 2) * c.moe.expert_size * c.expert_width
+    return c.num_sparse_layers * c.moe.experts_per_token * of_expert
 
 
 def _is_of_layer(name: str) -> bool:
@@ -275,11 +270,7 @@ def _activation_links(
 ) -> float:
     """Return the bytes of activations that a device sends in tensor, context and expert parallelism, and in
     a pipeline."""
-    tensor, ring, owners = (
-        num_shards("heads", mesh.shape),
-        num_shards("sequence", mesh.shape),
-        num_shards("experts", mesh.shape, rules),
-    )
+    tensor, ring = num_shards("heads", mesh.shape), num_shards("sequence", mesh.shape)
     sent = lambda count: (count - 1) / count
     passes = 2 if backward else 1
     width = passes * sent(tensor) * c.hidden_size * (4 * c.num_layers + rows.logits)
@@ -292,6 +283,7 @@ def _activation_links(
     table_parts = num_shards("table_embed", mesh.shape, ROLLOUT if rules is ROLLOUT else TRAIN)
     width += passes * sent(table_parts) * c.num_layers * c.per_layer_inputs
     if c.moe:
+        owners = num_shards("experts", mesh.shape, rules)
         chosen = min(c.moe.experts_per_token, owners) * sent(owners)
         width += passes * c.num_sparse_layers * 2 * chosen * c.expert_width
     return _local_tokens(mesh, rows) * width * jnp.dtype(dtype).itemsize

@@ -119,11 +119,8 @@ class Generator:
             with working(f"generating responses to {len(part)} prompts"):
                 trajectories = engine.generate(part, config, jax.random.key(config.seed))
             responses = [trajectories[i * config.n : (i + 1) * config.n] for i in range(len(part))]
-            yield (
-                self.examples[first : first + window],
-                responses,
-                engine.metrics["rollout/tokens_per_second"],
-            )
+            speed = engine.metrics["rollout/tokens_per_second"]
+            yield self.examples[first : first + window], responses, speed
 
 
 def open_rewarder(
