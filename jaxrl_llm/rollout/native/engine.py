@@ -29,7 +29,7 @@ from jaxrl_llm.rollout.engine import (
     text_of,
 )
 from jaxrl_llm.rollout.keys import sample_keys
-from jaxrl_llm.rollout.native.compile import CompiledCalls, call_all, largest_calls
+from jaxrl_llm.rollout.native.compile import compile_all, largest_calls
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.decode_threads import divide, num_decode_threads, run_decode_threads
 from jaxrl_llm.rollout.native.drafts import DraftMemory
@@ -40,7 +40,7 @@ from jaxrl_llm.rollout.native.schedule import Scheduler, throughput
 from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, make_shapes
 from jaxrl_llm.rollout.native.transfer import WeightTransfer
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
-from jaxrl_llm.sharding.compile import ParallelCompiler, Program, bucket
+from jaxrl_llm.sharding.compile import Program, bucket
 from jaxrl_llm.sharding.placement import devices_of
 from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.structs import Metrics, Params, Trajectory
@@ -209,10 +209,7 @@ class NativeEngine(Engine):
             turns: whether `generate` gets a dialogue.
         """
         self._shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
-        key = np.zeros(2, np.uint32)
-        with jax.set_mesh(self.mesh), ParallelCompiler() as compiler:
-            calls, weights = CompiledCalls(self.programs, compiler), self.programs.abstract_weights()
-            call_all(calls, self._shapes, weights, samplings, eos_ids=self.eos_ids, key=key)
+        compile_all(self.programs, self._shapes, samplings, eos_ids=self.eos_ids)
         sample_keys(jax.random.key(0), np.zeros((0, 2), np.int32))  # a block, for `new_responses`
 
     def largest_calls(
@@ -232,8 +229,8 @@ class NativeEngine(Engine):
             prompts: of one call of `generate`.
         """
         shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns, divided=False)
-        stop_ids = sampling.stop_ids(self.eos_ids)  # their number is part of a program's shape
-        calls = largest_calls(self.programs, shapes, params, prompts, sampling=sampling, stop_ids=stop_ids)
+        settings = {"sampling": sampling, "eos_ids": self.eos_ids}
+        calls = largest_calls(self.programs, shapes, params, prompts, **settings)
         return calls | ({"publish": self.transfer.program(params)} if self.transfer.is_needed(params) else {})
 
     def compile_count(self) -> int:

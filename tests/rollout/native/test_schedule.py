@@ -187,7 +187,7 @@ def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(
         shapes = dataclasses.replace(shapes, num_pages=pages + 1)
     samplings = [PLAIN, SamplingConfig(top_p=0.9, stop_tokens=tuple(range(1000, 1009)))]  # 8 ids, then 16
     ahead = FakePrograms(num_shards, page_size=page_size, kept_page_size=kept)
-    call_all(ahead, shapes, None, samplings, eos_ids=(1,), key=np.zeros(2, np.uint32))
+    call_all(ahead, shapes, None, samplings, eos_ids=(1,))
     assert max(ahead.calls.values()) <= 4 + 2 * bool(draft_tokens)  # few are called twice
     programs = FakePrograms(num_shards, page_size=page_size, kept_page_size=kept)
     rng = np.random.default_rng(1)
