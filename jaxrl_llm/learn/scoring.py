@@ -133,7 +133,7 @@ class Scorer:
         return [place.shared for row in rows for place in row if place.shared]
 
     def shared_fraction(self, minibatches: Sequence[Sequence[PackItem]]) -> Metrics:
-        """Return the fraction of the tokens that was not computed, for a row has it once for several."""
+        """Return the fraction of tokens saved by prefix sharing."""
         if not self.config.share_prefixes:
             return {}
         shared = sum(sum(self.shared_tokens(items)) for items in minibatches)
