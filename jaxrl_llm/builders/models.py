@@ -214,14 +214,6 @@ def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> Transformer
     return replace(model, value_head=requires.values, **head)
 
 
-def make_replay(config: TrainConfig, algo: AlgoConfig, model: TransformerConfig) -> Replay | None:
-    """Return the replay of a model: of the policy alone, whose routes the rollout knows."""
-    source, is_policy = config.routing.replay, algos.requirements(algo).logprobs
-    if source == "none" or not (is_policy and algos.of(algo).on_rollouts):
-        return None
-    return Replay(source, route_spec(model))
-
-
 def make_learner(
     config: TrainConfig,
     algo: AlgoConfig,
@@ -234,8 +226,9 @@ def make_learner(
     """Return the learner of a model. Learners on meshes of one size have micro-batches of one shape."""
     # The settings of a step: sizes, types, and options that depend on the algorithm.
     algorithm, requires = algos.of(algo), algos.requirements(algo)
-    on_rollouts = algorithm.on_rollouts
-    sizes = derived(config, mesh.size)
+    on_rollouts, sizes = algorithm.on_rollouts, derived(config, mesh.size)
+    rolls_out = on_rollouts and requires.logprobs  # the policy, whose routes and kept sets the rollout knows
+    replays = rolls_out and config.routing.replay != "none"
     shares = config.share_prefixes and algorithm.input in ("pairs", "labels")
     shares = config.shares_prompts if on_rollouts else shares
     step = StepConfig(
@@ -245,16 +238,16 @@ def make_learner(
         dtype=config.model.dtype,
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,
-        strict=config.strict and on_rollouts and requires.logprobs,
+        strict=config.strict and rolls_out,
         share_prefixes=shares and prefix_sharing(model, config.model.dtype, mesh),
         whole_sequences=requires.sequences,
         temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
-        num_kept=config.rollout.sampling.num_kept if on_rollouts and requires.logprobs else 0,
+        num_kept=config.rollout.sampling.num_kept if rolls_out else 0,
         max_grad_norm=optim.max_grad_norm,
         grad_dtype=optim.grad_dtype,
         offload=optim.offload,
-        replay=make_replay(config, algo, model),
+        replay=Replay(config.routing.replay, route_spec(model)) if replays else None,
         balance_coef=config.routing.balance_coef if model.moe else 0.0,
         update_by_leaf=optim.name != "muon",  # which would orthogonalize twice
         old_logprobs_source=choose_old_logprobs(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,8 +25,7 @@ def main(argv: list[str]) -> int:
         UserError: a recipe or flag that cannot be used.
     """
     args, rest = parse_own(DoctorArguments, argv, "doctor")
-    flags = [field.name for field in fields(DoctorArguments)]
-    prog = "python -m jaxrl_llm doctor"
+    prog, flags = "python -m jaxrl_llm doctor", list(vars(args))
     config = from_command_line(rest, prog, checks=False, flags=flags).config if rest else None
     from jaxrl_llm.tools.checks import examine  # imports jax: --help and bad flags end before
 

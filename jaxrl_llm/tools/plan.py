@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
@@ -44,8 +43,8 @@ def _print_plan(args: PlanArguments, rest: list[str]) -> tuple[dict[str, Any], b
         UserError: a recipe or topology that cannot be used.
     """
     topology = parse_topology(args.topology)
-    flags = [field.name for field in fields(PlanArguments)]
-    config = from_command_line(rest, "python -m jaxrl_llm plan", writes=False, flags=flags).config
+    prog, flags = "python -m jaxrl_llm plan", list(vars(args))
+    config = from_command_line(rest, prog, writes=False, flags=flags).config
     from jaxrl_llm.plan.compiled import open_target  # these import jax: --help and bad flags end before
     from jaxrl_llm.plan.plan import make_plan
     from jaxrl_llm.plan.report import advise, print_plan
