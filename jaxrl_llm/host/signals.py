@@ -211,32 +211,19 @@ def _handlers_with(name: str, value: Any) -> Iterator[None]:
             setattr(handlers, name, before)
 
 
-@contextlib.contextmanager
-def unwinding() -> Iterator[None]:
+def unwinding() -> contextlib.AbstractContextManager:
     """Have the first signal inside raise `Interrupted` in the main thread, so that `with` blocks close."""
-    with _handlers_with("unwinds", True):
-        yield
+    return _handlers_with("unwinds", True)
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> contextlib.AbstractContextManager:
     """Never let SIGINT end the process inside: code that does not defer it gets KeyboardInterrupt."""
-    with handled_signals(keep_process=True):
-        yield
+    return handled_signals(keep_process=True)
 
 
-@contextlib.contextmanager
-def deferred(action: str) -> Iterator[None]:
+def deferred(action: str) -> contextlib.AbstractContextManager:
     """Have the first signal inside only announce `action`; see `received_signal`."""
-    if _handlers is None:
-        yield
-        return
-    before, _handlers.deferred = _handlers.deferred, action
-    try:
-        yield
-    finally:
-        if _handlers is not None:
-            _handlers.deferred = before
+    return _handlers_with("deferred", action)
 
 
 @contextlib.contextmanager
