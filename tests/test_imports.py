@@ -49,7 +49,7 @@ ALLOWED: dict[str, str | None] = {
         "ranges jaxrl_kernels addresses errors forks loop_thread structs thoughts user_file sharding models "
         "bridge"
     ),
-    "envs": "ranges addresses errors forks loop_thread structs outcome thoughts user_file data rollout",
+    "envs": "ranges addresses child errors forks loop_thread structs outcome thoughts user_file data rollout",
     # what joins them
     "learn": "ranges jaxrl_kernels errors structs sharding models algos data checkpoint",
     "experience": (

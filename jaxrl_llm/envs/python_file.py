@@ -18,13 +18,13 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
+from jaxrl_llm.child import Child
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import ENVS, Env, Step, Tool, Turn
@@ -258,45 +258,31 @@ def check_env(config: EnvConfig, examples: Sequence[Example] = (), seconds: floa
     if not config.name and not files:
         return
     what = f"--{ENV_KEY} {config.name}" if config.name else f"--{TOOLS_KEY} {' '.join(files)}"
-    reader, writer = os.pipe()
-    with open(reader, "rb") as replies, tempfile.TemporaryFile() as output:
-        process = _start(writer, output)
+    command = python_command("jaxrl_llm.envs.python_file", "main", os.getpid())
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    with contextlib.closing(Child(command, env=environment)) as child:
         try:
-            process.communicate(pickle.dumps((config.name, files, list(examples[:CHECKED_ROWS]))), seconds)
+            with contextlib.suppress(BrokenPipeError), child.stdin as file:  # it has ended
+                pickle.dump((config.name, files, list(examples[:CHECKED_ROWS])), file)
+            # Its end counts, and not that of its output: processes of the user's code may hold it open.
+            child.wait(seconds)
         except subprocess.TimeoutExpired:
             raise UserError(
                 f"{what}: loading it, and reset for the first rows, took over {seconds:g} s"
             ) from None
         finally:
-            kill_group(process.pid)
-            process.wait()
-        message = replies.read(MAX_MESSAGE).decode(errors="replace")
-        output.seek(-min(output.tell(), 200), os.SEEK_END)
-        printed = " ".join(output.read().decode(errors="replace").split())
+            kill_group(child.pid)
+        message = child.stdout.read(MAX_MESSAGE).decode(errors="replace")
+        printed = " ".join(child.last_errors(200).split())
     if message != "ok":
-        raise UserError(message or f"{what}: its process ended with code {process.returncode}: {printed}")
+        raise UserError(message or f"{what}: its process ended with code {child.returncode}: {printed}")
 
 
-def _start(writer: int, output: BinaryIO) -> subprocess.Popen:
-    """Start the process; it alone keeps `writer` open."""
-    try:
-        return subprocess.Popen(
-            python_command("jaxrl_llm.envs.python_file", "main", writer, os.getpid()),
-            stdin=subprocess.PIPE,
-            stdout=output,  # no pipe: processes that the user's code starts could hold it open
-            stderr=subprocess.STDOUT,
-            pass_fds=(writer,),
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,
-        )
-    finally:
-        os.close(writer)
-
-
-def main(fd: int, parent: int) -> None:
-    """Load the environment or tools named on standard input, and write "ok" or the problem to `fd`."""
+def main(parent: int) -> None:
+    """Load the environment or tools named on standard input; answer "ok" or the problem."""
     end_with_parent(parent, signal.SIGKILL)
-    os.set_inheritable(fd, False)
+    reply = os.dup(1)
+    os.dup2(2, 1)  # what the user's code prints must not mix with the answer
     name, tools, examples = pickle.load(sys.stdin.buffer)
     try:
         for tool in tools:
@@ -304,9 +290,9 @@ def main(fd: int, parent: int) -> None:
         if name:
             _reset(name, load_env(name), examples)
     except UserError as error:
-        os.write(fd, str(error).encode(errors="replace")[:MAX_MESSAGE])
+        os.write(reply, str(error).encode(errors="replace")[:MAX_MESSAGE])
     else:
-        os.write(fd, b"ok")
+        os.write(reply, b"ok")
     sys.stdout.flush()
     os._exit(0)  # the user's threads may still run
 
