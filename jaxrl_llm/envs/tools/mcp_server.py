@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import json
 import shlex
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.envs.env import ToolError
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -34,16 +33,14 @@ class McpServer:
     """
 
     def __init__(self, command: str, seconds: float = SECONDS):
-        started: concurrent.futures.Future[list[McpTool]] = concurrent.futures.Future()
-        self._loop = asyncio.new_event_loop()
-        self._over = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, args=(command, seconds, started), daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("mcp")
         try:
-            self.tools = started.result(seconds + CLOSE_SECONDS)
+            self.tools = self._thread.run(self._start(command, seconds))
         except ImportError:
+            self.close()
             raise UserError("tools of an MCP server need its SDK: pip install 'jaxrl-llm[mcp]'") from None
         except Exception as error:  # any error of the SDK: the server did not start
+            self.close()
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             why = f"no answer in {seconds:g} s" if isinstance(error, TimeoutError) else error
@@ -51,19 +48,16 @@ class McpServer:
 
     def close(self) -> None:
         """End the server."""
-        with contextlib.suppress(RuntimeError):  # it has ended before
-            self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.close(CLOSE_SECONDS)
 
-    def _run(self, command: str, seconds: float, started: concurrent.futures.Future) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            try:
-                runner.run(self._serve(command, seconds, started))
-            except Exception as error:
-                if not started.done():
-                    started.set_exception(error)
+    async def _start(self, command: str, seconds: float) -> list[McpTool]:
+        """Return the tools of the server, whose connection another task holds."""
+        started = asyncio.get_running_loop().create_future()
+        self._serving = asyncio.create_task(self._serve(command, seconds, started))
+        await asyncio.wait({started, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        return await (started if started.done() else self._serving)
 
-    async def _serve(self, command: str, seconds: float, started: concurrent.futures.Future) -> None:
+    async def _serve(self, command: str, seconds: float, started: asyncio.Future) -> None:
         """Hold the connection until the end: the SDK requires that one task opens and closes it."""
         from mcp import Client, StdioServerParameters
 
@@ -72,9 +66,9 @@ class McpServer:
         async with contextlib.AsyncExitStack() as stack:
             async with asyncio.timeout(seconds):
                 client = await stack.enter_async_context(Client(server, read_timeout_seconds=seconds))
-                tools = [McpTool(_schema(tool), client, self._loop) async for tool in _list(client)]
+                tools = [McpTool(_schema(tool), client, self._thread) async for tool in _list(client)]
             started.set_result(tools)
-            await self._over.wait()
+            await asyncio.Event().wait()  # until `close` cancels it
 
 
 @dataclass(frozen=True)
@@ -83,13 +77,13 @@ class McpTool:
 
     schema: dict[str, Any]
     client: Client
-    loop: asyncio.AbstractEventLoop
+    thread: LoopThread
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """Return `result_text` of the server's result."""
         request = self.client.call_tool(self.schema["name"], arguments)
         try:
-            answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self.loop))
+            answer = await asyncio.wrap_future(self.thread.start(request))
         except Exception as error:  # any error of the SDK: an invalid reply, a server that has ended
             raise ToolError(f"the tool did not answer: {error or type(error).__name__}") from error
         text = result_text(answer)
