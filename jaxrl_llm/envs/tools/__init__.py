@@ -9,4 +9,4 @@ from jaxrl_llm.envs.env import Tool
 from jaxrl_llm.envs.tools.calculator import Calculator
 from jaxrl_llm.envs.tools.sandbox import Python
 
-TOOLS: dict[str, Callable[[ToolsConfig], Tool]] = {"calculator": Calculator, "python": Python}
+TOOLS: dict[str, Callable[[ToolsConfig], Tool]] = {"calculator": lambda _: Calculator(), "python": Python}

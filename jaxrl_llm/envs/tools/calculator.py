@@ -8,7 +8,6 @@ import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from jaxrl_llm.envs.config import ToolsConfig
 from jaxrl_llm.envs.env import ToolError
 
 MAX_CHARS = 500
@@ -31,9 +30,6 @@ class Calculator:
             "required": ["expression"],
         },
     }
-
-    def __init__(self, config: ToolsConfig):
-        del config  # it has no settings
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """Return the value of the expression in digits."""

@@ -124,7 +124,10 @@ class Sandbox:
 
     def _wrap(self) -> None:
         """Find a command that contains programs, with a limit on files where the kernel allows one."""
-        self._rules = _rules()
+        try:
+            self._rules = refuse_filter().hex()
+        except ValueError as error:
+            raise SandboxError(f"{error}. {FIX}") from None
         for self.limits_files in (True, False):
             self._wrapped = _bubblewrap(self._config, self.limits_files)
             problem = self._probe()
@@ -274,14 +277,6 @@ class _Program(asyncio.SubprocessProtocol):
         dropped = self._printed - len(self._head) - len(self._tail)
         gap = b"\n[%d bytes left out]\n" % dropped if dropped else b""
         return (self._head + gap + self._tail).decode(errors="replace").rstrip()
-
-
-def _rules() -> str:
-    """Return the filter of system calls, hexadecimal."""
-    try:
-        return refuse_filter().hex()
-    except ValueError as error:
-        raise SandboxError(f"{error}. {FIX}") from None
 
 
 def _bubblewrap(config: SandboxConfig, limits_files: bool) -> list[str]:
