@@ -21,7 +21,7 @@ from jaxrl_llm.data.sources import OpenSource, open_sources
 from jaxrl_llm.envs.python_file import check_env
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.rewards import reward_sample
-from jaxrl_llm.host.files import load_json, replace_json
+from jaxrl_llm.host.files import load_json, replace_text
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.fields import refuse
 from jaxrl_llm.rewards.sample import RewardSample
@@ -102,7 +102,8 @@ def open_split(config: TrainConfig) -> HeldOutSplit:
     split = split_sources(data, config.seed, recorded)
     if recorded is None:
         prompts = [f"{prompt:016x}" for prompt in split.prompts.tolist()]
-        on_first(lambda: replace_json(path, {"holdout": data.holdout, "sources": paths, "prompts": prompts}))
+        record = json.dumps({"holdout": data.holdout, "sources": paths, "prompts": prompts}, indent=2)
+        on_first(lambda: replace_text(path, f"{record}\n"))
     return split
 
 

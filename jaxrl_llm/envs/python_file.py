@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,14 +171,6 @@ class Interact:
         return Step(reward=None if reward is None else float(reward), done=True)
 
 
-@dataclass
-class Row:
-    """State of a conversation with an env_step."""
-
-    example: Example
-    extra_info: dict[str, Any]
-
-
 class EnvStep:
     """Adapter of RL2's env_step, of either signature: text in, all of the next text out, no messages."""
 
@@ -189,11 +180,12 @@ class EnvStep:
         self.env_step = env_step
         self.takes_sample = "sample" in inspect.signature(env_step).parameters
 
-    async def reset(self, example: Example, seed: int) -> Row:
+    async def reset(self, example: Example, seed: int) -> SimpleNamespace:
         """Return the row and its extra_info."""
-        return Row(example, dict(example.columns.get("extra_info") or {"answer": example.answer}))
+        extra_info = dict(example.columns.get("extra_info") or {"answer": example.answer})
+        return SimpleNamespace(example=example, extra_info=extra_info)
 
-    async def step(self, state: Row, turn: Turn) -> Step:
+    async def step(self, state: SimpleNamespace, turn: Turn) -> Step:
         """Return the part of next_state after the turn."""
         before = turn.read()
         if self.takes_sample:

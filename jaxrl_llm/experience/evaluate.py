@@ -142,21 +142,20 @@ class HeldOutLoss:
 
     def __call__(self, state: TrainState, reference: ReferenceParams, step: int) -> Evaluation:
         """Return metrics eval/..., and metrics of a data source as eval/NAME/SOURCE."""
-        metrics = {f"eval/{name}": value for name, value in self._measure(state, self.items, reference)}
+        whole = self._measure(state, self.items, reference)
+        metrics = {f"eval/{name}": value for name, value in whole.items()}
         for source, items in self.sources.items():
-            values = dict(self._measure(state, items, reference))
+            values = self._measure(state, items, reference)
             metrics |= {f"eval/{name}/{source}": values[name] for name in BY_SOURCE if name in values}
         return Evaluation(metrics, [])
 
-    def _measure(
-        self, state: TrainState, items: list[PackItem], reference: ReferenceParams
-    ) -> list[tuple[str, float]]:
+    def _measure(self, state: TrainState, items: list[PackItem], reference: ReferenceParams) -> Metrics:
         metrics = jax.device_get(self.stage.measure(state, items, reference()))
         values = {name: float(value) for name, value in metrics.items()}
         algo = self.stage.policy.algo
         if algos.of(algo).name == "sft" and algo.aggregation == "token":
             values["perplexity"] = math.exp(min(values["loss"], 100.0))
-        return list(values.items())
+        return values
 
 
 def evaluate_all(

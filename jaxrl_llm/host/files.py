@@ -67,11 +67,6 @@ def write_json(path: Path, tree: Any) -> None:
         sync_to_disk(file)
 
 
-def replace_json(path: Path, tree: Any) -> None:
-    """Write a JSON file by one rename."""
-    replace_text(path, json.dumps(tree, indent=2) + "\n")
-
-
 def replace_lines(path: Path, rows: Sequence[Any], sync: bool = True) -> None:
     """Write lines of JSON by one rename."""
     replace_text(path, "".join(json.dumps(row) + "\n" for row in rows), sync)

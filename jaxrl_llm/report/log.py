@@ -97,8 +97,8 @@ class RunLog:
         self._try("run directory", lambda: self.run_dir.mkdir(parents=True, exist_ok=True))
         self.inode = inode(self.run_dir)
         for file in (METRICS, SAMPLES):
-            self._try(file, lambda file=file: jsonl.truncate_after(self.run_dir / file, resume_step))
-        rows = self._try(METRICS, lambda: jsonl.read_rows(self.run_dir / METRICS)) or []
+            self._try(file, jsonl.truncate_after, self.run_dir / file, resume_step)
+        rows = self._try(METRICS, jsonl.read_rows, self.run_dir / METRICS) or []
         self.restored = rows[-1] if rows and rows[-1]["step"] == resume_step else {}  # line of that step
         self._try(GOODPUT_FILE, lambda: self.goodput.resume(resume_step, self.restored))
         self.goodput.add(with_start(self.startup or {}))
@@ -110,7 +110,7 @@ class RunLog:
         self.described = json.dumps(tree, indent=2)
         self._try("config.json", self._write_config)
         for name, logger in list(self.loggers.items()):
-            self._try(name, lambda logger=logger: logger.config(tree))
+            self._try(name, logger.config, tree)
 
     def attach(self, name: str, logger: loggers.Logger | None) -> None:
         """Send the following steps to an open logger; None = there is none."""
@@ -183,8 +183,7 @@ class RunLog:
         replace_last = lambda: replace_lines(path, [*jsonl.read_rows(path)[:-1], self.restored], sync=False)
         self._try(METRICS, replace_last)
         for name, logger in list(self.loggers.items()):
-            step = lambda logger=logger: logger.step(self.last_step, values, self.shown)
-            self._try(name, step)
+            self._try(name, logger.step, self.last_step, values, self.shown)
         self.shown = []
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]], limit: int | None = None) -> None:
@@ -286,7 +285,7 @@ class RunLog:
             "trackio": lambda run_id: loggers.Trackio(config, self.run_dir, run_id),
         }
         for name in [name for name in make if getattr(config, name)]:
-            self.attach(name, self._try(name, lambda name=name: make[name](self.runs.id(name))))
+            self.attach(name, self._try(name, make[name], self.runs.id(name)))
         self._try(loggers.RUNS_FILE, self.runs.write)
 
     def _send_missing(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -303,18 +302,18 @@ class RunLog:
         """Send a step to the loggers that lack it."""
         for name, logger in list(self.loggers.items()):
             if not self.runs.has(name, step):
-                self._try(name, lambda logger=logger: logger.step(step, row, samples))
+                self._try(name, logger.step, step, row, samples)
                 if name in self.loggers:  # it has not failed
                     self.runs.logged(name, step)
         self._try(loggers.RUNS_FILE, self.runs.write)
 
-    def _try(self, name: str, action: Callable[[], Any]) -> Any:
+    def _try(self, name: str, action: Callable[..., Any], *arguments: Any) -> Any:
         """Run an action on process 0; warn once if it fails. A logger is then dropped, a file tried again."""
         if not self.is_writer:
             return None
         self._replace_lost()
         try:
-            return action()
+            return action(*arguments)
         except Exception as error:
             self.loggers.pop(name, None)
             if name not in self.warned:
