@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn, state_key
 from jaxrl_llm.forks import TurnRecord
 from jaxrl_llm.loop_thread import LoopThread
-from jaxrl_llm.rollout.engine import DialogueError, Reply, Request, raw_text
+from jaxrl_llm.rollout.engine import DialogueError, Reply, raw_text
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.user_file import describe_error
 
@@ -63,10 +63,7 @@ class Conversations(contextlib.AbstractContextManager):
     line: str = ""
     """Lines on the format of tool calls and on rewritten histories, for the start of a run; "" = none."""
     thread: LoopThread = field(default_factory=lambda: LoopThread("environments"))
-
-    def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
-        """Return the request of a prompt's responses."""
-        return Request(prompt.ids, index, responses, max_tokens)
+    opens_with: ClassVar[int] = 0
 
     def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> EnvDialogue:
         """Return the environment of responses to these prompts; the same key, the same seeds."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import numpy as np
 
 from jaxrl_llm.data.chat import prompt_messages
 from jaxrl_llm.data.config import ChatConfig
@@ -120,8 +121,8 @@ class DialogueSource(Protocol):
     line: str
     """A line on it, for the start of a run; "" = none."""
 
-    def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
-        """Return the request of a prompt's responses."""
+    opens_with: int
+    """Tokens of the longest prompt, if programs open conversations; 0 = the prompts of the rows do."""
 
     def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> Dialogue:
         """Return the environment of responses to these prompts; the same key, the same seeds."""
@@ -131,9 +132,9 @@ def make_requests(
     env: DialogueSource | None, prompts: Sequence[Prompt], responses: int, max_tokens: int
 ) -> list[Request]:
     """Return a request of `responses` to each prompt."""
-    if env is None:
-        return [Request(prompt.ids, i, responses, max_tokens) for i, prompt in enumerate(prompts)]
-    return [env.request(prompt, i, responses, max_tokens) for i, prompt in enumerate(prompts)]
+    longest = env.opens_with if env else 0
+    ids = [np.zeros(longest, np.int32) if longest else prompt.ids for prompt in prompts]
+    return [Request(own, i, responses, max_tokens, opens=longest > 0) for i, own in enumerate(ids)]
 
 
 def make_gateway(config: EnvConfig, tokenizer: Any, chat: ChatConfig, **sizes: Any) -> Gateway:

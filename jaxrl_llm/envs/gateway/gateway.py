@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl_llm.addresses import is_loopback
 from jaxrl_llm.data.chat import prompt_row
@@ -27,7 +26,7 @@ from jaxrl_llm.envs.python_file import call_user
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.loop_thread import LoopThread
 from jaxrl_llm.rollout.config import SamplingConfig
-from jaxrl_llm.rollout.engine import Reply, Request
+from jaxrl_llm.rollout.engine import Reply
 from jaxrl_llm.user_file import describe_error, get_attribute, import_user_file, split_name
 
 RUN_KEY = "JAXRL_GATEWAY_KEY"
@@ -106,7 +105,7 @@ class Gateway(contextlib.AbstractContextManager):
         sampling: SamplingConfig,
     ):
         # What every trajectory needs.
-        self.config, self.chat, self.max_prompt_tokens = config, chat, max_prompt_tokens
+        self.config, self.chat, self.opens_with = config, chat, max_prompt_tokens
         self._limits = Limits(
             prompt_tokens=max_prompt_tokens,
             response_tokens=max_response_tokens,
@@ -141,11 +140,6 @@ class Gateway(contextlib.AbstractContextManager):
                 f"--env.gateway: cannot listen on {settings.host}, port {settings.port}: {error}"
             ) from None
         self.line = gateway_line(self.server.address, settings)
-
-    def request(self, prompt: Prompt, index: int, responses: int, max_tokens: int) -> Request:
-        """Return the request of a prompt, whose responses get their prompts from programs."""
-        longest = np.zeros(self.max_prompt_tokens, np.int32)
-        return Request(longest, index, responses, max_tokens, opens=True)
 
     def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> ProgramDialogue:
         """Return the programs of responses to these prompts."""

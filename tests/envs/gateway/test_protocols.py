@@ -9,6 +9,7 @@ import pytest
 from scripted import END, ROW, RUN, TOKENIZER, Program, ScriptedEngine, encode, events_of, open_gateway
 
 from jaxrl_llm.envs.gateway.server import MAX_BODY
+from jaxrl_llm.envs.load import make_requests
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}
@@ -352,7 +353,8 @@ def test_process_0_alone_has_the_server(gateway, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     port = int(gateway.server.address.rpartition(":")[2])
     with open_gateway(monkeypatch, port=port) as other:
-        assert other.line == "" and other.request(ROW, 0, 1, 5).opens
+        (request,) = make_requests(other, [ROW], 1, 5)
+        assert other.line == "" and request.opens
 
 
 def test_models_and_health(gateway):
