@@ -79,7 +79,7 @@ class EnvDialogue:
     """Answers the turns of the policy's responses to `prompts`, all conversations at once.
 
     Args:
-        run: what the conversations of all calls share.
+        run: environment, settings and thread of the conversations of all calls.
         seed: of this call; each conversation gets a separate seed.
     """
 
@@ -148,7 +148,7 @@ class EnvDialogue:
         turn = talk.messages[-1]
         episode = dataclasses.replace(talk.episode, messages=(*talk.episode.messages, turn, *new))
         messages, keep = [*talk.messages, *new], None
-        # Their ids, and what the policy still reads of the conversation so far.
+        # Their ids, and the tokens of the conversation so far that the policy still reads.
         if step.raw:
             ids = token_ids(self.run.tokenizer, new[0]["content"], "an observation", after=turn["content"])
         else:

@@ -274,7 +274,7 @@ def main(parent: int) -> None:
     """Load the environment or tools named on standard input; answer "ok" or the problem."""
     end_with_parent(parent, signal.SIGKILL)
     reply = os.dup(1)
-    os.dup2(2, 1)  # what the user's code prints must not mix with the answer
+    os.dup2(2, 1)  # output of the user's code must not mix with the answer
     name, tools, examples = pickle.load(sys.stdin.buffer)
     try:
         for tool in tools:

@@ -1,4 +1,4 @@
-"""Rows of samples.jsonl: what the policy read and wrote, turn by turn."""
+"""Rows of samples.jsonl: the text that the policy read and wrote, turn by turn."""
 
 from __future__ import annotations
 

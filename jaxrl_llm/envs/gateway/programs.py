@@ -82,7 +82,7 @@ class ProgramRunner:
             start_new_session=True,
         )
         self._tell(f"+{process.pid}")
-        # Give it the row, and meanwhile read what it prints: it may print before it reads.
+        # Give it the row, and meanwhile read its output: it may print before it reads.
         tail = bytearray()
         writing = asyncio.create_task(_write(process.stdin, json.dumps(row, default=str).encode()))
         reading = asyncio.create_task(_read_tail(process.stdout, tail))
