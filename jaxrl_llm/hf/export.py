@@ -155,17 +155,27 @@ def write_folder(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_export_folder(folder: Path, config_name: str = "config.json") -> None:
+def check_export_folder(folder: Path, config_name: str = "config.json", size: int = 0) -> None:
     """Refuse an export folder that holds anything else, hours before the export.
 
     Args:
         config_name: as for `write_folder`.
+        size: bytes of the export, 0 = not known yet.
 
     Raises:
-        UserError: the message names the files.
+        UserError: the message names the files; or no space on the disk.
     """
-    if problem := _export_problem(folder.absolute(), 0, config_name):
-        raise UserError(problem)
+    folder = folder.absolute()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: a file; the export needs a folder")
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder}: holds the working directory; choose another folder")
+    inside = sorted(folder.iterdir()) if folder.exists() else []
+    foreign = [path.name for path in inside if not _is_exported(path, config_name)]
+    if inside and (foreign or not (folder / config_name).is_file()):
+        what = foreign[0] if foreign else inside[0].name
+        raise UserError(f"{folder}: holds {what}, which is not part of an export; choose another folder")
+    check_export_disk(folder, size)
 
 
 def save_description(
@@ -225,39 +235,26 @@ def plan_files(*parts: list[HFTensor], dtype: str, limit: int) -> list[tuple[str
 
 def _make_partial(folder: Path, partial: Path, size: int, config_name: str) -> None:
     """Make the temporary folder, if `size` bytes can be exported to `folder`."""
-    if problem := _export_problem(folder, size, config_name):
-        raise UserError(problem)
+    check_export_folder(folder, config_name, size)
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     partial.mkdir(parents=True)
 
 
-def _export_problem(folder: Path, size: int, config_name: str) -> str | None:
-    """Return why `size` bytes cannot be exported to `folder`, or None."""
-    if folder.exists() and not folder.is_dir():
-        return f"{folder}: a file; the export needs a folder"
-    if Path.cwd().is_relative_to(folder.resolve()):
-        return f"{folder}: holds the working directory; choose another folder"
-    inside = sorted(folder.iterdir()) if folder.exists() else []
-    foreign = [path.name for path in inside if not _is_exported(path, config_name)]
-    if inside and (foreign or not (folder / config_name).is_file()):
-        what = foreign[0] if foreign else inside[0].name
-        return f"{folder}: holds {what}, which is not part of an export; choose another folder"
-    return disk_problem(folder, size)
-
-
-def disk_problem(target: Path, size: int, others: int = _OTHER_FILES) -> str | None:
-    """Return why `size` bytes cannot be written to an absolute path, or None; 0 = of a size to be known.
+def check_export_disk(target: Path, size: int, others: int = _OTHER_FILES) -> None:
+    """Refuse an absolute path to which `size` bytes cannot be written; 0 = of a size to be known.
 
     Args:
         others: further bytes of metadata, at most.
+
+    Raises:
+        UserError: no permission, or no space on the disk.
     """
     parent = next(path for path in target.parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        return f"{parent}: cannot be written to; choose another folder for the export"
+        raise UserError(f"{parent}: cannot be written to; choose another folder for the export")
     free, needed = shutil.disk_usage(parent).free, size + others
     if size and free < needed:
-        return f"{target}: the export needs {needed:,} bytes, but {free:,} are free on that disk"
-    return None
+        raise UserError(f"{target}: the export needs {needed:,} bytes, but {free:,} are free on that disk")
 
 
 def _is_exported(path: Path, config_name: str) -> bool:

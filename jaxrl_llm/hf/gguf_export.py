@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.extensions import import_extra
 from jaxrl_llm.hf.config import check_round_trip, to_hf_config
-from jaxrl_llm.hf.export import disk_problem, export_config, refuse_not_finite
+from jaxrl_llm.hf.export import check_export_disk, export_config, refuse_not_finite
 from jaxrl_llm.hf.gather import gather_checked
 from jaxrl_llm.hf.gguf_names import FAMILIES, GGUF_YARN, ROPE_FACTORS, gguf_keys, gguf_name, gguf_shape
 from jaxrl_llm.hf.gguf_vocabulary import gguf_vocabulary
@@ -59,8 +59,7 @@ def check_gguf_file(file: Path, overwrite: bool) -> None:
             raise UserError(f"--out {file}: {path} exists. Set another --out, or --overwrite True.")
     if file.exists() and not _is_gguf(file):
         raise UserError(f"{file}: is not a GGUF file and is not replaced; choose another name")
-    if problem := disk_problem(file.absolute(), 0):
-        raise UserError(problem)
+    check_export_disk(file.absolute(), 0)
     import_extra("gguf", "gguf", needed_by=f"--out {file}")
 
 
@@ -104,10 +103,7 @@ def save_gguf(
         f"tokenizer.{key}": value for key, value in gguf_vocabulary(tokenizer, config.vocab_size).items()
     }
     tensors = [_encoded(tensor, config, architecture, dtype) for tensor in hf_tensors(config)]
-    if problem := disk_problem(
-        file.absolute(), sum(_size(tensor, dtype) for tensor in tensors), _OTHER_BYTES
-    ):
-        raise UserError(problem)
+    check_export_disk(file.absolute(), sum(_size(tensor, dtype) for tensor in tensors), _OTHER_BYTES)
     # The header, with the places of tensors that come later.
     partial = file.with_name(f".{file.name}.partial")
     writer = gguf.GGUFWriter(partial, architecture)

@@ -22,7 +22,7 @@ from jaxrl_llm.models.stacks import stages_problem
 from jaxrl_llm.recipe.rule import Rule
 from jaxrl_llm.rollout.checks import dynamic_rope_hint, ring_problem, token_problems
 from jaxrl_llm.sharding.attention import heads_problem
-from jaxrl_llm.sharding.config import CRITIC, POLICY, MeshConfig, reward_role
+from jaxrl_llm.sharding.config import CRITIC, POLICY, MeshConfig
 from jaxrl_llm.sharding.rules import num_shards
 
 WITHOUT_SERVED_ROUTES = ("mixtral", "olmoe")
@@ -272,10 +272,9 @@ def _joined_problems(lora: LoraConfig, family: str) -> Iterator[str]:
 
 
 def _reward_models_have_heads(config: TrainConfig, models: Models) -> Iterator[str]:
-    for i, reward in enumerate(config.reward.models):
-        model = models.get(reward_role(i))
-        if model and (problem := reward.head_problem(model.value_head)):
-            yield f"--reward.models.{i}.path {reward.path}: {problem}"
+    for role, reward in config.reward_models.items():
+        if role in models and (problem := reward.head_problem(models[role].value_head)):
+            yield f"--{role}path {reward.path}: {problem}"
 
 
 def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
