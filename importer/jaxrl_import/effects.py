@@ -8,7 +8,7 @@ from typing import Any
 from jaxrl_import.values import UNSET, key_table
 
 OFF = (None, False, 0, "", "none", "null", "off", "disable", "disabled", "no", [], {})
-"""Values that "OFF" means in keys/effects.toml, which are neutral for keys without other neutral values."""
+"""Values that have no effect, unless keys/effects.toml gives the key others; "OFF" there stands for these."""
 UNKNOWN_KEY = "import-config does not know this key; see what it changes there"
 _TABLES = key_table("effects")
 

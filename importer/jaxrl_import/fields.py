@@ -345,7 +345,7 @@ class Conversion:
         self.put("servers.flags", flags, note="as there")
 
     def fraction(self, key: str, of: str) -> float:
-        """Return the value of a key as a fraction of another's, at most 1; 1 of 0."""
+        """Return the value of one key divided by another's, at most 1; 1 if the other is 0."""
         whole = self.get(of)
         return round(min(self.get(key) / whole, 1.0), 6) if whole else 1.0
 

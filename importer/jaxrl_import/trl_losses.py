@@ -151,7 +151,7 @@ def clip_range(conv: Conversion) -> None:
 
 
 def set_gmpo(conv: Conversion) -> None:
-    """Set what TRL's GMPO reads of GRPO's settings: its ratio is bounded in nats, its loss per response."""
+    """Set the keys of GRPO that TRL's GMPO reads. Its ratio is bounded in nats, its loss is per response."""
     conv.put("algo.aggregation", "sequence", note="TRL's GMPO")
     _objectives(conv)
     clip_range(conv)

@@ -33,7 +33,7 @@ class RAFTConfig(AlgoConfig):
     """Options of best-of-n imitation."""
 
     best: Count | None = 1
-    """Responses kept of each prompt; None = all that are good enough."""
+    """Responses kept for each prompt; None = all that are good enough."""
     above: Annotated[float, Range(-math.inf, math.inf)] = 0.0
     """Only responses with a larger reward are kept."""
     aggregation: Aggregation = "token"

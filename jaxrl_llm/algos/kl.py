@@ -29,8 +29,9 @@ def kl(
 
     With d = logprobs - ref_logprobs:
 
-    k1 d unbiased k2 d^2 / 2 biased, but with the gradient of the KL k3 e^-d - 1 + d unbiased, never negative;
-    with the gradient of the reverse KL
+    k1   d              unbiased
+    k2   d^2 / 2        biased; its gradient is the gradient of the KL
+    k3   e^-d - 1 + d   unbiased, never negative; its gradient is the gradient of the reverse KL
     abs  |d|
 
     k1+ and k3+ have the value of k1 and k3, and the gradient of k2 (arXiv 2512.21852). d is clipped to +-20

@@ -134,7 +134,7 @@ class Adapter:
         name: that requests give.
         payload: pickled tensors in base64. options: the other fields of the request that loads them.
         folder: with the adapter, for servers that read it from files; then there is no payload.
-        tried: addresses of servers that were given it, with whatever outcome.
+        tried: addresses of servers that it was sent to, successfully or not.
     """
 
     name: str

@@ -327,7 +327,7 @@ class Push:
 
 
 async def make_receiver(pool: PoolLike, server: ServerLike, problem: Problem) -> Receiver:
-    """Return a server with its tensor parallelism. One that does not reply in time gets no weights.
+    """Return a server as the receiver of a push. A server that does not reply in time gets no weights.
 
     Args:
         problem: of its reply to /server_info.

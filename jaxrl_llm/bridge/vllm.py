@@ -153,7 +153,7 @@ class VLLM:
         return ""
 
     async def abort_all(self, pool: PoolLike, server: ServerLike, timeout: float) -> None:
-        """Abort everything: the reply to single ids counts ids that were sent, not found."""
+        """Abort all requests: a reply to single ids counts the ids sent, not the requests found."""
         await pool.request(server, "/abort_requests", {}, timeout)
 
     async def pause(self, receiver: Receiver, mode: PauseMode) -> None:

@@ -232,7 +232,7 @@ def prompts_to_try(run: Run) -> list[dict[str, Any]]:
 
 
 OF_PROMPTS = ("options", "subset", "split", "prompt_key", "input_template")
-"""Fields of a source of pairs that determine its prompts."""
+"""Fields of a data source (of pairs) on which its prompts depend."""
 
 
 def next_command(run_dir: Path, config: TrainConfig, has_prompts: bool = True) -> str:

@@ -70,7 +70,7 @@ def make_engine(
         return _servers(
             config, model, meshes[POLICY], tokenizer, eos_ids=eos_ids, closing=closing, stored=folder
         )
-    # The native engine: on a thread of its own where responses may be older than a step.
+    # The native engine; on a separate thread if responses may be older than a step.
     mesh, strict, routes = meshes[ROLLOUT_ENGINE], config.strict, config.routing.replay == "rollout"
     engine = NativeEngine(
         config.rollout,

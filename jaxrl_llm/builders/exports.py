@@ -168,7 +168,7 @@ SHOWN = ("eval/", "reward/mean", "accuracy")
 
 
 def push_run(run_dir: Path, hub: HubConfig) -> None:
-    """Upload run_dir/hf at the end of a run, from process 0. A collective; nothing where `push` is empty.
+    """Upload run_dir/hf at the end of a run, from process 0; does nothing if `push` is empty. A collective.
 
     Raises:
         PushError: it could not be uploaded; has the command that does it later.

@@ -24,7 +24,7 @@ FIXED = (
     *("optim.name", "optim.moments", "optim.store_param_remainders", "optim.ema"),
     "max_prompt_tokens",  # decides which prompts are filtered, and so all that follow
     "rollout.sampling.kept_sets",  # unfinished responses of a checkpoint have sets or none
-    "rollout.oversample",  # the draws of a checkpoint are single prompts, or the prompts of a step
+    "rollout.oversample",  # a saved draw is one prompt with oversampling, else all prompts of a step
     "prompts_per_step",  # step s reads prompts from s * prompts_per_step on
 )
 """Keys, with all keys below them, that a run can never change: they give its checkpoints their meaning."""

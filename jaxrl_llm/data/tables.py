@@ -188,7 +188,7 @@ def as_written(value: Any, type: Any, filled: bool = False) -> Any:
         types = {field.name: field.type for field in type}
         kept = {key: inner for key, inner in value.items() if not (filled and inner is None)}
         return {key: as_written(inner, types[key], filled or key in FILLED) for key, inner in kept.items()}
-    if isinstance(value, list) and hasattr(type, "value_type"):  # a map has none
+    if isinstance(value, list) and hasattr(type, "value_type"):  # lists, not maps
         is_chat = all(isinstance(item, dict) and role_of(item) for item in value)
         return [as_written(item, type.value_type, filled or is_chat) for item in value]
     if isinstance(value, float) and str(type) in SHORT_FLOATS:  # 0.1, not 0.10000000149011612

@@ -59,7 +59,7 @@ class RolloutSource:
     weight_noise: float = 0.0
     env: DialogueSource | None = None  # other side of conversations of several turns
     max_staleness: int = 0  # steps
-    oversample: float = 1.0  # started prompts / prompts; 1 = `max_staleness` + 1, used in order
+    oversample: float = 1.0  # prompts started for a step / prompts used; 1 = draws are used in order
     steps: int = 0  # of the run; no draw is started for later ones
     cursor: int = 0  # the first draw that no step has used
     used: set[int] = field(default_factory=set)  # later draws that steps have used

@@ -106,7 +106,7 @@ def _family_keys(raw: dict[str, Any], file: str) -> JsonKeys:
 
 
 def _key_names(family: str, has_alibi: bool) -> dict[str, str]:
-    """Return usual keys -> the family's keys, where they differ."""
+    """Return usual key -> the family's key, for keys that differ."""
     return ALIBI_KEYS if has_alibi else QWEN1_KEYS if family == "qwen" else {}
 
 

@@ -22,7 +22,7 @@ class Family:
     architecture: str
     """Class of its language models in transformers."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of keys that config.json lacks, where they are not those of the config class (`CLASS_KEYS`)."""
+    """Defaults of keys that config.json lacks, if the config class (`CLASS_KEYS`) has other ones."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of TransformerConfig that all models of the family have."""
     bias: str = ""
@@ -48,7 +48,7 @@ class Family:
     null_theta: bool = False
     """No layer has a rotary position embedding if `rope_theta` is null."""
     local_theta: str = "rope_theta"
-    """Key of the base of `local_rope` in the spelling of transformers 4; "" = RoPE has only that of 5."""
+    """Key of the base of `local_rope` as transformers 4 spells it; "" = only transformers 5 has it."""
     global_heads: bool = False
     """Layers without a window have other heads (`global_head_dim`), and the last layer is one of them."""
     sqrt_embeddings: bool = False

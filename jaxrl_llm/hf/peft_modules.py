@@ -111,7 +111,7 @@ def adapted_modules(
     names = {target: target + PARAMETER * (not target.endswith(EXPERTS)) for target in targets}
     _check_targets(keys, targets, parameters)
     _check_parameters(keys, parameters, names.values())
-    # The ones that are adapted -> the name that patterns match.
+    # Adapted layer -> its name as patterns of `target_modules` match it.
     adapted = {target: name for target, name in names.items() if _has_end(name, parameters)}
     modules = [target for target, name in names.items() if name != target and target not in adapted]
     modules = [target for target in modules if experts or ".experts." not in target]

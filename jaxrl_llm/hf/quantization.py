@@ -1,4 +1,4 @@
-"""Formats of quantized weights, as config.json names them: the ones that are read, and fixes for others."""
+"""Formats of quantized weights, as config.json names them: the supported ones, and fixes for others."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ THEIR_WORDS = (
     (r"; --data\.bad_rows skip trains if only a few rows are like this", ""),
     (r"--data\.chat\.", "--chat."),
 )
-"""Advice of training -> the words of these commands."""
+"""Pattern in advice of `train` -> its replacement in messages of the commands WITHOUT_DATA."""
 
 _under_way: list[str] = []  # the innermost last
 _name = ""  # of the command that runs

@@ -118,6 +118,6 @@ def _picklable(error: Exception | None) -> Exception | None:
     """Return the exception, or a RunError instead if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # any error of the exception's class
+    except Exception:  # the exception's class may raise anything
         return RunError(f"process 0 failed: {type(error).__name__}: {error}")
     return error

@@ -198,7 +198,7 @@ def handled_signals(keep_process: bool = False) -> Iterator[SignalHandlers | Non
 
 @contextlib.contextmanager
 def _handlers_with(name: str, value: Any) -> Iterator[None]:
-    """Install the handlers, with another value of one attribute inside the context."""
+    """Install the handlers, and set one of their attributes inside the context."""
     with handled_signals() as handlers:
         if handlers is None:
             yield

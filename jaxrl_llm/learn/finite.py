@@ -45,7 +45,7 @@ class UpdateStep(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """New state, or the old one where `finite` is False."""
+    """New state; the old state if `finite` is False."""
 
     params: Params
     opt_state: Any
@@ -231,7 +231,7 @@ def stop_if_nonfinite(
         run_dir: folder that the offending batch is written to.
         max_nonfinite: skipped updates in a row that end the run.
         done: steps done.
-        end: last step of the stage; one in which every update was skipped has trained nothing.
+        end: last step of the stage; a stage that skipped every update has trained nothing.
 
     Raises:
         NonFiniteError: names the file that the offending batch was written to.

@@ -140,7 +140,7 @@ def float32_params(state: TrainState) -> Params:
 def stored_weights(params: Params, opt_state: Any) -> Params:
     """Return float32 weights in the types in which they are stored: the nearest bfloat16, or float32.
 
-    Of two bfloat16 that are equally near it is the one away from 0, as the 16 bits of a remainder imply.
+    Ties round away from 0: the 16 bits of a remainder imply it.
     """
     if not isinstance(opt_state, MasterState):
         return params

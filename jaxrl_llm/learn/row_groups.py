@@ -60,7 +60,7 @@ class RowGroup(NamedTuple):
 def row_groups(
     items: Sequence[PackItem], config: StepConfig, rows: int, *, mesh: Mesh, group_size: int = 1
 ) -> list[RowGroup]:
-    """Divide the items by their tokens, where the mesh divides the tokens of a row.
+    """Divide the items by their tokens if the mesh divides the tokens of a row.
 
     Context parallelism costs short items its exchanges and gains them nothing. Items that fit a device's
     share of a row have rows of that length, one for each device; some fill the rows of longer items. All
@@ -71,7 +71,7 @@ def row_groups(
         rows: of a micro-batch of rows that devices share.
         group_size: consecutive items that are compared, and stay together.
     """
-    # One kind of rows, where no two devices share one.
+    # Devices share no row: all rows are of one kind.
     everything, shapes = range(len(items)), row_shapes(config.row_tokens, rows, mesh)
     together = [RowGroup(items, everything, *shapes[0])]
     if len(shapes) == 1 or not items:

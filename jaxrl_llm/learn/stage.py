@@ -92,7 +92,7 @@ class Stage:
 
     @property
     def needs_reference(self) -> bool:
-        """True where the frozen reference model scores the items."""
+        """True if the frozen reference model scores the items."""
         return self.requires.ref_logprobs and not self.teachers
 
     @functools.cached_property
@@ -127,7 +127,7 @@ class Stage:
         """Return the mini-batches of a step: items with advantages, shuffled by `seed`.
 
         Args:
-            reference: weights of the frozen reference; None where the algorithm needs none.
+            reference: weights of the frozen reference; None if the algorithm needs none.
         """
         policy = self.policy
         if not experience.items:  # dynamic sampling found no group to learn from

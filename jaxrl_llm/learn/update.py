@@ -53,7 +53,7 @@ class StepConfig:
     rows: int
     dtype: str = "float32"
     remat: str = "none"
-    sequence_parallel: str = "ring"  # context parallelism, where the mesh divides the tokens of a row
+    sequence_parallel: str = "ring"  # context parallelism, if the mesh divides the tokens of a row
     share_prefixes: Sharing = False  # a row stores shared prefixes of its trajectories once
     whole_sequences: bool = False  # the contexts of a trajectory are in one row, shared or not
     strict: bool = False  # batch-invariant: a log-prob depends, bit for bit, on its trajectory alone

@@ -30,7 +30,7 @@ from jaxrl_llm.user_file import expand_home
 
 
 def _read_architectures() -> dict[str, TransformerConfig]:
-    """Return the models of architectures.json: keys of their config.json, after those of the model `like`."""
+    """Return the models of architectures.json: the keys of the model `like`, and its own in their place."""
     text = (resources.files("jaxrl_llm.plan") / "architectures.json").read_text(encoding="utf-8")
     files: dict[str, dict[str, Any]] = {}
     for name, keys in json.loads(text).items():

@@ -228,7 +228,7 @@ def _update(
 
 
 def _rows(config: TrainConfig, model: TransformerConfig, shape: RowShape, with_logits: bool) -> Rows:
-    """Return the tokens of a micro-batch; those of short rows attend to as many fewer."""
+    """Return the tokens of a micro-batch; tokens of short rows attend to fewer tokens."""
     context = mean_context(config) * shape.row_tokens / config.row_tokens
     bubble = bubble_of(model, shape.rows, shape.mesh.shape)
     return Rows(shape.rows * shape.row_tokens, context, with_logits, bubble)

@@ -156,7 +156,7 @@ def _moved_by_fusion(line: Instruction, operands: list[list[Array]], module: Mod
     sizes = [sum(array.memory_bytes for array in arrays) for arrays in operands]
     read = [min(size, _read(parameters[str(i)], fused, module)) for i, size in enumerate(sizes) if size]
     results = line.arrays
-    if line.op == "fusion-start":  # its result: the operands, the results, a semaphore
+    if line.op == "fusion-start":  # it returns operands, results and a semaphore
         first = sum(map(len, operands))
         results = results[first : first + len(_root(fused).arrays)]
     return sum(read) + _written(fused, module, results)

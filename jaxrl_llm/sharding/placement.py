@@ -81,7 +81,7 @@ def with_whole_rows(mesh: Mesh) -> Mesh:
 
 
 def number_of_slices(devices: Iterable[Device]) -> int:
-    """Return the number of slices of which the devices say that they are: TPU slices, hosts of GPUs."""
+    """Return the number of slices that the devices report: TPU slices, or hosts of GPUs."""
     return len(set(map(_slice_of, devices)))
 
 

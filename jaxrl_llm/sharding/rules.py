@@ -40,8 +40,8 @@ TRAIN: Rules = {
     "expert_embed": ("fsdp", "sequence", "rows"),
     "expert_mlp": "tensor",
     "router": None,
-    "latent": ("fsdp", "sequence", "rows", "expert"),  # inputs of the second projection of latent attention
-    "compressed": None,  # outputs of the first one
+    "latent": ("fsdp", "sequence", "rows", "expert"),  # of latent attention: inputs of the second projection
+    "compressed": None,  # of latent attention: outputs of the first projection
     "norm": None,
     "conv": None,
     "rank": None,

@@ -21,7 +21,7 @@ class ModelChoice:
     """Checkpoint and adapters of the model that a command names."""
 
     step: CountOrZero | None = None
-    """Step of the checkpoint, where --model is the directory of a run; None = the newest."""
+    """Step of the checkpoint, if --model is the directory of a run; None = the newest."""
     adapter: str = ""
     """PEFT folder, or hub name, of adapters for the model."""
 

@@ -19,8 +19,8 @@ class SampleTurn:
 
     number: int  # 0, 1, ... in the order in which turns were sampled
     after: int  # number of the turn that its conversation continues; -1 = it begins one
-    under: int | None = None  # turn that it branches off, or begins during the answer of; None = neither
-    inputs: list[Message] = field(default_factory=list)  # that the policy read since `after`
+    under: int | None = None  # turn that it branches off from, or in whose answer it begins; None = neither
+    inputs: list[Message] = field(default_factory=list)  # that the policy read after the turn `after`
     text: Message | None = None  # the turn; None = not known as a message
     calls: list[dict[str, Any]] = field(default_factory=list)  # as `report.samples`, with "answer", a Message
     tools: list[Any] = field(default_factory=list)  # schemas, of a conversation that a program begins

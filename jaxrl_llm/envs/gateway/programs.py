@@ -22,7 +22,7 @@ now=$(ulimit -v)
 if [ "$now" = unlimited ] || [ "$now" -gt "$1" ]; then ulimit -v "$1" || exit; fi
 shift && exec "$@"
 """
-"""Limits the program's memory to its first argument in KiB; a lower limit that there is stays."""
+"""Limits the program's memory to its first argument in KiB; a lower limit stays."""
 WATCHDOG = """
 import os, signal, sys
 groups = set()

@@ -54,7 +54,7 @@ REFUSED: dict[str, str] = {
     "use_beam_search": "each token is sampled",
     "web_search_options": "no search runs here; call it in the program, and show the policy a tool",
 }
-"""Reasons, by setting: a reply that left it out would not be the one that the program has asked for."""
+"""Setting -> why a call with it is refused: a reply that ignores the setting would not be what was asked."""
 
 
 def unused_settings(body: dict[str, Any], reads: Collection[str], sampling: SamplingConfig) -> dict[str, Any]:

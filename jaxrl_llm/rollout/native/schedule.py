@@ -372,7 +372,7 @@ def first_of_reply(response: PartialResponse) -> int:
 
 
 def _filling(counts: tuple[int, ...], rows: int) -> int:
-    """Return how many of `rows` to compute in a batch of one of the `counts`: all, unless few fill it."""
+    """Return how many of `rows` to compute now: all, unless they would leave most of a batch empty."""
     if rows >= MIN_FILLED * round_up(counts, rows):
         return rows
     return max((count for count in counts if count <= rows), default=rows)
