@@ -37,14 +37,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 class _Server(ThreadingTCPServer):  # HTTPServer looks the name of its address up, which may take seconds
     allow_reuse_address = daemon_threads = True
-    text = ""
+
+    def __init__(self, address: tuple[str, int]):
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.text = ""
+        super().__init__(address, _Handler)
 
     def handle_error(self, *_: object) -> None:
         """Ignore a reader that has left."""
-
-
-class _ServerV6(_Server):
-    address_family = socket.AF_INET6
 
 
 class Prometheus:
@@ -61,7 +61,7 @@ class Prometheus:
         host, port = split_address(config.prometheus)
         self.run, self.values = run, dict[str, float]()
         try:
-            self.server = (_ServerV6 if ":" in host else _Server)((host, port), _Handler)
+            self.server = _Server((host, port))
         except OSError as error:
             raise UserError(
                 f"--log.prometheus {config.prometheus}: cannot listen there ({error}). Set another "
