@@ -25,13 +25,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from jaxrl_llm.builders.describe import next_command, prompts_to_try, samples_of, start_lines
 from jaxrl_llm.builders.pin import pin_models
 from jaxrl_llm.builders.run import Run, build
 from jaxrl_llm.checkpoint.state import Checkpointer
-from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.dataset import REFERENCE_FILE
 from jaxrl_llm.experience.evaluate import evaluate_all
@@ -175,15 +173,15 @@ def train(
         log.step(done, metrics, experience.tokens, kind=stage.name, model_flops=flops)  # before the save
         with log.phase("checkpoint"):
             run.export(state, done)
-            if checkpoint_due(config, done, run.total):
+            if done == run.total or done % (config.checkpoint.every or run.total) == 0:
                 files = source.snapshot()
-                checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), files=files)
+                checkpoints.save(done, trained_state(state), meta, metrics, files=files)
 
     # Save at the end, whatever ended the loop.
     if outage.error and done == start:
         raise outage.error  # before the first step: a wrong setting rather than an outage
     if reason := outage.reason or reason or stop.signalled():
-        checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), files=source.snapshot())
+        checkpoints.save(done, trained_state(state), meta, metrics, files=source.snapshot())
     checkpoints.wait()
     return Ended(state, done, reason)
 
@@ -257,13 +255,3 @@ def evaluate(run: Run, state: TrainState, reference: Reference, done: int, *, lo
 def reference_params(stage: Stage, reference: Reference, step: int, state: TrainState) -> Params | None:
     """Return the reference weights of a stage, or None if its algorithm needs none."""
     return reference.params(stage.start, step, state.params) if stage.needs_reference else None
-
-
-def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:
-    """Return whether to save: every n steps, and at the end."""
-    return done == total or done % (config.checkpoint.every or total) == 0
-
-
-def finite_metrics(metrics: Metrics) -> Metrics:
-    """Return the metrics that are finite numbers, for the checkpoint's manifest."""
-    return {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MAX_FILES, MAX_LINES = 12, 2325
+MAX_FILES, MAX_LINES = 12, 2300
 
 
 def reading_path() -> list[Path]:

@@ -11,8 +11,8 @@ from jaxrl_llm import algos
 from jaxrl_llm.data.packing import IN_LOSS
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import ROUTES
-from jaxrl_llm.learn.scoring import Scorer
-from jaxrl_llm.learn.stage import Stage, policy_scores
+from jaxrl_llm.learn.scoring import Scorer, policy_scores
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.sharding.compile import ParallelCompiler, Program
 from jaxrl_llm.structs import Params
 

@@ -67,7 +67,7 @@ class Checkpointer:
         step: int,
         state: Any,
         meta: dict[str, Any],
-        metrics: dict[str, float],
+        metrics: Mapping[str, Any],
         *,
         files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> bool:
@@ -78,7 +78,7 @@ class Checkpointer:
             state: pytree of jax.Array of any sharding; across processes, of global arrays.
             meta: JSON-able. `meta["config"]` is the resolved config, `meta["model"]` the dict of the
                 TransformerConfig.
-            metrics: of this step, for `best_metric`.
+            metrics: of this step, for `best_metric`; only finite numbers are kept.
             files: further files of the checkpoint, by name; process 0 writes them.
 
         Returns: whether the save started; False if this step is saved already, or the disk has no space.
@@ -91,7 +91,7 @@ class Checkpointer:
         self.wait()
         arrays = saved_arrays(self.config, state)
         meta = json.loads(json.dumps(meta))  # a copy, which fails here if it is not JSON-able
-        metrics = {name: float(value) for name, value in metrics.items()}
+        metrics = {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}
         if on_first(lambda: self._exists(step)):
             return False
         # Refuse what could not be restored or written.
@@ -112,8 +112,9 @@ class Checkpointer:
             return False
         # The rest is done in the background.
         shapes = {path: array_type(x) for path, x in arrays.items()}
-        written = {"meta": meta, "metrics": metrics, "files": files}
-        finishing = self._thread.submit(self._finish, step, start, response, shapes, **written)
+        finishing = self._thread.submit(
+            self._finish, step, start, response, shapes, meta=meta, metrics=metrics, files=files
+        )
         self._saving = step, finishing
         if not self.config.async_save:
             self.wait()

@@ -8,7 +8,8 @@ from jaxrl_llm.data.packing import PackItem, branches_of
 from jaxrl_llm.experience.metrics import group_by_prompt
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.learn.moe_losses import reads_logits
-from jaxrl_llm.learn.stage import Experience, Stage, policy_scores
+from jaxrl_llm.learn.scoring import policy_scores
+from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.models.flops import sequence_flops, training_flops
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.algos.contract import Requirements
 from jaxrl_llm.data.packing import PackItem, arrange, branches_of, empty_batch, pack, row_tokens, unpack
 from jaxrl_llm.learn.moe_losses import ROUTES, Replay
-from jaxrl_llm.learn.row_groups import RowGroup, RowShape, placing, row_groups, row_shapes
+from jaxrl_llm.learn.row_groups import RowGroup, RowShape, row_groups, row_shapes
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.sharding.compile import Program, bucket, compiler_options
 from jaxrl_llm.sharding.rules import num_shards, put_rows, row_sharding, with_shardings
-from jaxrl_llm.structs import Batch, Metrics, Params
+from jaxrl_llm.structs import Batch, Metrics, Params, Sharing
 
 Scores = list[dict[str, np.ndarray]]
 PendingScores = Callable[[], Scores]
@@ -45,7 +46,6 @@ class Scorer:
     def __init__(self, config: StepConfig, mesh: Mesh, group_size: int = 1):
         self.config, self.mesh, self.group_size = config, mesh, group_size
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        self._placing = placing(config)
         self.run = jax.jit(
             functools.partial(model_outputs, config=config),
             static_argnames=("names",),
@@ -60,8 +60,14 @@ class Scorer:
     def abstract_batch(self, signals: Sequence[str], shape: RowShape, replay: bool = True) -> Batch:
         """Return shapes, types and shardings of a micro-batch with these signals."""
         route = self.config.replay.route if replay and self.config.replay else None
-        settings = {"share": self.config.share_prefixes, "num_kept": self.config.num_kept}
-        empty = empty_batch(shape.rows, shape.row_tokens, signals, route, **settings)
+        empty = empty_batch(
+            shape.rows,
+            shape.row_tokens,
+            signals,
+            route,
+            share=self.config.share_prefixes,
+            num_kept=self.config.num_kept,
+        )
         return with_shardings(empty, jax.tree.map(lambda x: row_sharding(shape.mesh, x.shape), empty))
 
     def score_programs(self, params: Params, names: tuple[str, ...], replay: bool = False) -> list[Program]:
@@ -108,8 +114,15 @@ class Scorer:
         rows = values[0].shape[0] * values[0].shape[1] // self.config.row_tokens if values else 0
         for group in self._row_groups(items, rows):
             own = [x for x in values if x.shape[1] == group.row_tokens]
-            settings = {"on_targets": on_targets, **self._placing}
-            found = unpack(own, group.items, group.row_tokens, self.group_size, **settings)
+            found = unpack(
+                own,
+                group.items,
+                group.row_tokens,
+                self.group_size,
+                on_targets=on_targets,
+                share=self.config.share_prefixes,
+                keep_whole=self.config.whole_sequences,
+            )
             arrays |= zip(group.indices, found, strict=True)
         return [arrays[i] for i in range(len(items))]
 
@@ -143,14 +156,47 @@ class Scorer:
     def batches(self, items: Sequence[PackItem], rows: int, replay: bool = True) -> list[Batch]:
         """Return the micro-batches that `data.packing.pack` makes of these items, on the devices."""
         c, packed = self.config, []
-        settings = {"replay": replay and c.replay is not None, "num_kept": c.num_kept, **self._placing}
         for group in self._row_groups(items, rows):
-            batches = pack(group.items, group.row_tokens, group.rows, self.group_size, **settings)
+            batches = pack(
+                group.items,
+                group.row_tokens,
+                group.rows,
+                self.group_size,
+                replay=replay and c.replay is not None,
+                share=c.share_prefixes,
+                keep_whole=c.whole_sequences,
+                num_kept=c.num_kept,
+            )
             packed += [put_rows(group.mesh, batch) for batch in batches]
         return packed
 
     def _row_groups(self, items: Sequence[PackItem], rows: int) -> list[RowGroup]:
         return row_groups(items, self.config, rows, mesh=self.mesh, group_size=self.group_size)
+
+
+def policy_scores(requires: Requirements, config: StepConfig) -> tuple[str, ...]:
+    """Return the outputs of the policy that are computed before the first update of a step."""
+    return (
+        ("logprobs",) * (config.old_logprobs_source == "recompute")
+        + (ROUTES,) * (config.replay is not None and config.replay.source == "old")
+        + ("sum_pi_squared",) * requires.sum_pi_squared
+        + ("entropy",) * requires.old_entropy
+        + ("values",) * requires.values
+    )
+
+
+def bucketed_step(
+    dtype: str, *, temperature: float = 1.0, share_prefixes: Sharing = False, replay: Replay | None = None
+) -> StepConfig:
+    """Return the settings of a `BucketedScorer`, for log-probs and scores without a recipe."""
+    return StepConfig(
+        row_tokens=SHORTEST_ROW,
+        rows=1,
+        dtype=dtype,
+        temperature=temperature,
+        share_prefixes=share_prefixes,
+        replay=replay,
+    )
 
 
 class BucketedScorer:
@@ -219,8 +265,9 @@ def sequence_scorer(dtype: str, mesh: Mesh):
 
     @functools.cache
     def scorer(temperature: float, replay: Replay | None) -> BucketedScorer:
-        step = StepConfig(SHORTEST_ROW, rows=1, dtype=dtype, temperature=temperature, replay=replay)
-        return BucketedScorer(step, mesh, SHORTEST_ROW)
+        return BucketedScorer(
+            bucketed_step(dtype, temperature=temperature, replay=replay), mesh, SHORTEST_ROW
+        )
 
     def logprobs(
         params: Params, ids: np.ndarray, temperature: float = 1.0, routes: np.ndarray | None = None

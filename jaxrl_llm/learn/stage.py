@@ -23,8 +23,7 @@ from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.moe_losses import ROUTES
 from jaxrl_llm.learn.reference import LogprobCache, PlacedTeachers, Teachers, start_reference, start_teachers
-from jaxrl_llm.learn.scoring import Scorer
-from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.learn.scoring import Scorer, policy_scores
 from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.placement import reshard
 from jaxrl_llm.structs import Metrics, Params, TrainState, Trajectory
@@ -136,8 +135,14 @@ class Stage:
         items = credit.assign_credit(
             policy.algo, experience.items, experience.trajectories, float(state.kl_coef), seed=seed
         )
-        size, settings = policy.group_size, {"epochs": self.epochs, "whole_prompts": self.whole_prompts}
-        return credit.split_minibatches(items, self.minibatches, seed, group_size=size, **settings)
+        return credit.split_minibatches(
+            items,
+            self.minibatches,
+            seed,
+            group_size=policy.group_size,
+            epochs=self.epochs,
+            whole_prompts=self.whole_prompts,
+        )
 
     def update(
         self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], step: int
@@ -198,14 +203,3 @@ class Stage:
                 }
 
         return write
-
-
-def policy_scores(requires: Requirements, config: StepConfig) -> tuple[str, ...]:
-    """Return the outputs of the policy that are computed before the first update of a step."""
-    return (
-        ("logprobs",) * (config.old_logprobs_source == "recompute")
-        + (ROUTES,) * (config.replay is not None and config.replay.source == "old")
-        + ("sum_pi_squared",) * requires.sum_pi_squared
-        + ("entropy",) * requires.old_entropy
-        + ("values",) * requires.values
-    )

@@ -19,8 +19,7 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rewards import reward_sample
 from jaxrl_llm.host.processes import on_first, print_on_first
-from jaxrl_llm.learn.scoring import SHORTEST_ROW, BucketedScorer
-from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.learn.scoring import BucketedScorer, bucketed_step
 from jaxrl_llm.models.attention import original_length
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
@@ -80,7 +79,7 @@ class ResponseRewarder:
 
     def _load(self, i: int, config: RewardModelConfig) -> RewardModel:
         mesh = place(reward_role(i), config, self.mesh, jax.devices())
-        step = StepConfig(row_tokens=SHORTEST_ROW, rows=1, dtype=self.dtype, share_prefixes=True)
+        step = bucketed_step(self.dtype, share_prefixes=True)
         model = load_reward_model(config, step, mesh, self.policy_tokenizer, chat=self.chat)
         scorer, max_tokens = BucketedScorer(model.scorer.config, mesh, self.batch_tokens), sys.maxsize
         if model.params.config.rope.scaling == "longrope":

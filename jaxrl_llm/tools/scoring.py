@@ -20,8 +20,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.command import working
 from jaxrl_llm.host.devices import open_devices
 from jaxrl_llm.host.processes import show_warnings
-from jaxrl_llm.learn.scoring import SHORTEST_ROW, BucketedScorer
-from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.learn.scoring import BucketedScorer, bucketed_step
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import check_kernels_setting, prefix_sharing
 from jaxrl_llm.rollout.engine import text_of
@@ -119,7 +118,7 @@ def logprob_scores(args: ScoreArguments, model: StoredModel, rows: RawRows) -> S
     with working("loading the model"):
         params = model.load(mesh, TRAIN, dtype)
     shares = prefix_sharing(config, dtype, mesh)
-    step = StepConfig(SHORTEST_ROW, 1, dtype=dtype, temperature=args.temperature, share_prefixes=shares)
+    step = bucketed_step(dtype, temperature=args.temperature, share_prefixes=shares)
     scorer = BucketedScorer(step, mesh, args.batch_tokens)
 
     def score(numbers: range) -> tuple[list[str], str]:

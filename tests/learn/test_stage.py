@@ -15,7 +15,8 @@ from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.reference import freeze
-from jaxrl_llm.learn.stage import Stage, policy_scores
+from jaxrl_llm.learn.scoring import policy_scores
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.placement import MeshConfig, make_mesh
