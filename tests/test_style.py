@@ -344,6 +344,30 @@ def test_no_class_inherits_from_a_concrete_one():
             assert not concrete, f"{node.name} inherits from {concrete}; give it one as an attribute instead"
 
 
+@pytest.mark.parametrize("folder", ["jaxrl_llm", "kernels"])
+def test_nothing_is_packed_for_one_call(folder):
+    """`settings = {"a": a}` above `f(**settings)` hides the arguments of f, `sizes = a, b` their names."""
+    wrong = []
+    for file in files_of(folder):
+        functions = [x for x in nodes_of(file) if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for nodes in map(list, map(ast.walk, functions)):
+            names = [node for node in nodes if isinstance(node, ast.Name)]
+            packed = {
+                node.targets[0].id
+                for node in nodes
+                if isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Name)
+                and (isinstance(node.value, ast.Tuple) or None not in getattr(node.value, "keys", [None]))
+            }
+            once = {name for name, n in collections.Counter(x.id for x in names).items() if n == 2} & packed
+            calls = [node for node in nodes if isinstance(node, ast.Call)]
+            splats = [x.value for call in calls for x in call.args if isinstance(x, ast.Starred)]
+            splats += [x.value for call in calls for x in call.keywords if x.arg is None]
+            found = [x for x in splats if isinstance(x, ast.Name) and x.id in once]
+            wrong += [f"{name_of(file)}:{x.lineno}: {x.id}" for x in found]
+    assert not wrong, "\n".join(sorted({*wrong}))
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 def test_no_symbolic_link_is_tracked():
     """A tracked link leads to a path of the machine that made it."""

@@ -247,9 +247,9 @@ def compare_turns(
     taken = has_turn.astype(rewards.dtype)
     returns = return_to_go(_by_turn(rewards, rollouts), taken, gamma)
     # All turns of the step as one list.
-    every = returns.ravel(), group.ravel(), taken.ravel()
-    advantages = group_advantages(*every, scale)
-    alone = group_moments(*every).count[group.ravel()] < 2
+    every, groups, valid = returns.ravel(), group.ravel(), taken.ravel()
+    advantages = group_advantages(every, groups, valid, scale)
+    alone = group_moments(every, groups, valid).count[groups] < 2
     advantages = jnp.where(alone, 0.0, advantages).reshape(returns.shape)
     return jnp.where(rollouts.mask > 0, jnp.take_along_axis(advantages, rollouts.turns, axis=1), 0.0)
 

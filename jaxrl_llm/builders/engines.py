@@ -83,13 +83,14 @@ def make_engine(
         resident=resident,
         routes=routes,
     )
-    longest = config.max_prompt_tokens, config.max_response_tokens
-    engine.set_lengths(*longest, turns=config.env.active)
+    longest_prompt, longest_response = config.max_prompt_tokens, config.max_response_tokens
+    engine.set_lengths(longest_prompt, longest_response, turns=config.env.active)
     if config.rollout.max_staleness:
         engine = AsynchronousEngine(engine)
         closing.callback(engine.close)
     if config.rollout.warm_up:
-        engine.warm_up(*longest, [config.rollout.sampling, config.eval.sampling], turns=config.env.active)
+        samplings = [config.rollout.sampling, config.eval.sampling]
+        engine.warm_up(longest_prompt, longest_response, samplings, turns=config.env.active)
     return engine
 
 
@@ -181,9 +182,9 @@ def _requirements(
     problems: list[Problem] = []
     versions = max_adapter_versions(rollout)
     if model.lora and rollout.engine == "vllm":
-        size = {"rank": model.lora.rank, "max_versions": versions}
-        flags += vllm.vllm_lora_flags(**size)
-        problems.append(partial(vllm.adapter_problem, **size))
+        rank = model.lora.rank
+        flags += vllm.vllm_lora_flags(rank=rank, max_versions=versions)
+        problems.append(partial(vllm.adapter_problem, rank=rank, max_versions=versions))
     elif model.lora:
         flags += adapters.lora_flags(model.lora, versions)
         problems.append(partial(adapters.server_problem, lora=model.lora, max_versions=versions))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,21 +95,43 @@ def make_stages(
     mesh = meshes[POLICY]
     updates = config.steps * config.updates_per_step
     requires, warm = algos.requirements(config.algo), config.warm_start
-    critic = make_critic(config, model, meshes[CRITIC], updates, stored=stored) if requires.critic else {}
-    updates -= min(critic.get("critic_warmup", 0), config.steps) * config.updates_per_step
+    critic, critic_params, critic_warmup = None, None, 0
+    if requires.critic:
+        critic, critic_params = make_critic(config, model, meshes[CRITIC], updates, stored=stored)
+        critic_warmup = config.critic.warmup_steps
+    updates -= min(critic_warmup, config.steps) * config.updates_per_step
     policy = make_learner(config, config.algo, config.optim, updates, model=model, mesh=mesh)
-    settings = {"steps": config.steps, "minibatches": config.minibatches_per_step, **critic}
-    settings |= {"whole_prompts": config.minibatches_of == "prompts", "epochs": config.ppo_epochs}
     paths, teachers_mesh = requires.teachers, meshes[TEACHER]
-    settings["teachers"] = tuple(load_frozen(config, path, teachers_mesh, stored) for path in paths)
-    settings["teacher_model"] = scoring_model(config, policy, TEACHER, meshes)
-    settings["reference_model"] = scoring_model(config, policy, REFERENCE, meshes)
-    stages = [Stage(policy, "train", warm.steps, **settings)]
+    stages = [
+        Stage(
+            policy,
+            "train",
+            start=warm.steps,
+            steps=config.steps,
+            minibatches=config.minibatches_per_step,
+            epochs=config.ppo_epochs,
+            whole_prompts=config.minibatches_of == "prompts",
+            critic=critic,
+            critic_params=critic_params,
+            critic_warmup=critic_warmup,
+            teachers=tuple(load_frozen(config, path, teachers_mesh, stored) for path in paths),
+            reference_model=scoring_model(config, policy, REFERENCE, meshes),
+            teacher_model=scoring_model(config, policy, TEACHER, meshes),
+        )
+    ]
     if warm.steps:
-        constant = {"schedule": "constant", "warmup_steps": 0}
-        optim = replace(config.optim, learning_rate=warm.learning_rate, **constant)
+        optim = replace(config.optim, learning_rate=warm.learning_rate, schedule="constant", warmup_steps=0)
         learner = make_learner(config, algos.sft.Config(), optim, warm.steps, model=model, mesh=mesh)
-        stages.insert(0, Stage(learner, "warm_start", 0, warm.steps, **critic, updates_critic=False))
+        warm_up = Stage(
+            learner,
+            "warm_start",
+            steps=warm.steps,
+            critic=critic,
+            critic_params=critic_params,
+            critic_warmup=critic_warmup,
+            updates_critic=False,
+        )
+        stages.insert(0, warm_up)
     return stages
 
 
@@ -126,8 +148,12 @@ def step_of(config: TrainConfig, step: StepConfig, role: str, mesh: Mesh) -> Ste
     """Return the policy's settings with the micro-batch of another role."""
     role_config = replace(config, mesh=config.mesh_of(role))
     sizes = derived(role_config, mesh.size)
-    rows = {"rows": sizes["rows_per_microbatch"], "score_rows": sizes["rows_per_scored_microbatch"]}
-    return replace(step, **rows, sequence_parallel=role_config.mesh.sequence_parallel)
+    return replace(
+        step,
+        rows=sizes["rows_per_microbatch"],
+        score_rows=sizes["rows_per_scored_microbatch"],
+        sequence_parallel=role_config.mesh.sequence_parallel,
+    )
 
 
 def check_own_algorithm(stage: Stage) -> None:
@@ -182,8 +208,9 @@ def has_own_reference(config: TrainConfig, model: TransformerConfig, meshes: Map
 
 def make_critic(
     config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, *, stored: PretrainedModels
-) -> dict[str, Any]:
-    """Return the fields of a Stage for a critic with its own backbone, mesh and optimizer."""
+) -> tuple[Learner, Callable[[], Params] | None]:
+    """Return the learner of a critic with its own backbone, mesh and optimizer, and the function that loads
+    its weights; None = they are the policy's."""
     critic = config.critic
     base = read_architecture(config, critic.path, stored) if critic.path else base_config(model)
     model = with_lora(config_with_heads(base, critic.loss), config.lora)
@@ -194,8 +221,7 @@ def make_critic(
         params = load_with_heads(critic.path, frozen_config(model), mesh, stored)
         return with_new_adapters(params, model, mesh, config.seed)
 
-    weights = load if critic.path else None
-    return {"critic": learner, "critic_warmup": critic.warmup_steps, "critic_params": weights}
+    return learner, load if critic.path else None
 
 
 def trained_config(model: TransformerConfig, config: TrainConfig) -> TransformerConfig:
@@ -210,8 +236,12 @@ def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> Transformer
     """
     requires = algos.requirements(algo)
     tied = model.tie_embeddings or not requires.logprobs
-    head = {"tie_embeddings": tied, "normalize_head": model.normalize_head and not tied}
-    return replace(model, value_head=requires.values, **head)
+    return replace(
+        model,
+        value_head=requires.values,
+        tie_embeddings=tied,
+        normalize_head=model.normalize_head and not tied,
+    )
 
 
 def make_learner(

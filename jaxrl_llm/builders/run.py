@@ -312,8 +312,17 @@ def load_reward_models(
     for role, model in config.reward_models.items():
         compares = config.eval.judge == GENERATIVE and model.kind == GENERATIVE
         role_step = step_of(config, step, role, meshes[role])
-        texts = {"chat": config.data.chat, "responses": 1 + compares, "longest": config.max_tokens}
-        loaded.append(load_reward_model(model, role_step, meshes[role], tokenizer, **texts))
+        loaded.append(
+            load_reward_model(
+                model,
+                role_step,
+                meshes[role],
+                tokenizer,
+                chat=config.data.chat,
+                responses=1 + compares,
+                longest=config.max_tokens,
+            )
+        )
     return loaded
 
 

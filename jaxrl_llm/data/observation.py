@@ -45,9 +45,10 @@ def observe(
     Raises:
       RewrittenHistory: the template changes earlier turns, and `history` is "strict".
     """
-    about = tokenizer, example, messages, turn
+    strict = history != "keep"
     try:
-        return encode_observation(*about, config=config, end=end, strict=history != "keep"), None
+        ids = encode_observation(tokenizer, example, messages, turn, config=config, end=end, strict=strict)
+        return ids, None
     except RewrittenHistory:
         if history == "strict":
             raise

@@ -151,9 +151,9 @@ def branches_of(sequences: Sequence[PackItem]) -> list[Branch]:
 
 
 def _branches(index: int, item: PackItem) -> Iterator[Branch]:
-    total = len(item.tokens), max(float(item.mask[1:].sum()), 1.0)
+    num_tokens, num_trained = len(item.tokens), max(float(item.mask[1:].sum()), 1.0)
     if not item.forks:
-        yield Branch(item, index, 0, 0, 0, *total)
+        yield Branch(item, index, 0, 0, 0, num_tokens, num_trained)
         return
     for number, (read, keep) in enumerate(contexts(len(item.tokens), item.forks)):
         mask = item.mask[read]
@@ -166,7 +166,7 @@ def _branches(index: int, item: PackItem) -> Iterator[Branch]:
             kept=None if item.kept is None else item.kept[read],
             prompt=item.prompt,
         )
-        yield Branch(of_context, index, number, keep, int(read[keep]), *total)
+        yield Branch(of_context, index, number, keep, int(read[keep]), num_tokens, num_trained)
 
 
 def row_tokens(sequences: Sequence[PackItem], share: Sharing) -> int:

@@ -202,8 +202,9 @@ class TaskSource(_GeneratedSource):
         wrong = rng.random() < self._options.noise
         better, worse = (problem.response, problem.mistake)[:: -1 if wrong else 1]
         columns = {"answer": problem.answer, **problem.columns}
-        fields = {"answer": problem.answer, "columns": columns, "steps": problem.steps}
-        other = self._example(index, problem.prompt, response=worse, **fields)
+        other = self._example(
+            index, problem.prompt, response=worse, answer=problem.answer, columns=columns, steps=problem.steps
+        )
         example = dataclasses.replace(other, response=better, rejected=other)
         if problem.turns:
             example = dataclasses.replace(example, response=None, turns=problem.turns[wrong])

@@ -277,9 +277,9 @@ def _within(tokenizer: Any, text: str, ids: list[int], literal: bool, *, after: 
     controls = () if literal else control_tokens(tokenizer)
     token = next((token for token in controls if said.endswith(token)), "")
     leads = [after[len(said) - len(token) :]] if token else []
-    options = {"add_special_tokens": False, "split_special_tokens": literal, "verbose": False}
+    read = functools.partial(tokenizer, add_special_tokens=False, split_special_tokens=literal, verbose=False)
     for lead in leads + ["\n", "a"] * first.startswith(SPACES):  # the first that does not merge with the text
-        before, both = (list(tokenizer(part, **options)["input_ids"]) for part in (lead, lead + text))
+        before, both = (list(read(part)["input_ids"]) for part in (lead, lead + text))
         if both[: len(before)] == before:
             return both[len(before) :]
     return ids

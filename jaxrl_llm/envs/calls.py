@@ -278,8 +278,13 @@ class ToolEnv:
             for call, result in zip(calls, results, strict=True)
         ]
         errors, timeouts = sum(r.error for r in results), sum(r.timeout for r in results)
-        counts = {"tool_calls": len(calls), "tool_errors": errors, "timeouts": timeouts}
-        return Step(messages, calls=list(map(call_record, calls)), **counts)
+        return Step(
+            messages,
+            calls=list(map(call_record, calls)),
+            tool_calls=len(calls),
+            tool_errors=errors,
+            timeouts=timeouts,
+        )
 
     async def _run(self, call: ToolCall | InvalidToolCall) -> ToolResult:
         """Carry out one call; errors become text for the policy."""

@@ -152,10 +152,17 @@ class EnvDialogue:
         if step.raw:
             ids = token_ids(self.run.tokenizer, new[0]["content"], "an observation", after=turn["content"])
         else:
-            about = self.run.tokenizer, prompt.example, messages, len(talk.messages) - 1
-            settings = {"config": self.run.chat, "history": self.run.config.history, "end": end}
             try:
-                ids, keep = observe(*about, context=talk.context, **settings)
+                ids, keep = observe(
+                    self.run.tokenizer,
+                    prompt.example,
+                    messages,
+                    len(talk.messages) - 1,
+                    context=talk.context,
+                    config=self.run.chat,
+                    history=self.run.config.history,
+                    end=end,
+                )
             except ValueError as error:
                 raise DialogueError(str(error)) from error
         keep = len(talk.context) if keep is None else keep
@@ -191,13 +198,16 @@ def check_template(
     example = Example(({"role": "user", "content": "question"},), None, columns=columns)
     if chat_messages(example, chat) is None:
         return False
-    settings, rewrites = {"config": chat, "history": history, "end": tokenizer.eos_token}, False
+    rewrites, end = False, tokenizer.eos_token
     for content in ("turn", "<think>\nthought\n</think>\n\nturn"):
         messages = prompt_messages(example, chat)
         for _ in range(min(rounds, 2)):
             turn = [{"role": "assistant", "content": content}, {"role": role, "content": "answer"}]
             messages = [*messages, *turn]
-            _, keep = observe(tokenizer, example, messages, len(messages) - 2, context=(), **settings)
+            place = len(messages) - 2
+            _, keep = observe(
+                tokenizer, example, messages, place, context=(), config=chat, history=history, end=end
+            )
             rewrites |= keep is not None
     return rewrites
 

@@ -162,10 +162,10 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
         env: Env = ToolEnv(tools, format, config.tool_timeout, config.max_calls)
     else:
         env = load_env(config.name)
-    if role := getattr(env, "role", "user"):
-        settings = {"history": config.history, "rounds": config.max_turns - 1}
-        if check_template(tokenizer, chat, role, columns, **settings):
-            lines.append(REWRITES)
+    if (role := getattr(env, "role", "user")) and check_template(
+        tokenizer, chat, role, columns, history=config.history, rounds=config.max_turns - 1
+    ):
+        lines.append(REWRITES)
     return Conversations(env, config, tokenizer, chat, columns=columns, line="\n".join(lines))
 
 

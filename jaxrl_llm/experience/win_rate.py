@@ -87,8 +87,9 @@ class WinRate:
                 continue
             example = prompts[trajectory.prompt_index].example
             turns = before.get("turns") or [as_message(before["response"])]
-            texts = conversation_text(trajectory.messages), conversation_text(turns)
-            pairs.append((i, Comparison(example, question_text(example, self.chat), *texts)))
+            question = question_text(example, self.chat)
+            now, start = conversation_text(trajectory.messages), conversation_text(turns)
+            pairs.append((i, Comparison(example, question, now, start)))
         if pairs:
             wins[[i for i, _ in pairs]] = verdicts(self.judge, [pair for _, pair in pairs])
         return wins
@@ -170,7 +171,9 @@ def pool_judge(pool: RewardPool) -> PairwiseJudge:
         if beyond := [r.score for r in results if r.valid and not 0 <= r.score <= 1]:
             log.warning(
                 "--eval.judge: %d of %d preferences are not from 0 to 1, such as %g, and do not count",
-                *(len(beyond), len(results), beyond[0]),
+                len(beyond),
+                len(results),
+                beyond[0],
             )
         return [r.score if r.valid and 0 <= r.score <= 1 else math.nan for r in results]
 

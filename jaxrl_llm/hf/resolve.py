@@ -108,8 +108,9 @@ def _download(hub: HubName, path: Path) -> Path:
         with working(f"downloading {hub} from the hub"):
             if hub.file:
                 return Path(hf_hub_download(hub.repo, hub.file, **revision))
-            files = {"allow_patterns": _DOWNLOAD, "ignore_patterns": _SKIP}
-            return Path(snapshot_download(hub.repo, **files, **revision))
+            return Path(
+                snapshot_download(hub.repo, allow_patterns=_DOWNLOAD, ignore_patterns=_SKIP, **revision)
+            )
     except Exception as error:  # any error of the network, the hub or its cache
         raise UserError(
             f"{hub}: no folder {path.absolute()}, and the hub has not delivered it "

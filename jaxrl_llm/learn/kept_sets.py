@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -43,10 +44,11 @@ def kept_logprobs(
 
         def one(hidden, targets, kept):
             logits = batch_invariant.map_tokens(batch_invariant.logits_fn(softcap), head, hidden)
-            own = jnp.float32(temperature), logits, targets, kept
-            return batch_invariant.map_tokens(batch_invariant.kept_logprob, *own)
+            return batch_invariant.map_tokens(
+                batch_invariant.kept_logprob, jnp.float32(temperature), logits, targets, kept
+            )
 
         return map_chunks(one, config.chunk, hidden, targets, kept)
 
-    args = hidden, params.head, batch.targets, batch.kept
-    return batch_invariant.straight_through(plain, exact, *args) if config.strict else plain(*args)
+    compute = functools.partial(batch_invariant.straight_through, plain, exact) if config.strict else plain
+    return compute(hidden, params.head, batch.targets, batch.kept)

@@ -68,10 +68,15 @@ class Learner:
             compiler_options=compiler_options(mesh, gathers_weights=True),
         )
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
-        step = dict(max_grad_norm=config.max_grad_norm, by_leaf=config.update_by_leaf)
-        update = self.replicas.apply(functools.partial(apply, algo=algo, optimizer=optimizer, **step))
+        update = functools.partial(
+            apply,
+            algo=algo,
+            optimizer=optimizer,
+            max_grad_norm=config.max_grad_norm,
+            by_leaf=config.update_by_leaf,
+        )
         self._apply = jax.jit(
-            update,
+            self.replicas.apply(update),
             donate_argnames=("state",),
             out_shardings=(lora.trained_state(self.state_shardings), self.replicated),
         )
@@ -177,8 +182,9 @@ class Learner:
         return replace(totals, baseline=sum(run_on_rows(self._baseline, b, b, totals) for b in batches))
 
     def _with_coefs(self, state: TrainState, *numbers: ArrayLike | jax.ShapeDtypeStruct) -> BatchTotals:
-        coefs = {"loss_scale": state.loss_scale, "entropy_coef": state.entropy_coef}
-        return BatchTotals(*numbers, state.kl_coef, **coefs)
+        return BatchTotals(
+            *numbers, state.kl_coef, loss_scale=state.loss_scale, entropy_coef=state.entropy_coef
+        )
 
     def _fresh(self, params: Params) -> TrainState:
         trained, frozen = lora.split_params(params)
@@ -186,9 +192,7 @@ class Learner:
         zero = jnp.zeros((), jnp.int32)
         opt_state = self.optimizer.init(trained)
         stored = lora.join_params(stored_weights(trained, opt_state), frozen)
-        entropy_coef = self.algo.initial_entropy_coef
-        extra = {
-            "loss_scale": initial_loss_scale(self.config.dtype),
-            "entropy_coef": None if entropy_coef is None else jnp.asarray(entropy_coef, jnp.float32),
-        }
-        return TrainState(stored, opt_state, zero, zero, jnp.float32(self.algo.initial_kl_coef), **extra)
+        kl_coef, entropy_coef = jnp.float32(self.algo.initial_kl_coef), self.algo.initial_entropy_coef
+        entropy_coef = None if entropy_coef is None else jnp.asarray(entropy_coef, jnp.float32)
+        scale = initial_loss_scale(self.config.dtype)
+        return TrainState(stored, opt_state, zero, zero, kl_coef, loss_scale=scale, entropy_coef=entropy_coef)

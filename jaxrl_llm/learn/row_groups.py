@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -12,11 +12,6 @@ from jaxrl_llm.data.packing import PackItem, Place, arrange, row_tokens
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.sharding.placement import with_whole_rows
 from jaxrl_llm.sharding.rules import num_shards
-
-
-def placing(config: StepConfig) -> dict[str, Any]:
-    """Return the settings by which `data.packing` places items in rows."""
-    return {"share": config.share_prefixes, "keep_whole": config.whole_sequences}
 
 
 class RowShape(NamedTuple):
@@ -50,7 +45,8 @@ class RowGroup(NamedTuple):
 
     def arranged(self, config: StepConfig, group_size: int) -> list[list[Place]]:
         """Return the places of the items in each row, as `data.packing.pack` takes them."""
-        return arrange(self.items, self.row_tokens, group_size, **placing(config))
+        share, whole = config.share_prefixes, config.whole_sequences
+        return arrange(self.items, self.row_tokens, group_size, share, keep_whole=whole)
 
     def microbatches(self, config: StepConfig, group_size: int) -> int:
         """Return how many micro-batches the items take."""

@@ -68,20 +68,21 @@ def make_attention_fn(
         mix = over_whole_rows(recurrent.make_rows_fn(c, w, rows, strict=strict), method)
         return lambda inputs, *others: mix(recurrent.split_channels(c, inputs), *others)
     # Attention, by the kernels or batch-invariant.
-    settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
+    scale, softcap, windows = attention_scale(c), c.attention_softcap, tuple(sorted(set(window_sizes(c))))
+    by_kernel = functools.partial(
+        sharded_attention, scale=scale, softcap=softcap, windows=windows, method=method
+    )
 
     def plain(q, k, v, rows, window, sinks):
         if rows.spans is not None:
             window = jnp.where(window == NO_WINDOW, NO_WINDOW, rows.spans)
-        known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
-        masks = {"window": window, "sinks": sinks}
-        return sharded_attention(q, k, v, rows.segments, rows.last, **masks, **known, **settings)
+        return by_kernel(q, k, v, rows.segments, rows.last, window=window, sinks=sinks)
 
     def exact(q, k, v, rows, window, sinks):
         ring = batch_invariant.RingKeys(jnp.arange(q.shape[1]) - rows.positions)
         where = ring if rows.last is None else batch_invariant.RowKeys(rows.segments, rows.last)
         return batch_invariant.invariant_attention(
-            q, k, v, where, rows.positions, window, sinks=sinks, **settings
+            q, k, v, where, rows.positions, window, scale=scale, softcap=softcap, sinks=sinks
         )
 
     attend = functools.partial(batch_invariant.straight_through, plain, exact) if strict else plain

@@ -253,10 +253,11 @@ def decode_ring(
             step = make_state_fn(c, w, states, valid, at=(array, index), strict=strict)
             x, (states, _), routing = run(attention_fn=step)
             return (x, ks, vs, states, chosen), None, routing
-        kv, sinks = (ks[array], vs[array] if vs else None), sinks_of(w)
-        masks = {"window": numbers.window, "sinks": sinks, "chosen": chosen}
-        column = jnp.mod(cache.cursor, kv[0].shape[-1])
-        attend = _attend_ring(c, kv, index, column, positions=positions, strict=strict, **masks)
+        kv, sinks, window = (ks[array], vs[array] if vs else None), sinks_of(w), numbers.window
+        place = jnp.mod(cache.cursor, kv[0].shape[-1])
+        attend = _attend_ring(
+            c, kv, index, place, positions=positions, window=window, sinks=sinks, chosen=chosen, strict=strict
+        )
         x, (k, v, chosen), routing = run(attention_fn=attend)
         return (x, put(ks, k), put(vs, v) if vs else (), states, chosen), None, routing
 
@@ -371,7 +372,8 @@ def _attend_ring(
             cache = jax.lax.dynamic_update_slice(cache, column.astype(cache.dtype), (*index, *start))
         return cache, jax.lax.dynamic_index_in_dim(cache, *index, keepdims=False) if index else cache
 
-    settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
+    spec = AttentionSpec(attention_scale(c), c.attention_softcap)
+    exact = functools.partial(batch_invariant.invariant_attention, scale=spec.scale, softcap=spec.softcap)
     visible = functools.partial(_visible, cursor, positions, window)
 
     # A function for a cache of latents, and one for keys and values.
@@ -381,7 +383,7 @@ def _attend_ring(
         if c.index:
             of_ring = functools.partial(choose_keys, c, seen=seen, start=cursor + 1)
             k, seen = read_choice(c, k, index, chosen, choose=of_ring)
-        out = dense_attention(AttentionSpec(**settings), q, k, k, visible=seen)[0]
+        out = dense_attention(spec, q, k, k, visible=seen)[0]
         return out, (ks, None, seen if c.index_layers else None)
 
     def attend(q, k, v, index=None):
@@ -394,10 +396,9 @@ def _attend_ring(
             if c.index:
                 exactly = functools.partial(choose_exactly, c, where=where, positions=positions)
                 (k, choice), (v, _) = read_choice(c, k, index, chosen, choose=exactly), unpack_keys(c, v)
-            masks = {"sinks": sinks, "chosen": choice, **settings}
-            out = batch_invariant.invariant_attention(q, k, v, where, positions, window, **masks)
+            out = exact(q, k, v, where, positions, window, sinks=sinks, chosen=choice)
             return out, (ks, vs, choice if c.index_layers else None)
-        out, lse = dense_attention(AttentionSpec(**settings), q, k, v, visible=visible(k.shape[1]))
+        out, lse = dense_attention(spec, q, k, v, visible=visible(k.shape[1]))
         return out if sinks is None else add_sinks(out, lse, sinks)[0], (ks, vs, None)
 
     if not c.has_kv:

@@ -59,8 +59,8 @@ def add_weights(layers: Layers, c: TransformerConfig, init: Initializer) -> None
         if delta.projections == "qkv":
             layers.delta_qkv = init.normal((d, delta.channels), ("embed", "mlp"))
         else:
-            keys = (d, delta.key_heads, delta.key_dim), ("embed", "kv_heads", "head_dim")
-            layers.delta_q, layers.delta_k = init.normal(*keys), init.normal(*keys)
+            shape, axes = (d, delta.key_heads, delta.key_dim), ("embed", "kv_heads", "head_dim")
+            layers.delta_q, layers.delta_k = init.normal(shape, axes), init.normal(shape, axes)
             layers.delta_v = init.normal((d, *heads), ("embed", "heads", "head_dim"))
         layers.delta_z = init.normal((d, *heads), ("embed", "heads", "head_dim"))
         layers.delta_b = init.normal((d, delta.value_heads), ("embed", "heads"))

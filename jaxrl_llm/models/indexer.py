@@ -207,9 +207,9 @@ def make_selected_fn(
             return attend_selected(c, rows, q, k, v, index=None, chosen=columns)[0]
 
         def exact(q, k, v, rows, in_order):
-            settings = {"scale": attention_scale(c), "chosen": in_order}
-            where = _keys_of(rows), rows.positions, NO_WINDOW
-            return batch_invariant.invariant_attention(q, k, v, *where, **settings)
+            return batch_invariant.invariant_attention(
+                q, k, v, _keys_of(rows), rows.positions, NO_WINDOW, scale=attention_scale(c), chosen=in_order
+            )
 
         out = batch_invariant.straight_through(plain, exact, q, k, v, rows, in_order)
         return out, (pack_keys(c, k, index), pack_keys(c, v, None), bits)

@@ -35,8 +35,7 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
             chosen["experts"] = choose("grouped_matmul", dtype)
         if delta := config.delta:
             group = delta.value_heads // delta.key_heads
-            shape = delta.key_dim, delta.value_dim, group, dtype, True
-            chosen["delta rule"] = choose("gated_delta", *shape)
+            chosen["delta rule"] = choose("gated_delta", delta.key_dim, delta.value_dim, group, dtype, True)
     if len({reason for _, reason in chosen.values()}) == 1:
         names = ", ".join(f"{part} {name}" for part, (name, _) in chosen.items())
         return f"{names} ({chosen['attention'][1]})"

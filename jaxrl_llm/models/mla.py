@@ -67,8 +67,7 @@ def add_latent_weights(layers: Layers, c: TransformerConfig, init: Initializer) 
     layers.kv_a = init.normal((d, mla.kv_rank + mla.rope_dim), ("embed", "compressed"))
     layers.kv_a_norm = init.norm(mla.kv_rank)
     layers.kv_b = init.normal((mla.kv_rank, c.num_heads, mla.nope_dim + mla.value_dim), heads)
-    output = (c.num_heads, mla.value_dim, d), ("heads", "head_dim", "embed")
-    layers.o = init.normal(*output, residual=True)
+    layers.o = init.normal((c.num_heads, mla.value_dim, d), ("heads", "head_dim", "embed"), residual=True)
     if has_indexer(c):
         add_index_weights(layers, c, init)
     if c.qkv_bias:

@@ -110,8 +110,9 @@ def decode_paged(
     def layer(model, carry, w, numbers, array, index):
         x, cache, states, chosen = carry
         rope = layer_rope(model, tables, numbers)
-        settings = {"strict": strict, "valid": valid, "rules": ROLLOUT, "layer_inputs": numbers.inputs}
-        run = partial(block, model, w, x, rope, **settings)
+        run = partial(
+            block, model, w, x, rope, strict=strict, valid=valid, rules=ROLLOUT, layer_inputs=numbers.inputs
+        )
         if not model.mixes:
             x, _, routing = run(attention_fn=None)
             return (x, cache, states, chosen), None, routing
@@ -120,12 +121,14 @@ def decode_paged(
             x, (states, inputs), routing = run(attention_fn=step)
             return (x, cache, states, chosen), inputs, routing
         layer_index, sinks = index[0] if index else array, sinks_of(w)
+        attend_pages = partial(_shard_mapped, c, partial(_attend, strict, sinks))
 
         # Sinks join the softmax after attention to the pages.
         def attend(*new):
             new, choice = _split_choice(model, new, chosen)
-            where = table, positions, layer_index, numbers.window, choice
-            (out, lse, made), new = _shard_mapped(c, partial(_attend, strict, sinks), cache, new, *where)
+            (out, lse, made), new = attend_pages(
+                cache, new, table, positions, layer_index, numbers.window, choice
+            )
             return out if sinks is None or strict else add_sinks(out, lse, sinks)[0], (new, made)
 
         attend = DecodeLatents(attend) if cache.v is None else attend
@@ -278,8 +281,9 @@ def _attend_selected(strict, c, cache: PagedCache, q, table, positions, choice):
     if strict:
         where = RingKeys(jnp.zeros_like(at))
         choice = choice if is_made else choose_exactly(c, choice._replace(k=keys), where, at)
-        settings = {"scale": attention_scale(c), "chosen": choice}
-        out = invariant_attention(q, k, gather(cache.v)[0], where, at, NO_WINDOW, **settings)
+        out = invariant_attention(
+            q, k, gather(cache.v)[0], where, at, NO_WINDOW, scale=attention_scale(c), chosen=choice
+        )
         return out, None, choice
     k, spec, columns = k.astype(q.dtype), AttentionSpec(attention_scale(c)), jnp.arange(k.shape[1])
     inputs = (choice,) if is_made else (choice.q, choice.weights)

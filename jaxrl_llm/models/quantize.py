@@ -46,8 +46,7 @@ def quantize_weight(
 
     def one(tile):
         tile = tile.astype(jnp.float32)
-        tiles = {"tiled_axes": {0: tile.size}, "calibration_method": calibration}
-        quantized = qwix.quantize(tile, qtype, **tiles)
+        quantized = qwix.quantize(tile, qtype, tiled_axes={0: tile.size}, calibration_method=calibration)
         return quantized.qvalue, quantized.scale
 
     codes, scale = jnp.vectorize(one, signature="(t)->(t),(u)")(_tiles(weight, axis))

@@ -38,8 +38,10 @@ def no_shared_kv(c: TransformerConfig, x: Float[Array, "B T D"]) -> SharedKV:
         return {CHOICE: constrain(no_choice(*x.shape[:2]), "batch", "sequence", None)}
     readers = [stack for stack in layer_stacks(c).values() if _reads_others(stack)]
     zeros = lambda stack: jnp.zeros((*x.shape[:2], stack.num_kv_heads, stack.head_dim), x.dtype)
-    axes = ("batch", "sequence", "kv_heads", "head_dim")
-    return {_has_window(stack): (constrain(zeros(stack), *axes),) * 2 for stack in readers}
+    return {
+        _has_window(stack): (constrain(zeros(stack), "batch", "sequence", "kv_heads", "head_dim"),) * 2
+        for stack in readers
+    }
 
 
 def read_shared(c: TransformerConfig, shared: SharedKV) -> KeysValues | UInt[Array, "B T W"] | None:

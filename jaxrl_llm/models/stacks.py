@@ -64,9 +64,15 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
         wider = 2 if is_shared and c.wide_shared_mlp else 1
         if moe:
             moe = dataclasses.replace(moe, shared_size=moe.shared_size * wider)
-        sizes = {"num_layers": len(own), "mlp_size": c.mlp_size * wider}
-        sizes["shared_kv_layers"] = len(own) if is_shared else 0
-        return dataclasses.replace(own_heads, moe=moe, norms=norms, **sizes, **picked)
+        return dataclasses.replace(
+            own_heads,
+            moe=moe,
+            norms=norms,
+            num_layers=len(own),
+            mlp_size=c.mlp_size * wider,
+            shared_kv_layers=len(own) if is_shared else 0,
+            **picked,
+        )
 
     return {name: stack(name) for name in dict.fromkeys(names)}
 

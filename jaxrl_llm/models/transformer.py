@@ -149,8 +149,8 @@ class Layers(nnx.Module):
         if c.mlp_gate:
             self.expert_gate = init.normal(shape, axes)
         self.expert_up = init.normal(shape, axes)
-        down = (moe.num_experts, moe.expert_size, width), ("experts", "expert_mlp", "expert_embed")
-        self.expert_down = init.normal(*down, residual=True)
+        shape, axes = (moe.num_experts, moe.expert_size, width), ("experts", "expert_mlp", "expert_embed")
+        self.expert_down = init.normal(shape, axes, residual=True)
         if moe.latent_size:
             self.latent_in = init.normal((d, width), ("embed", "compressed"))
             self.latent_out = init.normal((width, d), ("compressed", "embed"))
@@ -184,9 +184,9 @@ class Layers(nnx.Module):
         first, end = inner[0] - 1, inner[-1]  # after the dim of experts, if any
         bound = 1 / math.sqrt(math.prod(shape[first:end]))
         a = init.uniform((*shape[:end], rank), (*axes[:end], "rank"), bound)
-        b = (*shape[:first], rank, *shape[end:]), (*axes[:first], "rank", *axes[end:])
+        shape, axes = (*shape[:first], rank, *shape[end:]), (*axes[:first], "rank", *axes[end:])
         setattr(self, f"{name}_lora_a", a)
-        setattr(self, f"{name}_lora_b", init.zeros(*b))
+        setattr(self, f"{name}_lora_b", init.zeros(shape, axes))
 
 
 class Transformer(nnx.Module):
@@ -289,12 +289,12 @@ class Transformer(nnx.Module):
 
         # Layers before the pipeline, which are all without one, then the layers of its stages.
         names, numbers, outs = stack_names(c), stacked_numbers(c), []
-        how = {"dtype": dtype, "remat": remat, "method": method, "strict": strict}
+        layers = functools.partial(_run_layers, c=c, dtype=dtype, remat=remat, method=method, strict=strict)
         stages = num_shards("layers", current_sizes())
         first = layers_outside(c, stages)
         for part, divided in ((slice(0, first), 1), (slice(first, len(names)), stages)):
             if own := names[part]:
-                run = functools.partial(_run_layers, c=c, names=own[: len(own) // divided], **how)
+                run = functools.partial(layers, names=own[: len(own) // divided])
                 weights, chosen = cut_layers(c, part, functools.partial(getattr, self), routes)
                 of_layers = weights, jax.tree.map(lambda x, part=part: x[part], numbers)
                 of_both = None if inputs is None else inputs[part], chosen
@@ -361,11 +361,13 @@ def _layer_fn(
         (x, shared), (numbers, routes) = carry, numbers
         x, w = checkpoint_name(x, LAYER_INPUT), cast_weights(weights(), dtype)
         of_kind = in_order if c.kind in RECURRENT else rows
-        how = {"window": numbers.window, "method": method, "strict": strict, "shared": shared}
-        settings = {"strict": strict, "valid": rows.segments > 0, "routes": routes}
-        settings |= {"attention_fn": make_attention_fn(c, w, of_kind, **how)}
-        rope, inputs = layer_rope(c, tables, numbers), numbers.inputs
-        x, kv, routing = block(c, w, x, rope, layer_inputs=inputs, **settings)
+        attend = make_attention_fn(
+            c, w, of_kind, window=numbers.window, method=method, strict=strict, shared=shared
+        )
+        rope, valid, inputs = layer_rope(c, tables, numbers), rows.segments > 0, numbers.inputs
+        x, kv, routing = block(
+            c, w, x, rope, attention_fn=attend, strict=strict, valid=valid, routes=routes, layer_inputs=inputs
+        )
         sums = routing and (routing_sums(c.moe, routing, readers), routing.chosen)
         return x, kv if keeps_kv else None, sums
 
@@ -392,10 +394,8 @@ def _numbers_of(
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except codes and weights that the forward pass reads in float32.
-
-    Weights in host memory are copied to the devices.
-    """
+    """Cast weights to `dtype`, except codes and weights that the forward pass reads in float32; copy the ones
+    in host memory to the devices."""
 
     def cast(path, w):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

@@ -141,8 +141,8 @@ def _rollout(
         steps, unit = (rollout.chunk, "token") if decodes else (1, "call")
         tiles = tile_trips(model, mesh, ROLLOUT, rollout.dtype, tokens=rows.tokens) if rows else {}
         hints = Hints({DECODING: steps, **tiles}, steps, kernels, reads_cache=decodes)
-        args = calls[program], resident, count, work, on, unit
-        return Phase(f"rollout: {name}", *args, floor=floors[program], hints=hints)
+        make = functools.partial(Phase, flops=work, mesh=on, unit=unit, floor=floors[program], hints=hints)
+        return make(f"rollout: {name}", calls[program], resident, count)
 
     # The phases, in order.
     sender = meshes[POLICY] if engine.transfer.is_needed(params) else mesh
@@ -166,9 +166,14 @@ def _rollout(
 
 
 def _rollout_calls(config: TrainConfig, engine: NativeEngine, params) -> dict[str, Program]:
-    lengths = config.max_prompt_tokens, config.max_response_tokens
-    settings = {"sampling": config.rollout.sampling, "turns": config.env.active}
-    return engine.largest_calls(params, *lengths, config.prompts_per_step, **settings)
+    return engine.largest_calls(
+        params,
+        config.max_prompt_tokens,
+        config.max_response_tokens,
+        config.prompts_per_step,
+        sampling=config.rollout.sampling,
+        turns=config.env.active,
+    )
 
 
 def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[str, Mesh]) -> Iterator[Phase]:
@@ -186,8 +191,16 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
             floor = forward_floor(model, shape.mesh, config.model.dtype, counted)
             hints = _hints(config, scored, model, shape, kernels=kernel_flops(model, shape.mesh, counted))
             work = work_with_bubble(functools.partial(rows_flops, model), counted)
-            args = program, resident, 0 if kind else times, work, shape.mesh
-            yield Phase(f"score: {name}{kind}", *args, floor=floor, hints=hints)
+            yield Phase(
+                f"score: {name}{kind}",
+                program,
+                resident,
+                calls=0 if kind else times,
+                flops=work,
+                mesh=shape.mesh,
+                floor=floor,
+                hints=hints,
+            )
 
 
 def _update(
@@ -214,9 +227,17 @@ def _update(
         floor = training_floor(learner.model, shape.mesh, config.model.dtype, counted, grads=added)
         kernels = kernel_flops(learner.model, shape.mesh, counted, trained=True, remat=remat)
         hints = _hints(config, learner.scorer, learner.model, shape, kernels=kernels)
-        calls_a_step = 0 if kind else times * config.ppo_epochs
-        args = programs["accumulate"], resident, calls_a_step, work, shape.mesh
-        yield Phase(f"{name}: accumulate{kind}", *args, results=results, floor=floor, hints=hints)
+        yield Phase(
+            f"{name}: accumulate{kind}",
+            programs["accumulate"],
+            resident,
+            calls=0 if kind else times * config.ppo_epochs,
+            flops=work,
+            mesh=shape.mesh,
+            results=results,
+            floor=floor,
+            hints=hints,
+        )
     # Gradients of replicas are added, and the optimizer is applied, once a mini-batch.
     trained, replicas = calls["apply"].args[0].params, learner.replicas.count
     work, updates = 15.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(trained)), config.updates_per_step

@@ -7,6 +7,7 @@ RUN/loggers.json, and steps that are taken again after a kill are not logged aga
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -276,10 +277,16 @@ class Trackio:
 
         self.trackio, self.tags = trackio, list(config.tags)
         self.waiting: list[tuple[dict[str, Any], int]] | None = []  # steps; None = the config is known
-        settings = {"name": config.name or run_dir.name, "group": config.group or None, "embed": False}
-        self.run = trackio.init(project=config.trackio, resume="allow" if run_id else "never", **settings)
+        start = functools.partial(
+            trackio.init,
+            project=config.trackio,
+            name=config.name or run_dir.name,
+            group=config.group or None,
+            embed=False,
+        )
+        self.run = start(resume="allow" if run_id else "never")
         if run_id and self.run.id != run_id:
-            self.run = trackio.init(project=config.trackio, resume="never", **settings)
+            self.run = start(resume="never")
         self.id = self.run.id
 
     def config(self, tree: dict[str, Any]) -> None:

@@ -135,8 +135,9 @@ class Progress:
                 TextColumn("{task.fields[rate]}"),
                 PhaseColumn(),
             )
-            fields = {"phase": self.phase_name, "since": self.printed, "rate": ""}
-            self.task = self.bar.add_task("", total=total, completed=done, **fields)
+            self.task = self.bar.add_task(
+                "", total=total, completed=done, phase=self.phase_name, since=self.printed, rate=""
+            )
             redirected = sys.stderr.isatty()  # other output to stderr then appears above the panel
             self.live = Live(self.bar, console=Console(), refresh_per_second=4, redirect_stderr=redirected)
             self.live.start()

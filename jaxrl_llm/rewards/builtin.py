@@ -199,8 +199,13 @@ def _same_math(gold: Sequence[Any], given: Sequence[Any], seconds: Callable[[], 
     if not verify(list(gold), list(given), timeout_seconds=seconds()):
         return False
     places = _places([*gold, *given], seconds())
-    finer = {"float_rounding": places, "numeric_precision": places + 10}
-    return places <= PLACES or verify(list(gold), list(given), timeout_seconds=seconds(), **finer)
+    return places <= PLACES or verify(
+        list(gold),
+        list(given),
+        timeout_seconds=seconds(),
+        float_rounding=places,
+        numeric_precision=places + 10,
+    )
 
 
 def _places(values: Sequence[Any], seconds: int) -> int:

@@ -145,5 +145,9 @@ class FailureWarning:
         log.warning(
             "the reward failed for %d of %d samples%s, which %s (a wrong response should get 0, not an "
             "error); the commonest reason: %s",
-            *(count, len(results), more, self.effect, reasons.most_common(1)[0][0]),
+            count,
+            len(results),
+            more,
+            self.effect,
+            reasons.most_common(1)[0][0],
         )

@@ -81,8 +81,9 @@ def open_session(args: ChatArguments) -> Session:
         longest = min(args.context, model.config.max_position)
         model = model.for_length(longest)
         args = dataclasses.replace(args, context=longest, max_tokens=min(args.max_tokens, longest - 1))
-        lengths = {"context": args.context, "max_tokens": args.max_tokens}
-        engine = conversation_engine(model, tokenizer, mesh=mesh, dtype=dtype, **lengths)
+        engine = conversation_engine(
+            model, tokenizer, mesh=mesh, dtype=dtype, context=args.context, max_tokens=args.max_tokens
+        )
     return Session(args, tokenizer, engine, terminal_lines())
 
 

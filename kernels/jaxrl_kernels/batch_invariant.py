@@ -286,7 +286,6 @@ def linear_logprob(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:
     """Compute `linear_logprob` in tiles of tokens."""
     mask = jnp.ones(targets.shape) if mask is None else mask
-    settings = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "with_entropy": with_entropy}
 
     def exact(hidden, head, targets, mask):
         def one(hidden, targets):
@@ -296,7 +295,9 @@ def linear_logprob(
         logprobs, entropy = (jnp.where(mask > 0, x, 0) for x in map_chunks(one, chunk, hidden, targets))
         return logprobs, entropy if with_entropy else None
 
-    plain = functools.partial(plain_linear_logprob, **settings)
+    plain = functools.partial(
+        plain_linear_logprob, temperature=temperature, softcap=softcap, chunk=chunk, with_entropy=with_entropy
+    )
     return straight_through(plain, exact, hidden, head, targets, mask)
 
 

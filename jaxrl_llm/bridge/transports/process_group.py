@@ -133,9 +133,12 @@ class GroupTransport:
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
         relay = self._relays[receiver.server.url]
         fields, content = await self.delta.payload(receiver, part) if self.delta else part.content
-        more = {"last": part.last, "options": options, "name": relay.name}
         async with self._or_leave_group(receiver), asyncio.timeout(self.timeout), asyncio.TaskGroup() as both:
-            both.create_task(self.kind.receive_broadcast(receiver, fields, **more))
+            both.create_task(
+                self.kind.receive_broadcast(
+                    receiver, fields, last=part.last, options=options, name=relay.name
+                )
+            )
             both.create_task(asyncio.to_thread(relay.send, content))
 
     def close(self) -> None:

@@ -197,8 +197,9 @@ class AgentSession:
                 self._refuse(event, CallError(400, str(error)))
             else:
                 self._pending = event
-                limits = {"max_tokens": event.max_tokens, "stop": event.stop}
-                return Reply(new, False, self.episode, keep=keep, **limits)
+                return Reply(
+                    new, False, self.episode, keep=keep, max_tokens=event.max_tokens, stop=event.stop
+                )
         return self.close(event)
 
     def close(self, end: End) -> Reply:

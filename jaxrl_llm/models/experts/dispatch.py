@@ -165,13 +165,13 @@ def _specs_of_experts(experts: ExpertWeights, owners: Any, embed: Any, mlp: Any)
         a, b = PartitionSpec(owners, inner, None), PartitionSpec(owners, None, outer)
         return dataclasses.replace(weight, weight=matrix(weight.weight, inner, outer), a=a, b=b)
 
-    matrices = (
+    biases = zip(experts[3:], (mlp, mlp, embed), strict=True)
+    return ExpertWeights(
         matrix(experts.gate, embed, mlp),
         matrix(experts.up, embed, mlp),
         matrix(experts.down, mlp, embed),
+        *(None if b is None else PartitionSpec(owners, of) for b, of in biases),
     )
-    biases = zip(experts[3:], (mlp, mlp, embed), strict=True)
-    return ExpertWeights(*matrices, *(None if b is None else PartitionSpec(owners, of) for b, of in biases))
 
 
 def grouped_experts(

@@ -9,6 +9,7 @@ from the prompt's row to each slot that continues the prompt, `reorder` picks it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 
 import jax
@@ -37,13 +38,18 @@ class CacheManager:
     def __init__(self, programs: Programs, shapes: ProgramShapes, conversations: bool = False):
         self.pages: PagedLayout | None = None
         self.turns: RingTurns | None = None
-        sizes = shapes.slot_counts[-1], shapes.num_pages, shapes.cache_lengths
+        make_pages = functools.partial(
+            PagedLayout,
+            num_slots=shapes.slot_counts[-1],
+            num_pages=shapes.num_pages,
+            lengths=shapes.cache_lengths,
+        )
         if programs.page_size:
-            self.layout = self.pages = PagedLayout(programs, *sizes)
+            self.layout = self.pages = make_pages(programs)
             return
         self.layout = RingLayout(programs, shapes)
         if conversations and programs.kept and shapes.num_pages:
-            self.pages = PagedLayout(programs.kept, *sizes)
+            self.pages = make_pages(programs.kept)
             self.turns = RingTurns(self.layout, self.pages)
 
     def allocate(

@@ -106,8 +106,14 @@ def _call_kept(programs: AbstractCalls, shapes: ProgramShapes, weights: DecodeWe
     pages = _call_extend(kept, shapes, weights, pages)
     for length in shapes.cache_lengths:
         ring = programs.empty_cache(max_slots, length)
-        slots = _zeros(max_slots, pages_for(length, kept.page_size)), _zeros(max_slots)
-        ring = kept.read(ring, pages, *slots, np.zeros(max_slots, bool), _rows(kept, max_slots))
+        ring = kept.read(
+            ring,
+            pages,
+            _zeros(max_slots, pages_for(length, kept.page_size)),
+            _zeros(max_slots),
+            np.zeros(max_slots, bool),
+            _rows(kept, max_slots),
+        )
         pages = kept.write(ring, pages, np.int32(0), *_no_copies(kept, shapes))
 
 
@@ -115,8 +121,9 @@ def _call_extend(programs: AbstractCalls, shapes: ProgramShapes, weights: Decode
     for width, counts in shapes.extend:
         for count in counts:
             table = _zeros(count, _columns(programs, shapes))
-            tokens = _zeros(count, width), _zeros(count), _zeros(count)
-            rows = RowsToExtend(table, *tokens, _rows(programs, count))
+            rows = RowsToExtend(
+                table, _zeros(count, width), _zeros(count), _zeros(count), _rows(programs, count)
+            )
             cache, _ = programs.extend(weights, cache, rows)
     return cache
 

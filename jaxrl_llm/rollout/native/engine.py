@@ -229,8 +229,7 @@ class NativeEngine(Engine):
             prompts: of one call of `generate`.
         """
         shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns, divided=False)
-        settings = {"sampling": sampling, "eos_ids": self.eos_ids}
-        calls = largest_calls(self.programs, shapes, params, prompts, **settings)
+        calls = largest_calls(self.programs, shapes, params, prompts, sampling=sampling, eos_ids=self.eos_ids)
         return calls | ({"publish": self.transfer.program(params)} if self.transfer.is_needed(params) else {})
 
     def compile_count(self) -> int:
@@ -250,9 +249,16 @@ class NativeEngine(Engine):
         self._limits = max_prompt, max_response, turns
         alone = turns or self.programs.page_size or not divided
         decode_threads = 1 if alone else num_decode_threads(self.mesh, config.slots)
-        settings = {n: getattr(config, n) for n in ("prefill_tokens", "draft_tokens", "draft_slots")}
-        slots = -(-config.slots // decode_threads)
-        shapes = make_shapes(max_prompt, max_response, slots, num_shards, turns=turns, **settings)
+        shapes = make_shapes(
+            max_prompt,
+            max_response,
+            slots=-(-config.slots // decode_threads),
+            num_shards=num_shards,
+            prefill_tokens=config.prefill_tokens,
+            turns=turns,
+            draft_tokens=config.draft_tokens,
+            draft_slots=config.draft_slots,
+        )
         shapes = dataclasses.replace(shapes, decode_threads=decode_threads)
         # Pages: of the cache, or of conversations that wait.
         paged = self.programs if self.programs.page_size else None

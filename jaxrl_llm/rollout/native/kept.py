@@ -9,6 +9,7 @@ dropped, and prefilled from their start; so are all conversations if this takes 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 
 import jax
@@ -36,11 +37,19 @@ def make_programs(
     """Return the programs of `rollout.cache`; "auto", if it is a ring, keeps turns, if the model's cache
     can be in pages (`unpaged`)."""
     paged = uses_pages(config, model, mesh, strict)
-    shared = model, mesh, config.dtype, config.cache_dtype or config.dtype
-    settings = {"chunk": config.chunk, "strict": strict, "routes": routes}
+    make = functools.partial(
+        Programs,
+        model,
+        mesh,
+        config.dtype,
+        config.cache_dtype or config.dtype,
+        chunk=config.chunk,
+        strict=strict,
+        routes=routes,
+    )
     keeps = config.cache == "auto" and not paged and not unpaged(model)
-    kept = Programs(*shared, page_size=config.page, **settings) if keeps else None
-    return Programs(*shared, page_size=config.page if paged else 0, kept=kept, **settings)
+    kept = make(page_size=config.page) if keeps else None
+    return make(page_size=config.page if paged else 0, kept=kept)
 
 
 def kept_programs(programs: Programs, max_tokens: int) -> Programs | None:
@@ -101,8 +110,14 @@ class RingTurns:
         """Copy the pages of turns that begin into the ring, before a chunk."""
         if self.unread.any():
             self.pages.table_width = pages_for(self.ring.cache.length, self.pages.page_size)
-            slots = self.pages.table(), state.positions.copy(), self.unread.copy(), self.pages.rows_of_slots()
-            self.ring.cache = self.pages.programs.read(self.ring.cache, self.pages.cache, *slots)
+            self.ring.cache = self.pages.programs.read(
+                self.ring.cache,
+                self.pages.cache,
+                self.pages.table(),
+                state.positions.copy(),
+                self.unread.copy(),
+                self.pages.rows_of_slots(),
+            )
             self.unread[:] = False
 
     def write(self) -> None:

@@ -237,8 +237,13 @@ class PagedLayout:
                 tables[self.shard_of(slot), rows[slot], : len(prompt.pages)] = prompt.pages
                 states[self.shard_of(slot), rows[slot]] = prompt.row
                 prompt.cached = True
-            places = tables.reshape(-1, width), self._of_states(states.ravel())
-            self.cache = self.programs.write_pages(self.cache, batch.kv, batch.lengths, *places)
+            self.cache = self.programs.write_pages(
+                self.cache,
+                batch.kv,
+                batch.lengths,
+                tables.reshape(-1, width),
+                self._of_states(states.ravel()),
+            )
         ready = [copy for copy in self.pending_copies if self.slots[copy[0]].prompt.cached]
         self._copy_pages(ready)
         self.pending_copies = [copy for copy in self.pending_copies if copy not in ready]

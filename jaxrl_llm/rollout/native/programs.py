@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,15 +73,16 @@ class Programs:
         self.write_pages = jax.jit(self._write_pages, donate_argnums=0, out_shardings=cache)
         self.copy_pages = jax.jit(self._copy_pages, donate_argnums=0, out_shardings=cache)
         options = compiler_options(mesh)
-        forward = {"donate_argnums": 1, "out_shardings": (cache, replicated), "compiler_options": options}
-        self.extend = jax.jit(self._extend, **forward)
+        jit_forward = functools.partial(
+            jax.jit, donate_argnums=1, out_shardings=(cache, replicated), compiler_options=options
+        )
+        self.extend = jit_forward(self._extend)
         self.prefill = jax.jit(self._prefill, out_shardings=(prompts, replicated), compiler_options=options)
         self.gather = jax.jit(self._gather, static_argnames="length", out_shardings=of_slots)
         self.insert = jax.jit(self._insert, donate_argnums=0, out_shardings=cache)
         self.resize = jax.jit(self._resize, static_argnames="length", out_shardings=cache)
-        self.decode = jax.jit(self._decode, static_argnames=("filters",), **forward)
-        static = ("num_drafts", "filters")
-        self.decode_drafts = jax.jit(self._decode_drafts, static_argnames=static, **forward)
+        self.decode = jit_forward(self._decode, static_argnames=("filters",))
+        self.decode_drafts = jit_forward(self._decode_drafts, static_argnames=("num_drafts", "filters"))
         self.uniforms = jax.jit(self._uniforms, out_shardings=replicated)
         self.read = jax.jit(self._read, donate_argnums=0, out_shardings=ring)
         self.write = jax.jit(self._write, donate_argnums=1, out_shardings=cache)
@@ -338,15 +341,17 @@ class Programs:
             end = jnp.minimum(stop.max_steps, state.limits - slots.counts)[:, None]
             read = state.active[:, None] & (at < end) & (tokens >= 0)
             positions = state.positions[:, None] + places
-            reads = {"tokens": jnp.maximum(tokens, 0), "positions": jnp.where(read, positions, -1)}
-            logits, new, routes, inputs = self._logits(weights, cache, table, **reads)
+            logits, new, routes, inputs = self._logits(
+                weights, cache, table, tokens=jnp.maximum(tokens, 0), positions=jnp.where(read, positions, -1)
+            )
             numbers = uniform[jnp.minimum(at, self.chunk - 1), rows].ravel()
             sampled = sample_tokens(logits, numbers, params, filters, strict=self.strict)
             drawn, *rest = jax.tree.map(lambda x: x.reshape(*at.shape, *x.shape[1:]), sampled)
             state, kept = accept_drafts(state, drafts, drawn, read, stop_ids=stop.token_ids)
             # States cannot go back: they are computed again, for the tokens that are kept.
-            accepted = {"valid": places < kept[:, None], "strict": self.strict}
-            after = paged.states_after(self.config, weights, cache.states, inputs, **accepted)
+            after = paged.states_after(
+                self.config, weights, cache.states, inputs, valid=places < kept[:, None], strict=self.strict
+            )
             cache = new._replace(states=after)
             to_keep = lambda column: jnp.where(places < kept[:, None], column, FAR)
             texts = texts.at[rows, to_keep(own_start + positions + 1)].set(drawn, mode="drop")
@@ -369,14 +374,14 @@ class Programs:
         Args:
             table: the page table; None = the ring cache, which reads one token.
         """
-        model = self.config, weights
+        c = self.config
         if table is None:
-            step = *decode.decode_ring(*model, cache, tokens[:, 0], positions[:, 0], self.strict), ()
+            step = *decode.decode_ring(c, weights, cache, tokens[:, 0], positions[:, 0], self.strict), ()
         else:
-            step = paged.decode_paged(*model, cache, table, tokens, positions, self.strict)
+            step = paged.decode_paged(c, weights, cache, table, tokens, positions, self.strict)
         hidden, cache, routes, inputs = step
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        logits = decode.next_token_logits(*model, hidden, self.strict)
+        logits = decode.next_token_logits(c, weights, hidden, self.strict)
         return logits, cache, None if self.route is None else routes, inputs
 
     def _busiest(self, state: SlotState) -> jax.Array:

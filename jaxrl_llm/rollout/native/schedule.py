@@ -133,8 +133,13 @@ class Scheduler:
             response = self._next_for(slot // per_shard)
             context, key = response.context, self.turns.key_of(response) if self.turns else response.key
             max_new_tokens = response.tokens_left
-            needed = {"num_context": len(context), "max_new_tokens": max_new_tokens}
-            if not self.cache.allocate(slot, _prompt_key(response), **needed, conversation=response):
+            if not self.cache.allocate(
+                slot,
+                _prompt_key(response),
+                num_context=len(context),
+                max_new_tokens=max_new_tokens,
+                conversation=response,
+            ):
                 continue  # another shard may have free slots
             self.waiting.remove(response)
             self.running[slot] = response

@@ -95,8 +95,15 @@ class ServerEngine(Engine):
         self.eos_ids = eos_ids_of(tokenizer, eos_ids)
         if pool:
             pool.names_adapters = bool(publisher.base)
-            served = {"base": publisher.base, "routes": routes, "tokenizer": tokenizer}
-            self.generator = ResponseGenerator(pool, self.eos_ids, self._versions, model, **served)
+            self.generator = ResponseGenerator(
+                pool,
+                self.eos_ids,
+                self._versions,
+                model,
+                base=publisher.base,
+                routes=routes,
+                tokenizer=tokenizer,
+            )
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Give the servers these weights, and probe that each of them computes with them.

@@ -49,10 +49,13 @@ def measure_decoding(
     table = jnp.asarray(rng.permutation(count).reshape(slots, row), jnp.int32)
     q = jax.random.normal(jax.random.key(1), (slots, heads, dim), dtype)
 
+    attend = functools.partial(
+        decode_attention, scale=dim**-0.5, implementation=implementation, splits=splits
+    )
+
     def layers(q, k, v, table, lengths):
         def layer(q, i):
-            settings = {"scale": dim**-0.5, "implementation": implementation, "splits": splits}
-            return decode_attention(q, k, v, table + i * count, lengths, **settings), None
+            return attend(q, k, v, table + i * count, lengths), None
 
         return jax.lax.scan(layer, q, jnp.arange(LAYERS))[0]
 

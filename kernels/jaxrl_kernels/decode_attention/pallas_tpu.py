@@ -296,8 +296,7 @@ def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, split
     pages, (out, lse), refs = refs[:tensors], refs[tensors : tensors + 2], refs[tensors + 2 :]
     buffers, (copied, first_buffer, *statistics) = refs[:tensors], refs[tensors:]
     slot, slots, softmax = pl.program_id(1), pl.num_programs(1), _Softmax(*statistics)
-    sizes = (slots, block, page, splits)
-    work = _Work(table, lengths, window, pages, buffers, copied, pl.program_id(0), *sizes)
+    work = _Work(table, lengths, window, pages, buffers, copied, pl.program_id(0), slots, block, page, splits)
     kv_heads, group, _ = q.shape
     # The first slot starts the first copy; each block then starts the copy of the next.
     (start, stop), (begin, end) = work.blocks(slot), work.visible(slot)

@@ -53,8 +53,9 @@ def forward(
     mask: DynamicMask,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
     """Compute `reference.forward`."""
-    masks = mask.windows(q_segments), q_segments, kv_last
-    out, lse = _in_batches(partial(_forward, spec), mask, q, k, v, *masks)
+    out, lse = _in_batches(
+        partial(_forward, spec), mask, q, k, v, mask.windows(q_segments), q_segments, kv_last
+    )
     return out, jnp.moveaxis(lse[..., 0], 1, 2)
 
 
@@ -76,8 +77,19 @@ def backward(
     delta = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
     if d_lse is not None:
         delta -= jnp.moveaxis(d_lse, 1, 2)[..., None]
-    masks = mask.windows(q_segments), q_segments, kv_last
-    return _in_batches(partial(_backward, spec), mask, q, k, v, *masks, lse, d_out, delta)
+    return _in_batches(
+        partial(_backward, spec),
+        mask,
+        q,
+        k,
+        v,
+        mask.windows(q_segments),
+        q_segments,
+        kv_last,
+        lse,
+        d_out,
+        delta,
+    )
 
 
 def _in_batches(one: Callable, mask: DynamicMask, q: Array, k: Array, v: Array, *inputs: Array):

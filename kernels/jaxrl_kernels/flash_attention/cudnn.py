@@ -239,8 +239,7 @@ def _backward(spec: AttentionSpec, window: int, runs: Runs, q, k, v, out, lse, d
     q, k, v, out, lse, d_out = (_flat(x, padded) for x in operands)
 
     def compute(slots, q, k, v, out, lse, d_out):
-        residuals = slots.statistics(lse), d_out, out
-        return fused_call(True, spec, window % length, slots, q, k, v, *residuals)
+        return fused_call(True, spec, window % length, slots, q, k, v, slots.statistics(lse), d_out, out)
 
     empty = tuple(jnp.zeros_like(x) for x in (q, k, v))
     gradients = _by_class(compute, runs, padded, empty, (q, k, v, out, lse, d_out))

@@ -88,8 +88,9 @@ def _kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
         queries = lambda rows: inputs.q.at[work.batch, rows, work.head]
         ids = lambda rows: inputs.q_segments.at[work.batch, rows]
         windows = lambda rows: inputs.q_windows.at[work.batch, rows]
-        pieces = (queries, memory.q), (ids, memory.q_ids), (windows, memory.q_windows)
-        copy_tile(work, memory.tile_ready, *pieces)
+        copy_tile(
+            work, memory.tile_ready, (queries, memory.q), (ids, memory.q_ids), (windows, memory.q_windows)
+        )
         copy_blocks(plan, work.blocks.count, key_rings(plan, work, inputs, memory))
 
     @pl.when(work.warpgroup < CONSUMERS)

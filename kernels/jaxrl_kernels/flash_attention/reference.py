@@ -80,8 +80,9 @@ def forward(
         lse: log-sum-exp of its scores in nats, float32; MASKED_LSE for a fully masked query.
     """
     rows, columns = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
-    of_queries = mask.windows(q_segments)[:, :, None], q_segments[:, :, None]
-    allowed = visible(mask, rows, columns, *of_queries, kv_last[:, None])
+    allowed = visible(
+        mask, rows, columns, mask.windows(q_segments)[:, :, None], q_segments[:, :, None], kv_last[:, None]
+    )
     return dense_attention(spec, q, k, v, allowed)
 
 
@@ -111,8 +112,9 @@ def backward(
     """
     group = q.shape[2] // k.shape[2]
     rows, columns = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
-    of_queries = mask.windows(q_segments)[:, :, None], q_segments[:, :, None]
-    allowed = visible(mask, rows, columns, *of_queries, kv_last[:, None])[:, None]
+    allowed = visible(
+        mask, rows, columns, mask.windows(q_segments)[:, :, None], q_segments[:, :, None], kv_last[:, None]
+    )[:, None]
     d_out = d_out.astype(jnp.float32)
     delta = jnp.einsum("bthe,bthe->bht", d_out, out.astype(jnp.float32)) - (0 if d_lse is None else d_lse)
 

@@ -42,8 +42,15 @@ def gated_delta(
     Raises:
         ValueError: the implementation does not support the inputs; the message names one that does.
     """
-    shape = k.shape[3], v.shape[3], v.shape[2] // k.shape[2], q.dtype, beta is not None
-    name, _ = choose("gated_delta", *shape, implementation=implementation)
+    name, _ = choose(
+        "gated_delta",
+        k.shape[3],
+        v.shape[3],
+        v.shape[2] // k.shape[2],
+        q.dtype,
+        beta is not None,
+        implementation=implementation,
+    )
     if implementation == "auto" and q.shape[1] <= reference.CHUNK:  # plain JAX computes one such chunk
         name = "reference"
     given = {"segments": segments, "last": last, "initial": initial, "levels": levels}

@@ -40,8 +40,15 @@ class DeltaShape(NamedTuple):
 
     def implementation(self, name: str) -> str:
         """Return the implementation that "auto" or another name means on the first device."""
-        heads = self.key_dim, self.value_dim, self.value_heads // self.key_heads
-        return choose("gated_delta", *heads, self.dtype, True, implementation=name)[0]
+        return choose(
+            "gated_delta",
+            self.key_dim,
+            self.value_dim,
+            self.value_heads // self.key_heads,
+            self.dtype,
+            True,
+            implementation=name,
+        )[0]
 
     def inputs(self) -> dict[str, np.ndarray]:
         """Return random q (normalised, scaled), k (normalised), v, g, beta and the gradient of the output."""
