@@ -146,6 +146,7 @@ def train(
     if start > run.stages[-1].start:
         files = {name: checkpoints.file(start, name) for name in (CURSOR_FILE, PARTIAL_FILE, REFERENCE_FILE)}
         source.resume(files, start - run.stages[-1].start, state.params, int(state.version))
+    # The step loop.
     for step in log.steps(start, run.total, warm_up=run.stages[-1].start):
         if reason := outage.reason or stop.requested(step, checkpoints.longest_save):
             break
@@ -165,6 +166,7 @@ def train(
         done = step + 1
         stop_if_nonfinite(state, experience, config.run_dir, limit, done=done, end=stage.end)
 
+        # Evaluation, log and checkpoint.
         if eval_due(run, done):
             with outage:
                 metrics |= evaluate(run, state, reference, done, log=log)

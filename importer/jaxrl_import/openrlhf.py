@@ -46,6 +46,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
         _critic_path(conv)
     else:
         conv.drop_critic()
+    # Rewards and data, then the rollout.
     _rewards(conv)
     conv.put_sources(map(source_path, conv.get("data.prompt_dataset") or ()), "data.prompt_dataset")
     _common(conv)

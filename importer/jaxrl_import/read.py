@@ -370,6 +370,7 @@ def _read_python_file(
         )
     if python is None:
         return _read_shell(found, file, system, trainer, variables=variables)
+    # Settings of the file, over the settings of the command.
     system, trainer = _checked(file, system or "trl", trainer or python.trainer)
     notes = [f"{file}: {other} is not read" for other in python.others]
     if found is None or not python.from_command:

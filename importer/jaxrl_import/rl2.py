@@ -55,6 +55,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
         _optimizer(conv, "critic", "critic.optim")
     else:
         conv.drop_critic("there is no critic with adv.estimator reinforce")
+    # Rollout, environment and data.
     _filtering(conv, n)
     if conv.is_set("rollout.env_path"):
         conv.copy("env.name", "rollout.env_path", note="the environment rewards")

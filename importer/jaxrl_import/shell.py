@@ -88,6 +88,7 @@ class Script:
                 self._skip(len(self._operator()) or 1)
                 if char == "\n":
                     self._read_here_documents()
+            # White space, comments and here-documents, then words of the command.
             elif char in " \t\r":
                 self._skip(1)
             elif self._text.startswith(("\\\n", "\\\r\n"), self._at):
@@ -242,6 +243,7 @@ class Script:
                 parts, quoted = self._double_quoted(), True
                 words += [current + part for part in parts[:1] if len(parts) > 1] + parts[1:-1]
                 current = parts[-1] if len(parts) > 1 else current + "".join(parts)
+            # An escaped character or line end, then expansions and plain text.
             elif char == "\\":
                 if self._text.startswith(("\\\n", "\\\r\n"), self._at):
                     self._skip(2 if self._text[self._at + 1] == "\n" else 3)

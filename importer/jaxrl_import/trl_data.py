@@ -52,6 +52,7 @@ def put_rewards(conv: Conversion) -> None:
                 conv.put("reward.weight", weight, "reward_weights")
         else:
             shaping.append((_reward(conv, name, short), weight))
+    # Reward models, and rewards that shape the main one.
     for key in ("reward_model_name_or_path", "reward_model_path"):
         if conv.is_set(key):
             models.append((conv.get(key), 1.0))

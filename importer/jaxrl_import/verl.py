@@ -40,6 +40,7 @@ def _rules_of_ppo(conv: Conversion) -> None:
         _critic(conv, updates)
     else:
         conv.drop_critic(f"{conv.algo} has no critic")
+    # Rewards, data and outputs; types and the rollout engine.
     _rewards(conv)
     _evaluation(conv)
     _lora(conv, MODEL)

@@ -136,6 +136,7 @@ def _servers(config: TrainConfig, model, mesh, tokenizer, *, eos_ids, closing, s
     if model.lora:
         own = folder / "adapters" if rollout.engine == "vllm" else None
         publisher = adapters.AdapterPublisher(publisher, rollout.dtype, own)
+    # The engine, which publishes through it.
     return ServerEngine(
         rollout,
         servers,

@@ -100,6 +100,7 @@ def make_evaluators(
             log.warning(problem, lacking, len(known))
         if not (rewarder.reward_models or config.eval.judge):  # nothing reads responses without an answer
             prompts, known = [p for p, k in zip(prompts, known, strict=True) if k], [True] * sum(known)
+        # Prompts that remain are generated and graded.
         if prompts:
             evaluators.append(
                 HeldOutResponses(

@@ -95,12 +95,14 @@ def make_stages(
     mesh = meshes[POLICY]
     updates = config.steps * config.updates_per_step
     requires, warm = algos.requirements(config.algo), config.warm_start
+    # The models: a separate critic, then the policy, which is not updated while the critic warms up.
     critic, critic_params, critic_warmup = None, None, 0
     if requires.critic:
         critic, critic_params = make_critic(config, model, meshes[CRITIC], updates, stored=stored)
         critic_warmup = config.critic.warmup_steps
     updates -= min(critic_warmup, config.steps) * config.updates_per_step
     policy = make_learner(config, config.algo, config.optim, updates, model=model, mesh=mesh)
+    # The run, after its SFT warm-up.
     paths, teachers_mesh = requires.teachers, meshes[TEACHER]
     stages = [
         Stage(
@@ -119,6 +121,7 @@ def make_stages(
             teacher_model=scoring_model(config, policy, TEACHER, meshes),
         )
     ]
+    # The SFT warm-up, before the run.
     if warm.steps:
         optim = replace(config.optim, learning_rate=warm.learning_rate, schedule="constant", warmup_steps=0)
         learner = make_learner(config, algos.sft.Config(), optim, warm.steps, model=model, mesh=mesh)
@@ -274,6 +277,7 @@ def make_learner(
         temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
         num_kept=config.rollout.sampling.num_kept if rolls_out else 0,
+        # Of the optimizer, of experts, and of old log-probs.
         max_grad_norm=optim.max_grad_norm,
         grad_dtype=optim.grad_dtype,
         offload=optim.offload,

@@ -111,6 +111,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
             messages, response = (*messages, {"role": "assistant", "content": response}), None
     if turns:
         messages = (*(m | {"weight": 0} if m["role"] == "assistant" else m for m in messages), *turns)
+    # Refuse columns that would be left out.
     if messages is not None:
         template_columns(row, where)
     _check_columns(present, where, chat=messages is not None)
@@ -123,6 +124,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
         text, response = "", text
         if system.strip() not in response:
             raise RowError(f"{where}: the column system is not part of text, which is learned as a whole")
+    # The example, and its source.
     source = "" if present.get("data_source") is None else present["data_source"]
     check_text(source, f"{where}: data_source")
     return Example(

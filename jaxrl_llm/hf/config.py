@@ -137,6 +137,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         **{"alibi": _is_alibi(keys.raw), "normalize_head": _normalizes_head(keys, family) and not has_head},
         **read_global_heads(keys, family, window_layers, has_window=window is not None),
     }
+    # The architecture: parts with several keys, then single keys.
     config = TransformerConfig(
         family=family,
         **sizes,
@@ -152,6 +153,7 @@ def _read_family(keys: JsonKeys, family: str) -> TransformerConfig:
         norm_eps=keys.number(facts.norm_eps, 1e-6, high=1.0),
         tie_embeddings=keys.flag(_tied_key(keys, family)) or has_head,  # a classifier has no other head
         value_head=has_head,
+        # Positions and windows; constants.
         rope=rope,
         local_rope=local_rope if window else None,
         rope_layers=read_rope_layers(keys, family, sizes["num_layers"]),

@@ -200,6 +200,7 @@ class _GgufModel:
         missing += [name for name in ("token_embd.weight",) if name not in self.stored]
         if missing:
             raise self.wrong(f"no {missing[0]}, which a {self.family} file has; it is damaged")
+        # Keys of transformers that the file has in another form.
         raw = {name: _shortest(value) for name, value in raw.items()}
         vocabulary = int(self.stored["token_embd.weight"].shape[-1])
         return raw | {

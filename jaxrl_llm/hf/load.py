@@ -199,6 +199,7 @@ def read_slice(
     row_bytes = inner[0] * int(np.prod(stored.shape[1:])) * stored.value_bytes
     budget = min(max(row_bytes * (last - first) // 16, _MIN_READ), _MAX_READ)
     step = max(1, budget // row_bytes)
+    # A few rows at a time.
     for start in range(first, last, step):
         stop = min(start + step, last)
         rows = slice(*(part.start + row * inner[0] for row in (start, stop)))

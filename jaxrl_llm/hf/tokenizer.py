@@ -82,6 +82,7 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
         raise UserError(
             f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {str(error)[:500]})"
         ) from error
+    # It must end responses, and fit the model.
     if eos is None:
         raise UserError(
             f"{settings}: no eos_token; without one a response never ends. Name the end token there."

@@ -253,6 +253,7 @@ def decode_ring(
             step = make_state_fn(c, w, states, valid, at=(array, index), strict=strict)
             x, (states, _), routing = run(attention_fn=step)
             return (x, ks, vs, states, chosen), None, routing
+        # Attention over the ring.
         kv, sinks, window = (ks[array], vs[array] if vs else None), sinks_of(w), numbers.window
         place = jnp.mod(cache.cursor, kv[0].shape[-1])
         attend = _attend_ring(

@@ -60,6 +60,7 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
         picked = {field: pick(getattr(c, field)) for field in PER_LAYER}
         norms = c.delta.norms if c.delta and picked["layer_kinds"][0] == "delta" else c.norms
         own_heads = config_of_layers(c, not name.endswith(GLOBAL)) if c.global_heads else c
+        # Layers that read another's keys and values may have a wider feed-forward.
         is_shared = name.startswith(_SHARED)
         wider = 2 if is_shared and c.wide_shared_mlp else 1
         if moe:

@@ -364,6 +364,7 @@ def _layer_fn(
         attend = make_attention_fn(
             c, w, of_kind, window=numbers.window, method=method, strict=strict, shared=shared
         )
+        # The layer, and the sums of its experts' routing.
         rope, valid, inputs = layer_rope(c, tables, numbers), rows.segments > 0, numbers.inputs
         x, kv, routing = block(
             c, w, x, rope, attention_fn=attend, strict=strict, valid=valid, routes=routes, layer_inputs=inputs

@@ -154,6 +154,7 @@ def make_plan(
                 phase.program, phase.mesh, target.topology.platform, phase.hints, slices=of_devices
             )
         costs.append(phase_cost(phase, stats, target, device_groups(meshes)))
+    # The phases, with the sizes, versions and kernels that they depend on.
     before, copied = copied_layers(step[0].resident["parameters"][0], mesh.shape)
     return Plan(
         config.model.path or "architecture of the recipe",
@@ -231,6 +232,7 @@ def phase_cost(
         }
         if across and target.chip.between:
             roofline["links between slices"] = across / target.chip.between
+    # Estimates beside the compiler's numbers.
     return PhaseCost(
         phase.name,
         memory,

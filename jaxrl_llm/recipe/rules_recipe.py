@@ -125,6 +125,7 @@ def _strict_rounds_alike(config: TrainConfig) -> Iterator[str]:
             f"--strict and --rollout.engine {rollout.engine} exclude each other: servers sum in another "
             "order. Set --rollout.engine native."
         )
+    # Types, then settings that make the rollout's weights others.
     for name in ("dtype", "cache_dtype"):
         value = getattr(rollout, name) or rollout.dtype
         if value != dtype:

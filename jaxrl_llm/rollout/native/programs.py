@@ -72,6 +72,7 @@ class Programs:
         self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1, 2), out_shardings=cache)
         self.write_pages = jax.jit(self._write_pages, donate_argnums=0, out_shardings=cache)
         self.copy_pages = jax.jit(self._copy_pages, donate_argnums=0, out_shardings=cache)
+        # Programs that run the model have compiler options.
         options = compiler_options(mesh)
         jit_forward = functools.partial(
             jax.jit, donate_argnums=1, out_shardings=(cache, replicated), compiler_options=options

@@ -93,6 +93,7 @@ class ServerEngine(Engine):
         self._pending: weakref.WeakSet[PendingResponses] = weakref.WeakSet()
         self._mismatch = MismatchTotals()
         self.eos_ids = eos_ids_of(tokenizer, eos_ids)
+        # Process 0 alone has the pool.
         if pool:
             pool.names_adapters = bool(publisher.base)
             self.generator = ResponseGenerator(

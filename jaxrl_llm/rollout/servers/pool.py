@@ -199,6 +199,7 @@ class ServerPool:
                 self._print_wait(f"a refused request is tried on another server: {error}")
                 if server is self.router:  # the router may choose another server next time
                     problems.append(str(error))
+            # Busy servers and a router that is down: wait, and try again.
             except ServerError as error:
                 down = server is self.router and isinstance(error, UnreachableError)
                 if isinstance(error, BusyError) or down:

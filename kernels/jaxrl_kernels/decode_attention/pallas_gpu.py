@@ -161,6 +161,7 @@ def _kernel(plan: _Plan, *refs: Any, **memory: Any) -> None:
         def _(i):
             plgpu.barrier_wait(memory.free.at[lax.rem(i, stages)])
 
+    # Attend to them, and store the sums of this split.
     @pl.when(warpgroup == 0)
     def _compute():
         plgpu.barrier_wait(memory.q_ready)
@@ -197,6 +198,7 @@ def _attend(plan: _Plan, memory: Any, start, count, begin, end) -> tuple[jax.Arr
         position = ops.iota(shape, 1) + (start + i) * plan.page
         visible = (position >= begin) & (position < end)
         scores = jnp.where(visible, scores, MASKED_LSE)
+        # Rescale the sums to the new maximum, and add this page.
         new = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp(scores - wide(new, shape)), 0.0)
         shrink = jnp.exp(top - new)

@@ -325,6 +325,7 @@ def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, split
             softmax.add(head, q[head], [ref.at[buffer, head] for ref in buffers], visible, scale, softcap)
         return 0
 
+    # All blocks of the slot, then its normalised output.
     softmax.clear()
     jax.lax.fori_loop(start, stop, one_block, 0)
     first_buffer[0] = (first_buffer[0] + stop - start) % 2

@@ -73,6 +73,7 @@ def backward(
     d_lse: Float[Array, "B H Tq"] | None = None,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B Tk K E"], Float[Array, "B Tk K E"]]:
     """Compute `reference.backward`."""
+    # Statistics of each query as columns; a gradient of lse joins delta.
     lse = jnp.moveaxis(lse, 1, 2)[..., None]
     delta = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
     if d_lse is not None:

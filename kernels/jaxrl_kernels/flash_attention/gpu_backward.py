@@ -83,6 +83,7 @@ def _dq_kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
         )
         copy_blocks(plan, work.blocks.count, key_rings(plan, work, inputs, memory))
 
+    # Sum dq over the blocks of keys, and store it.
     @pl.when(work.warpgroup < CONSUMERS)
     def _compute():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
@@ -176,6 +177,7 @@ def _dkv_kernel(plan: TilePlan, outputs: tuple[str, ...], *refs: Any, **memory: 
         )
         copy_blocks(plan, work.blocks.count * plan.group, _query_rings(plan, work, inputs, memory))
 
+    # Sum dk and dv over the blocks of queries, and store them.
     @pl.when(work.warpgroup < CONSUMERS)
     def _compute():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")

@@ -93,6 +93,7 @@ def _kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
         )
         copy_blocks(plan, work.blocks.count, key_rings(plan, work, inputs, memory))
 
+    # Attend to the blocks, then normalise and store.
     @pl.when(work.warpgroup < CONSUMERS)
     def _compute():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")

@@ -115,6 +115,7 @@ def backward(
     allowed = visible(
         mask, rows, columns, mask.windows(q_segments)[:, :, None], q_segments[:, :, None], kv_last[:, None]
     )[:, None]
+    # The gradients of a sum whose lse, d_out and delta are constants.
     d_out = d_out.astype(jnp.float32)
     delta = jnp.einsum("bthe,bthe->bht", d_out, out.astype(jnp.float32)) - (0 if d_lse is None else d_lse)
 

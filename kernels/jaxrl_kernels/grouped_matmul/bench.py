@@ -66,6 +66,7 @@ def measure_product(
     def gradients(lhs, rhs, sizes, d_out):
         return jax.vjp(lambda lhs, rhs: product(lhs, rhs, sizes), lhs, rhs)[1](d_out)
 
+    # Measured times; both gradients are two products.
     forward = median_seconds(jax.jit(product), (lhs, rhs, sizes), repeat)
     backward = median_seconds(jax.jit(gradients), (lhs, rhs, sizes, d_out), repeat)
     work = 2e-12 * rows * depth * columns

@@ -233,6 +233,7 @@ def _rows_kernel(plan: _Plan, count, visits, lhs, rhs, out, **memory: Any) -> No
 
         _wait_for_consumers(memory, num_tiles * steps)
 
+    # Multiply the blocks, and store the rows of each visit.
     @pl.when(warpgroup < CONSUMERS)
     def _compute():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
@@ -289,6 +290,7 @@ def _groups_kernel(plan: _Plan, offsets, lhs, d_out, out, **memory: Any) -> None
 
         _wait_for_consumers(memory, lax.fori_loop(0, num_tiles, copy_tile, jnp.int32(0)))
 
+    # Sum the products of each group's rows, and store the tile.
     @pl.when(warpgroup < CONSUMERS)
     def _compute():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
