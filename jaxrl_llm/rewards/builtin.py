@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.config import BUILTIN, RewardConfig
+from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.countdown import countdown_task, evaluate_countdown, find_expression
 from jaxrl_llm.rewards.extract import (
     boxed_answers,
@@ -311,7 +311,17 @@ def overlong_reward(sample: RewardSample, config: RewardConfig) -> float:
     return -min(max(exceeded, 0) / (config.overlong_to - config.overlong_from), 1.0)
 
 
-REWARDS: dict[str, Callable[..., Any]] = {name: globals()[function] for name, function in BUILTIN.items()}
+REWARDS: dict[str, Callable[..., Any]] = {
+    "exact": exact_reward,
+    "arithmetic": number_reward,
+    "gsm8k": number_reward,
+    "math": math_reward,
+    "countdown": countdown_reward,
+    "gym": gym_reward,
+    "verdict": verdict_reward,
+    "format": format_reward,
+    "overlong": overlong_reward,
+}
 
 
 def same_answer(given: str, answer: str) -> bool:

@@ -11,18 +11,8 @@ from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
 from jaxrl_llm.sharding.config import PlacementConfig
 from jaxrl_llm.user_file import did_you_mean, missing_file, split_name
 
-BUILTIN = {
-    "exact": "exact_reward",
-    "arithmetic": "number_reward",
-    "gsm8k": "number_reward",
-    "math": "math_reward",
-    "countdown": "countdown_reward",
-    "gym": "gym_reward",
-    "verdict": "verdict_reward",
-    "format": "format_reward",
-    "overlong": "overlong_reward",
-}
-"""Name of a built-in reward -> its function in rewards/builtin.py, whose import would slow `--help`."""
+BUILTIN = ("exact", "arithmetic", "gsm8k", "math", "countdown", "gym", "verdict", "format", "overlong")
+"""Names of the built-in rewards, the keys of `rewards.builtin.REWARDS`, whose import would slow `--help`."""
 MAX_SCORE = 1e6
 """Largest absolute value of one reward function's score; more is a mistake."""
 URL = ("http://", "https://")

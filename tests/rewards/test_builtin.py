@@ -13,7 +13,7 @@ from slow_cases import with_slow
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.rewards.builtin import REWARDS
-from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
+from jaxrl_llm.rewards.config import BUILTIN, RewardConfig, RewardModelConfig
 from jaxrl_llm.rewards.countdown import evaluate_countdown
 from jaxrl_llm.rewards.extract import find_answer
 from jaxrl_llm.rewards.load import resolve_reward
@@ -529,6 +529,11 @@ HOSTILE = {  # 100,000 characters: 0.1 s of linear work, a minute of quadratic w
 }
 ROWS = {"countdown": {"numbers": [3, 8, 5], "target": 29}}
 LIMITS = RewardConfig(timeout=3.0, overlong_from=1, overlong_to=2)
+
+
+def test_the_names_of_the_config_are_the_rewards():
+    """The config names them by itself, since importing the functions would slow `--help`."""
+    assert tuple(REWARDS) == BUILTIN
 
 
 @pytest.mark.parametrize("name", with_slow(sorted(REWARDS.keys() - {"gym", "math"}), {"arithmetic", "gsm8k"}))
