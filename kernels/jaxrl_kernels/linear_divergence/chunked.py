@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_kernels.chunks import map_chunks
-from jaxrl_kernels.linear_divergence.reference import divergence, log_probs, top_tokens
+from jaxrl_kernels.linear_divergence.reference import divergence, top_tokens, vocabulary_logprobs
 
 
 @functools.partial(
@@ -70,8 +70,8 @@ def linear_divergence(
         product = functools.partial(jnp.einsum, "btd,vd->btv", preferred_element_type=jnp.float32)
         of_student = product(student, wide.astype(student_head.dtype))
         of_teacher = product(teacher, teacher_head)
-        log_q = log_probs(of_student, temperature, student_softcap)
-        log_p = log_probs(of_teacher, temperature, teacher_softcap)
+        log_q = vocabulary_logprobs(of_student, temperature, student_softcap)
+        log_p = vocabulary_logprobs(of_teacher, temperature, teacher_softcap)
         return divergence(log_p, log_q, beta, top_tokens(of_teacher, top_k))
 
     return map_chunks(one, chunk, student_hidden, teacher_hidden).reshape(shape)

@@ -40,7 +40,7 @@ def top_tokens(products: Float[Array, "*B V"], k: int) -> Bool[Array, "*B V"] | 
     return products >= jax.lax.top_k(products, k)[0][..., -1:]
 
 
-def log_probs(
+def vocabulary_logprobs(
     products: Float[Array, "*B V"], temperature: float, softcap: float | None
 ) -> Float[Array, "*B V"]:
     """Compute log softmax(logits / temperature); logits are the products, soft-capped if the model is."""

@@ -46,11 +46,11 @@ class LogprobSpec(NamedTuple):
         d_entropy: Float[Array, "*B #V"] | None,
     ) -> Float[Array, "*B V"]:
         """Return the loss's gradient with respect to hidden head^T."""
-        logp = logits - lse
+        logprobs = logits - lse
         d_total = d_logprob
         if self.entropy:
-            d_total = d_total + d_entropy * (logp + entropy)
-        slope = (jnp.where(at_target, d_logprob, 0.0) - jnp.exp(logp) * d_total) * (1 / self.temperature)
+            d_total = d_total + d_entropy * (logprobs + entropy)
+        slope = (jnp.where(at_target, d_logprob, 0.0) - jnp.exp(logprobs) * d_total) * (1 / self.temperature)
         if self.softcap is not None:
             slope = slope * (1.0 - (logits * (self.temperature / self.softcap)) ** 2)
         return slope
