@@ -312,7 +312,8 @@ class TrainConfig:
         return {role: model for role, model in models.items() if model.weight or self.eval.every}
 
     def mesh_of(self, role: str) -> MeshConfig:
-        """Return the axis sizes of a role of `placements`: its own, or the policy's."""
+        """Return the axis sizes of a model by its role: its own, or the policy's."""
+        role = TEACHER if role.startswith(TEACHER) else role
         return self.placements[role].mesh or self.mesh
 
     @property

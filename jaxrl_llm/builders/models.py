@@ -179,11 +179,10 @@ def check_own_algorithm(stage: Stage) -> None:
 
 
 def check_frozen_models(config: TrainConfig, tokenizer: Any) -> None:
-    """Check that teachers and reference are language models, and have, as a critic, the policy's tokenizer,
-    whose token ids they read.
+    """Check that teachers, reference and critic have the policy's tokenizer, whose token ids they read.
 
     Raises:
-        ConfigError: names the first tokens that differ, or the model with a score head.
+        ConfigError: names the first tokens that differ.
     """
     requires = algos.requirements(config.algo)
     paths = [("teacher", path) for path in requires.teachers]
@@ -191,13 +190,7 @@ def check_frozen_models(config: TrainConfig, tokenizer: Any) -> None:
     paths += [("critic", config.critic.path)] if requires.critic and config.critic.path else []
     for role, path in paths:
         folder = resolve_model(path)
-        model = read_config(folder)
-        if model.value_head and role != "critic":
-            raise ConfigError(
-                f"the {role} {path} is a model with a score head, such as a reward model, which has no "
-                "head of a language model. Give a language model."
-            )
-        if difference := vocabulary_difference(tokenizer, load_tokenizer(folder, model)):
+        if difference := vocabulary_difference(tokenizer, load_tokenizer(folder, read_config(folder))):
             raise ConfigError(
                 f"the {role} {path} has another tokenizer than the policy, whose tokens it reads: "
                 f"{difference}. Give a {role} of the same model family."

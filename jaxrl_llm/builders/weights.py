@@ -21,9 +21,8 @@ from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.attention import for_length, original_length, with_yarn
 from jaxrl_llm.models.lora import add_adapters, frozen_config
-from jaxrl_llm.models.stacks import stages_problem
 from jaxrl_llm.rollout.keys import Purpose, run_key
-from jaxrl_llm.sharding.rules import TRAIN, num_shards
+from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Params
 
 
@@ -56,14 +55,8 @@ def read_architecture(config: TrainConfig, path: str, stored: PretrainedModels) 
 
 
 def load_frozen(config: TrainConfig, path: str, mesh: Mesh, stored: PretrainedModels = PRETRAINED) -> Params:
-    """Return the weights of a teacher or reference, in the compute type, where `offload` puts them.
-
-    Raises:
-        UserError: its layers cannot be divided among the stages of the mesh.
-    """
+    """Return the weights of a teacher or reference, in the compute type, where `offload` puts them."""
     model = read_architecture(config, path, stored)
-    if problem := stages_problem(model, num_shards("layers", mesh.shape)):
-        raise UserError(f"{path}: {problem}")
     shardings, dtype = models.shardings(model, mesh, TRAIN), jnp.dtype(config.model.dtype)
     with jax.set_mesh(mesh):
         params = stored.params(path, model, shardings, dtype)

@@ -22,7 +22,7 @@ from jaxrl_llm.recipe.rule import Rule, apply_rules
 from jaxrl_llm.recipe.rules_devices import DEVICES, with_sizes
 from jaxrl_llm.recipe.rules_model import MODEL, Models
 from jaxrl_llm.recipe.rules_recipe import RECIPE
-from jaxrl_llm.sharding.config import CRITIC, POLICY
+from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, teacher_role
 from jaxrl_llm.sharding.placement import Device
 from jaxrl_llm.user_file import expand_home
 
@@ -96,14 +96,18 @@ def apply_all_rules(
 def architectures(
     config: TrainConfig, read: Callable[[str], TransformerConfig | None]
 ) -> dict[str, TransformerConfig]:
-    """Return role -> architecture of the policy, a pretrained critic and reward models, if they are known.
+    """Return role -> architecture of the policy, and of critic, reference, teachers and reward models that
+    have separate files; models that are not known are left out.
 
     Args:
         read: path of a model -> its architecture; None = not known.
     """
-    paths = {POLICY: config.model.path}
-    if algos.requirements(config.algo).critic:
+    paths, requires = {POLICY: config.model.path}, algos.requirements(config.algo)
+    if requires.critic:
         paths[CRITIC] = config.critic.path
+    if requires.ref_logprobs:
+        paths[REFERENCE] = config.reference.path
+    paths |= {teacher_role(i): path for i, path in enumerate(requires.teachers)}
     paths |= {role: reward.path for role, reward in config.reward_models.items()}
     models = {role: read(path) for role, path in paths.items() if path}
     if not config.model.path:

@@ -1,4 +1,4 @@
-"""Rules that recipe and architectures answer: of the policy, a pretrained critic and reward models."""
+"""Rules that recipe and architectures answer: of the policy and of all models with separate files."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from jaxrl_llm.models.stacks import stages_problem
 from jaxrl_llm.recipe.rule import Rule
 from jaxrl_llm.rollout.checks import dynamic_rope_hint, ring_problem, token_problems
 from jaxrl_llm.sharding.attention import heads_problem
-from jaxrl_llm.sharding.config import CRITIC, POLICY, MeshConfig
+from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER, MeshConfig, teacher_role
 from jaxrl_llm.sharding.rules import num_shards
 
 WITHOUT_SERVED_ROUTES = ("mixtral", "olmoe")
 """Families whose routers SGLang 0.5 does not number: its recorder of chosen experts fails at the first."""
 Models = Mapping[str, TransformerConfig]
-"""Role -> architecture, of the policy, a pretrained critic and reward models."""
+"""Role -> architecture, of the policy, a pretrained critic, a reference, teachers and reward models."""
 
 
 def _can_be_exported(config: TrainConfig, models: Models) -> Iterator[str]:
@@ -40,12 +40,17 @@ def _can_be_exported(config: TrainConfig, models: Models) -> Iterator[str]:
 
 
 def _writes_text(config: TrainConfig, models: Models) -> Iterator[str]:
-    if models[POLICY].value_head and algos.requirements(config.algo).logprobs:
-        key = f"path {config.model.path}" if config.model.path else "architecture.value_head True"
-        yield (
-            f"--model.{key}: a model with a score head, such as a reward model, has no head of a language "
-            "model. Set a language model."
-        )
+    requires, policy = algos.requirements(config.algo), config.model.path
+    keys = {REFERENCE: f"reference.path {config.reference.path}"}
+    keys |= {teacher_role(i): f"algo.teachers {path}" for i, path in enumerate(requires.teachers)}
+    if requires.logprobs:
+        keys[POLICY] = f"model.path {policy}" if policy else "model.architecture.value_head True"
+    for role, key in keys.items():
+        if role in models and models[role].value_head:
+            yield (
+                f"--{key}: a model with a score head, such as a reward model, has no head of a language "
+                "model. Set a language model."
+            )
 
 
 def _has_positions(config: TrainConfig, models: Models) -> Iterator[str]:
@@ -99,7 +104,7 @@ def _heads_divide(config: TrainConfig, models: Models) -> Iterator[str]:
 def _stages_are_equal(config: TrainConfig, models: Models) -> Iterator[str]:
     for role, model in models.items():
         if problem := stages_problem(model, config.mesh_of(role).stage, _mesh_key(config, role)):
-            yield problem
+            yield problem if role == POLICY else f"{problem} The layers are of {role.rstrip('.')}."
 
 
 def _stages_keep_inputs(config: TrainConfig, models: Models) -> Iterator[str]:
@@ -126,6 +131,7 @@ def _indexers_fit(config: TrainConfig, models: Models) -> Iterator[str]:
 
 def _mesh_key(config: TrainConfig, role: str) -> str:
     """Return the prefix of the keys of a model's mesh."""
+    role = TEACHER if role.startswith(TEACHER) else role
     return f"--{role if config.placements[role].mesh else ''}mesh"
 
 
@@ -294,7 +300,7 @@ def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
 
 MODEL = (
     Rule("model", "model.path model.architecture", _can_be_exported),
-    Rule("model", "model.path model.architecture", _writes_text),
+    Rule("model", "model.path model.architecture reference.path algo.teachers", _writes_text),
     Rule("model", "max_prompt_tokens max_response_tokens", _has_positions),
     Rule("model", "model.yarn_factor", _yarn_has_rope),
     Rule("model", "mesh.sequence_parallel mesh.sequence mesh.tensor", _heads_divide),

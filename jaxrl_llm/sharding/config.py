@@ -97,6 +97,11 @@ def reward_role(index: int) -> str:
     return f"reward.models.{index}."
 
 
+def teacher_role(index: int) -> str:
+    """Return the role of a teacher; all teachers have the placement of TEACHER."""
+    return f"{TEACHER}{index}."
+
+
 def device_bounds(text: str) -> tuple[int, int] | None:
     """Parse the range of devices "0:4" as (0, 4); None = "all"."""
     match = DEVICE_RANGE.fullmatch(text)

@@ -37,7 +37,7 @@ from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.scoring import Scorer
 from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.recipe.checks import check_on_devices
+from jaxrl_llm.recipe.checks import architectures, check_models, check_on_devices
 from jaxrl_llm.sharding.config import POLICY, REFERENCE, PlacementConfig
 from jaxrl_llm.sharding.placement import devices_of
 from jaxrl_llm.sharding.rules import TRAIN
@@ -268,13 +268,17 @@ def test_the_cache_of_the_rollout_leaves_memory_for_reward_models(tmp_path, weig
     assert added == loaded * (2 * matrices + 4 * others)
 
 
-def test_a_frozen_model_whose_layers_stages_do_not_divide_is_not_loaded():
-    """It has one layer; the policy may have two."""
-    mesh = make_meshes(replace(BASE, devices="0:2", mesh=MeshConfig(stage=2)))[POLICY]
-    with pytest.raises(
-        UserError, match=r"^other: --mesh.stage is 2: .* the 1 layers .* Set --mesh.stage 1.$"
-    ):
-        load_frozen(BASE, "other", mesh, RandomModels())
+def test_a_frozen_model_whose_layers_stages_do_not_divide_is_refused():
+    """It has one layer; the policy has two."""
+    two_layers = replace(BASE.model, architecture=replace(MODEL, num_layers=2))
+    config = replace(BASE, model=two_layers, mesh=MeshConfig(stage=2))
+    for role, case in (("reference.", CASES["other"]), ("teacher.0.", CASES["gkd"])):
+        config = replace(config, **case)
+        known = architectures(config, RandomModels().config)
+        assert known.keys() == {POLICY, role}
+        line = rf"^--mesh.stage is 2: .* the 1 layers .* Set --mesh.stage 1. The layers are of {role}$"
+        with pytest.raises(UserError, match=line):
+            check_models(config, known)
 
 
 def test_models_are_all_started_before_the_first_is_waited_for(monkeypatch):

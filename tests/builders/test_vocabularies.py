@@ -11,6 +11,7 @@ from jaxrl_llm.config import CriticConfig, ModelConfig, ReferenceConfig, TrainCo
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.export import save_description
+from jaxrl_llm.recipe.checks import architectures, check_models, read_local
 from jaxrl_llm.recipe.load import from_command_line
 
 MODEL = TransformerConfig(
@@ -95,13 +96,15 @@ def test_a_reward_model_is_no_teacher_reference_or_policy(tmp_path):
     make_tokenizer().save_pretrained(folder)
     gkd, grpo, ppo = (algos.ALGOS[name].Config() for name in ("gkd", "grpo", "ppo"))
     own = dict(reference=ReferenceConfig(path=folder))
-    for role, config in (
-        ("teacher", TrainConfig(algo=replace(gkd, teachers=(folder,)))),
-        ("reference", TrainConfig(algo=replace(grpo, kl_coef=0.1), **own)),
+    model = ModelConfig(architecture=MODEL, tokenizer="tiny")
+    for key, config in (
+        ("algo.teachers", TrainConfig(model=model, algo=replace(gkd, teachers=(folder,)))),
+        ("reference.path", TrainConfig(model=model, algo=replace(grpo, kl_coef=0.1), **own)),
     ):
-        with pytest.raises(ConfigError, match=rf"the {role} {folder} is a model with a score head"):
-            check_frozen_models(config, make_tokenizer())
-    check_frozen_models(TrainConfig(algo=ppo, critic=CriticConfig(path=folder)), make_tokenizer())
+        with pytest.raises(ConfigError, match=rf"--{key} {folder}: a model with a score head"):
+            check_models(config, architectures(config, read_local))
+    config = TrainConfig(model=model, algo=ppo, critic=CriticConfig(path=folder))
+    check_models(config, architectures(config, read_local))
     words = ["--config", "grpo_tiny.py", "--run_dir", str(tmp_path / "run"), "--model.path", folder]
     with pytest.raises(ConfigError, match=rf"--model\.path {folder}: a model with a score head"):
         from_command_line(words)
