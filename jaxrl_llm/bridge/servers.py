@@ -75,7 +75,7 @@ class ServerKind(Protocol):
         """Return why the server cannot be used, with the fix; "" = it can."""
 
     async def abort_all(self, pool: PoolLike, server: ServerLike, timeout: float) -> None:
-        """Abort all requests in flight: they end with what they have."""
+        """Abort all requests in flight: they end with their tokens so far."""
 
     async def pause(self, receiver: Receiver, mode: PauseMode) -> None:
         """Stop generation until `resume`."""

@@ -160,7 +160,7 @@ def _thought(row: dict, response: str, where: str) -> str:
 
 
 def _check_columns(row: dict, where: str, *, chat: bool) -> None:
-    """Refuse columns that would be left out: what is learned, and tools of a chat under an old name."""
+    """Refuse columns that would be left out: learned text, and tools of a chat under an old name."""
     for key in (key for key in row if has_word(key, LOSS_LIKE)):
         items = row[key] if isinstance(row[key], list) else [row[key]]
         values = [0 if str(value).lower() in OFF else value for value in _leaves(items)]

@@ -185,7 +185,7 @@ class _GgufModel:
         Raises:
             UserError: a key is missing, or the decoder does not support its value.
         """
-        # What is not supported, then the sizes.
+        # Unsupported keys are refused; then the sizes.
         keys = gguf_keys(self.family)
         for key, neutral in _NEUTRAL.items():
             if self.own(key, neutral) != neutral and key not in keys.values():

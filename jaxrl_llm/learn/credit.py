@@ -38,7 +38,7 @@ def assign_credit(
     """
     if not trajectories:
         return list(items)
-    # The step as arrays, and what the algorithm makes of them.
+    # The step as arrays, then the algorithm's advantages and returns.
     algorithm = algos.of(algo)
     if algos.requirements(algo).turns:
         check_turns(trajectories)

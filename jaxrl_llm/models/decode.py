@@ -198,7 +198,7 @@ def prefill(
     rows = with_paths(c, Packing(segments, positions))
     tables = per_token_call(strict)(rope_fn(c), None, positions)
 
-    # Layers return what the cache keeps of them, in its layout.
+    # Layers return their part of the cache, in its layout.
     def layer(c, carry, w, numbers, *_):
         x, shared = carry
         settings = {"strict": strict, "shared": read_shared(c, shared)}

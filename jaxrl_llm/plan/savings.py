@@ -34,7 +34,7 @@ class MemorySetting(NamedTuple):
     applies: Callable[[TrainConfig], bool] = lambda config: True
     """Returns whether the recipe is of the kind that the setting is for."""
     effect: str = ""
-    """Clause on what the setting does, where the flag does not tell."""
+    """Clause on the setting's effect, if the flag does not tell."""
 
     @property
     def flag(self) -> str:

@@ -125,7 +125,7 @@ class DocumentWriter:
     def _add(
         self, steps: list[Document], turn: SampleTurn, *, copied: bool = False, answered: bool = True
     ) -> Document:
-        """Add what the policy read since the turn before, and the turn; return the turn's step."""
+        """Add the messages read since the turn before, and the turn; return the turn's step."""
         mark = {"is_copied_context": True} if copied else {}
         for message in turn.inputs:
             _add_input(steps, message, mark)

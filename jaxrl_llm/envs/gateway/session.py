@@ -275,7 +275,7 @@ class AgentSession:
         if isinstance(call.prompt, list) and (wrong := max(call.prompt)) >= self.renderer.vocab_size:
             raise CallError(400, f"token id {wrong} is outside the vocabulary")
         check_size(call, (self.limits.prompt_tokens + self.limits.response_tokens) * self.renderer.longest)
-        # What the policy reads, and how much of it it has read already.
+        # The context of the policy, and how much of it was read already.
         continued = (self._continued(branch, call) for branch in reversed(self._branches))
         branch, read, context = next(filter(None, continued), None) or self._begun(call)
         keep, room = None, self.limits.response_tokens

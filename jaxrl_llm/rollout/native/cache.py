@@ -129,7 +129,7 @@ class CacheManager:
         self.layout.reserve(state, steps)
 
     def insert(self, batch: PrefillBatch, rows: np.ndarray) -> None:
-        """Insert prompt rows[s] of the batch into slot s (row -1 = the slot keeps what it has)."""
+        """Insert prompt rows[s] of the batch into slot s (row -1 = the slot is unchanged)."""
         self.layout.insert(batch, rows)
 
     def extend(
