@@ -8,6 +8,7 @@ from jaxrl_kernels.flash_attention.api import SAVED as ATTENTION
 from jaxrl_kernels.gated_delta.reference import SAVED as DELTA
 from jaxrl_kernels.grouped_matmul.api import SAVED as GROUPED_PRODUCT
 from jaxrl_llm.models.experts.dispatch import GATHERED_EXPERTS
+from jaxrl_llm.models.experts.weights import ADAPTED
 from jaxrl_llm.sharding.rules import HOST
 
 LAYER_INPUT = "layer_input"
@@ -15,7 +16,7 @@ SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(ATTENTION)
 REMAT = {
     "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED_EXPERTS),
     "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.save_only_these_names(ATTENTION, DELTA, GROUPED_PRODUCT),
+        jax.checkpoint_policies.save_only_these_names(ADAPTED, ATTENTION, DELTA, GROUPED_PRODUCT),
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     ),
     "attention": SAVE_ATTENTION,

@@ -69,6 +69,20 @@ def test_each_linear_layer_gets_a_and_b(adapted):
     assert not np.asarray(leaves["layers.down_lora_b"]).any()
 
 
+def test_the_backward_pass_saves_an_adapter_and_the_output_of_its_a():
+    """With "dots", beside what the base saves: A and B, and 24 tokens x rank 4 of 7 adapters in 2 layers. The
+    outputs of W and of B are saved as their sum."""
+
+    def saved(config):
+        loss = lambda params: params(TOKENS, POSITIONS, remat="dots").sum()
+        backward = jax.eval_shape(lambda params: jax.vjp(loss, params)[1], models.abstract(config))
+        return num_bytes(backward)
+
+    num_bytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    adapters = num_bytes(models.abstract(MODEL)) - num_bytes(models.abstract(BASE))
+    assert saved(MODEL) - saved(BASE) == adapters + 24 * 4 * 7 * 2 * 4
+
+
 def test_only_the_named_layers_are_adapted():
     config = LoraConfig(rank=2, targets=("v_proj", "q_proj"))
     names = [name for name, _ in models.named_leaves(models.abstract(lora.with_lora(BASE, config)))]

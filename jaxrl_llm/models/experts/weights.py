@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+ADAPTED = "adapted_product"
+"""Name of a product with its adapter's output, for policies of jax.checkpoint: they save this sum. Of the two
+products, "dots" would save both and add them again in the backward pass."""
 Gate = Callable[..., Array]
 """Hidden state of an expert from its gate and up projection, or from its up projection alone."""
 
@@ -100,7 +104,7 @@ def adapted_product(
     if not isinstance(matrix, AdaptedMatrices):
         return multiply(x, matrix, dtype)
     change = multiply(multiply(x, matrix.a, None), matrix.b, dtype)
-    return multiply(x, matrix.weight, dtype) + matrix.scale * change
+    return checkpoint_name(multiply(x, matrix.weight, dtype) + matrix.scale * change, ADAPTED)
 
 
 def product_with(
