@@ -243,7 +243,8 @@ def moment_shardings(moment: Any, shape: tuple[int, ...], like: NamedSharding, o
         return like if moment.shape == shape else other
     shards = shape[-1] // like.shard_shape(shape)[-1]
     spec = like.spec if moment.scale.shape[-1] % shards == 0 else like.spec[:-1]
-    return Quantized(like, NamedSharding(like.mesh, PartitionSpec(*spec)))
+    scale = NamedSharding(like.mesh, PartitionSpec(*spec), memory_kind=like.memory_kind)
+    return Quantized(like, scale)
 
 
 def _remainders(params: Params) -> Params:

@@ -29,10 +29,10 @@ MODEL = TransformerConfig(
 REPLICAS, STAGES = MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(stage=2, fsdp=2, tensor=2)
 
 
-def learner(offload: bool, mesh=REPLICAS) -> Learner:
+def learner(offload: bool, mesh=REPLICAS, *, model=MODEL, moments="float32") -> Learner:
     step = StepConfig(row_tokens=16, rows=8, offload=offload)
-    optimizer = make_optimizer(OptimConfig(learning_rate=0.01), 10)
-    return Learner(sft.Config(), MODEL, optimizer, step, mesh=make_mesh(mesh))
+    optimizer = make_optimizer(OptimConfig(learning_rate=0.01, moments=moments), 10)
+    return Learner(sft.Config(), model, optimizer, step, mesh=make_mesh(mesh))
 
 
 def batch(seed: int) -> list[PackItem]:
@@ -42,7 +42,7 @@ def batch(seed: int) -> list[PackItem]:
 
 def start(built: Learner):
     make = jax.jit(models.init, static_argnums=0, out_shardings=built.param_shardings)
-    return built.init_state(make(MODEL, jax.random.key(0)))
+    return built.init_state(make(built.model, jax.random.key(0)))
 
 
 def updates(built: Learner, state, steps):
@@ -97,6 +97,32 @@ def test_moments_count_as_host_memory():
     assert moments == 2 * bytes_per_device(off.params)
     assert bytes_per_device(off.opt_state) == bytes_per_device(on.opt_state) - moments == 8
     assert bytes_per_device(on, "pinned_host") == 0
+
+
+LARGE = replace(MODEL, hidden_size=64, mlp_size=128, head_dim=32)  # its matrices have moments of 8 bits
+
+
+def test_scales_of_8_bit_moments_are_in_host_memory_too():
+    """Of each moment codes of 81,920 numbers, scales of the 1,408 last dims of these matrices, and 4,544
+    float32 of embedding and norms; three counters stay on the device."""
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    step, optim = StepConfig(row_tokens=16, rows=8, offload=True), OptimConfig(moments="int8")
+    built = Learner(sft.Config(), LARGE, make_optimizer(optim, 10), step, mesh=mesh)
+    moments = built.abstract_state().opt_state
+    assert bytes_per_device(moments, HOST) == 2 * (81_920 + 4 * 1_408 + 4 * 4_544)
+    assert bytes_per_device(moments) == 3 * 4
+
+
+@pytest.mark.slow
+def test_offloaded_8_bit_moments_give_the_weights_of_those_on_the_devices(tmp_path):
+    plain, built = (learner(x, model=LARGE, moments="int8") for x in (False, True))
+    expected = jax.tree.map(np.asarray, updates(plain, start(plain), range(4)))
+    state = updates(built, start(built), range(2))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim} == {HOST}
+    saver = Checkpointer(CheckpointConfig(async_save=False), tmp_path)
+    assert saver.save(2, state, {"config": {}}, {})
+    assert_equal(updates(built, saver.restore(built.abstract_state())[1], range(2, 4)), expected)
+    saver.close()
 
 
 @pytest.mark.compilers
