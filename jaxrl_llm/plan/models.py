@@ -59,7 +59,7 @@ class UnknownModelError(ConfigError):
 
     def __init__(self, name: str):
         super().__init__(
-            f"--model.path {name}: no such folder, and no architecture of that name is known. Give a "
+            f"{name}: no such folder, and no architecture of that name is known. Give a "
             f"folder with its config.json (weights are not needed), or one of {', '.join(PRESETS)}."
         )
         self.name = name

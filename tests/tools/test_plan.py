@@ -451,6 +451,15 @@ def test_an_unknown_model_is_refused_before_anything_is_compiled(capsys):
     assert "Qwen/Qwen3-0.6B" in capsys.readouterr().err
 
 
+def test_an_unknown_teacher_is_not_called_the_model_that_is_trained(capsys):
+    from jaxrl_llm.host.command import run_command
+
+    argv = ["--config", "gkd_tiny.py", "--algo.teachers", "runs/none/hf", "--topology", "cpu"]
+    assert run_command(command.main, argv) == 2
+    error = capsys.readouterr().err
+    assert "runs/none/hf: no such folder, and no architecture" in error and "--model.path" not in error
+
+
 @pytest.mark.slow
 def test_the_predicted_peak_is_within_a_tenth_of_what_the_process_measures():
     env = with_devices(1)
