@@ -136,7 +136,8 @@ def train(
     run: Run, checkpoints: Checkpointer, log: RunLog, state: TrainState | None, *, start: int, stop: Stop
 ) -> Ended:
     """Take the steps from `start` to the last, or until a stop is requested."""
-    config, reference, limit = run.config, run.reference(), run.config.optim.max_nonfinite
+    config, reference = run.config, run.reference()
+    limits = config.optim.max_nonfinite, config.critic.optim.max_nonfinite
     state = run.initial_state() if state is None else state
     meta = run.checkpoint_meta(state)
     evaluate_start(run, state, reference, start, log=log)
@@ -164,7 +165,7 @@ def train(
             state, metrics = stage.update(state, minibatches, step - stage.start)
             metrics = {"kl": None, **experience.metrics, **jax.device_get(metrics)}
         done = step + 1
-        stop_if_nonfinite(state, experience, config.run_dir, limit, done=done, end=stage.end)
+        stop_if_nonfinite(state, experience, config.run_dir, limits, done=done, end=stage.end)
 
         # Evaluation, log and checkpoint.
         if eval_due(run, done):

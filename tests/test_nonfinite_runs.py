@@ -26,15 +26,20 @@ def state(nonfinite, version, critic=None):
         (state(3, 1), 99, False),
         (state(0, 0), 99, False),  # dynamic sampling found nothing to learn from
         (state(0, 9, critic=state(3, 0)), 99, True),
+        (state(0, 9, critic=state(3, 9)), 50, True),  # the critic's own limit
+        (state(0, 9, critic=state(2, 9)), 50, False),
+        (state(4, 9, critic=state(0, 9)), 50, False),
     ],
 )
 def test_a_run_ends_after_too_many_skipped_updates_or_if_none_was_applied(state, done, stops, tmp_path):
-    experience, most = Experience([], {}, 0), OptimConfig().max_nonfinite
-    assert most == 5
+    experience, most = Experience([], {}, 0), (OptimConfig().max_nonfinite, 3)
+    assert most == (5, 3)
     if not stops:
         stop_if_nonfinite(state, experience, str(tmp_path), most, done=done, end=99)
         return
-    with pytest.raises(NonFiniteError, match=f"[35] updates in a row had NaN or Inf .* at step {done}; none"):
+    key = "critic.optim" if state.critic else "optim"
+    text = f"[35] updates in a row had NaN or Inf .* at step {done}; none.* --{key}.learning_rate "
+    with pytest.raises(NonFiniteError, match=text):
         stop_if_nonfinite(state, experience, str(tmp_path), most, done=done, end=99)
 
 

@@ -223,24 +223,35 @@ class NonFiniteError(RunError):
 
 
 def stop_if_nonfinite(
-    state: TrainState, experience: Experience, run_dir: str, max_nonfinite: int, *, done: int, end: int
+    state: TrainState,
+    experience: Experience,
+    run_dir: str,
+    max_nonfinite: tuple[int, int],
+    *,
+    done: int,
+    end: int,
 ) -> None:
     """End the run after too many skipped updates in a row; its checkpoints stay as they are.
 
     Args:
         run_dir: folder that the offending batch is written to.
-        max_nonfinite: skipped updates in a row that end the run.
+        max_nonfinite: skipped updates in a row that end the run, of policy and critic.
         done: steps done.
         end: last step of the stage; a stage that skipped every update has trained nothing.
 
     Raises:
         NonFiniteError: names the file that the offending batch was written to.
     """
-    models = [s for s in (state, state.critic) if s]
-    skipped = max(int(s.nonfinite) for s in models)
-    untrained = done == end and any(int(s.nonfinite) and not int(s.version) for s in models)
-    if skipped < max_nonfinite and not untrained:
+    # Find a model that has reached its limit, the policy first.
+    reached = []
+    for key, model, most in zip(("optim", "critic.optim"), (state, state.critic), max_nonfinite, strict=True):
+        skipped = int(model.nonfinite) if model else 0
+        if skipped >= most or (skipped and done == end and not int(model.version)):
+            reached.append((skipped, key))
+    if not reached:
         return
+    # Write the batch, and end the run.
+    skipped, key = reached[0]
     path = Path(run_dir) / f"nonfinite_step_{done}.npz"
     arrays = {f"{i}.tokens": item.tokens for i, item in enumerate(experience.items)}
     arrays |= {
@@ -249,6 +260,6 @@ def stop_if_nonfinite(
     np.savez(path, **arrays)
     raise NonFiniteError(
         f"{skipped} updates in a row had NaN or Inf in loss, gradient or weights at step {done}; none changed"
-        f" the weights. The batch is in {path}. Lower --optim.learning_rate or look at its rewards; the same "
+        f" the weights. The batch is in {path}. Lower --{key}.learning_rate or look at its rewards; the same "
         "command continues from the last checkpoint."
     )
