@@ -131,7 +131,6 @@ def make_stages(
             steps=warm.steps,
             critic=critic,
             critic_params=critic_params,
-            critic_warmup=critic_warmup,
             updates_critic=False,
         )
         stages.insert(0, warm_up)

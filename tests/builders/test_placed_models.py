@@ -30,7 +30,7 @@ from jaxrl_llm.config import (
     TrainConfig,
     WarmStartConfig,
 )
-from jaxrl_llm.data.packing import from_trajectory
+from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.learn.reference import Reference
@@ -320,3 +320,18 @@ def test_a_critic_with_weights_of_its_own_survives_the_border_of_the_warm_up():
         after = train.init_state(state.params, state.critic).critic.params
     for old, new in zip(before, jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_the_first_steps_of_the_sft_warm_up_are_not_the_critics():
+    """Every step of it trains the policy; then the critic has its steps alone."""
+    critic = CriticConfig(warmup_steps=2)
+    config = replace(BASE, algo=ppo.Config(kl_coef=0.0), critic=critic, warm_start=WarmStartConfig(steps=2))
+    meshes = make_meshes(config)
+    warm, train = make_stages(config, trained_config(MODEL, config), meshes, RandomModels())
+    item = PackItem(np.arange(1, 9, dtype=np.int32), np.ones(8, np.float32))
+    with jax.set_mesh(meshes[POLICY]):
+        state = warm.init_state(jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0)))
+        for step in range(2):
+            state, metrics = warm.update(state, [[item]], step)
+            assert int(state.version) == step + 1 and float(metrics["loss"]) > 0
+    assert (train.start, train.critic_warmup) == (2, 2)
