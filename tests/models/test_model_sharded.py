@@ -133,7 +133,7 @@ def test_gpus_gather_tokens_in_bfloat16_and_scatter_their_gradients(lora):
     mesh = make_mesh(MeshConfig(fsdp=1, tensor=4), gpu_devices("h100", 4))
     step = StepConfig(512, 2, dtype="bfloat16", remat="full")
     learner = Learner(grpo.Config(kl_coef=0.0), config, optax.adam(1e-6), step, mesh=mesh)
-    program = learner.update_programs(("advantages", "rollout"))["accumulate"]
+    program = learner.update_programs(("advantages", "rollout_logprobs"))["accumulate"]
     with jax.set_mesh(mesh):
         compiled = program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)).compile()
     sent = count_collectives(parse(compiled.as_text()), 4)
