@@ -17,7 +17,7 @@ from jaxrl_llm.models.global_heads import config_of_layers
 from jaxrl_llm.models.mixer_config import ATTENTION
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 ALIBI_DIMS = 8
 

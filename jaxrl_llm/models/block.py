@@ -32,7 +32,7 @@ from jaxrl_llm.sharding.attention import ContextParallel, over_whole_rows, shard
 from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, constrain_residual, gather_tokens
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,

@@ -33,6 +33,7 @@ from jaxrl_llm.models.block import block, final_norm_fn, make_attention_fn
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.experts.router import join_routes
 from jaxrl_llm.models.indexer import choose_exactly, choose_keys, pack_keys, read_choice, unpack_keys
+from jaxrl_llm.models.layers import Layers
 from jaxrl_llm.models.linear import scale_embeddings
 from jaxrl_llm.models.mixer_config import ATTENTION
 from jaxrl_llm.models.mla import DecodeLatents, ring_array
@@ -43,7 +44,7 @@ from jaxrl_llm.models.rows import Packing, per_token_call
 from jaxrl_llm.models.shared_kv import kv_sources, no_shared_kv, put_shared, read_shared
 from jaxrl_llm.models.slot_states import make_state_fn
 from jaxrl_llm.models.stacks import collect_layers, layer_places, layer_stacks, scan_layers
-from jaxrl_llm.models.transformer import Layers, Transformer, cast_weights
+from jaxrl_llm.models.transformer import Transformer, cast_weights
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
 
 PromptCache = tuple[

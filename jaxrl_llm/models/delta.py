@@ -29,7 +29,7 @@ from jaxrl_llm.sharding.attention import DIVIDED_HEADS, divide_heads
 from jaxrl_llm.sharding.rules import current_spec
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 STATE = "recurrent_state"
 """Scope of `sharded_delta` within the scope of attention, by which `plan` finds its kernels."""

@@ -29,7 +29,7 @@ from jaxrl_llm.models.linear import Initializer, multiply
 from jaxrl_llm.models.rows import Packing
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 KEY_EPS = 1e-6
 """Added to the variance in the norm of index keys (transformers)."""

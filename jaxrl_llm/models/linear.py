@@ -17,7 +17,7 @@ from jaxrl_llm.models.quantize import SCALE, dequantize_weight
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain, scatter_gradient
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 
 def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T *I"]):

@@ -26,7 +26,7 @@ from jaxrl_llm.models.rows import Packing, last_inputs, per_token_call, step_win
 from jaxrl_llm.sharding.attention import divide_heads
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 
 class MambaState(NamedTuple):

@@ -22,7 +22,7 @@ from jaxrl_llm.models.mixer_config import has_indexer
 from jaxrl_llm.sharding.rules import constrain
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 LATENT_EPS = 1e-6
 """Added to the mean square in the norms of latents, whatever `norm_eps` is (transformers)."""

@@ -18,7 +18,7 @@ from jaxrl_kernels.chunks import map_chunks
 from jaxrl_kernels.flash_attention.spec import MAX_PAIRS, NO_WINDOW, DynamicMask, visible
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 
 class Paths(NamedTuple):

@@ -21,7 +21,7 @@ from jaxrl_llm.models.rows import Packing
 from jaxrl_llm.sharding.rules import constrain
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 State = delta.DeltaState | short_conv.ConvState | mamba.MambaState
 """State of a layer for S sequences: dim -4 of each array is S, dim -3 is sharded like key heads. Its

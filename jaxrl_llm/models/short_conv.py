@@ -20,7 +20,7 @@ from jaxrl_llm.models.rows import Packing, last_inputs, per_token_call, step_win
 from jaxrl_llm.sharding.rules import constrain
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 
 class ConvState(NamedTuple):

@@ -15,7 +15,7 @@ from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.recurrent import RECURRENT, State
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 NULL_ROW = 0
 """The row of slots without a response and of padding; it is written, but never read for a token."""

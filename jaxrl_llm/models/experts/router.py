@@ -30,7 +30,7 @@ from jaxrl_llm.models.quantize import SCALE, dequantize_weight
 from jaxrl_llm.sharding.rules import Rules
 
 if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Layers
+    from jaxrl_llm.models.layers import Layers
 
 Activation = Callable[[Array], Array]
 SELECTION_BIAS = "router_bias"
