@@ -35,12 +35,17 @@ class LoopThread:
                 abandoned, and ends by itself once no coroutine blocks its thread.
         """
 
+        if self.loop.is_closed():
+            return
+
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
                 task.cancel()
-            await asyncio.wait(others, timeout=seconds) if others else None
-            await finish() if finish else None
+            if others:
+                await asyncio.wait(others, timeout=seconds)
+            if finish:
+                await finish()
 
         ended = self.start(end())
         # Only after `end`: a loop that is stopped before it leaves a coroutine that was never awaited.

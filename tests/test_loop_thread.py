@@ -21,6 +21,7 @@ def test_close_cancels_coroutines_and_raises_the_error_of_finish():
     with pytest.raises(OSError, match="not closed"):
         thread.close(5.0, finish)
     assert endless.cancelled() and thread.loop.is_closed()
+    thread.close(5.0)  # as often as one likes
 
 
 def test_a_blocked_loop_is_abandoned_and_ends_by_itself():

@@ -110,6 +110,12 @@ def requirements(config: AlgoConfig) -> Requirements:
     return of(config).requires(config)
 
 
+def updates_policy(config: AlgoConfig) -> bool:
+    """Return whether a model with these settings is the policy of rollouts, unlike a critic or a model that
+    learns from a dataset."""
+    return of(config).on_rollouts and requirements(config).logprobs
+
+
 def learns_from_rewards(config: AlgoConfig) -> bool:
     """Return whether rewards of the model's own responses reach the loss."""
     return of(config).on_rollouts and requirements(config).rewards

@@ -200,8 +200,7 @@ def filter_line(config: TrainConfig) -> str:
     acting = [
         f"--rollout.sampling.{name} {getattr(sampling, name):g}" for name, acts in filters.items() if acts
     ]
-    weighs = algos.of(config.algo).on_rollouts and algos.requirements(config.algo).logprobs
-    if not acting or sampling.kept_sets or not weighs:
+    if not acting or sampling.kept_sets or not algos.updates_policy(config.algo):
         return ""
     return (
         f"warning: {', '.join(acting)}: tokens are drawn from the filters' kept set, log-probs are of "

@@ -252,7 +252,7 @@ def make_learner(
     # The settings of a step: sizes, types, and options that depend on the algorithm.
     algorithm, requires = algos.of(algo), algos.requirements(algo)
     on_rollouts, sizes = algorithm.on_rollouts, derived(config, mesh.size)
-    rolls_out = on_rollouts and requires.logprobs  # the policy, whose routes and kept sets the rollout knows
+    rolls_out = algos.updates_policy(algo)  # so the rollout knows its routes and kept sets
     replays = rolls_out and config.routing.replay != "none"
     shares = config.share_prefixes and algorithm.input in ("pairs", "labels")
     shares = config.shares_prompts if on_rollouts else shares

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.models.experts.weights import ADAPTED, add_bias
+from jaxrl_llm.models.experts.weights import add_bias, add_change
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain, scatter_gradient
 
@@ -29,8 +28,7 @@ def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B 
         y = add_bias(y, getattr(w, f"{name}_bias")[...])
     if adapter := adapter_of(w, name):
         a, b = adapter
-        y = y + c.lora.scale * project(project(x, a, narrow=True), b)
-        y = checkpoint_name(y, ADAPTED)
+        y = add_change(y, project(project(x, a, narrow=True), b), c.lora.scale)
     return y
 
 

@@ -138,14 +138,14 @@ class Worker:
 
 def _read_available(fd: int) -> tuple[bytes, bool]:
     """Return (bytes that have arrived, at most MAX_READS reads; whether the other end is closed)."""
-    parts = []
+    parts: list[bytes] = []
+    closed = False
     try:
-        for _ in range(MAX_READS):
+        while len(parts) < MAX_READS and not closed:
             parts.append(os.read(fd, READ_BYTES))
-            if not parts[-1]:
-                return b"".join(parts), True
+            closed = not parts[-1]
     except BlockingIOError:
-        return b"".join(parts), False
+        pass
     except OSError:  # the connection was reset
-        return b"".join(parts), True
-    return b"".join(parts), False
+        closed = True
+    return b"".join(parts), closed

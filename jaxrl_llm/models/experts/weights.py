@@ -104,7 +104,12 @@ def adapted_product(
     if not isinstance(matrix, AdaptedMatrices):
         return multiply(x, matrix, dtype)
     change = multiply(multiply(x, matrix.a, None), matrix.b, dtype)
-    return checkpoint_name(multiply(x, matrix.weight, dtype) + matrix.scale * change, ADAPTED)
+    return add_change(multiply(x, matrix.weight, dtype), change, matrix.scale)
+
+
+def add_change(y: Float[Array, "..."], change: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
+    """Return a product plus the output of its adapter, times `scale`."""
+    return checkpoint_name(y + scale * change, ADAPTED)
 
 
 def product_with(

@@ -175,10 +175,10 @@ def largest_calls(
     largest: dict[str, Program] = {}
 
     def keep(name: str, program: Any, *args: Any, **static: Any) -> Any:
-        # Shapes ascend: the last call is the largest.
         largest[{"read": "read_kept", "write": "write_kept"}.get(name, name)] = Program(program, args, static)
         return program.eval_shape(*args, **static)
 
+    # Only the largest shapes are called, in ascending order: the last call of a program is its largest.
     (width, counts), slot_counts = shapes.prefill[-1], shapes.slot_counts
     with_drafts = [count for count in slot_counts if shapes.has_drafts(count)]
     top = dataclasses.replace(

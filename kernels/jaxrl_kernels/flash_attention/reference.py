@@ -79,11 +79,7 @@ def forward(
         out: like q; 0 for a fully masked query.
         lse: log-sum-exp of its scores in nats, float32; MASKED_LSE for a fully masked query.
     """
-    rows, columns = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
-    allowed = visible(
-        mask, rows, columns, mask.windows(q_segments)[:, :, None], q_segments[:, :, None], kv_last[:, None]
-    )
-    return dense_attention(spec, q, k, v, allowed)
+    return dense_attention(spec, q, k, v, _visible_keys(mask, q_segments, kv_last))
 
 
 def backward(
@@ -111,10 +107,7 @@ def backward(
     Returns: (dq, dk, dv), like q, k, v; 0 for padding.
     """
     group = q.shape[2] // k.shape[2]
-    rows, columns = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
-    allowed = visible(
-        mask, rows, columns, mask.windows(q_segments)[:, :, None], q_segments[:, :, None], kv_last[:, None]
-    )[:, None]
+    allowed = _visible_keys(mask, q_segments, kv_last)[:, None]
     # The gradients of a sum whose lse, d_out and delta are constants.
     d_out = d_out.astype(jnp.float32)
     delta = jnp.einsum("bthe,bthe->bht", d_out, out.astype(jnp.float32)) - (0 if d_lse is None else d_lse)
@@ -126,3 +119,12 @@ def backward(
         return jnp.sum(weights * (jnp.einsum("bthe,bche->bhtc", d_out, v) - delta[..., None]))
 
     return jax.grad(total, (0, 1, 2))(q, k, v)
+
+
+def _visible_keys(
+    mask: DynamicMask, q_segments: Int[Array, "B Tq"], kv_last: Int[Array, "B Tk"]
+) -> Bool[Array, "B Tq Tk"]:
+    """Return which keys each query attends to."""
+    rows, columns = jnp.arange(q_segments.shape[1])[:, None], jnp.arange(kv_last.shape[1])
+    windows = mask.windows(q_segments)[:, :, None]
+    return visible(mask, rows, columns, windows, q_segments[:, :, None], kv_last[:, None])
